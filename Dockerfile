@@ -15,7 +15,7 @@ FROM nvidia/cuda:13.0.0-devel-ubuntu24.04
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 WORKDIR /train_fp8
 
-# Build tools and Open MPI, as every script installs them. python3-venv is for data/setup_venv.sh, sshd for
+# Build tools and Open MPI, by the function that the scripts use. python3-venv is for data/setup_venv.sh, sshd for
 # scripts/mpijob.yaml. Each pod makes host keys of its own.
 COPY scripts/install.sh scripts/install.sh
 RUN . scripts/install.sh && install_tools \
@@ -25,7 +25,7 @@ RUN . scripts/install.sh && install_tools \
     && if ! find_nccl; then apt-get install -y -qq --no-install-recommends libnccl2 libnccl-dev; fi \
     && rm -rf /var/lib/apt/lists/*
 
-# make reads CUDA_ARCH here and in a container. Containers run as root, which mpirun refuses by default.
+# make reads CUDA_ARCH, here and later in a container. Containers run as root, for which mpirun needs two variables.
 ARG CUDA_ARCH=90a
 ENV CUDA_ARCH=$CUDA_ARCH OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 

@@ -31,8 +31,8 @@ NCCL_LIBS = $(if $(NCCL_HOME),-L$(NCCL_HOME)/lib -Xlinker -rpath=$(NCCL_HOME)/li
 CUDA_LIBS = -lcublasLt $(NCCL_LIBS) $(MPI_LIBS)
 BENCH_LIBS = -lcublasLt
 
-# Each compile writes the headers that it has read to build/deps/TARGET.d (TARGET without build/), from which make
-# knows what a changed header rebuilds. Each target depends on its own .d: if that is missing, the target is compiled.
+# Each compile writes the names of the headers that it has read to build/deps/TARGET.d (TARGET without build/). So make
+# knows what to rebuild after a header has changed. Each target depends on its own .d: if it is missing, make compiles.
 DEPENDENCIES = -MMD -MP -MT $@ -MF build/deps/$(@:build/%=%).d
 
 HEADERS := $(wildcard llmc/*/*.h)
@@ -63,7 +63,7 @@ help:
 	@echo "make check-gpu     every GPU test and bench (scripts/check_gpu.sh)"
 	@echo "make build/bench_X the check and bench dev/cuda/X.cu; build/bench_X runs it on a GPU"
 	@echo "make check-faults  crashes, bad disks, damage, hostile input (dev/fault): 35 minutes; QUICK=1 takes 1"
-	@echo "make asan          the unit tests under address and undefined-behaviour sanitizers"
+	@echo "make asan          builds the unit tests with address and undefined-behaviour sanitizers: build/asan/test_X"
 	@echo "make headers       every .h compiled alone, as C and as C++"
 	@echo "make cuda-headers  every .cuh compiled alone, by nvcc"
 	@echo "make format        clang-format over all C and CUDA code; make check-format changes nothing"
@@ -95,14 +95,14 @@ build/cuda_arch: FORCE | $(FOLDERS)
 train_fp8cu: train_fp8.cu build/cuda_arch build/deps/train_fp8cu.d | $(FOLDERS)
 	$(CUDA_COMPILER) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(CUDA_LIBS)
 
-# Each range of GPU memory is an allocation of its own here, for memcheck (arena.h).
+# In this program each range of GPU memory is an allocation of its own, so that memcheck finds overruns (arena.h).
 build/train_fp8cu_apart: train_fp8.cu build/cuda_arch build/deps/train_fp8cu_apart.d | $(FOLDERS)
 	$(CUDA_COMPILER) $(NVCCFLAGS) -DARENA_APART $(DEPENDENCIES) -o $@ $< $(CUDA_LIBS)
 
 build/test_%: dev/test/test_%.cu build/cuda_arch build/deps/test_%.d | $(FOLDERS)
 	$(CUDA_COMPILER) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(STAND_INS:%=-Xlinker --wrap=%) $(CUDA_LIBS)
 
-# test_fsdp_order checks the order of all ranks' streams on the host: its own functions stand in for these.
+# test_fsdp_order checks the order of all ranks' streams on the host: it replaces these functions by its own.
 build/test_fsdp_order: STAND_INS := cudaStreamSynchronize cudaStreamQuery cudaStreamCreateWithFlags cudaStreamDestroy \
 	cudaEventCreate cudaEventCreateWithFlags cudaEventDestroy cudaEventQuery cudaEventRecord cudaStreamWaitEvent \
 	cudaMallocHost cudaFreeHost cudaMemsetAsync cudaMemset2DAsync cudaMemcpyAsync cudaGetDevice \
@@ -124,7 +124,7 @@ build/headers/%.h.ok: llmc/%.h build/deps/headers/%.h.ok.d | $(FOLDERS)
 	@g++ -std=c++17 -march=native $(WARNINGS) $(MPI_CFLAGS) -x c++ -c -o /dev/null $<
 	@touch $@
 
-# Kernels are parsed, not compiled. 177: functions that nothing here calls.
+# Kernels are parsed, not compiled. Warning 177 is about functions that nothing calls, of which a header alone has many.
 build/headers/%.cuh.ok: llmc/%.cuh build/cuda_arch build/deps/headers/%.cuh.ok.d | $(FOLDERS)
 	@$(CUDA_COMPILER) $(NVCCFLAGS) --fdevice-syntax-only -Xcompiler -Wno-unused-function -diag-suppress 177 \
 		$(DEPENDENCIES) -x cu -c -o $@ $<
@@ -134,7 +134,7 @@ build/headers/%.cuh.ok: llmc/%.cuh build/cuda_arch build/deps/headers/%.cuh.ok.d
 build/fault/inject.so: dev/fault/inject.c | $(FOLDERS)
 	$(CC) -std=gnu11 -O1 $(WARNINGS) -shared -fPIC -o $@ $< -ldl -lpthread
 
-# All fuzz targets in one program without libFuzzer, and each with it.
+# build/fault/replay runs all fuzz targets without libFuzzer. build/fault/fuzz_X is one target, with libFuzzer.
 build/fault/replay: dev/fault/replay.c build/deps/fault/replay.d | $(FOLDERS)
 	$(CC) $(SANITIZE) $(DEPENDENCIES) -o $@ $< $(LIBS)
 
@@ -160,7 +160,7 @@ cuda-headers: $(CUDA_HEADER_CHECKS)
 test:
 	scripts/test.sh
 
-# One test; scripts find the programs that they run.
+# One test. Before a script, make builds the programs that scripts run: the CPU trainer and two tools.
 test-%: FORCE
 	@if [ -e dev/test/test_$*.c ] || [ -e dev/test/test_$*.cu ]; then $(MAKE) -s build/test_$* && build/test_$*; \
 	elif [ -e dev/test/test_$*.sh ] || [ -e dev/test/test_$*.py ]; then \

@@ -1,10 +1,10 @@
 // Generates children's stories and writes them as shards of byte tokens, so that a machine without network can train:
-//   synth_stories --out PREFIX --bytes N --seed S   makes PREFIX_train.bin (N bytes of text or little more),
+//   synth_stories --out PREFIX --bytes N --seed S   makes PREFIX_train.bin (N bytes of text or a little more),
 //   PREFIX_val.bin (N/20) and PREFIX.tokenizer
 // Token ids 0 ... 255 are bytes, 256 stands before each story. The same options give the same files on every machine.
 //
-// A story is a plot: a list of beats, each one sentence (or two) chosen among alternatives that '|' separates. A
-// sentence may hold these slots:
+// A story follows a plot: a list of beats. Each beat lists alternatives, separated by '|', of one sentence or two, and
+// one of them is taken. A sentence may hold these slots:
 //   {list}            a word of that list, picked anew each time
 //   {list1} {list2}   a word of that list, picked at first use and kept for the whole story; 1 and 2 differ
 //   {hero} {friend}   two different names; {he} {his} {him} the hero's pronouns, {fhe} the friend's; {child} {child2}
@@ -194,7 +194,7 @@ typedef struct {
     char slot[WORD_CAPACITY], word[WORD_CAPACITY];
 } Remembered;
 
-// One story in the making.
+// The story that is being written.
 typedef struct {
     uint64_t key, draws;  // random numbers: draw i of this story is rng_u64(key, i)
     bool hero_is_girl, friend_is_girl;
@@ -399,8 +399,8 @@ int main(int argc, char **argv) {
         "usage: synth_stories [--out PREFIX] [--bytes N] [--seed S]\n"
         "Writes generated stories as byte tokens: PREFIX_train.bin, PREFIX_val.bin and PREFIX.tokenizer.\n"
         "  --out PREFIX   where to write (data/synth)\n"
-        "  --bytes N      bytes of training text (4000000); a twentieth of it again for validation\n"
-        "  --seed S       other stories (42)\n";
+        "  --bytes N      bytes of training text (4000000); validation text of a twentieth of that is added\n"
+        "  --seed S       seed; each gives other stories (42)\n";
     static const struct option options[] = {{"out", required_argument, NULL, 'o'},
                                             {"bytes", required_argument, NULL, 'b'},
                                             {"seed", required_argument, NULL, 's'},

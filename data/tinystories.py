@@ -3,7 +3,7 @@
 https://huggingface.co/datasets/roneneldan/TinyStories).
 
     data/tinystories.py --tokenizer llama3                     from the Hugging Face hub
-    data/tinystories.py --tokenizer qwen --fraction 0.1        only the first tenth, and only that is downloaded
+    data/tinystories.py --tokenizer qwen --fraction 0.1        downloads only the first tenth of the training text
     data/tinystories.py --tokenizer bytes --text a.txt b.txt   from text files with <|endoftext|> lines between stories
 
 Writes DIR/NAME_train.bin, DIR/NAME_val.bin (format: llmc/data/dataloader.h) and DIR/NAME.tokenizer
@@ -35,7 +35,7 @@ READ_BYTES = 1 << 20
 BATCH_CHARS = 4 << 20  # text encoded in one call: enough to keep all threads busy
 LONGEST_STORY = 64 << 20  # a text that is longer without a separator line is no file of stories
 VAL_EVERY = 50  # without validation text, each 50th story is validation
-DOWNLOAD_TRIES = 5  # attempts in a row that bring no byte
+DOWNLOAD_TRIES = 5  # gives up after this many attempts in a row that bring no byte
 SHARD_HEADER_INTS = 256
 SHARD_U32, SHARD_U16 = (20240801, 7), (20240520, 1)  # magic, version
 SHARD_U32_LONG_VERSION = 8  # 64-bit count in words 2 and 3
@@ -205,7 +205,7 @@ def local_sources(paths, fraction):
 
 
 def request_from(url, offset):
-    """Requests a file from `offset` on. Returns (response, or None if nothing is left; its first byte; file size)."""
+    """Requests a file from `offset` on. Returns (response or None if nothing is left, its offset, file size)."""
     request = urllib.request.Request(url, headers={"Range": f"bytes={offset}-", "User-Agent": "tinystories.py"})
     try:
         response = urllib.request.urlopen(request, timeout=60)
@@ -538,7 +538,8 @@ def parse_options():
     parser.add_argument(
         "--separator",
         metavar="TOKEN",
-        help="with a tokenizer.json: the token before each story (its begin-of-text token)",
+        help="with a tokenizer.json: the token before each story (the first that it has of <|begin_of_text|>, "
+        "<|endoftext|>, <s>, <bos>)",
     )
     options = parser.parse_args()
     if options.val_text and not options.text:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs scripts/slurm.sbatch on a Slurm cluster of two nodes, both on this machine. Installs Slurm and munge (Debian,
-# Ubuntu). Jobs of the CPU trainer are preempted, reach their time limit, and lose a node; Slurm starts them again, and
-# their losses must be those of an uninterrupted run. Ends with "N passed, N failed".
+# Ubuntu). Jobs of the CPU trainer are preempted, lose a node, or lose a rank; Slurm starts them again, and their losses
+# must be those of an uninterrupted run. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/.."
 . scripts/install.sh

@@ -38,7 +38,7 @@ def need_library(name, hint):
 
 def scalars(run):
     """Yields (step, seconds since 1970, {name: value}) for each step of a run, in order. The log has no time of day:
-    the times are those at which the steps would have ended, without pauses, before the log was last written."""
+    times are counted back from the last write of the log, as if the steps had followed each other without pauses."""
     now = (run.folder / "log.jsonl").stat().st_mtime - sum(record["ms"] for record in run.steps) / 1e3
     validations = {record["step"]: record["loss"] for record in run.validations}
     for record in run.steps:

@@ -37,8 +37,8 @@ install_tools() {
     [ ${#missing[@]} -eq 0 ] || install_packages "${missing[@]}"
 }
 
-# Installs what the report of a verdict needs, where that is possible: python3-venv, and libraries from PyPI. Prints why
-# it is not.
+# Installs what the report of a verdict needs, where that is possible: python3-venv, and libraries from PyPI. Otherwise
+# prints the reason.
 install_report() {
     python3 -c 'import ensurepip, venv' 2>/dev/null || (install_packages python3-venv)
     PIP_RETRIES=1 PIP_DEFAULT_TIMEOUT=20 scripts/setup_report.sh 2>&1 >/dev/null | tail -n 1

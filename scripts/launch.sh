@@ -1,5 +1,5 @@
-# Functions that start a trainer, sourced by sweep.sh, run_recipes.sh and run_common.sh. They set `trainer` and, if the
-# command is not plain mpirun, `mpirun`.
+# Functions that start a trainer, sourced by sweep.sh, run_recipes.sh and run_common.sh. These scripts set the variables
+# `trainer` and, if the command is not plain mpirun, `mpirun`.
 
 export LC_ALL=C  # with a decimal comma, awk, printf and sort -n would read and write other numbers
 
@@ -46,7 +46,7 @@ make_launch() {
     if [ -z "${OMP_NUM_THREADS:-}" ]; then launch+=(-x "OMP_NUM_THREADS=$((($(nproc) + $1 - 1) / $1))"); fi
 }
 
-# Print the trainer's presets and its FP8 recipes, with a blank after each.
+# list_models prints the trainer's presets, list_recipes its FP8 recipes, each with a blank after it.
 list_models() { "$trainer" --list models 2>/dev/null | tr '\n' ' '; }
 list_recipes() { "$trainer" --list recipes 2>/dev/null | tr '\n' ' '; }
 

@@ -311,7 +311,7 @@ visit() {
         "$([ "$gpus" -eq 1 ] || echo s)" "$(time_left)"
     if is_kept; then
         [ "$kind" ] || record done 0 ""  # the run finished, but the sweep was killed before it wrote the result
-        again=", before"
+        again=" earlier"
     elif [ "$gpus" -gt "$available" ]; then
         record skipped 0 "the run needs $gpus GPUs; $available available"
     else

@@ -8,12 +8,12 @@ commas. Defaults are in parentheses.
   --recipes LIST          FP8 recipes: fp8 (tensorwise), fp8:RECIPE, fp8:RECIPE:emulate (fp8,fp8:rowwise)
   --seeds LIST            seeds of initial weights and data order; two are too few for a narrow interval (42,43,44)
   --rounding-seeds LIST   seeds of stochastic rounding, each with every seed; several show the noise of rounding alone
-                          (one: the seed)
+                          (each run's seed)
   --train-data GLOB       training shards (data/tinystories_llama3_train.bin or ..._qwen_train.bin, by the model's name)
   --val-data GLOB         validation shards (the training shards' name with _val or _valid in place of _train)
   --sequence-length T     tokens in a sequence (2048)
   --num-steps N           steps of each run (one pass over the data, at most 2000; with --repeat 1000)
-  --lr RATE               largest learning rate (3e-4; with --repeat 1e-5)
+  --lr RATE               learning rate after warm-up (3e-4; with --repeat 1e-5)
   --repeat                the regime of the public FP8 benchmark: the data may repeat, constant learning rate, no
                           clipping. Without it each sequence is read at most once, with a warm-up of 5% of the steps,
                           a cosine schedule and --grad-clip 1, as in pre-training
@@ -138,7 +138,7 @@ def data_of(model, given):
 
 
 def count_sequences(pattern, length):
-    """Returns the sequences in all shards, whose headers data/README.md describes, as the trainer counts them."""
+    """Returns the sequences in all shards (header: llmc/data/dataloader.h), as the trainer counts them."""
     count = 0
     for path in glob.glob(pattern):
         with open(path, "rb") as file:
@@ -317,7 +317,10 @@ def slots_of(plan):
 
 
 def check_folder(plan, runs):
-    """Dies if the folder holds finished runs of other settings."""
+    """Returns the entries of verdict.json for runs that this start does not have; none if they have other settings.
+
+    Dies if the folder holds finished runs of other settings.
+    """
     path = os.path.join(plan.o["out"], "verdict.json")
     if not os.path.exists(path):
         return []
@@ -352,7 +355,7 @@ def receipt(plan, runs, others):
 
 
 def time_steps(plan, runs, slots):
-    """Sets the expected seconds of each run, from a trial of a few steps of each model, or from a finished run."""
+    """Sets the expected seconds of each run, from a finished run of its model, or else from a trial of a few steps."""
     for model in plan.models:
         own = [run for run in runs if run.model == model]
         known = [run.seconds_known() for run in own if run.seconds_known()]

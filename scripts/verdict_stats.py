@@ -73,7 +73,7 @@ class Difference:
 class NoiseBand:
     """Differences between BF16 runs: 95% are within +-half_width, which has the shape of one run's losses.
 
-    If noise_band() got `pairs` above 1, this holds for means of so many differences.
+    If noise_band() got `pairs` above 1, this holds for the mean of that many differences.
     """
     deviation: np.ndarray  # standard deviation of one run
     half_width: np.ndarray
@@ -97,7 +97,7 @@ class Speedup:
     high: float | None
     loss: float | None           # the loss at which both are compared
     reached: bool                # FP8 reached the loss at the end of BF16
-    equal_steps: float           # t_BF16 / t_FP8 of all steps: the speed-up before losses are matched
+    equal_steps: float           # t_BF16 / t_FP8 over all steps: the speed-up before losses are matched
     step_ratio: float | None     # steps of BF16 / steps of FP8 until that loss
     pairs: int
     reason: str = ""
@@ -125,7 +125,7 @@ def _t_factor(degrees):
 
 
 def detectable_difference(standard_error, degrees):
-    """The smallest true difference that a t-interval with this standard error leaves 0 out for, with 80% power."""
+    """The smallest true difference for which a t-interval with this standard error excludes 0 in 80% of cases."""
     if standard_error == 0:
         return 0.0
     factor = _t_factor(degrees)
@@ -168,7 +168,8 @@ def validation_difference(bf16, fp8):
 
 
 def block_length(series):
-    """Returns the block length of the moving-block bootstrap, in steps: of [steps], or the longest of k columns."""
+    """Returns the block length of the moving-block bootstrap, in steps. series: [steps], or [steps, k], which gives
+    the longest block length of the k columns."""
     steps = len(series)
     with np.errstate(all="ignore"):
         optimal = np.asarray(optimal_block_length(series)["circular"], dtype=np.float64)

@@ -117,7 +117,7 @@ check "the table explains \"emulated\"" \
     holds "$tmp/some/recipes.txt" "emulated: this GPU lacks the recipe's GEMMs"
 check "the table has the error of the recipe that failed" holds "$tmp/some/recipes.txt" "failed: something else"
 run "${some[@]}"
-check "a second start keeps the 3 finished runs" equal "$(grep -c 'done, before' "$tmp/run.log")" 3
+check "a second start keeps the 3 finished runs" equal "$(grep -c 'done earlier' "$tmp/run.log")" 3
 run "${some[@]}" --beta1 0.8
 check "other settings in the same folder are refused without a table of old runs" \
     equal "$? $(grep -c 'holds runs of other settings' "$tmp/run.log") $(grep -c '^recipe ' "$tmp/run.log")" "1 1 0"

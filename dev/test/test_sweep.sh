@@ -145,7 +145,7 @@ logs() { cat "$out"/tiny_*_bf16_*/log.jsonl "$out"/tiny_T64_*/log.jsonl | cksum;
 before=$(logs)
 start "${main[@]}"
 check "a second start leaves finished runs alone" equal "$(logs)" "$before"
-check "a second start prints \"done, before\" for 6 finished runs" equal "$(grep -c 'done, before' "$tmp/sweep.log")" 6
+check "a second start prints \"done earlier\" for 6 finished runs" equal "$(grep -c 'done earlier' "$tmp/sweep.log")" 6
 check "a second start tries a failed run again" lacks "$out/tiny_T40_fp8_1gpu/stdout.txt" "of the first start"
 start "${mine[@]}"
 check "a model folder that is complete now trains, with status 0" \
@@ -226,7 +226,7 @@ interrupted() {
     check "SIG$signal: the tables have no numbers of the run in progress" tables "$out" "1 of 2 runs with numbers"
     sweep "${arguments[@]}" >"$tmp/again.log" 2>&1
     check "SIG$signal: another start repeats the run from step 1" \
-        equal "$? $(grep -c 'done, before' "$tmp/again.log") $(steps_in "$run")" "0 1 $steps"
+        equal "$? $(grep -c 'done earlier' "$tmp/again.log") $(steps_in "$run")" "0 1 $steps"
     check "SIG$signal: the tables equal the logs after another start" tables "$out" "2 of 2 runs with numbers"
 }
 interrupted TERM 1 400 143
@@ -247,7 +247,7 @@ is_gone() { [ "$(trainers_in "$out/")" -eq 0 ]; }
 check "SIGKILL: the last run ends" await is_gone
 sweep "${arguments[@]}" >"$tmp/again.log" 2>&1
 check "SIGKILL: the last run counts as finished" \
-    equal "$? $(grep -c 'done, before' "$tmp/again.log") $(steps_in "$out/tiny_T128_bf16_1gpu")" "0 1 200"
+    equal "$? $(grep -c 'done earlier' "$tmp/again.log") $(steps_in "$out/tiny_T128_bf16_1gpu")" "0 1 200"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings may change until a run has finished, and all results before the change are removed. Later changes are

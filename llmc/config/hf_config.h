@@ -1,8 +1,9 @@
 // Reads and writes Hugging Face's config.json of LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM.
 //
 // RoPE settings are read in both styles: `rope_theta` and `rope_scaling` (transformers 4), `rope_parameters`
-// (transformers 5). They are written in the first, which both versions read. A missing value gets transformers' default
-// of that class. A value that this program cannot follow ends the run.
+// (transformers 5). They are written in the first, which both versions read. A missing size (vocab_size, hidden_size,
+// intermediate_size, num_hidden_layers, num_attention_heads) ends the run. Any other missing value gets transformers'
+// default of the class. A value that this program cannot follow ends the run.
 #ifndef LLMC_HF_CONFIG_H
 #define LLMC_HF_CONFIG_H
 
@@ -74,7 +75,8 @@ static inline const char *hf_text(const Json *json, const JsonNode *object, cons
     return node ? node->text : fallback;
 }
 
-// A token id, or the first of a list. -1 if there is none, and for an id outside the vocabulary, as test models have.
+// Reads a token id, or the first id of a list. A missing key gives `fallback`. null, an empty list, and an id outside
+// the vocabulary (test models have such ids) give -1: no token.
 static inline int64_t hf_token_id(const Json *json, const char *key, int64_t fallback, int64_t vocab_size) {
     Failure failure;
     int64_t id = fallback;

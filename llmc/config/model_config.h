@@ -42,7 +42,8 @@ static inline int64_t model_qkv_size(const ModelConfig *m) {
     return (m->num_heads + 2 * m->num_kv_heads) * m->head_dim;
 }
 
-// The published configurations, one line a model. The family decides qkv_bias and qk_norm.
+// The presets, one line a model: tiny and small, which take the shard's vocabulary, and published configurations. The
+// family decides qkv_bias and qk_norm. scale: factor of Llama 3's RoPE scaling; 0: none. bos, eos -1: no such token.
 //    name              family  V       C      F      L    NH   NKV HD   tied  eps   theta     scale max_pos  bos eos
 // clang-format off
 #define MODEL_PRESETS(X) \

@@ -58,7 +58,8 @@ static inline const OptionRow *option_with_choice(const char *value) {
     return found;
 }
 
-// Sets one option from text. Dies if the text is not a whole number, is out of range, or is not one of the choices.
+// Sets one option from text; a flag becomes true. Dies if the text of a number option is no number (or not a whole one,
+// where one is needed) or is out of range, or if the value of a choice is not in its list.
 static inline void option_set(Options *o, const OptionRow *row, const char *value) {
     void *at = (char *)o + row->field;
     if (row->kind == OPTION_INT || row->kind == OPTION_REAL) {
@@ -240,7 +241,8 @@ static inline bool option_is_fp8(const OptionRow *row) {
     return row->kind != OPTION_GROUP && strncmp(row->name, "fp8-", 4) == 0;
 }
 
-// The first option for FP8 with a value that would change an FP8 run; NULL if there is none. For runs without FP8.
+// The first option for FP8 that does not have its default; NULL if all have it. --fp8-all-gather off counts as default.
+// For runs without FP8, which refuse such an option.
 static inline const OptionRow *options_stray_fp8(const Options *o) {
     const Options initial = options_default();
     for (const OptionRow *row = option_rows(); row->name; row++) {
@@ -322,7 +324,7 @@ static inline void options_rank_conflict(const Options *o, char *message, size_t
                        "--copy-engines on: with --sharding none, or hybrid with --shard-size 1, nothing is gathered, "
                        "and NCCL reduces the gradients; leave it at auto");
     else if (o->world_size && !o->dry_run)
-        format_checked(message, capacity, "--world-size is for --dry-run; a run has the ranks that mpirun -np starts");
+        format_checked(message, capacity, "--world-size is for --dry-run; a run has the ranks that were started");
     else if ((o->network_gbps > 0 || o->step_ms > 0) && !o->dry_run)
         format_checked(message, capacity, "--%s is for --dry-run, which estimates the time of a step; leave it out",
                        o->network_gbps > 0 ? "network-gbps" : "step-ms");
@@ -407,13 +409,15 @@ static inline int options_sum_storage(const Options *o) {
     return wanted || o->grad_accumulation_steps >= FP32_SUM_MICRO_STEPS ? STORAGE_FP32 : STORAGE_BF16;
 }
 
-// True if AdamW gets fp32 gradients on `world` ranks. Without several micro-steps or an fp32 reduction they are bf16.
+// True if AdamW gets fp32 gradients on `world` ranks. That is so with --precision fp32, and if
+// --grad-accum-dtype is fp32 and there are several micro-steps or an fp32 reduction.
 static inline bool options_fp32_gradients(const Options *o, int64_t world) {
     const bool sums = o->grad_accumulation_steps > 1 || (world > 1 && o->reduce_dtype == REDUCE_FP32);
     return o->precision == PRECISION_FP32 || (sums && o->grad_accum_dtype == STORAGE_FP32);
 }
 
-// Replaces each `auto` by the value that it stands for, and a --rounding-seed that is not given by --seed.
+// Replaces `auto` by its value where the options alone decide it. --copy-engines, --init-from and --fp8-filter keep
+// `auto`: the run decides them. Sets a --rounding-seed that is not given to --seed. fp32 runs reduce in fp32.
 static inline void options_resolve(Options *o) {
     const bool fp32 = o->precision == PRECISION_FP32;
     if (o->master_weights == STORAGE_AUTO) o->master_weights = fp32 ? STORAGE_FP32 : STORAGE_BF16;
@@ -452,7 +456,7 @@ static inline int64_t options_moment_bytes(const Options *o, int64_t n) {
     return n * (o->optimizer_state == MOMENTS_FP32 ? 8 : 4);
 }
 
-// Prints all settings. Options for FP8 are left out in runs without FP8.
+// Prints all settings. Leaves out texts that are not given, and in runs without FP8 the options for FP8.
 static inline void options_print(const Options *o) {
     printf("%-26s %s\n", "model", o->model);
     for (const OptionRow *row = option_rows(); row->name; row++) {

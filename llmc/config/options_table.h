@@ -51,7 +51,7 @@ enum { LISTS(CHOICE_ID) };
 
 #define OPTION_MAX 1e15
 
-// MUST_MATCH: a resumed run must give the value of the run that wrote the checkpoint.
+// MUST_MATCH: a resumed run must have the value of the run that wrote the checkpoint.
 enum { FREE, MUST_MATCH };
 
 // INT(field, name, default, smallest, largest, match, help)           whole number
@@ -68,7 +68,7 @@ enum { FREE, MUST_MATCH };
     CHOICE(shuffle, "shuffle", ON, SWITCHES, MUST_MATCH, \
          "order of sequences; on: a new permutation in each epoch, from --seed; off: as in the files") \
     INT(sequence_length, "sequence-length", 2048, 1, 1 << 20, MUST_MATCH, "tokens per sequence (T)") \
-    INT(batch_size, "batch-size", 1, 1, 65535, FREE, "sequences per GPU and micro-step (B)") \
+    INT(batch_size, "batch-size", 1, 1, 65535, FREE, "sequences per rank and micro-step (B)") \
     INT(grad_accumulation_steps, "grad-accumulation-steps", 1, 1, 1 << 20, FREE, "micro-steps per optimizer step") \
     INT(num_steps, "num-steps", 100, 1, 1000000000, FREE, "optimizer steps of the whole run") \
     INT(seed, "seed", 42, 0, 4294967295.0, MUST_MATCH, "seed of initial weights, data order and samples") \
@@ -80,8 +80,8 @@ enum { FREE, MUST_MATCH };
          "dtype of GEMMs; fp8: linear layers by --fp8-recipe, everything else bf16; fp32: CPU trainer only") \
     CHOICE(fp8_recipe, "fp8-recipe", RECIPE_TENSORWISE, RECIPES, MUST_MATCH, \
          "which values share a scale; tensorwise: a tensor, scaled by its current amax; delayed: a tensor, scaled " \
-         "by its past amaxes; rowwise: a row (with_gw_hp: wgrad GEMM in bf16); blockwise: 1x128, weights 128x128; " \
-         "mxfp8: 1x32 (Blackwell)") \
+         "by its past amaxes; rowwise: a row; rowwise_with_gw_hp: a row, with the wgrad GEMM in bf16; blockwise: " \
+         "1x128, weights 128x128; mxfp8: 1x32 (Blackwell)") \
     CHOICE(fp8_format, "fp8-format", FP8_FORMAT_AUTO, FP8_FORMATS, MUST_MATCH, \
          "FP8 format of gradients; hybrid: E5M2; e4m3: E4M3, as for weights and inputs; auto: the recipe's own") \
     TEXT(fp8_filter, "fp8-filter", "", MUST_MATCH, \
@@ -90,8 +90,8 @@ enum { FREE, MUST_MATCH };
          "keep the faster") \
     INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, MUST_MATCH, \
          "recipe delayed: length of the amax history; inputs and gradients add one amax per micro-step, weights " \
-         "add one per optimizer step (Transformer Engine's default: one per micro-step); a tensor's first cast " \
-         "uses each rank's own current amax") \
+         "add one per optimizer step (Transformer Engine's default: one per micro-step); the first cast of " \
+         "an input or gradient uses the rank's own current amax, that of a weight the current amax over its ranks") \
     INT(fp8_margin, "fp8-margin", 0, 0, 16, MUST_MATCH, "recipe delayed: scales are divided by 2 to this power") \
     CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, FAST_ACCUMS, MUST_MATCH, \
          "GEMMs that use FP8 fast accumulation (Hopper): fprop, all or none; recipes blockwise and mxfp8 " \
@@ -115,7 +115,7 @@ enum { FREE, MUST_MATCH };
     CHOICE(grad_accum_dtype, "grad-accum-dtype", STORAGE_AUTO, STATE_STORAGES, FREE, \
          "dtype in which gradients of micro-steps are added up; bf16: each sum is rounded stochastically, " \
          "which adds noise of 0.00014% of the norm per micro-step; fp32: 2 more bytes per parameter; auto: fp32 " \
-         "from 256 micro-steps on, and with fp32 --master-weights or --reduce-dtype; else bf16") \
+         "from 256 micro-steps on, or if --master-weights or --reduce-dtype is fp32; else bf16") \
     GROUP("memory") \
     CHOICE(recompute, "recompute", RECOMPUTE_NONE, RECOMPUTES, FREE, \
          "layer: keep only each layer's input, and run its forward pass again in backward") \
@@ -124,16 +124,17 @@ enum { FREE, MUST_MATCH };
          "(two with several ranks) and of the embedding and lm_head take memory, not those of the whole model; the " \
          "numbers stay the same; not with --grad-clip, --on-nonfinite skip or several micro-steps") \
     REAL(memory_limit, "memory-limit", 0, 0, 1e6, FREE, \
-         "GiB of memory that each rank may use, on a GPU with CUDA's own: a run that needs more ends before it " \
-         "starts, and names options with which it fits; 0: all that is free") \
+         "GiB of memory that each rank may use, on a GPU including CUDA's own memory: a run that needs more ends " \
+         "before it starts, and names options with which it fits; 0: all that is free") \
     CHOICE(fp8_weight_cache, "fp8-weight-cache", OFF, SWITCHES, FREE, \
          "on: keep all FP8 weights for a whole step, which takes 2 more bytes of memory per FP8 weight (one GPU, " \
          "or --sharding none); off: cast them again in each forward and backward pass") \
     GROUP("optimizer") \
-    REAL(learning_rate, "learning-rate", 1e-5, 0, 1e3, FREE, "AdamW's largest learning rate") \
+    REAL(learning_rate, "learning-rate", 1e-5, 0, 1e3, FREE, \
+         "learning rate after warm-up; --lr-schedule may lower it from there") \
     CHOICE(lr_schedule, "lr-schedule", SCHEDULE_CONSTANT, SCHEDULES, FREE, \
-         "learning rate after warm-up; cosine and linear fall, and reach 0 one step after the last; wsd is constant, " \
-         "then falls linearly in the last fifth of the steps, to 0 one step after the last") \
+         "how the learning rate goes on after warm-up; cosine and linear fall, and reach 0 one step after the last; " \
+         "wsd is constant, then falls linearly in the last fifth of the steps, to 0 one step after the last") \
     INT(warmup_steps, "warmup-steps", 0, 0, 1000000000, FREE, \
          "steps in which the learning rate grows linearly from 0") \
     REAL(weight_decay, "weight-decay", 0.01, 0, 1e3, FREE, "decoupled weight decay, of matrices only") \
@@ -141,20 +142,20 @@ enum { FREE, MUST_MATCH };
     REAL(beta2, "beta2", 0.999, 0, 0.9999999, FREE, "AdamW's decay of the second moment") \
     REAL(eps, "eps", 1e-8, 1e-30, 1, FREE, "AdamW's epsilon, added to the square root of the second moment") \
     REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, FREE, \
-         "largest norm of all gradients; larger ones are scaled down to it; 0: off") \
+         "largest norm of the whole gradient: a gradient with a larger norm is scaled down to it; 0: off") \
     CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, NONFINITES, FREE, \
          "what to do when the gradient norm is not finite or above 2^63; stop: end the run and save nothing of " \
          "this step; skip: change no weight in this step (10 skipped steps in a row end the run)") \
     GROUP("ranks (mpirun -np N)") \
     CHOICE(sharding, "sharding", SHARDING_FULL, SHARDINGS, FREE, \
-         "weights, gradients and optimizer state over ranks, as PyTorch's FULL_SHARD, SHARD_GRAD_OP, NO_SHARD " \
-         "(DDP) and HYBRID_SHARD; hybrid: full within --shard-size ranks, replicas across") \
+         "how weights, gradients and optimizer state are sharded over ranks, as PyTorch's FULL_SHARD, SHARD_GRAD_OP, " \
+         "NO_SHARD (DDP) and HYBRID_SHARD; hybrid: full within --shard-size ranks, replicas across") \
     INT(shard_size, "shard-size", 0, 0, 1 << 20, FREE, \
          "with --sharding hybrid: ranks that share one replica of the model; must divide the number of ranks; 0: the " \
          "ranks of one host") \
     CHOICE(reduce_dtype, "reduce-dtype", REDUCE_BF16, REDUCES, FREE, \
          "dtype in which gradients are reduced over ranks; fp32: AdamW reads fp32 gradients, and micro-steps " \
-         "add up in fp32 too") \
+         "add up in fp32 too, unless --grad-accum-dtype says bf16") \
     CHOICE(fp8_all_gather, "fp8-all-gather", AUTO, AUTO_SWITCHES, FREE, \
          "all-gather weights in FP8, with the same bits as an all-gather in bf16 and a cast after it; auto: on if " \
          "the recipe has one scale per tensor") \
@@ -173,13 +174,14 @@ enum { FREE, MUST_MATCH };
          "loading, saving and exporting files; a sixth of it, but at least 10, for a rank that does not respond at all") \
     GROUP("plan (--dry-run)") \
     INT(world_size, "world-size", 0, 0, 1 << 20, FREE, "with --dry-run: number of ranks to plan for, without mpirun") \
-    INT(ranks_per_host, "ranks-per-host", 8, 1, 1 << 20, FREE, "with --dry-run: ranks of one host, for the traffic") \
+    INT(ranks_per_host, "ranks-per-host", 8, 1, 1 << 20, FREE, \
+         "with --dry-run: ranks of one host, to tell traffic within hosts from traffic between hosts") \
     REAL(network_gbps, "network-gbps", 0, 0, 1e9, FREE, \
          "with --dry-run: Gbit/s of each host's network, each way, to estimate a step's time; 0: not known") \
     CHOICE(gpu, "gpu", GPU_H200, GPUS, FREE, "with --dry-run: the GPU for the estimate of a step's time") \
     REAL(step_ms, "step-ms", 0, 0, 1e9, FREE, \
-         "with --dry-run: milliseconds that a step takes on one rank alone, from a run; 0: an estimate for --gpu; the " \
-         "CPU trainer has none") \
+         "with --dry-run: milliseconds that a step takes on one rank alone, as a run measured it; 0: estimated for " \
+         "--gpu (the CPU trainer has no such estimate)") \
     GROUP("output") \
     INT(log_every, "log-every", 1, 1, 1000000000, FREE, "steps between printed step lines; log.jsonl has every step") \
     INT(val_every, "val-every", 0, 0, 1000000000, FREE, \
@@ -213,11 +215,11 @@ enum { FREE, MUST_MATCH };
          "do not compare the files of MODEL, a checkpoint or export, with the hashes saved in it") \
     TEXT(export_hf, "export-hf", "", FREE, "folder for the final weights in Hugging Face's format") \
     GROUP("run") \
-    FLAG(dry_run, "dry-run", "print settings, memory plan and GEMM table, then stop; needs no GPU") \
+    FLAG(dry_run, "dry-run", "print settings, memory plan, GEMM table and traffic of a step, then stop; needs no GPU") \
     FLAG(json, "json", "with --dry-run: print one JSON object and nothing else, for programs") \
     CHOICE(list, "list", LIST_NOTHING, LISTS, FREE, \
          "print the names of all models, FP8 recipes or options, one per line, then stop") \
-    FLAG(deterministic, "deterministic", "give the same bits in every run") \
+    FLAG(deterministic, "deterministic", "give the same bits in every run on the same hardware and number of ranks") \
     FLAG(help, "help", "print this text")
 // clang-format on
 

@@ -1,9 +1,10 @@
 // The one table of parameters. Initialization, memory, the optimizer, checkpoints and sharding all walk it.
 //
 // All parameters lie in one flat array of `total` elements. The root unit (embedding, final norm, lm_head) comes first,
-// then one unit of equal size for each layer. A unit has segments, each padded to PARAMETER_ALIGNMENT elements:
+// then one unit of equal size for each layer. A unit has segments, each padded to a multiple
+// of PARAMETER_ALIGNMENT elements:
 //   - its vectors (norms, biases);
-//   - its matrices, which can be all-gathered in FP8;
+//   - its matrices (those of a layer can be all-gathered in FP8);
 //   - in the root, an embedding that is not tied to lm_head. Few rows of its gradient are not zero, so ranks exchange
 //     that gradient in a way of its own.
 // Within a segment, table order is memory order. Tensors of one fused linear layer (q, k, v and gate, up) stand without
@@ -213,7 +214,8 @@ static inline int embedding_segment(const ParameterTable *t) {
     return t->root_segments[SEGMENT_EMBEDDING] ? SEGMENT_EMBEDDING : SEGMENT_MATRICES;
 }
 
-// Number of parameters that a GEMM reads for every token: all matrices but the embedding, and a tied lm_head.
+// Number of parameters that a GEMM reads for every token: all matrices except the embedding. A tied embedding
+// counts, as lm_head.
 static inline int64_t matmul_parameters(const ParameterTable *t, const ModelConfig *m) {
     int64_t n = m->vocab_size * m->hidden_size;
     for (int64_t i = 0; i < t->count; i++)

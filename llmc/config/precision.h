@@ -18,7 +18,7 @@ typedef struct {
     bool *keeps_bf16;        // [num_layers, NUM_LINEARS]
     bool any_bf16, any_fp8;  // true if at least one linear layer is bf16; is FP8
     bool emulated;           // FP8 operands, multiplied in bf16
-    bool filter_open;        // --fp8-filter auto, not yet decided
+    bool filter_open;        // --fp8-filter auto, and the run has not decided yet
     int fast_accum;          // GEMMs that use fast accumulation: FAST_ACCUM_...; none if emulated
     LinearShape linear[NUM_LINEARS], lm_head;
 } Precision;
@@ -58,7 +58,7 @@ static inline void linear_shapes(LinearShape out[NUM_LINEARS], const ModelConfig
 }
 
 // Marks the linear layers that one word of --fp8-filter keeps in bf16. False if the word is unknown. Dies if it names
-// layers that the model does not have.
+// layers that the model does not have, or a range that ends before it begins.
 static inline bool filter_word(Precision *p, const char *word) {
     const int64_t L = p->num_layers;
     int64_t first = 0, last = L - 1;
@@ -190,7 +190,8 @@ static inline GemmSizes precision_sizes(const LinearShape *s, GemmKind gemm, int
     return sizes;
 }
 
-// Prints one GEMM: sizes, operands with their scales, fast_accum. `note`: its layers.
+// Prints one GEMM: sizes, operands with their scales, fast_accum. `plain`: dtype of operands that are not FP8. `note`:
+// text of precision_note().
 static inline void precision_print_gemm(const Precision *p, const LinearShape *s, const Recipe *r, GemmKind gemm,
                                         int64_t R, const char *plain, const char *note) {
     char operand[2][32];

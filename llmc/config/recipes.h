@@ -1,4 +1,4 @@
-// The FP8 recipes: one table that says what every operand of the three GEMMs of a linear layer is.
+// The FP8 recipes: one table that says how each operand of a linear layer's three GEMMs is stored and scaled.
 // Casts, plans, saved tensors, all-gathers and the printed table follow from the table below. A new recipe is a new row
 // and, at most, a new kernel.
 //
@@ -8,7 +8,7 @@
 //   wgrad  dw[N, K] = dy [M, N]^T x          sums over M
 // So two GEMMs read each of x, w and dy. One sums over its columns and reads its rowwise data, stored as the tensor is.
 // The other sums over its rows and reads its columnwise data, stored transposed. (The names are Transformer Engine's.)
-// Either data is a matrix [outer, depth]; the GEMM sums over the depth, and scales are along the depth.
+// Rowwise and columnwise data are matrices [outer, depth]: the GEMM sums over the depth, and scales lie along it.
 #ifndef LLMC_RECIPES_H
 #define LLMC_RECIPES_H
 
@@ -101,14 +101,14 @@ typedef struct {
     const char *scales;  // in printed tables
 } Recipe;
 
-// These rules hold if sources are silent or disagree:
+// The rule by which each recipe makes its scales, and the program whose rule it is:
 //   tensorwise, rowwise, rowwise_with_gw_hp
 //                torchao: scale = MAX / max(amax, 1e-12) in fp64. A NaN in a tensor (row) makes all of it NaN.
 //   delayed      Transformer Engine: scale = MAX / largest amax of the window in fp32. NaN does not count. But the
 //                first cast of a tensor takes its current amax; Transformer Engine takes scale 1, which would flush the
 //                first gradients to zero.
-//   blockwise    Transformer Engine: powers of two. An amax that is zero, infinite or NaN gives scale 1; NaN does not
-//                count. torchao's prototype has neither.
+//   blockwise    Transformer Engine: powers of two. NaN does not count in the amax. An amax of zero or infinity gives
+//                scale 1. torchao's prototype has neither rule.
 //   mxfp8        Transformer Engine and torchao: E8M0 rounded up (RCEIL). A NaN makes its block NaN (torchao).
 static inline const Recipe *recipe_row(int index) {
     static const Recipe rows[] = {// clang-format off
@@ -172,7 +172,7 @@ static inline bool recipe_has_current_tensor_scales(const Recipe *r) {
     return recipe_has_tensor_scales(r) && !r->delayed;
 }
 
-// True if one of the GEMMs that read a tensor reads it in bf16.
+// True if at least one of the two GEMMs that read a tensor reads it in bf16.
 static inline bool recipe_needs_bf16(const Recipe *r, TensorRole tensor) {
     return recipe_granularity(r, tensor, ROWWISE) == NO_SCALE || recipe_granularity(r, tensor, COLUMNWISE) == NO_SCALE;
 }
@@ -204,9 +204,9 @@ HOST_DEVICE static inline bool is_per_tensor(ScaleGranularity g) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Scales of data [outer, depth] as GEMMs read them. They are scale_inv: value = code * scale_inv. They are fp32 in
-// cuBLASLt's order (CUDA 13 manual): 1x128 with outer contiguous; 128x128 with depth contiguous and rows padded to a
-// multiple of 4; 1x32 as E8M0 bytes in tiles of 128 x 4, each of 512 bytes.
+// Scales of data [outer, depth] as GEMMs read them. They are scale_inv: value = code * scale_inv. They lie in
+// cuBLASLt's order (CUDA 13 manual). 1x128: fp32, outer contiguous. 128x128: fp32, depth contiguous, with the scales of
+// each block row padded to a multiple of 4. 1x32: E8M0 bytes, in tiles of 128 x 4 scales, 512 bytes each.
 
 // Returns the index of the scale of element (i, k).
 HOST_DEVICE static inline int64_t scale_index(ScaleGranularity g, int64_t i, int64_t k, int64_t outer, int64_t depth) {

@@ -21,8 +21,9 @@ static inline double schedule_learning_rate(const Options *o, int64_t step) {
 // True if an event that comes every `every` steps (0: never) comes after `steps_done` steps.
 static inline bool is_due(int64_t every, int64_t steps_done) { return every && steps_done % every == 0; }
 
-// Events between two steps. Validation, samples and saves also come after the last step if the options ask for them.
-// The audit does not: it reads the casts of a step while the step runs.
+// Events that belong to the step just done. Validation, samples and saves come after the step, and also after the last
+// step if the options ask for them. An audit reads the step's casts while the step runs; the last step is audited only
+// if its number is a multiple of --fp8-audit.
 typedef struct {
     bool last, audit, validate, sample, save;
 } Due;

@@ -5,8 +5,9 @@
 // segment may be padding in part or whole. A rank keeps slice number `shard_rank` of every segment, in flat shard
 // arrays of `total` elements (weights, moments and gradients alike):
 //     root vectors | root matrices | root embedding | layer 0 vectors | layer 0 matrices | layer 1 vectors | ...
-// An all-gather puts the slices of a segment one after the other: the segment as in the flat array, then padding,
-// shard_size * slice elements. With one rank the shard arrays are the flat arrays of parameters.h, with equal offsets.
+// An all-gather puts the slices of a segment one after the other: the segment as in the flat array, then padding;
+// shard_size * slice elements in all. With one rank the shard arrays are the flat arrays of parameters.h, with equal
+// offsets.
 //
 // Functions take a layer's number `l`, or ROOT for the root unit.
 #ifndef LLMC_SHARD_PLAN_H

@@ -1,19 +1,20 @@
 // An estimate of a step's time on paper: of a rank's own work on an H100 or H200, and of what communication adds.
 //
-// The rank's work is a sum of times at the peak of the hardware, each over an efficiency. The five efficiencies were
-// fitted to 29 measured steps on one H200, BF16 and FP8 tensorwise (dev/reference/fit_step_estimate.py): the worst is
-// off by 5%. Models left out of the fit were off by 2 to 17%, steps on one H100 by 2 to 7%. Other recipes take longer.
+// The rank's work is a sum of times at the peak of the hardware, each multiplied by a factor above 1. The five factors
+// were fitted to 29 measured steps on one H200, BF16 and FP8 tensorwise (dev/reference/fit_step_estimate.py). For these
+// steps the estimate is off by at most 5%. Models left out of the fit were off by 2 to 17%, steps on one H100 by 2 to
+// 7%. Other recipes take longer.
 //
-// A pass takes as long as its communication, or as its computation and a third of the communication that overlaps with
-// it: copies and collectives take memory bandwidth and SMs from the GEMMs. That third was fitted to 18 steps on 4 H200,
-// which it gives within 9%. The CPU trainer overlaps nothing.
+// A pass takes the longer of two times: that of its communication alone, and that of its computation plus a third of
+// the communication that overlaps with it, because copies and collectives take memory bandwidth and SMs from the GEMMs.
+// The third was fitted to 18 steps on 4 H200; their estimates are off by at most 9%. The CPU trainer overlaps nothing.
 #ifndef LLMC_STEP_ESTIMATE_H
 #define LLMC_STEP_ESTIMATE_H
 
 #include "flops.h"
 #include "traffic.h"
 
-// Times at the hardware's peak are multiplied by these.
+// Times at the hardware's peak are multiplied by the first five.
 #define ESTIMATE_BF16_GEMM 1.414
 #define ESTIMATE_FP8_GEMM 1.518
 #define ESTIMATE_ATTENTION 1.945  // at head_dim 128; smaller heads take longer
@@ -23,7 +24,7 @@
 #define ESTIMATE_LINK_EFFICIENCY 0.73  // copy engines over NVLink: 330 of 450 GB/s
 
 typedef struct {
-    double bf16_flops, bytes_per_second;  // dense; of the GPU's memory
+    double bf16_flops, bytes_per_second;  // dense BF16 peak; bandwidth of the GPU's memory
     double link_bytes_per_second;         // to each GPU from the others of its host
 } EstimateGpu;
 
@@ -65,7 +66,8 @@ static inline double estimate_passes(const Options *o, const ModelConfig *m, con
                  elementwise = rows * (double)m->num_layers * estimate_row_bytes(m, p->any_fp8) * ESTIMATE_ELEMENTWISE /
                                gpu.bytes_per_second,
                  casts = 6 * fp8_weights * ESTIMATE_OPTIMIZER / gpu.bytes_per_second;
-    // Backward repeats a layer's forward pass but for its last GEMM: a third of the work, two sevenths of attention's.
+    // --recompute layer repeats a layer's forward pass without its last GEMM (down). Forward is a third of the GEMM and
+    // elementwise work, and two sevenths of attention's.
     const double down = (double)(p->linear[DOWN_PROJ].N * p->linear[DOWN_PROJ].K * m->num_layers) * 6 / all_layers;
     const double again = layers / 3 * (1 - down) + scores * 2 / 7 + elementwise / 3;
     return layers + head + scores + elementwise + casts + (o->recompute == RECOMPUTE_LAYER ? again : 0);
@@ -93,8 +95,8 @@ static inline double estimate_overlap(double work, double exchange) {
     return fmax(work + ESTIMATE_INTERFERENCE * exchange, exchange);
 }
 
-// Seconds of each kind of communication. link: bytes per second to each rank from those of its host; network: to each
-// host from the others.
+// Sets the seconds of each kind of communication, and returns their sum. link: bytes per second that a rank receives
+// from ranks of its host; network: bytes per second that a host receives from other hosts.
 static inline double estimate_exchange(const Traffic *t, double link, double network, double seconds[NUM_TRAFFIC]) {
     double sum = 0;
     for (int kind = 0; kind < NUM_TRAFFIC; kind++) {
@@ -104,7 +106,8 @@ static inline double estimate_exchange(const Traffic *t, double link, double net
     return sum;
 }
 
-// True if a step can be estimated: the network's speed must be known if it is used, and on CPUs the rank's own work.
+// True if a step can be estimated. If hosts exchange data, --network-gbps must be given. On CPUs, --step-ms must be
+// given.
 static inline bool estimate_known(const Traffic *t, const Options *o) {
     return (o->network_gbps > 0 || traffic_sum(t->network) == 0) && (!t->ranks.cpu || o->step_ms > 0);
 }

@@ -55,8 +55,8 @@ static inline void traffic_add(Traffic *t, TrafficKind kind, int64_t size, int64
     t->network[kind] += (double)groups * bytes * (r->cpu ? (double)(here * (size - here)) : (double)(size - 1));
 }
 
-// How often a layer is all-gathered in an optimizer step, forward or backward, as a mean over layers. Layers whose
-// memory still holds them are not gathered again: with grad_op all, else the last ones of the pass before.
+// How often a layer is all-gathered in an optimizer step, forward or backward, as a mean over layers. A layer
+// that is still in memory is not gathered again: with grad_op any layer, else the last ones of the pass before.
 static inline double traffic_gathers(const TrafficRanks *r, bool keeps_all, bool backward) {
     const int64_t slots = r->cpu ? 1 : 2, kept = min_i64(slots, r->layers);
     if (keeps_all) return backward ? 0 : 1;
@@ -64,7 +64,7 @@ static inline double traffic_gathers(const TrafficRanks *r, bool keeps_all, bool
     return (all - (double)(kept * (backward ? r->micro : r->micro - 1))) / (double)r->layers;
 }
 
-// Elements of all segments of a unit's slices.
+// Elements that a rank keeps of one unit: its slices of all segments.
 static inline double traffic_slice(const ShardPlan *s, int64_t l) { return (double)shard_elements(s, l); }
 
 // Adds what FSDP moves within the shard group.

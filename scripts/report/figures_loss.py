@@ -59,7 +59,7 @@ def draw_intervals(comparisons):
     for y, (c, name) in enumerate(rows):
         d = getattr(c, name)
         axes.barh(y, 2 * d.detectable, left=-d.detectable, height=0.62, color="#E8E8E8",
-                  label="smaller would be missed" if y == 0 else None)
+                  label="smaller would mostly be missed" if y == 0 else None)
         axes.plot([d.low, d.high], [y, y], color=style.colour(c.recipe), linewidth=2.5, solid_capstyle="butt")
         axes.plot([d.estimate], [y], "o" if name == "validation" else "s", color=style.colour(c.recipe), markersize=6)
     label_rows(axes, rows)
@@ -72,7 +72,7 @@ def draw_intervals(comparisons):
 
 
 def draw_speedups(comparisons):
-    """Speed-up of equal steps and at equal loss, in time and in energy."""
+    """Speed-up over equal steps and at equal loss, in time and in energy."""
     rows = [(c, c.speedup, "time") for c in comparisons if c.speedup is not None]
     rows += [(c, c.energy_speedup, "energy") for c in comparisons if c.energy_speedup is not None]
     rows = [(c, s, what) for c, s, what in rows if s.estimate is not None][:ROWS]
@@ -83,14 +83,14 @@ def draw_speedups(comparisons):
         axes.plot([s.low, s.high], [y, y], color=style.colour(c.recipe), linewidth=2.5, solid_capstyle="butt")
         axes.plot([s.estimate], [y], "o", color=style.colour(c.recipe), label="at equal loss" if y == 0 else None)
         axes.plot([s.equal_steps], [y], "|", color=style.BLACK, markersize=13, markeredgewidth=1.5,
-                  label="of equal steps" if y == 0 else None)
+                  label="over equal steps" if y == 0 else None)
     label_rows(axes, [(c, what) for c, _, what in rows])
     axes.set_xlabel("BF16 / FP8 (above 1: FP8 takes less)")
     axes.axvline(1, color=style.BLACK, linewidth=0.8)
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     return style.finish(figure, "cost", "speedups", "Speed-up at equal loss, with 95% intervals",
                         "Time (or energy) until BF16 has its last loss, over the time until FP8 has the same loss. "
-                        "From the black mark to the dot is what the difference in loss changes.")
+                        "The gap between the black mark and the dot comes from the difference in loss.")
 
 
 def smooth(values, width):

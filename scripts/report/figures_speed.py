@@ -14,7 +14,7 @@ METRICS = (  # name, title, axis, caption
 
 
 def values_of(metric, cells):
-    """{place: {recipe: value}} of one metric. cells: the same of lists of runs as in report.json."""
+    """{place: {recipe: value}} of one metric. cells: {place: {recipe: runs as in report.json}}."""
     def mean(runs, key):
         numbers = [run[key] for run in runs if run[key] is not None]
         return sum(numbers) / len(numbers) if numbers else None
@@ -107,7 +107,7 @@ def draw(data, found):
     drawings, left_out = [], []
     for metric in METRICS:
         if metric[0] == "aggregate" and all(place[2] == 1 for place in cells):
-            continue  # equal to that of a GPU
+            continue  # on one GPU this is the throughput of a GPU
         drawing = draw_metric(metric, cells, recipes, missing)
         if drawing:
             drawings.append(drawing)

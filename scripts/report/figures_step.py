@@ -126,7 +126,7 @@ def draw_times(runs, names):
     axes.grid(axis="y", visible=False)
     figure.legend(loc="outside upper center", ncols=3)
     drawing = style.finish(figure, "step", "time", "Where the time of the runs went",
-                           "Of whole runs that have ended; of steps, validation and saving for the others.")
+                           "Runs that have ended: all of their time. Other runs: steps, validation and saving.")
     return drawing, Table(["runs", "number", "seconds each", "goodput"], table)
 
 
@@ -167,7 +167,7 @@ def draw_memory(runs, names):
     figure.legend(loc="outside upper center", ncols=2, fontsize=8)
     return style.finish(figure, "memory", "memory", "Memory of a GPU",
                         "Bars: what the trainer planned for one rank. Black line: the most that was in use in a step, "
-                        "with what CUDA and other processes take (on the CPU: by the process).")
+                        "with what CUDA and other processes take (on the CPU: memory of the process).")
 
 
 # ---- clock, power, temperature, events

@@ -81,7 +81,7 @@ def add_failed(folder, name, reason, found):
 
 
 def log_folders(folder, depth):
-    """Folders with a log.jsonl, the given folder first, then those below it in the order of their names."""
+    """The given folder if it has a log.jsonl; else the folders up to `depth` levels below it that have one."""
     if (folder / "log.jsonl").is_file():
         return [folder]
     if depth == 0:
@@ -98,7 +98,7 @@ def sweep_command(folder):
 
 
 def read_folder(folder, found):
-    """Reads all runs of a folder. Returns how many it should hold."""
+    """Reads all runs of a folder. Returns how many runs it lists, or how many folders in it have a log.jsonl."""
     rows = []
     if (folder / "runs.txt").is_file():
         rows = sweep_folder.read_runs(folder)

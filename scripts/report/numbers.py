@@ -80,7 +80,7 @@ def loss_curve(run, most):
 
 
 def differing_settings(runs):
-    """({option: value} of all runs, [(option, {value: names of runs})] where they differ)."""
+    """({option: value} of options that all runs share, [(option, {value: names of runs})] of the others)."""
     common, differing = {}, []
     for key in sorted({key for run in runs for key in run.settings["settings"]} - {"log-dir"}):
         values = {}

@@ -62,7 +62,8 @@ def data_differences(a, b):
 
 
 def start_differences(a, b, precision=False):
-    """What two settings records differ in, but for precision and fp8 options (unless `precision`), as texts."""
+    """What two settings records differ in, as texts. Leaves out IGNORED, and precision and fp8 options unless
+    `precision` is true."""
     texts = [f"{key} is {a.get(key)} and {b.get(key)}" for key in FACTS if a.get(key) != b.get(key)]
     skip = IGNORED | {"precision", "train-data", "val-data"} if not precision else IGNORED | {"train-data", "val-data"}
     ours, theirs = a["settings"], b["settings"]
@@ -145,7 +146,7 @@ class Comparison:
 
 
 def place(run):
-    """Runs of one place can be compared."""
+    """(model, sequence length, GPUs). Only runs for which these are equal are compared."""
     return run.settings["model"], run.length, run.gpus
 
 

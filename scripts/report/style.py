@@ -50,7 +50,7 @@ def colour(recipe):
 
 
 def line_styles(recipes):
-    """{recipe: line style}: recipes of one colour have different styles."""
+    """{recipe: line style}: up to four recipes of one colour have different styles."""
     used, styles = {}, {}
     for recipe in recipes:
         place = used.setdefault(colour(recipe), len([r for r in styles if colour(r) == colour(recipe)]))
@@ -70,7 +70,7 @@ def thin(*columns, most):
 
 
 def means_of_windows(values, most):
-    """(middles, means) of at most `most` windows of equal length; None counts as missing."""
+    """(middles, means) of at most `most` windows of equal length (the last may be shorter). None counts as missing."""
     values = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
     size = max(1, -(-len(values) // most))
     starts = range(0, len(values), size)
@@ -93,7 +93,7 @@ def without_plain_groups(svg):
 
 
 def shorten(svg, name):
-    """The SVG element alone, with few digits, with no namespace and with names that no other figure of a page has."""
+    """The SVG element alone, with few digits, no namespace, and ids that no other figure of a page has."""
     svg = svg[svg.index("<svg"):]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
     svg = re.sub(r"<!--.*?-->", "", svg, flags=re.S)

@@ -8,7 +8,7 @@ SENTENCES = 8  # with more comparisons, those of one model and recipe share a se
 
 
 def number(value, digits=4):
-    """A number with this many significant digits, or "n/a"."""
+    """A number with this many significant digits (more for large ones, which get no exponent), or "n/a"."""
     if value is None:
         return "n/a"
     text = f"{value:.{digits}g}"
@@ -92,7 +92,7 @@ def seen_words(comparison):
 
 
 def sentence(comparison, price=None):
-    """The verdict on one comparison, as one sentence behind its name."""
+    """The verdict on one comparison, as one sentence that begins with its name."""
     parts, total = [], len(comparison.pairs) + len(comparison.refused)
     reasons = [reason for reason in comparison.refused if reason not in comparison.diverged]
     if comparison.diverged:
