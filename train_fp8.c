@@ -284,17 +284,23 @@ static void place_scales(Trainer *t, Arena *a) {
         s->step_audit = (AuditSums *)arena_take(a, audit_count(&t->precision) * (int64_t)sizeof(AuditSums));
 }
 
-static LayerActs place_layer(const Dims *d, Arena *a) {
-    LayerActs acts;
-    memset(&acts, 0, sizeof acts);
-    acts.norm1.data = take(a, d->R * d->C), acts.rstd1 = take(a, d->R);
-    acts.qkv = take(a, d->R * d->QKV), acts.rotated = take(a, d->R * d->QKV);
-    acts.att.data = take(a, d->R * d->ATT), acts.lse = take(a, d->R * d->NH);
-    acts.x_mid = take(a, d->R * d->C);
-    acts.norm2.data = take(a, d->R * d->C), acts.rstd2 = take(a, d->R);
-    acts.gate_up = take(a, d->R * 2 * d->F);
-    acts.h.data = take(a, d->R * d->F);
-    return acts;
+// Places layer l's activations, except x. With --recompute layers share what backward computes again: it is that of
+// layer 0.
+static void place_layer(Trainer *t, int64_t l, Arena *a) {
+    const Dims *d = &t->d;
+    const Recomputed again = options_recomputed(t->o);
+    LayerActs *acts = &t->acts.layer[l];
+    *acts = t->acts.layer[0];
+    if (l == 0 || !again.norms) acts->norm1.data = take(a, d->R * d->C), acts->norm2.data = take(a, d->R * d->C);
+    if (l == 0 || !again.attention) {
+        acts->qkv = take(a, d->R * d->QKV), acts->rotated = take(a, d->R * d->QKV);
+        acts->att.data = take(a, d->R * d->ATT), acts->lse = take(a, d->R * d->NH);
+    }
+    if (l == 0 || !again.stream) {
+        acts->rstd1 = take(a, d->R), acts->rstd2 = take(a, d->R);
+        acts->x_mid = take(a, d->R * d->C);
+    }
+    if (l == 0 || !again.mlp) acts->gate_up = take(a, d->R * 2 * d->F), acts->h.data = take(a, d->R * d->F);
 }
 
 // Sets layer, role and linear layer of the QTensors that layer l's linear layers read.
@@ -304,13 +310,12 @@ static void name_inputs(LayerActs *acts, int64_t l) {
         inputs[id]->layer = l, inputs[id]->role = TENSOR_X, inputs[id]->linear = (LinearId)id;
 }
 
-// With --recompute layer all layers share their activations, except x.
 static void place_activations(Trainer *t, Arena *a) {
     const Dims *d = &t->d;
     Activations *acts = &t->acts;
     arena_group(a, "activations kept for backward");
     for (int64_t l = 0; l < d->L; l++) {
-        acts->layer[l] = l && t->o->recompute == RECOMPUTE_LAYER ? acts->layer[0] : place_layer(d, a);
+        place_layer(t, l, a);
         name_inputs(&acts->layer[l], l);
     }
     for (int64_t l = 0; l < d->L; l++) acts->layer[l].x = take(a, d->R * d->C);
@@ -381,9 +386,13 @@ static uint32_t *tensor_amax(const Trainer *t, StateKind kind, int64_t i) {
     return &t->params.amaxes[i * TENSOR_SCALES + (kind - STATE_EXP_AVG_SCALE)];
 }
 
+// Returns the bytes that this rank may take.
+static int64_t memory_available(const Comm *comm) {
+    return (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE) / comm->local_world;
+}
+
 static void trainer_allocate(Trainer *t) {
-    const int64_t available = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE) / t->comm->local_world;
-    const MemoryFit fit = {t->o, &t->m, t->comm, memory_needed, available, false};
+    const MemoryFit fit = {t->o, &t->m, t->comm, memory_needed, memory_available(t->comm), false};
     memory_fit_require(&fit, t->memory_bytes,
                        t->comm->local_world > 1 ? "each rank's part of this machine is" : "this machine has");
     Arena a;
@@ -702,9 +711,9 @@ static void swiglu(Trainer *t, QTensor *h, const Real *gate_up) {
     swiglu_forward_reference(h->data, gate_up, t->d.R, t->d.F, t->rounding);
 }
 
-// Computes dgate_up from dh. With --recompute layer computes h again, which holds another layer's values.
+// Computes dgate_up from dh. Computes h again if it is shared: then it holds another layer's values.
 static void swiglu_backward(Trainer *t, QTensor *dgate_up, QTensor *h, const Real *dh, const Real *gate_up) {
-    if (t->o->recompute == RECOMPUTE_LAYER) swiglu(t, h, gate_up);
+    if (options_recomputed(t->o).mlp) swiglu(t, h, gate_up);
     swiglu_backward_reference(dgate_up->data, dh, gate_up, t->d.R, t->d.F, t->rounding);
 }
 
@@ -721,28 +730,41 @@ static OutputGradients layer_output_gradients(Trainer *t, int64_t l) {
 // ---------------------------------------------------------------------------------------------------------------------
 // One layer: the same text as in train_fp8.cu
 
-// Computes one layer up to its gate and up projections. Its input a->x is x_mid + branch of the layer below,
-// which the first norm adds; in layer 0 it is the embedding. `again`: backward recomputes the layer from the kept a->x.
-static void layer_forward_until_mlp(Trainer *t, int64_t l, bool again) {
+// Computes attention up to its output projection, from the first norm's output.
+static void layer_attention(Trainer *t, int64_t l) {
     const Layer w = layer_weights(t, l);
     LayerActs *a = &t->acts.layer[l];
-    if (l == 0 || again) rmsnorm(t, &a->norm1, a->rstd1, a->x, w.norm1);
-    else add_rmsnorm(t, &a->norm1, a->rstd1, a->x, t->acts.layer[l - 1].x_mid, t->acts.branch, w.norm1);
     linear(t, a->qkv, &a->norm1, &w.qkv, w.qkv_bias);
     qknorm_rope(t, a->rotated, a->qkv, w.q_norm, w.k_norm);
     attention(t, &a->att, a->lse, a->rotated);
-    linear(t, t->acts.branch, &a->att, &w.out, NULL);
-    add_rmsnorm(t, &a->norm2, a->rstd2, a->x_mid, a->x, t->acts.branch, w.norm2);
-    linear(t, a->gate_up, &a->norm2, &w.gate_up, NULL);
 }
 
-// Computes one layer. Its output is a->x_mid + t->acts.branch: the next norm adds them.
+// Computes one layer. Its input a->x is x_mid + branch of the layer below, which the first norm adds; in layer 0 it is
+// the embedding. Its output is a->x_mid + t->acts.branch: the next norm adds them.
 static void layer_forward(Trainer *t, int64_t l) {
     const Layer w = layer_weights(t, l);
     LayerActs *a = &t->acts.layer[l];
-    layer_forward_until_mlp(t, l, false);
+    if (l == 0) rmsnorm(t, &a->norm1, a->rstd1, a->x, w.norm1);
+    else add_rmsnorm(t, &a->norm1, a->rstd1, a->x, t->acts.layer[l - 1].x_mid, t->acts.branch, w.norm1);
+    layer_attention(t, l);
+    linear(t, t->acts.branch, &a->att, &w.out, NULL);
+    add_rmsnorm(t, &a->norm2, a->rstd2, a->x_mid, a->x, t->acts.branch, w.norm2);
+    linear(t, a->gate_up, &a->norm2, &w.gate_up, NULL);
     swiglu(t, &a->h, a->gate_up);
     linear(t, t->acts.branch, &a->h, &w.down, NULL);
+}
+
+// Computes again what backward reads of a layer and forward did not keep (--recompute), but for SwiGLU's output.
+static void layer_recompute(Trainer *t, int64_t l) {
+    const Layer w = layer_weights(t, l);
+    const Recomputed again = options_recomputed(t->o);
+    LayerActs *a = &t->acts.layer[l];
+    if (again.norms) rmsnorm(t, &a->norm1, a->rstd1, a->x, w.norm1);
+    if (again.attention) layer_attention(t, l);
+    if (again.stream) linear(t, t->acts.branch, &a->att, &w.out, NULL);
+    if (again.stream) add_rmsnorm(t, &a->norm2, a->rstd2, a->x_mid, a->x, t->acts.branch, w.norm2);
+    else if (again.norms) rmsnorm(t, &a->norm2, a->rstd2, a->x_mid, w.norm2);
+    if (again.mlp) linear(t, a->gate_up, &a->norm2, &w.gate_up, NULL);
 }
 
 // Turns t->acts.dx, the gradient of the layer's output, into that of its input, and computes the weight gradients.
@@ -751,7 +773,7 @@ static void layer_backward(Trainer *t, int64_t l) {
     LayerActs *a = &t->acts.layer[l];
     OutputGradients dy = layer_output_gradients(t, l), below = layer_output_gradients(t, l - 1);
     Real *dbranch = t->acts.dbranch;
-    if (t->o->recompute == RECOMPUTE_LAYER) layer_forward_until_mlp(t, l, true);
+    layer_recompute(t, l);
 
     qtensor_ready(t, &dy.down);
     linear_dgrad(t, t->acts.dh, &dy.down, &w.down);
@@ -1348,6 +1370,7 @@ static const TrainerOps trainer_ops = {.program = "train_fp8",
                                        .find_filter = NULL,
                                        .describe = describe,
                                        .memory_needed = memory_needed,
+                                       .memory_available = memory_available,
                                        .print_settings = NULL,
                                        .print_gemms = print_gemms,
                                        .create = create,

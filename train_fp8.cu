@@ -125,10 +125,9 @@ static void place_activations(Trainer *t, Arena *a) {
     const ArenaGuest none = {NULL, NULL}, fp8_weights = {guest_fp8_weights, f};
     const bool buffered = f->gradients == FSDP_GRADIENTS_BUFFERED;
     const ArenaGuest root = {guest_root_gradient, f}, layer = {guest_layer_gradient, f};
-    ActivationsLayout layout;
-    memset(&layout, 0, sizeof layout);
+    ActivationsLayout layout = {};
     layout.dims = &t->d, layout.scales = &t->linears.scales;
-    layout.recompute_layer = t->o->recompute == RECOMPUTE_LAYER, layout.qk_norm = t->m.qk_norm;
+    layout.recomputed = options_recomputed(t->o), layout.qk_norm = t->m.qk_norm;
     layout.chunk = t->linears.head_rows;
     layout.layer_gradient_bytes = t->table.layer_size * (int64_t)sizeof(bf16);
     layout.fp8_weights = fsdp_casts_are_transient(f) ? fp8_weights : none;
@@ -164,8 +163,7 @@ typedef struct {
 static Layer layer_of_unit(const Trainer *t, FsdpUnit unit) {
     const LayerOffsets *offset = &t->table.layer;
     bf16 *v = unit.vectors;
-    Layer w;
-    memset(&w, 0, sizeof w);
+    Layer w = {};
     w.norm1 = v + offset->norm1, w.norm2 = v + offset->norm2;
     if (t->m.qk_norm) w.q_norm = v + offset->q_norm, w.k_norm = v + offset->k_norm;
     if (t->m.qkv_bias) w.qkv_bias = v + offset->bq;
@@ -369,26 +367,26 @@ static void reshard(Trainer *t, int64_t l) { fsdp_reshard(&t->fsdp, l); }
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
 
-// Computes one layer up to its gate and up projections. Its input a->x is x_mid + branch of the layer below,
-// which the first norm adds; in layer 0 it is the embedding. `again`: backward recomputes the layer from the kept a->x.
-static void layer_forward_until_mlp(Trainer *t, int64_t l, bool again) {
+// Computes attention up to its output projection, from the first norm's output.
+static void layer_attention(Trainer *t, int64_t l) {
     const Layer w = layer_weights(t, l);
     LayerActs *a = &t->acts.layer[l];
-    if (l == 0 || again) rmsnorm(t, &a->norm1, a->rstd1, a->x, w.norm1);
-    else add_rmsnorm(t, &a->norm1, a->rstd1, a->x, t->acts.layer[l - 1].x_mid, t->acts.branch, w.norm1);
     linear(t, a->qkv, &a->norm1, &w.qkv, w.qkv_bias);
     qknorm_rope(t, a->rotated, a->qkv, w.q_norm, w.k_norm);
     attention(t, &a->att, a->lse, a->rotated);
-    linear(t, t->acts.branch, &a->att, &w.out, NULL);
-    add_rmsnorm(t, &a->norm2, a->rstd2, a->x_mid, a->x, t->acts.branch, w.norm2);
-    linear(t, a->gate_up, &a->norm2, &w.gate_up, NULL);
 }
 
-// Computes one layer. Its output is a->x_mid + t->acts.branch: the next norm adds them.
+// Computes one layer. Its input a->x is x_mid + branch of the layer below, which the first norm adds; in layer 0 it is
+// the embedding. Its output is a->x_mid + t->acts.branch: the next norm adds them.
 static void layer_forward(Trainer *t, int64_t l) {
     const Layer w = layer_weights(t, l);
     LayerActs *a = &t->acts.layer[l];
-    layer_forward_until_mlp(t, l, false);
+    if (l == 0) rmsnorm(t, &a->norm1, a->rstd1, a->x, w.norm1);
+    else add_rmsnorm(t, &a->norm1, a->rstd1, a->x, t->acts.layer[l - 1].x_mid, t->acts.branch, w.norm1);
+    layer_attention(t, l);
+    linear(t, t->acts.branch, &a->att, &w.out, NULL);
+    add_rmsnorm(t, &a->norm2, a->rstd2, a->x_mid, a->x, t->acts.branch, w.norm2);
+    linear(t, a->gate_up, &a->norm2, &w.gate_up, NULL);
     swiglu(t, &a->h, a->gate_up);
     linear(t, t->acts.branch, &a->h, &w.down, NULL);
 }
@@ -467,13 +465,26 @@ static void loss_forward_backward(Trainer *t, const Batch *batch, float grad_sca
                                    a->rstd_final, w.norm, NULL, d->R, d->C, a->norm_workspace, t->stream));
 }
 
+// Computes again what backward reads of a layer and forward did not keep (--recompute), but for SwiGLU's output.
+static void layer_recompute(Trainer *t, int64_t l) {
+    const Layer w = layer_weights(t, l);
+    const Recomputed again = options_recomputed(t->o);
+    LayerActs *a = &t->acts.layer[l];
+    if (again.norms) rmsnorm(t, &a->norm1, a->rstd1, a->x, w.norm1);
+    if (again.attention) layer_attention(t, l);
+    if (again.stream) linear(t, t->acts.branch, &a->att, &w.out, NULL);
+    if (again.stream) add_rmsnorm(t, &a->norm2, a->rstd2, a->x_mid, a->x, t->acts.branch, w.norm2);
+    else if (again.norms) rmsnorm(t, &a->norm2, a->rstd2, a->x_mid, w.norm2);
+    if (again.mlp) linear(t, a->gate_up, &a->norm2, &w.gate_up, NULL);
+}
+
 // Turns t->acts.dx, the gradient of the layer's output, into that of its input, and computes the weight gradients.
 static void layer_backward(Trainer *t, int64_t l) {
     const Layer w = layer_weights(t, l), dw = layer_gradients(t, l);
     LayerActs *a = &t->acts.layer[l];
     OutputGradients dy = layer_output_gradients(t, l), below = layer_output_gradients(t, l - 1);
     Real *dbranch = t->acts.dbranch;
-    if (t->o->recompute == RECOMPUTE_LAYER) layer_forward_until_mlp(t, l, true);
+    layer_recompute(t, l);
 
     qtensor_ready(t, &dy.down);
     linear_dgrad(t, t->acts.dh, &dy.down, &w.down);
@@ -844,8 +855,7 @@ static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m
     t->d = model_dims(m, o->batch_size, o->sequence_length);
     linears_describe(&t->linears, &t->precision, m, t->d.R, logits_rows(t), o, &t->profile);
     t->acts.layer = (LayerActs *)xcalloc((size_t)t->d.L, sizeof(LayerActs));
-    Arena plan;
-    memset(&plan, 0, sizeof plan);
+    Arena plan = {};
     place(t, &plan);
     return plan;
 }
@@ -856,11 +866,9 @@ static int64_t memory_needed(const Options *o, const ModelConfig *m, const Comm 
     return trainer_describe(&t, o, m, comm).used + memory_overhead(comm);
 }
 
-// Dies unless the plan fits the free memory. What CUDA has taken of the overhead by now is not free any more.
+// Dies unless the plan fits the free memory.
 static void check_memory(const Trainer *t, const Arena *plan) {
-    size_t available = 0, total = 0;
-    CUDA_CHECK(cudaMemGetInfo(&available, &total));
-    const MemoryFit fit = {t->o, &t->m, t->comm, memory_needed, (int64_t)available + CUDA_OVERHEAD_BYTES, true};
+    const MemoryFit fit = {t->o, &t->m, t->comm, memory_needed, memory_available(t->comm), true};
     memory_fit_require(&fit, plan->used + memory_overhead(t->comm), "this GPU has");
 }
 
@@ -878,8 +886,7 @@ static void trainer_create(Trainer *t, const Arena *plan) {
     if (t->comm->world > 1) nccl_open(&t->nccl, t->comm);
     check_memory(t, plan);
     CUDA_CHECK(cudaMalloc((void **)&t->memory, (size_t)plan->used));
-    Arena arena;
-    memset(&arena, 0, sizeof arena);
+    Arena arena = {};
     arena.base = t->memory;
     place(t, &arena);
     t->log = step_log_create(t->stream);
@@ -975,11 +982,12 @@ static void print_profile(void *context, double peak_bf16, JsonText *parts) {
 static void destroy(void *context) { trainer_destroy((Trainer *)context); }
 
 // In the order of TrainerOps.
+// clang-format off
 static const TrainerOps trainer_ops = {
-    "train_fp8cu",  1,           check_supported, open_device,  auto_filter_find, describe,    memory_needed,
-    print_settings, print_gemms, create,          initialize,   weights_changed,  device_info, start_step,
-    finish_step,    nonfinite,   read_audit,      token_losses, next_logits,      settle,      print_profile,
-    destroy};
+    "train_fp8cu", 1, check_supported, open_device, auto_filter_find, describe, memory_needed, memory_available,
+    print_settings, print_gemms, create, initialize, weights_changed, device_info, start_step, finish_step, nonfinite,
+    read_audit, token_losses, next_logits, settle, print_profile, destroy};
+// clang-format on
 
 #ifndef TESTING
 int main(int argc, char **argv) {

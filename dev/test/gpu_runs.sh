@@ -102,8 +102,11 @@ near "FP8 moments: last loss on GPU and CPU" "$(field b loss 8)" "$(field a loss
 # Recomputed layers are quantized to equal bytes. If --fp8-filter excludes every layer, FP8 equals BF16.
 for recipe in tensorwise delayed rowwise rowwise_with_gw_hp blockwise; do
     run="$common --precision fp8 --fp8-recipe $recipe --num-steps 6"
-    gpu a $run && gpu b $run --recompute layer
-    same "$recipe: without and with --recompute layer" a b
+    gpu a $run
+    for part in norm attention mlp layer; do
+        gpu b $run --recompute $part
+        same "$recipe: without and with --recompute $part" a b
+    done
     [ $recipe = rowwise_with_gw_hp ] && continue
     gpu b $run --fp8-weight-cache on && gpu c $run --fp8-weight-cache on --recompute layer --fp8-filter first &&
         gpu d $run --fp8-filter first
@@ -153,6 +156,9 @@ END
         args="$args --precision fp8 --deterministic"
         gpu a $args && gpu b $args --recompute layer && gpu c $args --fp8-weight-cache on
         same "$name, FP8: without and with --recompute layer" a b
+        gpu b $args --recompute attention && gpu d $args --recompute mlp
+        same "$name, FP8: without and with --recompute attention" a b
+        same "$name, FP8: without and with --recompute mlp" a d
         same "$name, FP8: without and with --fp8-weight-cache on" a c
     done
 done

@@ -194,9 +194,9 @@ static void test_recompute_and_repetition(ModelFamily family, int precision) {
     const ModelConfig m = small_model(family);
     bf16_bits *first = NULL;
     double first_loss = 0;
-    for (int run = 0; run < 3; run++) {
+    for (int run = 0; run <= 1 + RECOMPUTE_LAYER; run++) {
         Options o = test_options(precision, 2, 320);
-        o.recompute = run == 2 ? RECOMPUTE_LAYER : RECOMPUTE_NONE;
+        o.recompute = run > 1 ? run - 1 : RECOMPUTE_NONE;
         Trainer t;
         create_random(&t, &o, &m);
         weights_changed(&t);
@@ -211,8 +211,8 @@ static void test_recompute_and_repetition(ModelFamily family, int precision) {
         } else {
             const int64_t different = different_bits(gradients(&t), first, t.table.total);
             CHECK(loss == first_loss && different == 0,
-                  "family %d precision %d, %s: loss %.9g and %.9g, %lld gradients differ", family, precision,
-                  run == 2 ? "recompute" : "again", loss, first_loss, (long long)different);
+                  "family %d precision %d, run %d, --recompute %d: loss %.9g and %.9g, %lld gradients differ", family,
+                  precision, run, o.recompute, loss, first_loss, (long long)different);
         }
         free(tokens);
         trainer_destroy(&t);

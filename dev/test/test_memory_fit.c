@@ -6,14 +6,15 @@
 
 // A stand-in: 40 GiB of weights, gradients and moments over the ranks, 4 more for fp32 moments, 8 less for FP8 moments,
 // 8 more for fp32 masters, 4 more for FP16 masters, 2 less with --optimizer-in-backward, 10 for each sequence of a
-// batch, of which --recompute layer leaves 1, and 6 for an FP8 weight cache.
+// batch, of which --recompute norm, attention, mlp and layer leave 9, 7, 5 and 1, and 6 for an FP8 weight cache.
 static int64_t needed(const Options *o, const ModelConfig *m, const Comm *c) {
+    static const int64_t sequence[] = {10, 9, 7, 5, 1};  // indexed by o->recompute
     (void)m;
     int64_t gib = 40 + (o->optimizer_state == MOMENTS_FP32 ? 4 : 0) + (o->master_weights == STORAGE_FP32 ? 8 : 0) +
                   (o->master_weights == STORAGE_FP16 ? 4 : 0) - (o->optimizer_in_backward ? 2 : 0) -
                   (o->optimizer_state == MOMENTS_COAT_STOCHASTIC ? 8 : 0);
     if (o->sharding == SHARDING_FULL) gib /= c->shard_size;
-    gib += o->batch_size * (o->recompute == RECOMPUTE_LAYER ? 1 : 10) + (o->fp8_weight_cache == ON ? 6 : 0);
+    gib += o->batch_size * sequence[o->recompute] + (o->fp8_weight_cache == ON ? 6 : 0);
     return gib * GIB;
 }
 
@@ -53,13 +54,21 @@ static void test_single(void) {
     Case c = case_of(1, 50);
     require_action(&c);
     CHECK(true, "a run that fits goes on");
-    c = case_of(1, 45);
+    c = case_of(1, 45), c.options.grad_clip = 1;
     check_says("recompute", &c,
-               "needs 50.0 GiB of memory for each rank, and the limit is 45.0 GiB; with --recompute layer it needs "
-               "41.0 GiB, and a step takes about 20% longer; or use 2 ranks (mpirun -np 2)");
+               "needs 50.0 GiB of memory for each rank, and the limit is 45.0 GiB; with --recompute mlp it needs "
+               "45.0 GiB, and a step takes about 14% longer; or use 2 ranks (mpirun -np 2)");
+    c.available = 44;
+    check_says("recompute all", &c, "with --recompute layer it needs 41.0 GiB, and a step takes about 20% longer");
+    c.options.recompute = RECOMPUTE_MLP;
+    check_says("recompute more", &c, "and the limit is 44.0 GiB; with --recompute layer it needs 41.0 GiB");
+    c = case_of(1, 49);
+    check_says("recompute the norms", &c, "with --optimizer-in-backward it needs 48.0 GiB");
+    c.options.grad_clip = 1;
+    check_says("recompute the norms", &c, "with --recompute norm it needs 49.0 GiB, and a step takes about 2% longer");
     c = case_of(2, 50);
     check_says("recompute before batch 1", &c,
-               "with --recompute layer it needs 42.0 GiB, and a step takes about 20% longer");
+               "with --recompute mlp it needs 50.0 GiB, and a step takes about 14% longer");
     c = case_of(2, 41), c.options.recompute = RECOMPUTE_LAYER, c.options.grad_clip = 1;
     check_says("batch 1", &c,
                "with --batch-size 1 --grad-accumulation-steps 2 it needs 41.0 GiB, and a step takes about 28% longer");
@@ -103,16 +112,34 @@ static void test_backward(void) {
     check_says("the optimizer in the backward pass", &c,
                "with --optimizer-in-backward it needs 48.0 GiB, and a step takes about 1% longer");
     c.options.grad_clip = 1;
-    check_says("not with clipping", &c, "with --recompute layer it needs 41.0 GiB");
+    check_says("not with clipping", &c, "with --recompute attention it needs 47.0 GiB");
     c = case_of(1, 48), c.options.on_nonfinite = NONFINITE_SKIP;
-    check_says("not with skipped steps", &c, "with --recompute layer it needs 41.0 GiB");
+    check_says("not with skipped steps", &c, "with --recompute attention it needs 47.0 GiB");
     c = case_of(1, 48), c.options.grad_accumulation_steps = 2;
-    check_says("not with several micro-steps", &c, "with --recompute layer it needs 41.0 GiB");
+    check_says("not with several micro-steps", &c, "with --recompute attention it needs 47.0 GiB");
     c = case_of(2, 48);
+    check_says("two changes", &c, "with --recompute mlp --optimizer-in-backward it needs 48.0 GiB");
+    c.options.grad_clip = 1;
     check_says("not with the micro-steps of a smaller batch", &c, "with --recompute layer it needs 42.0 GiB");
     c = case_of(1, 31);
     check_says("FP8 moments are the last resort", &c,
                "with --optimizer-state coat-stochastic --recompute layer --optimizer-in-backward it needs 31.0 GiB");
+}
+
+// --recompute auto takes the cheapest choice that fits.
+static void test_auto(void) {
+    static const int64_t available[] = {50, 49, 47, 46, 45, 41, 40};
+    static const int expected[] = {RECOMPUTE_NONE, RECOMPUTE_NORM,  RECOMPUTE_ATTENTION, RECOMPUTE_MLP,
+                                   RECOMPUTE_MLP,  RECOMPUTE_LAYER, RECOMPUTE_LAYER};
+    for (int i = 0; i < 7; i++) {
+        Case c = case_of(1, available[i]);
+        ModelConfig m;
+        model_config_preset(&m, "tiny");
+        c.options.recompute = RECOMPUTE_AUTO;
+        const MemoryFit fit = {&c.options, &m, &c.comm, needed, c.available * GIB, true};
+        const int got = memory_fit_recompute(&fit);
+        CHECK(got == expected[i], "%lld GiB: --recompute auto is %d", (long long)available[i], got);
+    }
 }
 
 static void test_ranks(void) {
@@ -133,6 +160,7 @@ static void test_ranks(void) {
 
 int main(void) {
     test_single();
+    test_auto();
     test_combinations();
     test_backward();
     test_ranks();

@@ -168,7 +168,7 @@ static void test_refused(void) {
         {"tiny --precision ~", "is not one of"},
         {"tiny --shuffle yes", "--shuffle: \"yes\" is not one of off|on"},
         {"tiny --lr-schedule Cosine", "is not one of constant|cosine|linear|wsd"},
-        {"tiny --recompute all", "is not one of none|layer"},
+        {"tiny --recompute all", "is not one of none|norm|attention|mlp|layer|auto"},
         {"tiny --on-nonfinite ignore", "is not one of stop|skip"},
         {"tiny --master-weights fp8", "is not one of auto|bf16|fp32"},
         {"tiny --fp8-recipe row",

@@ -121,7 +121,7 @@ static void list_fsdp(const Trainer *t, Moments m) {
                   cols = f->num_columnwise * matrices;
     if (fsdp_casts_are_transient(f)) {
         needed("rowwise data of a layer's weights", f->rowwise, rows, 0, m.L - 1);
-        if (f->recompute_layer) needed_in_backward(m, "rowwise data of a layer's weights", f->rowwise, rows);
+        if (f->recomputes_gemms) needed_in_backward(m, "rowwise data of a layer's weights", f->rowwise, rows);
         needed_in_backward(m, "columnwise data of a layer's weights", f->columnwise, cols);
         needed_by_layers(m, "scales of rowwise weights", f->rowwise_scales, f->num_rowwise * f->rowwise_scale_bytes);
         needed_by_layers(m, "scales of columnwise weights", f->columnwise_scales,
@@ -162,50 +162,52 @@ static QTensor kept_input(const Trainer *t, int64_t l, bool shared, LinearId id)
 }
 
 // Lists the activations that a layer keeps, except its input: needed from its forward to its backward pass, or in the
-// passes of every layer if layers share memory.
-static void list_layer(const Trainer *t, Moments m, int64_t l, bool shared) {
+// passes of every layer if layers share them.
+static void list_layer(const Trainer *t, Moments m, int64_t l) {
     const Dims *d = &t->d;
     const LayerActs *a = &t->acts.layer[l];
-    const QTensor norm1 = kept_input(t, l, shared, QKV_PROJ), att = a->att,
-                  norm2 = kept_input(t, l, shared, GATE_UP_PROJ);
+    const Recomputed shared = options_recomputed(t->o);
+    const QTensor norm1 = kept_input(t, l, shared.norms, QKV_PROJ), att = a->att,
+                  norm2 = kept_input(t, l, shared.norms, GATE_UP_PROJ);
     const int64_t scales = own_scales(t, TENSOR_X, COLUMNWISE, d->C),
                   att_scales = own_scales(t, TENSOR_X, COLUMNWISE, d->ATT);
     const struct {
         const char *name;
         const void *at;
         int64_t bytes;
-    } kept[] = {{"x_mid", a->x_mid, d->R * d->C * 2},
-                {"rstd1", a->rstd1, d->R * 4},
-                {"rstd2", a->rstd2, d->R * 4},
-                {"qkv", a->qkv, d->R * d->QKV * 2},
-                {"att", att.data, d->R * d->ATT * 2},
-                {"lse", a->lse, d->R * d->NH * 4},
-                {"gate_up", a->gate_up, d->R * d->F * 4},
-                {"norm1", norm1.data, d->R * d->C * 2},
-                {"norm2", norm2.data, d->R * d->C * 2},
-                {"columnwise norm1", norm1.columnwise, d->R * d->C},
-                {"columnwise att", att.columnwise, d->R * d->ATT},
-                {"columnwise norm2", norm2.columnwise, d->R * d->C},
-                {"scales of columnwise norm1", norm1.columnwise_scale_inv, norm1.columnwise ? scales : 0},
-                {"scales of columnwise att", att.columnwise_scale_inv, att.columnwise ? att_scales : 0},
-                {"scales of columnwise norm2", norm2.columnwise_scale_inv, norm2.columnwise ? scales : 0}};
+        bool shared;
+    } kept[] = {
+        {"x_mid", a->x_mid, d->R * d->C * 2, shared.stream},
+        {"rstd1", a->rstd1, d->R * 4, shared.stream},
+        {"rstd2", a->rstd2, d->R * 4, shared.stream},
+        {"qkv", a->qkv, d->R * d->QKV * 2, shared.attention},
+        {"att", att.data, d->R * d->ATT * 2, shared.attention},
+        {"lse", a->lse, d->R * d->NH * 4, shared.attention},
+        {"gate_up", a->gate_up, d->R * d->F * 4, shared.mlp},
+        {"norm1", norm1.data, d->R * d->C * 2, shared.norms},
+        {"norm2", norm2.data, d->R * d->C * 2, shared.norms},
+        {"columnwise norm1", norm1.columnwise, d->R * d->C, shared.norms},
+        {"columnwise att", att.columnwise, d->R * d->ATT, shared.attention},
+        {"columnwise norm2", norm2.columnwise, d->R * d->C, shared.norms},
+        {"scales of columnwise norm1", norm1.columnwise_scale_inv, norm1.columnwise ? scales : 0, shared.norms},
+        {"scales of columnwise att", att.columnwise_scale_inv, att.columnwise ? att_scales : 0, shared.attention},
+        {"scales of columnwise norm2", norm2.columnwise_scale_inv, norm2.columnwise ? scales : 0, shared.norms}};
     CHECK(att.data, "layer %lld: attention's output has no place", (long long)l);
     for (size_t i = 0; i < sizeof kept / sizeof kept[0]; i++) {
-        if (shared) needed_by_layers(m, kept[i].name, kept[i].at, kept[i].bytes);
-        else needed(kept[i].name, kept[i].at, kept[i].bytes, l, backward(m, l));
+        if (!kept[i].shared) needed(kept[i].name, kept[i].at, kept[i].bytes, l, backward(m, l));
+        else if (l == 0) needed_by_layers(m, kept[i].name, kept[i].at, kept[i].bytes);
     }
 }
 
 static void list_activations(const Trainer *t, Moments m) {
     const Dims *d = &t->d;
     const Activations *acts = &t->acts;
-    const bool recompute = t->o->recompute == RECOMPUTE_LAYER;
     const QTensor *norm1 = &acts->layer[0].norm1, h = kept_input(t, 0, true, DOWN_PROJ);
     const int64_t widest = max_i64(max_i64(d->C, d->ATT), d->F);
     for (int64_t l = 0; l < d->L; l++) {
         const bf16 *rotated = acts->layer[l].rotated;
         needed("x", acts->layer[l].x, d->R * d->C * 2, l, backward(m, l));
-        if (!recompute || l == 0) list_layer(t, m, l, recompute);
+        list_layer(t, m, l);
         CHECK(acts->rotated_is_shared ? rotated == acts->layer[0].rotated : rotated == acts->layer[l].qkv,
               "layer %lld: `rotated` is at another address", (long long)l);
     }
@@ -335,29 +337,29 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
     if (!model_config_preset(&model, name)) die("no preset %s", name);
     char label[256];
     for (int recipe = RECIPE_TENSORWISE; recipe <= RECIPE_BF16; recipe++)
-        for (int variant = 0; variant < 32; variant++) {
+        for (int variant = 0; variant < 16 * (RECOMPUTE_LAYER + 1); variant++) {
             Options o = options_default();
             o.model = name, o.batch_size = B, o.sequence_length = T;
             o.sharding = ranks.sharding, o.shard_size = ranks.shard_size;
             o.precision = recipe == RECIPE_BF16 ? PRECISION_BF16 : PRECISION_FP8;
             if (recipe < RECIPE_BF16) o.fp8_recipe = recipe, o.fp8_emulate = recipe == RECIPE_MXFP8;
-            o.recompute = variant & 1 ? RECOMPUTE_LAYER : RECOMPUTE_NONE;
-            o.grad_accumulation_steps = variant & 2 ? 2 : 1;
-            const bool cache = variant & 4, whole = options_shard_group(&o, ranks.world) == 1;
+            o.recompute = variant / 16;
+            o.grad_accumulation_steps = variant & 1 ? 2 : 1;
+            const bool cache = variant & 2, whole = options_shard_group(&o, ranks.world) == 1;
             if (cache && (!whole || recipe == RECIPE_BF16)) continue;
             o.fp8_weight_cache = cache ? ON : OFF;
-            if (variant & 8)
+            if (variant & 4)
                 o.reduce_dtype = REDUCE_FP32, o.master_weights = STORAGE_FP32, o.optimizer_state = MOMENTS_FP32,
                 o.fp8_audit = 10, o.fp8_filter = recipe == RECIPE_BF16 ? "" : "first,down";
-            if (recipe == RECIPE_DELAYED) o.on_nonfinite = variant & 8 ? NONFINITE_SKIP : NONFINITE_STOP;
+            if (recipe == RECIPE_DELAYED) o.on_nonfinite = variant & 4 ? NONFINITE_SKIP : NONFINITE_STOP;
             char conflict[512];
-            o.optimizer_in_backward = variant & 16;
+            o.optimizer_in_backward = variant & 8;
             if (o.optimizer_in_backward && *options_conflict(&o, conflict, sizeof conflict)) continue;
-            format_checked(label, sizeof label, "%s, %lld x %lld, %s, %s%s, %d micro-steps%s%s%s", name, (long long)B,
-                           (long long)T, ranks.name, recipe_row(recipe)->name, variant & 1 ? ", --recompute layer" : "",
-                           variant & 2 ? 2 : 1, cache ? ", --fp8-weight-cache on" : "",
-                           variant & 8 ? ", fp32 state and sums, filtered" : "",
-                           variant & 16 ? ", --optimizer-in-backward" : "");
+            format_checked(label, sizeof label, "%s, %lld x %lld, %s, %s, --recompute %d, %d micro-steps%s%s%s", name,
+                           (long long)B, (long long)T, ranks.name, recipe_row(recipe)->name, o.recompute,
+                           variant & 1 ? 2 : 1, cache ? ", --fp8-weight-cache on" : "",
+                           variant & 4 ? ", fp32 state and sums, filtered" : "",
+                           variant & 8 ? ", --optimizer-in-backward" : "");
             check_run(label, o, &model, ranks.world);
         }
 }

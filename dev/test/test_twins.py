@@ -17,8 +17,8 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
 # Structs and functions whose words are equal.
 TWIN_STRUCTS = ["Layer", "LayerActs", "OutputGradients"]
-TWIN_FUNCTIONS = ["layer_forward_until_mlp", "layer_forward", "layer_backward"]
-LINES = {"layer_forward": 20, "layer_forward_until_mlp": 20, "layer_backward": 40}  # at most
+TWIN_FUNCTIONS = ["layer_attention", "layer_forward", "layer_recompute", "layer_backward"]
+LINES = {"layer_forward": 20, "layer_recompute": 20, "layer_backward": 40}  # at most
 
 # Functions that the twins call. Types of result and arguments are equal, const aside, and bodies must differ.
 KERNELS = "the CPU computes with llmc/reference/, the GPU launches kernels"
@@ -187,7 +187,7 @@ def changed(text, name, word, other):
 def test_itself():
     plants = [("Layer", "Real *qkv_bias", "float *qkv_bias"), ("LayerActs", "QTensor h", "Real *h"),
               ("OutputGradients", "qkv, out", "out, qkv"),
-              ("layer_forward_until_mlp", "w.norm2", "w.norm1"), ("layer_forward_until_mlp", "again)", "false)"),
+              ("layer_forward", "w.norm2", "w.norm1"), ("layer_recompute", "again.mlp", "again.norms"),
               ("layer_forward", "&w.down", "&w.out"), ("layer_forward", "    swiglu(t, &a->h, a->gate_up);\n", ""),
               ("layer_backward", "dw.k_norm", "dw.q_norm"), ("layer_backward", "l - 1", "l")]
     with tempfile.TemporaryDirectory() as scratch:

@@ -439,6 +439,21 @@ static inline bool options_bf16_weights(const Options *o) {
 // that they stand for.
 static inline int64_t options_weight_bytes(const Options *o) { return options_bf16_weights(o) ? 2 : 4; }
 
+// What a layer leaves for its backward pass, and backward computes again instead (--recompute).
+typedef struct {
+    bool stream;     // the residual stream between attention and MLP, and each row's rstd of both norms
+    bool norms;      // the outputs of both norms
+    bool attention;  // q, k, v, and attention's output
+    bool mlp;        // gate and up
+} Recomputed;
+
+static inline Recomputed options_recomputed(const Options *o) {
+    const bool layer = o->recompute == RECOMPUTE_LAYER;
+    const Recomputed r = {layer, o->recompute != RECOMPUTE_NONE, layer || o->recompute == RECOMPUTE_ATTENTION,
+                          layer || o->recompute == RECOMPUTE_MLP};
+    return r;
+}
+
 // True if the moments are FP8 codes in groups (coat.h).
 static inline bool options_coat(const Options *o) {
     return o->optimizer_state == MOMENTS_COAT || o->optimizer_state == MOMENTS_COAT_STOCHASTIC;

@@ -13,7 +13,10 @@
     X(MOMENTS_BF16, "bf16") \
     X(MOMENTS_FP32, "fp32") \
     X(MOMENTS_COAT, "coat") X(MOMENTS_COAT_STOCHASTIC, "coat-stochastic") X(MOMENTS_MSAMP, "msamp")
-#define RECOMPUTES(X) X(RECOMPUTE_NONE, "none") X(RECOMPUTE_LAYER, "layer")
+#define RECOMPUTES(X)         \
+    X(RECOMPUTE_NONE, "none") \
+    X(RECOMPUTE_NORM, "norm") \
+    X(RECOMPUTE_ATTENTION, "attention") X(RECOMPUTE_MLP, "mlp") X(RECOMPUTE_LAYER, "layer") X(RECOMPUTE_AUTO, "auto")
 #define SCHEDULES(X) \
     X(SCHEDULE_CONSTANT, "constant") X(SCHEDULE_COSINE, "cosine") X(SCHEDULE_LINEAR, "linear") X(SCHEDULE_WSD, "wsd")
 #define NONFINITES(X) X(NONFINITE_STOP, "stop") X(NONFINITE_SKIP, "skip")
@@ -33,6 +36,7 @@
 
 #define CHOICE_ID(id, word) id,
 #define CHOICE_WORD(id, word) "|" word
+#define CHOICE_WORD_ALONE(id, word) word,
 enum { PRECISIONS(CHOICE_ID) };
 enum { WEIGHT_STORAGES(CHOICE_ID) };
 enum { MOMENTS(CHOICE_ID) };
@@ -118,7 +122,10 @@ enum { FREE, MUST_MATCH };
          "from 256 micro-steps on, or if --master-weights or --reduce-dtype is fp32; else bf16") \
     GROUP("memory") \
     CHOICE(recompute, "recompute", RECOMPUTE_NONE, RECOMPUTES, FREE, \
-         "layer: keep only each layer's input, and run its forward pass again in backward") \
+         "what backward computes again, so that forward need not keep it; norm: the outputs of both norms; attention: " \
+         "these, and q, k, v and attention's output; mlp: the norms' outputs, gate and up; layer: all but each layer's " \
+         "input; SwiGLU's output is computed again in any case; auto: the first of these, in this order, with which the " \
+         "run fits its memory") \
     FLAG(optimizer_in_backward, "optimizer-in-backward", \
          "update each layer's weights in the backward pass, as soon as its gradient is complete: gradients of one layer " \
          "(two with several ranks) and of the embedding and lm_head take memory, not those of the whole model; the " \

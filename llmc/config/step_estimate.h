@@ -50,6 +50,11 @@ static inline double estimate_optimizer(const Options *o, int64_t world, int64_t
     return bytes * ESTIMATE_OPTIMIZER / estimate_gpu(o->gpu).bytes_per_second;
 }
 
+// Returns the share of one linear layer in the FLOPs of all, of which a row takes all_layers.
+static inline double estimate_share(const Precision *p, const ModelConfig *m, LinearId id, double all_layers) {
+    return (double)(p->linear[id].N * p->linear[id].K * m->num_layers) * 6 / all_layers;
+}
+
 // Seconds of forward and backward of one micro-step.
 static inline double estimate_passes(const Options *o, const ModelConfig *m, const ParameterTable *t,
                                      const Precision *p) {
@@ -66,11 +71,17 @@ static inline double estimate_passes(const Options *o, const ModelConfig *m, con
                  elementwise = rows * (double)m->num_layers * estimate_row_bytes(m, p->any_fp8) * ESTIMATE_ELEMENTWISE /
                                gpu.bytes_per_second,
                  casts = 6 * fp8_weights * ESTIMATE_OPTIMIZER / gpu.bytes_per_second;
-    // --recompute layer repeats a layer's forward pass without its last GEMM (down). Forward is a third of the GEMM and
-    // elementwise work, and two sevenths of attention's.
-    const double down = (double)(p->linear[DOWN_PROJ].N * p->linear[DOWN_PROJ].K * m->num_layers) * 6 / all_layers;
-    const double again = layers / 3 * (1 - down) + scores * 2 / 7 + elementwise / 3;
-    return layers + head + scores + elementwise + casts + (o->recompute == RECOMPUTE_LAYER ? again : 0);
+    // Work that --recompute adds: forward is a third of the GEMM and elementwise work, and two sevenths
+    // of attention's.
+    const Recomputed r = options_recomputed(o);
+    const double norm_bytes = rows * (double)(m->num_layers * m->hidden_size) * 8;
+    const double gemms = (r.attention ? estimate_share(p, m, QKV_PROJ, all_layers) : 0) +
+                         (r.stream ? estimate_share(p, m, OUT_PROJ, all_layers) : 0) +
+                         (r.mlp ? estimate_share(p, m, GATE_UP_PROJ, all_layers) : 0);
+    double again = layers / 3 * gemms + (r.attention ? scores * 2 / 7 : 0);
+    if (r.stream) again += elementwise / 3;
+    else if (r.norms) again += norm_bytes * ESTIMATE_ELEMENTWISE / gpu.bytes_per_second;
+    return layers + head + scores + elementwise + casts + again;
 }
 
 // Returns a rank's own work on a GPU. With --step-ms it follows from that step, which one rank took alone.

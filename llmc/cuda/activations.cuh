@@ -63,7 +63,8 @@ typedef struct {
 typedef struct {
     const Dims *dims;
     const TensorScales *scales;
-    bool recompute_layer, qk_norm;
+    Recomputed recomputed;
+    bool qk_norm;
     int64_t chunk;  // rows of logits at a time
     // Memory of the layers' weight gradients. Activations use it until the gradients are written. Empty: not reused.
     ArenaRange layer_gradients;
@@ -163,22 +164,29 @@ static inline QTensor place_input(const ActivationsLayout *p, Arena *a, LinearId
     return x;
 }
 
-// Places all that layers [first, last) keep, except their input x, and h, which backward recomputes. For one layer the
-// range is [l, l + 1); with recomputation all layers share one placement.
-static inline void place_layer_acts(const ActivationsLayout *p, Arena *a, LayerActs *acts, int64_t first, int64_t last,
-                                    const QTensor *row) {
+// Places parts of what layers [first, last) leave for backward. For one layer the range is [l, l + 1); all layers share
+// the parts that backward recomputes. Not among the parts: the layer's input x, and h, which backward always
+// recomputes.
+static inline void place_layer_acts(const ActivationsLayout *p, Arena *a, LayerActs *acts, Recomputed parts,
+                                    int64_t first, int64_t last, const QTensor *row) {
     const Dims *d = p->dims;
-    acts->x_mid = take_bf16(a, d->R * d->C);
-    acts->rstd1 = take_float(a, d->R);
-    acts->rstd2 = take_float(a, d->R);
-    acts->qkv = take_bf16(a, d->R * d->QKV);
-    bf16 *att = take_bf16(a, d->R * d->ATT);
-    acts->lse = take_float(a, d->R * d->NH);
-    acts->gate_up = take_bf16(a, d->R * 2 * d->F);
-    acts->norm1 = place_input(p, a, QKV_PROJ, first, last, row);
-    acts->att = place_input(p, a, OUT_PROJ, first, last, row);
-    acts->norm2 = place_input(p, a, GATE_UP_PROJ, first, last, row);
-    acts->att.data = att;
+    if (parts.stream) {
+        acts->x_mid = take_bf16(a, d->R * d->C);
+        acts->rstd1 = take_float(a, d->R);
+        acts->rstd2 = take_float(a, d->R);
+    }
+    if (parts.attention) {
+        acts->qkv = take_bf16(a, d->R * d->QKV);
+        bf16 *att = take_bf16(a, d->R * d->ATT);
+        acts->lse = take_float(a, d->R * d->NH);
+        acts->att = place_input(p, a, OUT_PROJ, first, last, row);
+        acts->att.data = att;
+    }
+    if (parts.mlp) acts->gate_up = take_bf16(a, d->R * 2 * d->F);
+    if (parts.norms) {
+        acts->norm1 = place_input(p, a, QKV_PROJ, first, last, row);
+        acts->norm2 = place_input(p, a, GATE_UP_PROJ, first, last, row);
+    }
 }
 
 // Activations that one layer at a time needs. All layers share them.
@@ -186,13 +194,14 @@ typedef struct {
     QTensor row;  // rowwise data of any linear layer's input
     QTensor h;
     bf16 *rotated;    // NULL without QK-norm
-    LayerActs layer;  // with --recompute layer: shared by all layers
+    LayerActs layer;  // the parts that backward recomputes
 } OneLayer;
 
 // Places the activations of layer l that backward reads.
 static inline void place_kept(const ActivationsLayout *p, Arena *a, LayerActs *acts, int64_t l, const OneLayer *one) {
-    if (p->recompute_layer) *acts = one->layer;
-    else place_layer_acts(p, a, acts, l, l + 1, &one->row);
+    const Recomputed shared = p->recomputed, own = {!shared.stream, !shared.norms, !shared.attention, !shared.mlp};
+    *acts = one->layer;
+    place_layer_acts(p, a, acts, own, l, l + 1, &one->row);
     acts->x = take_bf16(a, p->dims->R * p->dims->C);
     acts->h = one->h;
     acts->rotated = p->qk_norm ? one->rotated : acts->qkv;
@@ -292,7 +301,7 @@ static inline void place_one_layer(const ActivationsLayout *p, Activations *acts
         one->row.rowwise_scale_inv = arena_take(a, tensor_scales_own_bytes(p->scales, TENSOR_X, ROWWISE, d->R, widest));
     }
     one->h = place_input(p, a, DOWN_PROJ, 0, d->L, &one->row);
-    if (p->recompute_layer) place_layer_acts(p, a, &one->layer, 0, d->L, &one->row);
+    place_layer_acts(p, a, &one->layer, p->recomputed, 0, d->L, &one->row);
     acts->branch = take_bf16(a, d->R * d->C);
     one->rotated = p->qk_norm ? take_bf16(a, d->R * d->QKV) : NULL;
     place_inner_gradients(p, acts, a);

@@ -104,6 +104,13 @@ static inline int64_t nccl_overhead(const Comm *comm) {
 // Estimates the bytes of GPU memory in use outside the arena, for the memory plan.
 static inline int64_t memory_overhead(const Comm *comm) { return CUDA_OVERHEAD_BYTES + nccl_overhead(comm); }
 
+// Returns the bytes that this rank may take: what is free, and what CUDA has taken of its part of the overhead by now.
+static inline int64_t memory_available(const Comm *) {
+    size_t available = 0, total = 0;
+    CUDA_CHECK(cudaMemGetInfo(&available, &total));
+    return (int64_t)available + CUDA_OVERHEAD_BYTES;
+}
+
 // Writes the versions of the libraries as "CUDA 13000, cuBLASLt ..., NCCL ...".
 static inline void format_versions(char *out, size_t capacity) {
     int nccl = 0;

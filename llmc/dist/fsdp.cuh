@@ -204,7 +204,7 @@ static inline void fsdp_prefetch(Fsdp *f, int64_t l) {
 // layer's columnwise data is transposed from rowwise data, since backward may not have the bf16 weights.
 static inline void fsdp_make_casts(Fsdp *f, int64_t l, bool backward) {
     const bool transposes = fsdp_is_sharded(f) && fsdp_tensor_scales(f), in_slot = fsdp_gathers_fp8(f, l);
-    const bool reads_rowwise = !backward || transposes || f->recompute_layer;
+    const bool reads_rowwise = !backward || transposes || f->recomputes_gemms;
     const bool rowwise = !in_slot && reads_rowwise && f->rowwise_layer[l % f->num_rowwise] != l;
     const bool columnwise = backward && f->columnwise_layer[l % f->num_columnwise] != l;
     if (rowwise || (columnwise && !transposes)) fsdp_cast(f, l, rowwise, columnwise && !transposes);

@@ -87,7 +87,7 @@ typedef struct {
     FsdpGradients gradients;
     FsdpEmbedding embedding;
     FsdpKept kept;
-    bool recompute_layer;         // backward repeats a layer's forward pass, so it reads rowwise data too
+    bool recomputes_gemms;        // backward repeats GEMMs of a layer's forward pass, so it reads rowwise data too
     bool embedding_is_transient;  // only one forward pass a step reads the gathered embedding: it lies in root_grads
     Transport transport;
     FsdpInputs in;
@@ -197,7 +197,7 @@ static inline void fsdp_describe_strategy(Fsdp *f, const Options *o) {
     else if (f->plan.shard_size * f->input_elements <= table) f->embedding = FSDP_EMBEDDING_FROM_INPUTS;
     else f->embedding = FSDP_EMBEDDING_REDUCED;
     f->kept = o->sharding == SHARDING_GRAD_OP ? FSDP_KEPT_STEP : FSDP_KEPT_LAYER;
-    f->recompute_layer = o->recompute == RECOMPUTE_LAYER;
+    f->recomputes_gemms = options_recomputed(o).attention || options_recomputed(o).mlp;
     f->embedding_is_transient = sharded && one_pass && embedding_segment(f->table) == SEGMENT_EMBEDDING;
 }
 
@@ -260,11 +260,11 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Pre
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory
 
-// Places the FP8 weights that this rank casts or transposes. If they are transient and layers are not recomputed, a
+// Places the FP8 weights that this rank casts or transposes. If they are transient and backward repeats no GEMM, a
 // pass reads either rowwise or columnwise data, so the two share memory.
 static inline void fsdp_place_casts(Fsdp *f, Arena *a) {
     const int64_t matrices = fsdp_layer_matrices(f);
-    const bool shared = fsdp_casts_are_transient(f) && !f->recompute_layer;
+    const bool shared = fsdp_casts_are_transient(f) && !f->recomputes_gemms;
     if (f->num_rowwise) f->rowwise = (uint8_t *)arena_take(a, f->num_rowwise * matrices);
     if (f->num_columnwise) f->columnwise = shared ? f->rowwise : (uint8_t *)arena_take(a, f->num_columnwise * matrices);
     if (f->rowwise_scale_bytes) f->rowwise_scales = (char *)arena_take(a, f->num_rowwise * f->rowwise_scale_bytes);

@@ -6,8 +6,8 @@
 #include "../config/options.h"
 #include "../dist/comm.h"
 
-// Returns the bytes that a run with these options needs on one rank, including memory outside the memory plan. Called
-// only before the process ends: it need not free what it allocates.
+// Returns the bytes that a run with these options needs on one rank, including memory outside the memory plan. It need
+// not free what it allocates: it is called a few times for --recompute auto, and often only before the process ends.
 typedef int64_t (*MemoryNeeded)(const Options *o, const ModelConfig *m, const Comm *c);
 
 // A run that does not fit.
@@ -20,7 +20,19 @@ typedef struct {
     bool ranks_help;    // true: each additional rank would have as many bytes
 } MemoryFit;
 
-enum { FIT_CHANGES = 8, FIT_MOST_RANKS = 1024 };
+enum {
+    FIT_RECOMPUTE = 6,  // the changes to --recompute norm, attention, mlp, layer
+    FIT_IN_BACKWARD = FIT_RECOMPUTE + RECOMPUTE_LAYER,
+    FIT_CHANGES,
+    FIT_MOST_RANKS = 1024
+};
+
+static inline bool memory_fit_set_recompute(Options *o, int choice, char *words, size_t capacity) {
+    static const char *const names[] = {RECOMPUTES(CHOICE_WORD_ALONE)};
+    if (o->recompute >= choice) return false;
+    o->recompute = choice;
+    return format_checked(words, capacity, " --recompute %s", names[choice]), true;
+}
 
 // Changes one option to a value that takes less memory, and writes the option as a user gives it. False if the run has
 // it already, or cannot have it.
@@ -53,15 +65,12 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
         return format_checked(words, capacity, " --batch-size 1 --grad-accumulation-steps %lld",
                               (long long)o->grad_accumulation_steps),
                true;
-    case 6:
-        if (o->recompute == RECOMPUTE_LAYER) return false;
-        o->recompute = RECOMPUTE_LAYER;
-        return format_checked(words, capacity, " --recompute layer"), true;
-    default:
+    case FIT_IN_BACKWARD:
         if (o->optimizer_in_backward || o->grad_clip > 0 || o->on_nonfinite == NONFINITE_SKIP) return false;
         if (o->grad_accumulation_steps > 1) return false;
         o->optimizer_in_backward = true;
         return format_checked(words, capacity, " --optimizer-in-backward"), true;
+    default: return memory_fit_set_recompute(o, RECOMPUTE_NORM + change - FIT_RECOMPUTE, words, capacity);
     }
 }
 
@@ -72,7 +81,8 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
 // they have a higher price than the options that cost at most 1% of time. FP8 moments come last.
 static const struct {
     int price, percent;
-} memory_fit_costs[FIT_CHANGES] = {{1, 1}, {1, 1}, {100, 5}, {2, 0}, {3, 0}, {28, 28}, {20, 20}, {1, 1}};
+} memory_fit_costs[FIT_CHANGES] = {{1, 1}, {1, 1}, {100, 5}, {2, 0},   {3, 0}, {28, 28},
+                                   {2, 2}, {9, 9}, {14, 14}, {20, 20}, {1, 1}};
 
 // Returns the bytes that a rank of `world` needs with these options.
 static inline int64_t memory_fit_bytes(const MemoryFit *f, const Options *o, int64_t world) {
@@ -89,10 +99,12 @@ typedef struct {
     int64_t bytes;  // that the run then needs
 } MemoryCombination;
 
-// Applies the changes in `set`, a bit for each. False if one is not possible.
+// Applies the changes in `set`, a bit for each. False if one is not possible, or if several set --recompute.
 static inline bool memory_fit_combine(const MemoryFit *f, int set, MemoryCombination *out) {
     Options o = *f->options;
+    const int recomputes = set >> FIT_RECOMPUTE & ((1 << RECOMPUTE_LAYER) - 1);
     memset(out, 0, sizeof *out);
+    if (recomputes & (recomputes - 1)) return false;
     for (int i = 0; i < FIT_CHANGES; i++) {
         const size_t used = strlen(out->words);
         if (!(set >> i & 1)) continue;
@@ -124,6 +136,14 @@ static inline int64_t memory_fit_ranks(const MemoryFit *f) {
         if (memory_fit_bytes(f, f->options, world) <= f->available) return world;
     }
     return 0;
+}
+
+// Returns the first choice of --recompute, in the order of their cost, with which the run fits; else `layer`.
+static inline int memory_fit_recompute(const MemoryFit *f) {
+    Options o = *f->options;
+    for (o.recompute = RECOMPUTE_NONE; o.recompute < RECOMPUTE_LAYER; o.recompute++)
+        if (f->needed(&o, f->model, f->comm) <= f->available) break;
+    return o.recompute;
 }
 
 // Writes what would make the run fit.

@@ -39,6 +39,8 @@ typedef struct {
     // Computes sizes and the memory plan; takes no device memory. The trainer keeps the pointers.
     TrainerParts (*describe)(void *t, const Options *o, const ModelConfig *m, const Comm *c);
     MemoryNeeded memory_needed;
+    // Returns the bytes of memory that this rank may take, after open_device. memory_needed of a run must not be more.
+    int64_t (*memory_available)(const Comm *c);
     // Print the settings that only a dry run prints (may be NULL), and the GEMM table.
     void (*print_settings)(const void *t);
     void (*print_gemms)(const void *t);
@@ -372,6 +374,19 @@ static inline void run_close(Run *run, int64_t steps_done, int stop) {
     free(run->audit);
 }
 
+// Replaces --recompute auto by the choice that fits on all ranks.
+static inline void run_choose_recompute(Run *run) {
+    Options *o = &run->options;
+    const Comm *c = &run->comm;
+    if (o->recompute != RECOMPUTE_AUTO) return;
+    if (o->dry_run && o->memory_limit == 0)
+        die_with(EXIT_USAGE, "--recompute auto: a dry run does not know how much memory there is; give --memory-limit");
+    const double available = o->memory_limit > 0 ? o->memory_limit * 1073741824 : (double)run->ops->memory_available(c);
+    const MemoryFit fit = {o, &run->setup.model, c, run->ops->memory_needed, (int64_t)available, true};
+    const int mine = memory_fit_recompute(&fit);
+    o->recompute = o->dry_run ? mine : -(int)comm_min(c, COMM_WORLD, -(double)mine);
+}
+
 // Dies if the run needs more than --memory-limit.
 static inline void run_check_limit(const Run *run) {
     const Options *o = &run->options;
@@ -389,6 +404,7 @@ static inline int run_trainer(int argc, char **argv, const TrainerOps *ops, void
     run.began = seconds_now();
     run.ops = ops, run.trainer = trainer;
     run_begin(&run, argc, argv);
+    run_choose_recompute(&run);
     run.parts = ops->describe(trainer, &run.options, &run.setup.model, &run.comm);
     run_check_limit(&run);
     if (run.options.dry_run) {
