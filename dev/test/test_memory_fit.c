@@ -57,7 +57,7 @@ static void test_single(void) {
     c = case_of(1, 45), c.options.grad_clip = 1;
     check_says("recompute", &c,
                "needs 50.0 GiB of memory for each rank, and the limit is 45.0 GiB; with --recompute mlp it needs "
-               "45.0 GiB, and a step takes about 14% longer; or use 2 ranks (mpirun -np 2)");
+               "45.0 GiB, and a step takes about 13% longer; or use 2 ranks (mpirun -np 2)");
     c.available = 44;
     check_says("recompute all", &c, "with --recompute layer it needs 41.0 GiB, and a step takes about 20% longer");
     c.options.recompute = RECOMPUTE_MLP;
@@ -68,7 +68,7 @@ static void test_single(void) {
     check_says("recompute the norms", &c, "with --recompute norm it needs 49.0 GiB, and a step takes about 2% longer");
     c = case_of(2, 50);
     check_says("recompute before batch 1", &c,
-               "with --recompute mlp it needs 50.0 GiB, and a step takes about 14% longer");
+               "with --recompute mlp it needs 50.0 GiB, and a step takes about 13% longer");
     c = case_of(2, 41), c.options.recompute = RECOMPUTE_LAYER, c.options.grad_clip = 1;
     check_says("batch 1", &c,
                "with --batch-size 1 --grad-accumulation-steps 2 it needs 41.0 GiB, and a step takes about 28% longer");

@@ -76,13 +76,14 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
 
 // The cost of each change. `percent` is an estimate of the time that it adds to a step, from llama3.1-8b in FP8 on one
 // H200 (docs/RESULTS.md): an FP8 weight cache gains 0.7% at most, batch 1 takes 28% more time than batch 4,
-// --recompute layer adds 16% at T 2048 and 19% at T 8192, --optimizer-in-backward 2% at most, and FP8 moments 5% at
-// T 8192. `price` orders the combinations. bf16 moments and weights cost no time but change how numbers are rounded, so
-// they have a higher price than the options that cost at most 1% of time. FP8 moments come last.
+// --recompute norm, attention, mlp and layer add 1%, 9%, 10% and 20% at T 8192 and 2%, 6%, 13% and 17% at T 2048,
+// --optimizer-in-backward adds 2% at most, and coat-stochastic 3% at T 8192. `price` orders the combinations. bf16
+// moments and weights cost no time but change how numbers are rounded, so they have a higher price than the options
+// that cost at most 1% of time. FP8 moments come last.
 static const struct {
     int price, percent;
-} memory_fit_costs[FIT_CHANGES] = {{1, 1}, {1, 1}, {100, 5}, {2, 0},   {3, 0}, {28, 28},
-                                   {2, 2}, {9, 9}, {14, 14}, {20, 20}, {1, 1}};
+} memory_fit_costs[FIT_CHANGES] = {{1, 1}, {1, 1}, {100, 3}, {2, 0},   {3, 0}, {28, 28},
+                                   {2, 2}, {9, 9}, {13, 13}, {20, 20}, {1, 1}};
 
 // Returns the bytes that a rank of `world` needs with these options.
 static inline int64_t memory_fit_bytes(const MemoryFit *f, const Options *o, int64_t world) {
