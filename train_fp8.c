@@ -1297,6 +1297,10 @@ static void check_supported(const ModelConfig *m, const Options *o, int64_t shar
     if (o->copy_engines == ON)
         die_with(EXIT_UNSUPPORTED,
                  "--copy-engines on needs the GPU trainer (train_fp8cu): this one uses MPI or TCP; leave it out");
+    if (o->offload != OFFLOAD_NONE)
+        die_with(EXIT_UNSUPPORTED,
+                 "--offload moments needs the GPU trainer (train_fp8cu): this one keeps everything in host memory; "
+                 "leave it out");
     if (o->fp8_weight_cache == ON)
         die_with(
             EXIT_UNSUPPORTED,

@@ -27,6 +27,7 @@
 #include "llmc/cuda/embedding.cuh"
 #include "llmc/cuda/initialize.cuh"
 #include "llmc/cuda/linear.cuh"
+#include "llmc/cuda/offload.cuh"
 #include "llmc/cuda/profile.cuh"
 #include "llmc/cuda/quantize.cuh"
 #include "llmc/cuda/rmsnorm.cuh"
@@ -72,12 +73,12 @@ typedef struct {
     Linears linears;  // their GEMMs and FP8 scales
     Activations acts;
     AdamwArrays params;  // this rank's flat shard arrays (shard_plan.h), [total] each
+    Offload offload;     // moments in host memory
     StepNumbers step;    // the current step
     StepLog log;         // statistics and times of the latest steps
     cudaEvent_t idle;    // for trainer_wait_all
     Batches batches;
-    float *sample_logits;  // host: [V] of next_logits
-    float *token_losses;   // host: [R] of token_losses
+    float *results;  // host: [max(V, R)], of next_logits or token_losses
     Profile profile;
     char *memory;  // the arena
 } Trainer;
@@ -142,6 +143,7 @@ static void place_activations(Trainer *t, Arena *a) {
 // memory plan.
 static void place(Trainer *t, Arena *a) {
     adamw_place(&t->params, t->o, t->fsdp.plan.total, a);
+    offload_place(&t->offload, a);
     fsdp_place(&t->fsdp, a);
     tensor_scales_place(&t->linears.scales, t->o->fp8_audit, a);
     place_statistics(t, a);
@@ -571,7 +573,7 @@ static void update_units(Trainer *t, int64_t l, int64_t count) {
     const Fsdp *f = &t->fsdp;
     const AdamwUpdate update = update_of_step(t);
     if (l != ROOT) tensor_scales_begin_new_weights(&t->linears.scales, l, count, &t->step.stats->control.nonfinite);
-    adamw_update_units(&update, &t->table, &f->plan, l, count, fsdp_sums_begin(f, l), t->stream);
+    offload_update_units(&t->offload, &update, &t->table, l, count, fsdp_sums_begin(f, l), t->stream);
     profile_bytes(&t->profile, "AdamW", adamw_bytes(&t->params, count * shard_elements(&f->plan, l)));
 }
 
@@ -656,6 +658,7 @@ static void trainer_wait(Trainer *t, cudaEvent_t event) {
 // The host waits for all enqueued work.
 static void trainer_wait_all(Trainer *t) {
     compute_waits_comm(&t->fsdp.transport);
+    offload_wait(&t->offload, t->stream);
     CUDA_CHECK(cudaEventRecord(t->idle, t->stream));
     trainer_wait(t, t->idle);
 }
@@ -755,8 +758,8 @@ static const float *token_losses(void *context, DataLoader *data, int64_t batch)
     model_forward(t, &sent);
     loss_forward(t, &sent);
     trainer_wait_all(t);
-    CUDA_CHECK(cudaMemcpy(t->token_losses, t->acts.losses, (size_t)t->d.R * sizeof(float), cudaMemcpyDeviceToHost));
-    return t->token_losses;
+    CUDA_CHECK(cudaMemcpy(t->results, t->acts.losses, (size_t)t->d.R * sizeof(float), cudaMemcpyDeviceToHost));
+    return t->results;
 }
 
 // Waits for all enqueued work. Before the first step, drops the delayed scales that validation or samples gave to
@@ -784,9 +787,9 @@ static const float *next_logits(void *context, const int32_t *tokens, int64_t le
     bf16_bits *row = (bf16_bits *)xcalloc((size_t)d->V, sizeof *row);
     CUDA_CHECK(
         cudaMemcpy(row, t->acts.logits + (last - first) * d->V, (size_t)d->V * sizeof *row, cudaMemcpyDeviceToHost));
-    for (int64_t v = 0; v < d->V; v++) t->sample_logits[v] = bf16_to_float(row[v]);
+    for (int64_t v = 0; v < d->V; v++) t->results[v] = bf16_to_float(row[v]);
     free(row);
-    return t->sample_logits;
+    return t->results;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -795,6 +798,7 @@ static const float *next_logits(void *context, const int32_t *tokens, int64_t le
 // Copies between pageable host memory and the GPU, after all work in t->stream, and waits for the copy. A copy in the
 // default stream would not wait for t->stream.
 static void copy_in_order(const Trainer *t, void *to, const void *from, size_t bytes) {
+    offload_wait(&t->offload, t->stream);
     CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, t->stream));
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
 }
@@ -852,6 +856,7 @@ static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m
     t->table = parameter_table(m);
     t->precision = precision_plan(o, o->fp8_filter, m, &t->table, true);
     fsdp_describe(&t->fsdp, &t->table, &t->precision, o, comm->world, comm->rank);
+    offload_describe(&t->offload, o, &t->fsdp.plan, m->num_layers);
     t->d = model_dims(m, o->batch_size, o->sequence_length);
     linears_describe(&t->linears, &t->precision, m, t->d.R, logits_rows(t), o, &t->profile);
     t->acts.layer = (LayerActs *)xcalloc((size_t)t->d.L, sizeof(LayerActs));
@@ -872,14 +877,6 @@ static void check_memory(const Trainer *t, const Arena *plan) {
     memory_fit_require(&fit, plan->used + memory_overhead(t->comm), "this GPU has");
 }
 
-static void fill_rope_table(Trainer *t) {
-    const size_t bytes = (size_t)(t->d.T * t->d.HD) * sizeof(float);
-    float *table = (float *)xcalloc(bytes, 1);
-    rope_table_fill(table, &t->m, t->d.T);
-    copy_in_order(t, t->acts.rope_table, table, bytes);  // after its memory is cleared
-    free(table);
-}
-
 // Allocates the GPU memory, plans the GEMMs, and clears all arrays.
 static void trainer_create(Trainer *t, const Arena *plan) {
     CUDA_CHECK(cudaStreamCreateWithFlags(&t->stream, cudaStreamNonBlocking));
@@ -894,24 +891,24 @@ static void trainer_create(Trainer *t, const Arena *plan) {
     fsdp_create(&t->fsdp, &in);
     linears_plan(&t->linears, t->stream, t->memory);
     CUDA_CHECK(cudaMemsetAsync(t->memory, 0, (size_t)plan->used, t->stream));
-    fill_rope_table(t);
-    adamw_fill_tables(&t->params, t->stream);  // after its memory is cleared
+    rope_table_upload(t->acts.rope_table, &t->m, t->d.T, t->stream);  // after its memory is cleared
+    adamw_fill_tables(&t->params, t->stream);
+    offload_create(&t->offload, &t->params);
     CUDA_CHECK(cudaEventCreateWithFlags(&t->idle, cudaEventDisableTiming));
     batches_create(&t->batches);
-    t->token_losses = (float *)xcalloc((size_t)t->d.R, sizeof *t->token_losses);
-    t->sample_logits = (float *)xcalloc((size_t)t->d.V, sizeof *t->sample_logits);
+    t->results = (float *)xcalloc((size_t)max_i64(t->d.V, t->d.R), sizeof *t->results);
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
     fsdp_open_peers(&t->fsdp, t->comm, t->memory, plan->used, t->o->copy_engines == ON);
 }
 
 static void trainer_destroy(Trainer *t) {
     trainer_wait_all(t);
+    offload_destroy(&t->offload);
     linears_destroy(&t->linears);
     batches_destroy(&t->batches);
     step_log_destroy(&t->log);
     CUDA_CHECK(cudaEventDestroy(t->idle));
-    free(t->token_losses);
-    free(t->sample_logits);
+    free(t->results);
     fsdp_destroy(&t->fsdp);
     transport_close_peers(&t->fsdp.transport, t->comm);
     if (t->fsdp.in.nccl) nccl_close(t->fsdp.in.nccl);

@@ -248,15 +248,39 @@ static inline AdamwGradients adamw_shift_gradients(AdamwGradients g, int64_t ele
     return g;
 }
 
-// Updates this rank's part of unit l, a layer or ROOT, and of the count - 1 layers that follow it. Their gradients
-// begin at element first_gradient of their array.
+// Returns the arguments of the update of this rank's part of unit l, a layer or ROOT, and of the count - 1 layers that
+// follow it, and writes *u. Their gradients begin at element first_gradient of their array.
+static inline AdamwUpdate adamw_update_of(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan,
+                                          int64_t l, int64_t count, int64_t first_gradient, AdamwUnits *u) {
+    AdamwUpdate update = *w;  // one index for all arrays takes fewer registers
+    *u = adamw_units(t, plan, l, count);
+    update.arrays.gradients = adamw_shift_gradients(w->arrays.gradients, first_gradient - u->first);
+    u->amax = w->amax && l != ROOT ? w->amax + l * w->amax_stride : NULL, u->amax_stride = w->amax_stride;
+    u->squares = w->squares ? w->squares + adamw_first_block(plan, l) : NULL;
+    return update;
+}
+
+// Returns `size` elements of one unit, from element `begin` on. Both are multiples of ADAMW_BLOCK, but for the unit's
+// end.
+static inline AdamwUnits adamw_part(const AdamwUnits *unit, int64_t begin, int64_t size) {
+    AdamwUnits u = *unit;
+    u.first += begin, u.size = size, u.flat += begin, u.num_runs = 0;
+    if (u.squares) u.squares += begin / ADAMW_BLOCK;
+    for (int i = 0; i < unit->num_runs; i++) {
+        AdamwRun r = unit->runs[i];
+        const int64_t end = min_i64((int64_t)r.end * PARAMETER_ALIGNMENT - begin, size);
+        if (end <= 0 || (u.num_runs && u.runs[u.num_runs - 1].end * (int64_t)PARAMETER_ALIGNMENT == size)) continue;
+        r.end = (uint32_t)(end / PARAMETER_ALIGNMENT);
+        u.runs[u.num_runs++] = r;
+    }
+    return u;
+}
+
+// Updates this rank's part of unit l and of the count - 1 layers that follow it (adamw_update_of).
 static inline void adamw_update_units(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, int64_t l,
                                       int64_t count, int64_t first_gradient, cudaStream_t stream) {
-    AdamwUnits u = adamw_units(t, plan, l, count);
-    AdamwUpdate update = *w;  // one index for all arrays takes fewer registers
-    update.arrays.gradients = adamw_shift_gradients(w->arrays.gradients, first_gradient - u.first);
-    u.amax = w->amax && l != ROOT ? w->amax + l * w->amax_stride : NULL, u.amax_stride = w->amax_stride;
-    u.squares = w->squares ? w->squares + adamw_first_block(plan, l) : NULL;
+    AdamwUnits u;
+    const AdamwUpdate update = adamw_update_of(w, t, plan, l, count, first_gradient, &u);
     adamw_launch(&update, &u, stream);
 }
 

@@ -23,7 +23,7 @@ static inline void adamw_place_coat(AdamwCoat *coat, int64_t n, Arena *a) {
     coat->tables = (CoatTables *)arena_take(a, sizeof(CoatTables));
 }
 
-// Places weights, fp32 masters and moments of n elements. The gradients stay NULL.
+// Places weights, fp32 masters and moments of n elements. The gradients stay NULL, and offloaded moments.
 static inline void adamw_place(AdamwArrays *p, const Options *o, int64_t n, Arena *a) {
     static const char *const names[] = {"optimizer state (bf16)", "optimizer state (fp32)", "optimizer state (FP8)",
                                         "optimizer state (FP8)"};
@@ -34,8 +34,10 @@ static inline void adamw_place(AdamwArrays *p, const Options *o, int64_t n, Aren
     arena_group(a, "master weights (fp32)");
     if (o->master_weights == STORAGE_FP32) p->master = (float *)arena_take(a, n * (int64_t)sizeof(float));
     arena_group(a, names[p->moments]);
-    p->exp_avg = arena_take(a, n * adamw_moment_bytes(p->moments));
-    p->exp_avg_sq = arena_take(a, n * adamw_moment_bytes(p->moments));
+    if (o->offload != OFFLOAD_MOMENTS) {
+        p->exp_avg = arena_take(a, n * adamw_moment_bytes(p->moments));
+        p->exp_avg_sq = arena_take(a, n * adamw_moment_bytes(p->moments));
+    }
     if (adamw_is_coat(p->moments)) adamw_place_coat(&p->coat, n, a);
 }
 

@@ -324,4 +324,14 @@ static inline size_t rope_workspace_bytes(int64_t HD) {
     return (size_t)(2 * ROPE_BACKWARD_BLOCKS * HD) * sizeof(float);
 }
 
+// Copies rope_table_fill's table for T positions to the GPU, [T, HD], after all work in the stream. Waits for the copy.
+static inline void rope_table_upload(float *table, const ModelConfig *m, int64_t T, cudaStream_t stream) {
+    const size_t bytes = (size_t)(T * m->head_dim) * sizeof(float);
+    float *host = (float *)xcalloc(bytes, 1);
+    rope_table_fill(host, m, T);
+    CUDA_CHECK(cudaMemcpyAsync(table, host, bytes, cudaMemcpyDefault, stream));
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+    free(host);
+}
+
 #endif
