@@ -205,8 +205,8 @@ static RopeDims rope_dims(const Trainer *t) {
     return r;
 }
 
-// Returns where a norm whose input is not finite writes its number (nonfinite_norm): the step's statistics, which are
-// cleared before each step.
+// Returns where a norm whose input is bad (NonfiniteStep.forward) writes its number (nonfinite_norm): the step's
+// statistics, which are cleared before each step.
 static RmsnormWatch norm_watch(const Trainer *t, int64_t number) {
     const RmsnormWatch watch = {&t->step.stats->bad_norm, (uint32_t)number};
     return watch;

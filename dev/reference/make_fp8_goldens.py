@@ -27,7 +27,7 @@ from golden_file import write_golden
 
 OUT = pathlib.Path(__file__).resolve().parent / "goldens"
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-# First 16 hex digits of the SHA-256 of the cast tables as first published for this project: a torch that casts
+# The expected first 16 hex digits of the SHA-256 of each cast table. make_casts() checks them, so a torch that casts
 # differently is noticed at once.
 CAST_SHA256 = {"e4m3": "556222ae80c3498b", "e5m2": "bd44828554535a84"}
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Makes the goldens of the FP8 recipes other than tensorwise, on the CPU.
+"""Makes the goldens of the FP8 recipes, on the CPU. For tensorwise it makes only a linear layer;
+make_fp8_goldens.py makes the rest.
 
 torchao's goldens come from torchao's functions, Transformer Engine's from te_recipes.py.
 
@@ -44,7 +45,8 @@ from golden_file import write_golden
 OUT = pathlib.Path(__file__).resolve().parent / "goldens"
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 BLOCK = 32
-# MX blocks [v, -v / 3, 0...] as first published for this project, E4M3: E8M0 byte and the first two codes.
+# The expected E4M3 data of MX blocks [v, -v / 3, 0...], by v: E8M0 byte and the first two codes. make_torchao() checks
+# them, so a torchao that casts differently is noticed at once.
 MX_PAIRS = {
     1.0: "77 78 EB",
     1.75: "77 7E F1",
@@ -55,7 +57,8 @@ MX_PAIRS = {
     0.0: "00 00 80",
     2.0**-127: "00 38 AA",
 }
-# Delayed scaling with a history of 4, E4M3, as first published for this project: amaxes, and the scale after each.
+# The expected scales of delayed scaling with a history of 4 in E4M3: amaxes, and the scale after each. make_te() checks
+# them.
 DELAYED = [1, 2, 0.5, 0, 0.25, 0.25, 0.25, 0.25, np.inf, 0.25], [448, 224, 224, 224, 224, 224, 896, 1792, 1792, 1792]
 
 
@@ -259,7 +262,8 @@ def float8_linear_run(recipe, x, w, dy):
     y = layer(x)
     y.backward(dy)
     float8_linear.hp_tensor_to_float8_dynamic = original
-    # x and w^T for y; dy and w^T for dx; dy and x, both read transposed, for dw
+    # torchao casts x and w^T for y, then dy and w^T for dx, then dy and x for dw. A golden is the cast matrix, or its
+    # transpose if True: the dimension that the GEMM sums over comes last.
     transposed = (False, True, False, False, True, True)
     operands = [
         (bytes_of(t._data.t() if turn else t._data), t._scale.reciprocal().reshape(-1, 1))

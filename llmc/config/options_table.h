@@ -166,8 +166,8 @@ enum { FREE, MUST_MATCH };
          "with --sharding hybrid: ranks that share one replica of the model; must divide the number of ranks; 0: the " \
          "ranks of one host") \
     CHOICE(reduce_dtype, "reduce-dtype", REDUCE_BF16, REDUCES, FREE, \
-         "dtype in which gradients are reduced over ranks; fp32: AdamW reads fp32 gradients, and micro-steps " \
-         "add up in fp32 too, unless --grad-accum-dtype says bf16") \
+         "dtype in which gradients are reduced over ranks; fp32: gradients of micro-steps are also added up in fp32, and " \
+         "AdamW reads fp32 gradients; with --grad-accum-dtype bf16 both stay bf16") \
     CHOICE(fp8_all_gather, "fp8-all-gather", AUTO, AUTO_SWITCHES, FREE, \
          "all-gather weights in FP8, with the same bits as an all-gather in bf16 and a cast after it; auto: on if " \
          "the recipe has one scale per tensor") \

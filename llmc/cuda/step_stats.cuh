@@ -17,7 +17,7 @@
 // Statistics of one step.
 typedef struct {
     float loss;  // mean over the step's tokens
-    // First norm on this rank with non-finite input (nonfinite.h); UINT32_MAX: none.
+    // First norm on this rank with bad input (NonfiniteStep.forward); UINT32_MAX: none.
     uint32_t bad_norm;
     AdamwControl control;  // gradient norm, and if it is finite
 } StepStats;

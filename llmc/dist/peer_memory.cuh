@@ -6,7 +6,8 @@
 // rank's read of it, and again between that read and the next write.
 //
 // On some hosts peer access can be opened but reads or writes wrong data (PCIe behind an IOMMU, or in a virtual
-// machine). So before the first use each rank checks a pattern that every other rank wrote, and one barrier is timed.
+// machine). So before the first use each rank checks a pattern that every other rank of its group wrote, and one
+// barrier must complete within PEER_PROOF_SECONDS.
 #ifndef LLMC_PEER_MEMORY_CUH
 #define LLMC_PEER_MEMORY_CUH
 

@@ -18,8 +18,8 @@
 // One rank's findings about a step whose gradient norm is not finite.
 typedef struct {
     double loss, norm;  // over all ranks
-    // number of the forward pass's first norm (nonfinite_norm) whose input was not finite; NONFINITE_NONE: there is
-    // none
+    // number of the forward pass's first norm (nonfinite_norm) whose input was bad: not finite or, on a GPU, so large
+    // that the sum of its squares overflowed fp32. NONFINITE_NONE: there is none
     int64_t forward;
     uint32_t magnitude;  // this rank's largest gradient (adamw_magnitude)
     int64_t position;    // its first large gradient (adamw_large), in the backward order of the rank's shard
@@ -29,7 +29,8 @@ typedef struct {
 } NonfiniteStep;
 
 // Numbers a model's RMSNorms in the order of the forward pass: two in each layer, then the final norm, with `second` =
-// false and layer L. The first norm whose input is not finite tells which block before it went wrong.
+// false and layer L. The first norm whose input is bad (NonfiniteStep.forward) tells which block before
+// it went wrong.
 static inline int64_t nonfinite_norm(int64_t layer, bool second) { return 2 * layer + second; }
 
 // Returns the number of the last block. A block has the number of the norm that reads its result: the embedding is 0,
