@@ -1,9 +1,9 @@
 // Checks and times every attention implementation. Arguments restrict it: mma or sm90, fwd or bwd, check or bench;
-// without either word of a pair it runs both. With `deterministic` it runs only the deterministic backward. The check
-// compares outputs on fresh random data with a plain fp64 computation, and detects writes outside the outputs. The
-// bench prints medians of single calls on random data as TFLOP/s of the causal half (4*NH*HD*T^2/2 forward, 2.5 times
-// that backward) and as share of the dense bf16 peak. It also times the memory-bound kernels before and after
-// backward's GEMMs.
+// without either word of a pair it runs both. `deterministic` leaves out the non-deterministic backward; it does not
+// leave out forward. The check compares outputs on fresh random data with a plain fp64 computation, and detects writes
+// outside the outputs. The bench prints medians of single calls on random data as TFLOP/s of the causal half
+// (4*NH*HD*T^2/2 forward, 2.5 times that backward) and as share of the dense bf16 peak. It also times the memory-bound
+// kernels before and after backward's GEMMs.
 // Build and run: make build/bench_attention && build/bench_attention
 #include "../../llmc/cuda/attention.cuh"
 #include "bench.cuh"
@@ -484,8 +484,9 @@ static void check_case(const Choice *o, Case c, uint64_t key) {
 }
 
 // Covers tails of every kind, groups of 1, 4 and 8 query heads, two sequences, and scores of standard deviation 1 and
-// 30 (softmax almost one-hot). Many short sequences make the sm90 backward give a block the whole GQA group (dK, dV
-// straight to bf16) and work in sections.
+// 30 (softmax almost one-hot). With many short sequences, one block of the sm90 backward computes a whole GQA group and
+// writes dK and dV directly in bf16. At head_dim 128 without `deterministic` there are then two sections
+// (attention_backward_plan.cuh).
 static void check_all(const Choice *o) {
     const int64_t lengths[] = {1, 63, 113, 128, 1000, 2048}, groups[] = {1, 4, 8, 4};
     const uint64_t seed = (uint64_t)time(NULL);

@@ -1,4 +1,5 @@
-// Checks llmc/cuda/rope.cuh (QK-norm, rotation, bias gradient) against llmc/reference/rope.h, and times it.
+// Checks llmc/cuda/rope.cuh (QK-norm, rotation) against llmc/reference/rope.h, and the bias gradient of
+// llmc/cuda/column_sums.cuh against llmc/reference/linear.h. Times both.
 // Build and run: make build/bench_rope && build/bench_rope
 #include "../../llmc/reference/linear.h"
 #include "../../llmc/reference/rope.h"
@@ -135,7 +136,8 @@ static void check_bias(int64_t rows, int64_t columns) {
     free(dy_bits), free(db_bits), free(dy), free(want), free(got_bits), free(got);
 }
 
-// More than 2^31 elements in place: the last tokens must equal those of a tensor of their own.
+// Rotates a tensor of more than 2^31 elements in place. Its last sequence must get the same bits as a copy of that
+// sequence that is rotated alone.
 static void check_large(void) {
     const int64_t T = 8192, B = 44, width = 48 * 128, n = B * T * width, last = T * width;
     ModelConfig m;

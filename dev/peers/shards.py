@@ -7,7 +7,7 @@ TOKEN_CODES = {(20240801, 7): "I", (20240801, 8): "I", (20240520, 1): "H"}  # he
 
 
 class BadShard(Exception):
-    """The file is no shard; the text names it and says why."""
+    """A file is not a shard, is incomplete or is too short. The message says why."""
 
 
 def read_shard(path):

@@ -5,8 +5,9 @@
 // (AdamwControl), so the host never waits.
 //
 // The norm is computed before the update if the update depends on it: with clipping, or if a step with a non-finite
-// norm must leave weights and moments unchanged. Otherwise the update kernel itself sums the squares of the gradients.
-// It also finds the amax of each new weight, which tensorwise FP8 needs. So gradients are read only once.
+// norm must leave weights and moments unchanged. Otherwise the update kernel itself sums the squares of the gradients,
+// so gradients are read only once. In both cases the update kernel also finds the amax of each FP8 weight matrix after
+// the update, for recipes with one scale per tensor.
 //
 // Bytes per element: the update with bf16 weights and moments reads 8 and writes 6. fp32 master weights add 6, fp32
 // moments add 8, FP8 moments save 4, fp32 gradients add 2.

@@ -88,7 +88,8 @@ static inline void step_log_work(StepLog *log, StepTime part) {
     log->work = part;
 }
 
-// Stands before (TIME_COMPUTE) and after (TIME_COMMUNICATION) a wait of the compute stream for other ranks.
+// Marks a wait of the compute stream for other ranks. The caller calls it twice: before the wait with TIME_COMPUTE,
+// after it with TIME_COMMUNICATION. Does nothing within forward and backward of a step that does not time such waits.
 static inline void step_log_mark_wait(StepLog *log, StepTime part) {
     if (log->work == TIME_COMPUTE && !log->timing_waits) return;
     step_log_mark(log, part == TIME_COMPUTE ? log->work : part);
