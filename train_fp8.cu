@@ -953,7 +953,11 @@ static TrainerParts describe(void *context, const Options *o, const ModelConfig 
     return parts;
 }
 
-static void print_settings(const void *context) { fsdp_print_gathers(&((const Trainer *)context)->fsdp); }
+static void print_settings(const void *context) {
+    fsdp_print_gathers(&((const Trainer *)context)->fsdp);
+    offload_print(&((const Trainer *)context)->offload);
+}
+
 static void print_gemms(const void *context) { linears_print(&((const Trainer *)context)->linears); }
 
 static void create(void *context, const Arena *memory) {

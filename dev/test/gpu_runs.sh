@@ -95,6 +95,21 @@ for options in "bf16" "fp8" "fp8 --fp8-recipe delayed" "fp8 --fp8-weight-cache o
         gpu d $run --num-steps 8 --checkpoint-dir "$tmp/ck" --resume
     same "$options: resumed without --optimizer-in-backward" a d 3
 done
+# --offload moments changes no bit, in models with one part of moments and with many. A run with it goes on without it.
+for case in "small|bf16" "small|fp8 --optimizer-state coat-stochastic --optimizer-in-backward" \
+    "llama3.2-1b|fp8 --optimizer-state coat-stochastic --optimizer-in-backward" \
+    "llama3.2-1b|bf16 --optimizer-state fp32 --master-weights fp32 --grad-clip 1 --grad-accumulation-steps 2"; do
+    model=${case%%|*} options=${case#*|}
+    run="$model ${common#small } --precision $options"
+    rm -rf "$tmp/ck"
+    gpu a $run --num-steps 5 && gpu b $run --num-steps 5 --offload moments
+    same "$model, $options: without and with --offload moments" a b
+    [ "$model" = small ] || continue
+    gpu c $run --num-steps 2 --offload moments --checkpoint-dir "$tmp/ck" &&
+        gpu d $run --num-steps 3 --checkpoint-dir "$tmp/ck" --resume &&
+        gpu c $run --num-steps 5 --checkpoint-dir "$tmp/ck" --resume --offload moments
+    same "$options: resumed without and with --offload moments" a c 2
+done
 run="small $data --sequence-length 256 --batch-size 2 --learning-rate 1e-3 --num-steps 8 --optimizer-state coat"
 cpu a $run && gpu b $run --optimizer-in-backward
 near "FP8 moments: last loss on GPU and CPU" "$(field b loss 8)" "$(field a loss 8)" 1e-3
