@@ -7,12 +7,14 @@
 // A stand-in: 40 GiB of weights, gradients and moments over the ranks, 4 more for fp32 moments, 8 less for FP8 moments,
 // 8 more for fp32 masters, 4 more for FP16 masters, 2 less with --optimizer-in-backward, 10 for each sequence of a
 // batch, of which --recompute norm, attention, mlp and layer leave 9, 7, 5 and 1, and 6 for an FP8 weight cache.
+// --offload moments takes away 3.
 static int64_t needed(const Options *o, const ModelConfig *m, const Comm *c) {
     static const int64_t sequence[] = {10, 9, 7, 5, 1};  // indexed by o->recompute
     (void)m;
     int64_t gib = 40 + (o->optimizer_state == MOMENTS_FP32 ? 4 : 0) + (o->master_weights == STORAGE_FP32 ? 8 : 0) +
                   (o->master_weights == STORAGE_FP16 ? 4 : 0) - (o->optimizer_in_backward ? 2 : 0) -
                   (o->optimizer_state == MOMENTS_COAT_STOCHASTIC ? 8 : 0);
+    if (o->offload == OFFLOAD_MOMENTS) gib -= 3;
     if (o->sharding == SHARDING_FULL) gib /= c->shard_size;
     gib += o->batch_size * sequence[o->recompute] + (o->fp8_weight_cache == ON ? 6 : 0);
     return gib * GIB;
@@ -92,15 +94,21 @@ static void test_combinations(void) {
                "with --fp8-weight-cache off --optimizer-state bf16 --master-weights bf16 --recompute layer it needs "
                "41.0 GiB, and a step takes about 21% longer");
     c.available = 30;
-    check_says(
-        "nothing fits", &c,
-        "with --fp8-weight-cache off --optimizer-state coat-stochastic --master-weights bf16 --recompute layer "
-        "--optimizer-in-backward it still needs 31.0 GiB; use a shorter --sequence-length or a smaller model; or "
-        "use 4 ranks");
+    check_says("the last resort", &c,
+               "--master-weights bf16 --recompute layer --offload moments it needs 30.0 GiB, and each step copies the "
+               "moments to "
+               "the GPU and back; or use 4 ranks");
+    c.available = 27;
+    check_says("nothing fits", &c,
+               "with --fp8-weight-cache off --optimizer-state coat-stochastic --master-weights bf16 --recompute layer "
+               "--optimizer-in-backward --offload moments it still needs 28.0 GiB; use a shorter --sequence-length or "
+               "a smaller model; or "
+               "use 8 ranks");
     c = case_of(1, 30);
     c.options.recompute = RECOMPUTE_LAYER, c.options.optimizer_in_backward = true;
-    c.options.optimizer_state = MOMENTS_COAT_STOCHASTIC;
-    check_says("no option is left", &c, "the limit is 30.0 GiB; use a shorter --sequence-length");
+    c.options.optimizer_state = MOMENTS_COAT_STOCHASTIC, c.options.offload = OFFLOAD_MOMENTS;
+    c.available = 27;
+    check_says("no option is left", &c, "the limit is 27.0 GiB; use a shorter --sequence-length");
     c.available = 0;
     char output[4096];
     CHECK(check_dies(require_action, &c, "smaller model", output, sizeof output) && !strstr(output, "ranks (mpirun"),

@@ -23,6 +23,7 @@ typedef struct {
 enum {
     FIT_RECOMPUTE = 6,  // the changes to --recompute norm, attention, mlp, layer
     FIT_IN_BACKWARD = FIT_RECOMPUTE + RECOMPUTE_LAYER,
+    FIT_OFFLOAD,
     FIT_CHANGES,
     FIT_MOST_RANKS = 1024
 };
@@ -32,6 +33,12 @@ static inline bool memory_fit_set_recompute(Options *o, int choice, char *words,
     if (o->recompute >= choice) return false;
     o->recompute = choice;
     return format_checked(words, capacity, " --recompute %s", names[choice]), true;
+}
+
+// True if --optimizer-in-backward may be added.
+static inline bool memory_fit_may_update_early(const Options *o) {
+    return !o->optimizer_in_backward && o->grad_clip <= 0 && o->on_nonfinite != NONFINITE_SKIP &&
+           o->grad_accumulation_steps == 1;
 }
 
 // Changes one option to a value that takes less memory, and writes the option as a user gives it. False if the run has
@@ -66,10 +73,13 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
                               (long long)o->grad_accumulation_steps),
                true;
     case FIT_IN_BACKWARD:
-        if (o->optimizer_in_backward || o->grad_clip > 0 || o->on_nonfinite == NONFINITE_SKIP) return false;
-        if (o->grad_accumulation_steps > 1) return false;
+        if (!memory_fit_may_update_early(o)) return false;
         o->optimizer_in_backward = true;
         return format_checked(words, capacity, " --optimizer-in-backward"), true;
+    case FIT_OFFLOAD:
+        if (o->offload == OFFLOAD_MOMENTS) return false;
+        o->offload = OFFLOAD_MOMENTS;
+        return format_checked(words, capacity, " --offload moments"), true;
     default: return memory_fit_set_recompute(o, RECOMPUTE_NORM + change - FIT_RECOMPUTE, words, capacity);
     }
 }
@@ -79,11 +89,12 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
 // --recompute norm, attention, mlp and layer add 1%, 9%, 10% and 20% at T 8192 and 2%, 6%, 13% and 17% at T 2048,
 // --optimizer-in-backward adds 2% at most, and coat-stochastic 3% at T 8192. `price` orders the combinations. bf16
 // moments and weights cost no time but change how numbers are rounded, so they have a higher price than the options
-// that cost at most 1% of time. FP8 moments come last.
+// that cost at most 1% of time. FP8 moments come late, and offloading comes last: how long its copies take depends on
+// much.
 static const struct {
     int price, percent;
 } memory_fit_costs[FIT_CHANGES] = {{1, 1}, {1, 1}, {100, 3}, {2, 0},   {3, 0}, {28, 28},
-                                   {2, 2}, {9, 9}, {13, 13}, {20, 20}, {1, 1}};
+                                   {2, 2}, {9, 9}, {13, 13}, {20, 20}, {1, 1}, {1000, 0}};
 
 // Returns the bytes that a rank of `world` needs with these options.
 static inline int64_t memory_fit_bytes(const MemoryFit *f, const Options *o, int64_t world) {
@@ -154,6 +165,8 @@ static inline void memory_fit_advice(const MemoryFit *f, char *out, size_t capac
     const int64_t ranks = memory_fit_ranks(f);
     char longer[64] = "";
     if (best.percent) format_checked(longer, sizeof longer, ", and a step takes about %d%% longer", best.percent);
+    if (best.price >= memory_fit_costs[FIT_OFFLOAD].price)
+        format_checked(longer, sizeof longer, ", and each step copies the moments to the GPU and back");
     if (best.bytes <= f->available)
         format_checked(out, capacity, "with%s it needs %.1f GiB%s", best.words, (double)best.bytes / GiB, longer);
     else if (best.bytes < INT64_MAX)
