@@ -439,7 +439,7 @@ static inline bool options_bf16_weights(const Options *o) {
 // that they stand for.
 static inline int64_t options_weight_bytes(const Options *o) { return options_bf16_weights(o) ? 2 : 4; }
 
-// What a layer leaves for its backward pass, and backward computes again instead (--recompute).
+// Parts of a layer's activations. True: backward computes them again, so forward need not keep them (--recompute).
 typedef struct {
     bool stream;     // the residual stream between attention and MLP, and each row's rstd of both norms
     bool norms;      // the outputs of both norms

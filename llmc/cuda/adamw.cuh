@@ -88,7 +88,7 @@ __device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i)
 // gradients. 16 threads share a run, because runs end at multiples of 128 elements. The loop is bound by instruction
 // issue, so NEAREST is a template parameter and the run is looked up only where a new one begins. With FP8 moments
 // whole warps stay together: where only the first half of a warp has elements, the second half computes with those.
-// Those kernels have few warps, which hide little latency, so they prefetch the next elements.
+// Few of their warps fit an SM, too few to hide latency, so they prefetch the next elements.
 template <bool MASTER, AdamwMoments MOMENTS, bool FP32_GRADIENTS, bool NEAREST>
 __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArrays &arrays, const AdamwUnits &u,
                                                   AdamwTerms c) {
