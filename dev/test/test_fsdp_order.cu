@@ -881,7 +881,7 @@ static void trainer_gemm_choose(const Gemm *, GemmPlan *, bf16 *, const QTensor 
 #define initialize_parameters ignored
 #define nccl_close ignored
 #define nccl_open trainer_nccl_open
-#define rope_table_fill ignored
+#define rope_table_upload ignored
 #define stop_requested(...) 0
 #define transport_open_peers trainer_open_peers
 
