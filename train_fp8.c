@@ -1248,11 +1248,8 @@ static void *state_array(const Trainer *t, StateKind kind) {
 
 // Reads values of FP16 masters that belong to one parameter.
 static void masters_read(const Trainer *t, int64_t offset, int64_t count, float *out) {
-    for (int64_t i = 0; i < t->table.count; i++) {
-        const ShardRange r = shard_parameter(&t->table, &t->plan, &t->table.entries[i]);
-        if (offset >= r.shard && offset < r.shard + r.count)
-            fp16_weights_decode(out, t->params.fp16_master + offset, *tensor_scale(t, STATE_MASTER_SCALE, i), count);
-    }
+    const int64_t i = shard_parameter_at(&t->table, &t->plan, offset);
+    fp16_weights_decode(out, t->params.fp16_master + offset, *tensor_scale(t, STATE_MASTER_SCALE, i), count);
 }
 
 // Arrays of bf16 values are stored as floats here; others are stored in their type.

@@ -27,7 +27,6 @@
 #include "llmc/cuda/embedding.cuh"
 #include "llmc/cuda/initialize.cuh"
 #include "llmc/cuda/linear.cuh"
-#include "llmc/cuda/offload.cuh"
 #include "llmc/cuda/profile.cuh"
 #include "llmc/cuda/quantize.cuh"
 #include "llmc/cuda/rmsnorm.cuh"
@@ -39,6 +38,7 @@
 #include "llmc/dist/device.cuh"
 #include "llmc/dist/fsdp.cuh"
 #include "llmc/dist/fsdp_embedding.cuh"
+#include "llmc/dist/fsdp_optimizer.cuh"
 #include "llmc/dist/fsdp_report.cuh"
 
 #include "llmc/run/nonfinite.h"
@@ -142,7 +142,7 @@ static void place_activations(Trainer *t, Arena *a) {
 // Sets every pointer of the trainer to memory of the arena. With an arena without memory it only counts bytes: the
 // memory plan.
 static void place(Trainer *t, Arena *a) {
-    adamw_place(&t->params, t->o, t->fsdp.plan.total, a);
+    adamw_place(&t->params, t->o, t->fsdp.plan.total, t->table.count, a);
     offload_place(&t->offload, a);
     fsdp_place(&t->fsdp, a);
     tensor_scales_place(&t->linears.scales, t->o->fp8_audit, a);
@@ -552,7 +552,8 @@ static AdamwUpdate update_of_step(const Trainer *t) {
                                 norm_first ? &t->step.stats->control : NULL,
                                 norm_first ? NULL : squares,
                                 fsdp_tensor_scales(&t->fsdp) ? scales->amax : NULL,
-                                scales->amax_stride};
+                                scales->amax_stride,
+                                msamp_step_of(t->o, t->fsdp.step)};
     return update;
 }
 
@@ -570,11 +571,10 @@ static void finish_norm(Trainer *t) {
 
 // Runs AdamW on this rank's part of unit l, a layer or ROOT, and of the count - 1 layers that follow it.
 static void update_units(Trainer *t, int64_t l, int64_t count) {
-    const Fsdp *f = &t->fsdp;
     const AdamwUpdate update = update_of_step(t);
     if (l != ROOT) tensor_scales_begin_new_weights(&t->linears.scales, l, count, &t->step.stats->control.nonfinite);
-    offload_update_units(&t->offload, &update, &t->table, l, count, fsdp_sums_begin(f, l), t->stream);
-    profile_bytes(&t->profile, "AdamW", adamw_bytes(&t->params, count * shard_elements(&f->plan, l)));
+    fsdp_update_units(&t->fsdp, &t->offload, &update, l, count);
+    profile_bytes(&t->profile, "AdamW", adamw_bytes(&t->params, count * shard_elements(&t->fsdp.plan, l)));
 }
 
 static void update_layer(Trainer *t, int64_t l) {
@@ -807,6 +807,7 @@ static char *state_array(const Trainer *t, StateKind kind) {
     const AdamwArrays *p = &t->params;
     void *const arrays[] = {p->master ? (void *)p->master : (void *)p->weights, p->exp_avg, p->exp_avg_sq,
                             p->coat.exp_avg_groups, p->coat.exp_avg_sq_groups};
+    if (state_is_scale(kind)) return (char *)(p->scaled.scales + (kind - STATE_EXP_AVG_SCALE) * p->scaled.tensors);
     if (kind == STATE_AMAX_HISTORY) return (char *)t->linears.scales.history;
     if (kind == STATE_SCALES) return (char *)t->linears.scales.delayed_scale;
     return (char *)arrays[kind];
@@ -815,12 +816,17 @@ static char *state_array(const Trainer *t, StateKind kind) {
 static void state_read(void *context, StateKind kind, int64_t offset, int64_t count, void *host) {
     const Trainer *t = (const Trainer *)context;
     const int64_t bytes = safetensors_type_bytes(state_type(t->o, kind));
+    if (kind == STATE_WEIGHTS && t->params.scaled.master)
+        return fp16_masters_read(&t->params, shard_parameter_at(&t->table, &t->fsdp.plan, offset), offset, count,
+                                 (float *)host, t->stream);
     copy_in_order(t, host, state_array(t, kind) + offset * bytes, (size_t)(count * bytes));
 }
 
 static void state_write(void *context, StateKind kind, int64_t offset, int64_t count, const void *host) {
     const Trainer *t = (const Trainer *)context;
     const int64_t bytes = safetensors_type_bytes(state_type(t->o, kind));
+    if (kind == STATE_WEIGHTS && t->params.scaled.master)
+        return fp16_masters_write(&t->params, offset, count, (const float *)host, t->stream);
     copy_in_order(t, state_array(t, kind) + offset * bytes, host, (size_t)(count * bytes));
 }
 
@@ -892,7 +898,7 @@ static void trainer_create(Trainer *t, const Arena *plan) {
     linears_plan(&t->linears, t->stream, t->memory);
     CUDA_CHECK(cudaMemsetAsync(t->memory, 0, (size_t)plan->used, t->stream));
     rope_table_upload(t->acts.rope_table, &t->m, t->d.T, t->stream);  // after its memory is cleared
-    adamw_fill_tables(&t->params, t->stream);
+    adamw_begin_states(&t->params, t->stream);
     offload_create(&t->offload, &t->params);
     CUDA_CHECK(cudaEventCreateWithFlags(&t->idle, cudaEventDisableTiming));
     batches_create(&t->batches);
@@ -919,25 +925,14 @@ static void trainer_destroy(Trainer *t) {
     free(t->acts.layer);
 }
 
-// Finds the amax of this rank's part of linear layer i's weight in layer l.
-static void shard_amax(Trainer *t, int64_t l, int i) {
-    const LinearShape *s = &t->precision.linear[i];
-    const ShardRange r = shard_matrix(&t->table, &t->fsdp.plan, l, s->offset, s->N * s->K);
-    if (r.count)
-        tensor_amax(tensor_scales_amax(&t->linears.scales, l, TENSOR_W, (LinearId)i), t->params.weights + r.shard,
-                    r.count, t->stream);
-}
-
 // Called after initialization or a load has changed the weights: rounds bf16 weights from fp32 masters, finds the
 // amaxes of weights with one scale, and publishes the new weights (fsdp.cuh).
 static void weights_changed(void *context) {
     Trainer *t = (Trainer *)context;
     t->linears.scales.scales_ready = delayed_scales_are_known(t);
-    if (t->params.master) round_weights(t->params.weights, t->params.master, t->fsdp.plan.total, t->stream);
+    fsdp_masters_changed(&t->fsdp, &t->params);
     fsdp_publish_root(&t->fsdp);
-    tensor_scales_clear_amaxes(&t->linears.scales, 0, t->d.L, TENSOR_W, TENSOR_W);
-    for (int64_t l = 0; fsdp_tensor_scales(&t->fsdp) && l < t->d.L; l++)
-        for (int i = 0; i < NUM_LINEARS; i++) shard_amax(t, l, i);
+    fsdp_find_weight_amaxes(&t->fsdp);
     fsdp_publish_layers(&t->fsdp);
     trainer_wait_all(t);
 }
@@ -969,8 +964,9 @@ static void create(void *context, const Arena *memory) {
 
 static void initialize(void *context) {
     Trainer *t = (Trainer *)context;
-    initialize_parameters(t->params.weights, t->params.master, &t->table, &t->fsdp.plan, (float)t->m.initializer_range,
-                          (uint64_t)t->o->seed, t->stream);
+    const InitialWeights weights = {t->params.weights, t->params.master, t->params.scaled.master};
+    initialize_parameters(weights, &t->table, &t->fsdp.plan, (float)t->m.initializer_range, (uint64_t)t->o->seed,
+                          t->stream);
 }
 
 static void print_profile(void *context, double peak_bf16, JsonText *parts) {

@@ -171,7 +171,7 @@ static void check_rank(const char *label, const ParameterTable *t, const ShardPl
     AdamwArrays a = arrays_upload(before, v);
     AdamwControl *control = (AdamwControl *)bench_alloc(sizeof(AdamwControl));
     const BackwardOrder order = shard_backward_order(t, plan);
-    const AdamwUpdate update = {a, step, control, NULL, amax, AMAX_STRIDE};
+    const AdamwUpdate update = {a, step, control, NULL, amax, AMAX_STRIDE, {}};
     adamw_norm(control, squares, 1, v.clip, 0);
     adamw_locate(control, a.gradients, order, 0);
     adamw_update_units(&update, t, plan, ROOT, 1, 0, 0);
@@ -251,8 +251,8 @@ static double check_rank_unconditional(const char *label, const ParameterTable *
                                        bool by_unit) {
     AdamwArrays a = arrays_upload(before, v);
     double *squares = (double *)bench_alloc(sizeof *squares);
-    const AdamwUpdate update = {a,    step,       NULL, (double *)bench_alloc(adamw_workspace_bytes(t, plan)),
-                                amax, AMAX_STRIDE};
+    const AdamwUpdate update = {a,    step,        NULL, (double *)bench_alloc(adamw_workspace_bytes(t, plan)),
+                                amax, AMAX_STRIDE, {}};
     update_all(&update, t, plan, by_unit);
     adamw_updated_squares(squares, &update, t, plan, 0);
     check_located(label, &update, squares, t, plan, v, before);
@@ -428,7 +428,7 @@ static void check_initialize(const char *preset, bool with_master, int64_t shard
         State want = shard_state(&t, &plan, &flat);
         bf16 *weights = (bf16 *)bench_alloc(plan.total * 2);
         float *master = with_master ? (float *)bench_alloc(plan.total * 4) : NULL;
-        initialize_parameters(weights, master, &t, &plan, 0.02f, 1234, 0);
+        initialize_parameters(InitialWeights{weights, master, NULL}, &t, &plan, 0.02f, 1234, 0);
         check_array("initialize", "weights", weights, want.weights, want.n, false);
         if (master) check_array("initialize", "master weights", master, want.weights, want.n, true);
         bench_free(weights);
@@ -461,7 +461,7 @@ static Model model_create(const char *preset, bool master, bool fp32_moments, bo
     x.a.moments = fp32_moments ? ADAMW_FP32 : ADAMW_BF16;
     if (fp32_gradients) x.a.gradients.fp32_data = (float *)bench_zeros(n * 4);
     else x.a.gradients.bf16_data = bench_random(n, 5, 1e-3f);
-    initialize_parameters(x.a.weights, x.a.master, &x.t, &x.plan, 0.02f, 1, 0);
+    initialize_parameters(InitialWeights{x.a.weights, x.a.master, NULL}, &x.t, &x.plan, 0.02f, 1, 0);
     x.control = (AdamwControl *)bench_alloc(sizeof(AdamwControl)),
     x.workspace = (double *)bench_alloc(adamw_workspace_bytes(&x.t, &x.plan));
     x.amax = (uint32_t *)bench_zeros(x.m.num_layers * AMAX_STRIDE * 4),
@@ -477,8 +477,8 @@ static void model_norm(const Model *x, float clip) {
 
 // Runs the update. norm_first: model_norm has been called, and the update may skip the step.
 static void model_update(const Model *x, AdamwStep step, bool norm_first) {
-    const AdamwUpdate update = {x->a,    step,       norm_first ? x->control : NULL, norm_first ? NULL : x->workspace,
-                                x->amax, AMAX_STRIDE};
+    const AdamwUpdate update = {
+        x->a, step, norm_first ? x->control : NULL, norm_first ? NULL : x->workspace, x->amax, AMAX_STRIDE, {}};
     adamw_update_units(&update, &x->t, &x->plan, ROOT, 1, 0, 0);
     adamw_update_units(&update, &x->t, &x->plan, 0, x->t.num_layers, shard_begin(&x->plan, 0), 0);
     if (!norm_first) adamw_updated_squares(x->squares, &update, &x->t, &x->plan, 0);

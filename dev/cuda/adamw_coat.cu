@@ -1,21 +1,9 @@
 // Checks AdamW with FP8 moments (llmc/cuda/adamw_coat.cuh) byte for byte against the CPU's functions, over several
 // steps and any number of ranks. Times the update. Build and run: make build/bench_adamw_coat && build/bench_adamw_coat
-#include "../../llmc/cuda/adamw.cuh"
-#include "../../llmc/cuda/initialize.cuh"
 #include "../../llmc/reference/adamw.h"
-#include "bench.cuh"
+#include "adamw_parts.cuh"
 
-enum { AMAX_STRIDE = 12, STEPS = 4 };
-
-// A model with every kind of parameter of its family; hidden size 40 leaves padding behind most tensors, and joins
-// tensors within a group.
-static ModelConfig small_model(const char *preset) {
-    ModelConfig m;
-    if (!model_config_preset(&m, preset)) die("no preset %s", preset);
-    m.vocab_size = 320, m.hidden_size = 40, m.intermediate_size = 72, m.num_layers = 3, m.num_heads = 4,
-    m.num_kv_heads = 2, m.head_dim = 16;
-    return m;
-}
+enum { STEPS = 4 };
 
 // A rank's optimizer on the host, or the whole model's (n: elements of the flat arrays).
 typedef struct {
@@ -69,18 +57,6 @@ static State state_fill(const ParameterTable *t, bool fp32_weights, bool fp32_gr
     return s;
 }
 
-// Copies a rank's part of the flat arrays.
-static void copy_part(const ParameterTable *t, const ShardPlan *plan, const void *flat, void *to, int64_t bytes,
-                      int64_t group) {
-    for (int64_t l = ROOT; l < t->num_layers; l++)
-        for (int k = 0; k < NUM_SEGMENTS; k++) {
-            const ShardSegment g = segment_slice(t, plan, l, k);
-            const ShardRange r = segment_range(t, plan, l, k, g.flat, g.size);
-            memcpy((char *)to + r.shard / group * bytes, (const char *)flat + (g.flat + r.first) / group * bytes,
-                   (size_t)(r.count / group * bytes));
-        }
-}
-
 static State state_part(const ParameterTable *t, const ShardPlan *plan, const State *flat) {
     State s = state_create(plan->total);
     copy_part(t, plan, flat->weights, s.weights, 4, 1);
@@ -111,24 +87,7 @@ static void step_on_cpu(const ParameterTable *t, State *s, Variant v, int step) 
     }
 }
 
-static void *upload_floats(const float *x, int64_t n, bool fp32) {
-    if (fp32) return bench_upload(x, n * 4);
-    bf16_bits *bits = bf16_from_floats(x, n);
-    void *p = bench_upload(bits, n * 2);
-    free(bits);
-    return p;
-}
-
 static CoatTables *upload_tables(void) { return (CoatTables *)bench_upload(coat_tables(), sizeof(CoatTables)); }
-
-static void check_device(const char *label, const char *array, const void *device, const void *want, int64_t bytes,
-                         int64_t element) {
-    char text[160];
-    format_checked(text, sizeof text, "%s: %s", label, array);
-    void *got = bench_download(device, bytes, text);
-    check_bytes(text, got, want, bytes, element);
-    free(got);
-}
 
 // Takes all steps of one rank on the GPU. Its arrays must equal `want` then.
 static void check_rank(const char *label, const ParameterTable *t, const ShardPlan *plan, Variant v,
@@ -146,7 +105,7 @@ static void check_rank(const char *label, const ParameterTable *t, const ShardPl
         void *gradients = upload_floats(before->gradients[step], n, v.fp32_gradients);
         if (v.fp32_gradients) a.gradients.fp32_data = (const float *)gradients;
         else a.gradients.bf16_data = (const bf16 *)gradients;
-        const AdamwUpdate update = {a, step_of(v, step), NULL, NULL, amax, AMAX_STRIDE};
+        const AdamwUpdate update = {a, step_of(v, step), NULL, NULL, amax, AMAX_STRIDE, {}};
         adamw_update_units(&update, t, plan, ROOT, 1, 0, 0);
         adamw_update_units(&update, t, plan, 0, t->num_layers, shard_begin(plan, 0), 0);
         bench_free(gradients);
@@ -237,9 +196,9 @@ static void bench_model(Bench *b, const char *preset, bool stochastic) {
     a.moments = stochastic ? ADAMW_COAT_STOCHASTIC : ADAMW_COAT, a.coat.tables = upload_tables();
     a.coat.exp_avg_groups = (uint32_t *)bench_zeros(words), a.coat.exp_avg_sq_groups = (uint32_t *)bench_zeros(words);
     a.gradients.bf16_data = bench_random(n, 5, 1e-3f);
-    initialize_parameters(a.weights, NULL, &t, &plan, 0.02f, 1, 0);
-    const AdamwUpdate update = {a,          adamw_step(3, 1e-5, 0.9, 0.999, 1e-8, 0.01, false, 7), NULL, NULL, amax,
-                                AMAX_STRIDE};
+    initialize_parameters(InitialWeights{a.weights, NULL, NULL}, &t, &plan, 0.02f, 1, 0);
+    const AdamwUpdate update = {a, adamw_step(3, 1e-5, 0.9, 0.999, 1e-8, 0.01, false, 7), NULL, NULL, amax, AMAX_STRIDE,
+                                {}};
     const double us = bench_time_us(b, [&] {
         adamw_update_units(&update, &t, &plan, ROOT, 1, 0, 0);
         adamw_update_units(&update, &t, &plan, 0, t.num_layers, shard_begin(&plan, 0), 0);

@@ -86,7 +86,9 @@ done
 # --optimizer-in-backward changes no bit, and a run with it goes on without it.
 for options in "bf16" "fp8" "fp8 --fp8-recipe delayed" "fp8 --fp8-weight-cache on --optimizer-state coat" \
     "fp8 --fp8-recipe rowwise --recompute layer --optimizer-state coat-stochastic" \
-    "bf16 --optimizer-state fp32 --master-weights fp32"; do
+    "bf16 --optimizer-state fp32 --master-weights fp32" "fp8 --optimizer-state msamp" \
+    "bf16 --optimizer-state msamp --master-weights fp32" "fp8 --optimizer-state msamp --master-weights fp16" \
+    "fp8 --fp8-recipe rowwise --optimizer-state fp32 --master-weights fp16"; do
     run="$common --precision $options"
     rm -rf "$tmp/ck"
     gpu a $run --num-steps 8 && gpu b $run --num-steps 8 --optimizer-in-backward
@@ -110,9 +112,12 @@ for case in "small|bf16" "small|fp8 --optimizer-state coat-stochastic --optimize
         gpu c $run --num-steps 5 --checkpoint-dir "$tmp/ck" --resume --offload moments
     same "$options: resumed without and with --offload moments" a c 2
 done
-run="small $data --sequence-length 256 --batch-size 2 --learning-rate 1e-3 --num-steps 8 --optimizer-state coat"
-cpu a $run && gpu b $run --optimizer-in-backward
-near "FP8 moments: last loss on GPU and CPU" "$(field b loss 8)" "$(field a loss 8)" 1e-3
+for options in "--optimizer-state coat" "--optimizer-state msamp" "--optimizer-state msamp --master-weights fp16" \
+    "--optimizer-state fp32 --master-weights fp16"; do
+    run="small $data --sequence-length 256 --batch-size 2 --learning-rate 1e-3 --num-steps 8 $options"
+    cpu a $run && gpu b $run --optimizer-in-backward
+    near "$options: last loss on GPU and CPU" "$(field b loss 8)" "$(field a loss 8)" 1e-3
+done
 
 # Recomputed layers are quantized to equal bytes. If --fp8-filter excludes every layer, FP8 equals BF16.
 for recipe in tensorwise delayed rowwise rowwise_with_gw_hp blockwise; do

@@ -58,12 +58,16 @@ static int64_t own_scales(const Trainer *t, TensorRole role, TensorUsage copy, i
 static void list_state(const Trainer *t, Moments m) {
     const Linears *ln = &t->linears;
     const TensorScales *s = &ln->scales;
-    const int64_t n = t->fsdp.plan.total, state = n * (t->o->optimizer_state == MOMENTS_FP32 ? 4 : 2),
-                  tensors = tensor_count(t->d.L);
+    const int64_t n = t->fsdp.plan.total, tensors = tensor_count(t->d.L), scales = 3 * 4 * t->table.count;
+    const bool fp32 = t->o->optimizer_state == MOMENTS_FP32, msamp = t->o->optimizer_state == MOMENTS_MSAMP;
     needed_always(m, "weights", t->params.weights, 2 * n);
-    needed_always(m, "master weights", t->params.master, 4 * n);
-    needed_always(m, "first moment", t->params.exp_avg, state);
-    needed_always(m, "second moment", t->params.exp_avg_sq, state);
+    needed_always(m, "fp32 master weights", t->params.master, 4 * n);
+    needed_always(m, "FP16 master weights", t->params.scaled.master, 2 * n);
+    needed_always(m, "first moment", t->params.exp_avg, fp32 ? 4 * n : msamp ? n : 2 * n);
+    needed_always(m, "second moment", t->params.exp_avg_sq, fp32 ? 4 * n : 2 * n);
+    needed_always(m, "scales of states", t->params.scaled.scales, scales);
+    needed_always(m, "new scales of states", t->params.scaled.new_scales, scales);
+    needed_always(m, "amaxes of states", t->params.scaled.amaxes, scales);
     needed_always(m, "amaxes", s->amax, t->d.L * s->amax_stride * 4);
     needed_always(m, "scales", s->scale_inv, tensors * 16);
     needed_always(m, "histories", s->history, tensors * t->o->fp8_amax_history * 4);
@@ -351,6 +355,7 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
             if (variant & 4)
                 o.reduce_dtype = REDUCE_FP32, o.master_weights = STORAGE_FP32, o.optimizer_state = MOMENTS_FP32,
                 o.fp8_audit = 10, o.fp8_filter = recipe == RECIPE_BF16 ? "" : "first,down";
+            else if (variant & 8) o.master_weights = STORAGE_FP16, o.optimizer_state = MOMENTS_MSAMP;
             if (recipe == RECIPE_DELAYED) o.on_nonfinite = variant & 4 ? NONFINITE_SKIP : NONFINITE_STOP;
             char conflict[512];
             o.optimizer_in_backward = variant & 8;

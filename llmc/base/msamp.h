@@ -33,6 +33,9 @@ HOST_DEVICE static inline float msamp_scale(float amax, float scale, float fp_ma
     return exponent < 0 ? 1 / factor : factor;
 }
 
+// The states that have a scale.
+enum { MSAMP_EXP_AVG, MSAMP_EXP_AVG_SQ, MSAMP_MASTER, MSAMP_STATES };
+
 // The numbers that all elements share in one optimizer step.
 typedef struct {
     float beta1, one_minus_beta1, beta2, one_minus_beta2;
@@ -62,11 +65,11 @@ typedef struct {
     float exp_avg, exp_avg_sq;
 } MsampPair;
 
-// Returns an element's new moments from the stored ones. `gradient` is already clipped.
-HOST_DEVICE static inline MsampPair msamp_moments(uint8_t exp_avg, fp16_bits exp_avg_sq, MsampPair scale_inv,
-                                                  float gradient, const MsampStep *s) {
-    const float m = float_product(s->beta1, fp8_to_float(exp_avg, FP8_E4M3)),
-                v = float_product(s->beta2, fp16_to_float(exp_avg_sq)), square = float_product(gradient, gradient);
+// Returns an element's new moments from the stored numbers. `gradient` is already clipped.
+HOST_DEVICE static inline MsampPair msamp_moments(MsampPair stored, MsampPair scale_inv, float gradient,
+                                                  const MsampStep *s) {
+    const float m = float_product(s->beta1, stored.exp_avg), v = float_product(s->beta2, stored.exp_avg_sq),
+                square = float_product(gradient, gradient);
     MsampPair e;
     e.exp_avg = float_product(m, scale_inv.exp_avg) + float_product(s->one_minus_beta1, gradient);
     e.exp_avg_sq = float_product(v, scale_inv.exp_avg_sq) + float_product(s->one_minus_beta2, square);

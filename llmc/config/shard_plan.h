@@ -154,4 +154,13 @@ static inline ShardRange shard_parameter(const ParameterTable *t, const ShardPla
     return segment_range(t, s, p->layer, parameter_segment(p), p->offset, parameter_elements(p));
 }
 
+// The entry of the parameter table whose part on this rank has element `shard` of the flat shard arrays; -1: padding.
+static inline int64_t shard_parameter_at(const ParameterTable *t, const ShardPlan *s, int64_t shard) {
+    for (int64_t i = 0; i < t->count; i++) {
+        const ShardRange r = shard_parameter(t, s, &t->entries[i]);
+        if (shard >= r.shard && shard < r.shard + r.count) return i;
+    }
+    return -1;
+}
+
 #endif

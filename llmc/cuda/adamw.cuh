@@ -29,6 +29,7 @@ typedef struct {
     // computed.
     uint32_t *amax;
     int64_t amax_stride;
+    MsampStep msamp;  // with MS-AMP's moments
 } AdamwUpdate;
 
 // Consecutive elements of a rank's slices of a unit with equal decay, amax slot and shift. `end` counts from the unit's
@@ -288,7 +289,7 @@ static inline void adamw_update_units(const AdamwUpdate *w, const ParameterTable
 // Returns the bytes that an update of n elements moves: it reads the gradient, and reads and writes moments and
 // weights.
 static inline int64_t adamw_bytes(const AdamwArrays *a, int64_t n) {
-    return n * ((a->gradients.fp32_data ? 4 : 2) + 2 * 2 * adamw_moment_bytes(a->moments) + (a->master ? 10 : 4));
+    return n * ((a->gradients.fp32_data ? 4 : 2) + 2 * adamw_moments_bytes(a->moments) + (a->master ? 10 : 4));
 }
 
 // Writes *squares (device) = sum of squares of this rank's gradients, from the workspace that an update of the root

@@ -3,20 +3,30 @@
 #define LLMC_ADAMW_UPDATE_CUH
 
 #include "../base/coat.h"
+#include "../base/msamp.h"
 #include "../reference/adamw_math.h"
 #include "adamw_norm.cuh"
 
 enum { ADAMW_THREADS = 256 };  // threads of a block
 
-// How moments are stored: bf16 with stochastic rounding, fp32, or FP8 in groups (coat.h), rounded to nearest or
-// stochastically.
-typedef enum { ADAMW_BF16, ADAMW_FP32, ADAMW_COAT, ADAMW_COAT_STOCHASTIC } AdamwMoments;
+// How moments are stored: bf16 with stochastic rounding, fp32, FP8 in groups (coat.h), rounded to nearest or
+// stochastically, or as MS-AMP stores them (msamp.h).
+typedef enum { ADAMW_BF16, ADAMW_FP32, ADAMW_COAT, ADAMW_COAT_STOCHASTIC, ADAMW_MSAMP } AdamwMoments;
 
-// Data of FP8 moments beside their codes.
+// Data of COAT's moments beside their codes.
 typedef struct {
     uint32_t *exp_avg_groups, *exp_avg_sq_groups;  // words, one for COAT_GROUP elements
     CoatTables *tables;                            // device memory
 } AdamwCoat;
+
+// States with one scale for each tensor, an entry of the parameter table (msamp.h): FP16 master weights, MS-AMP's
+// moments. Each scale is equal on all ranks.
+typedef struct {
+    fp16_bits *master;           // FP16 masters, of which `weights` are the bf16 rounding; else NULL
+    float *scales, *new_scales;  // [MSAMP_STATES][tensors]; NULL without such states
+    uint32_t *amaxes;            // [tensors][MSAMP_STATES] fp32 bits
+    int64_t tensors;
+} AdamwScaled;
 
 // A rank's flat shard arrays. Each has the shard plan's `total` elements.
 typedef struct {
@@ -26,7 +36,8 @@ typedef struct {
     float *master;
     void *exp_avg, *exp_avg_sq;
     AdamwMoments moments;
-    AdamwCoat coat;  // with FP8 moments
+    AdamwCoat coat;  // with COAT's moments
+    AdamwScaled scaled;
     AdamwGradients gradients;
 } AdamwArrays;
 
@@ -41,9 +52,14 @@ HOST_DEVICE static constexpr bool adamw_is_coat(AdamwMoments moments) {
     return moments == ADAMW_COAT || moments == ADAMW_COAT_STOCHASTIC;
 }
 
-// Bytes of a moment of one element, without the words of groups.
+// Bytes of the first moment of one element, without the words of groups.
 HOST_DEVICE static inline int64_t adamw_moment_bytes(AdamwMoments moments) {
-    return moments == ADAMW_FP32 ? 4 : adamw_is_coat(moments) ? 1 : 2;
+    return moments == ADAMW_FP32 ? 4 : moments == ADAMW_MSAMP || adamw_is_coat(moments) ? 1 : 2;
+}
+
+// Bytes of both moments of one element.
+static inline int64_t adamw_moments_bytes(AdamwMoments moments) {
+    return moments == ADAMW_MSAMP ? 3 : 2 * adamw_moment_bytes(moments);
 }
 
 // Loads 8 elements of an array that is stored as bf16 or fp32.

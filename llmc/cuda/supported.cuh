@@ -34,12 +34,14 @@ static inline void check_supported(const ModelConfig *m, const Options *o, int64
                  {"vocab_size", m->vocab_size, 8}};
     if (o->precision == PRECISION_FP32)
         die_with(EXIT_UNSUPPORTED, "--precision fp32 runs only in the CPU trainer (train_fp8); use bf16 or fp8 here");
-    if (o->optimizer_state == MOMENTS_MSAMP)
+    if (o->master_weights == STORAGE_FP16 && o->optimizer_state != MOMENTS_MSAMP && o->optimizer_state != MOMENTS_FP32)
         die_with(EXIT_UNSUPPORTED,
-                 "--optimizer-state msamp runs only in the CPU trainer (train_fp8) so far; use bf16 or fp32 here");
-    if (o->master_weights == STORAGE_FP16)
+                 "--master-weights fp16 on the GPU goes with --optimizer-state msamp or fp32; the CPU trainer "
+                 "(train_fp8) supports the others too");
+    if (o->offload == OFFLOAD_MOMENTS && options_tensor_scales(o))
         die_with(EXIT_UNSUPPORTED,
-                 "--master-weights fp16 runs only in the CPU trainer (train_fp8) so far; use bf16 or fp32 here");
+                 "--offload moments does not go with --optimizer-state msamp or --master-weights fp16, whose update "
+                 "reads the moments twice; use --optimizer-state coat-stochastic, or leave --offload out");
     if (m->head_dim != 64 && m->head_dim != 128)
         die_with(EXIT_UNSUPPORTED,
                  "model %s: head_dim = %lld; attention on the GPU supports 64 and 128 (the CPU trainer, train_fp8, "

@@ -22,6 +22,11 @@ static inline MsampPair msamp_scale_inv(MsampPair scale) {
     return inverse;
 }
 
+static inline MsampPair msamp_stored(MsampArrays moments, int64_t i) {
+    const MsampPair stored = {fp8_to_float(moments.exp_avg[i], FP8_E4M3), fp16_to_float(moments.exp_avg_sq[i])};
+    return stored;
+}
+
 // Pass 1: updates n weights, the first of which is element `first` of the flat array, and returns the amaxes of the new
 // moments. With bf16_weights the weights are bf16, rounded with the random bits of adamw_reference.
 static inline MsampPair adamw_msamp_weights(float *weights, MsampArrays moments, MsampPair scale,
@@ -32,8 +37,7 @@ static inline MsampPair adamw_msamp_weights(float *weights, MsampArrays moments,
     float amax = 0, amax_sq = 0;
     PARALLEL_MAX(amax, amax_sq)
     for (int64_t i = 0; i < n; i++) {
-        const MsampPair e =
-            msamp_moments(moments.exp_avg[i], moments.exp_avg_sq[i], scale_inv, gradients[i] * gradient_factor, s);
+        const MsampPair e = msamp_moments(msamp_stored(moments, i), scale_inv, gradients[i] * gradient_factor, s);
         const float weight = msamp_weight(weights[i], e, decay, s);
         const uint32_t random = adamw_random(rounding, first + i).weight;
         weights[i] = bf16_weights ? bf16_to_float(adamw_round(weight, random)) : weight;
@@ -50,8 +54,7 @@ static inline void adamw_msamp_moments(MsampArrays moments, MsampPair scale, Msa
     const MsampPair scale_inv = msamp_scale_inv(scale);
     PARALLEL_FOR
     for (int64_t i = 0; i < n; i++) {
-        const MsampPair e =
-            msamp_moments(moments.exp_avg[i], moments.exp_avg_sq[i], scale_inv, gradients[i] * gradient_factor, s);
+        const MsampPair e = msamp_moments(msamp_stored(moments, i), scale_inv, gradients[i] * gradient_factor, s);
         moments.exp_avg[i] = fp8_from_float(e.exp_avg * new_scale.exp_avg, FP8_E4M3);
         moments.exp_avg_sq[i] = fp16_from_float(e.exp_avg_sq * new_scale.exp_avg_sq);
     }

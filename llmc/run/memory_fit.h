@@ -77,7 +77,7 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
         o->optimizer_in_backward = true;
         return format_checked(words, capacity, " --optimizer-in-backward"), true;
     case FIT_OFFLOAD:
-        if (o->offload == OFFLOAD_MOMENTS) return false;
+        if (o->offload == OFFLOAD_MOMENTS || options_tensor_scales(o)) return false;
         o->offload = OFFLOAD_MOMENTS;
         return format_checked(words, capacity, " --offload moments"), true;
     default: return memory_fit_set_recompute(o, RECOMPUTE_NORM + change - FIT_RECOMPUTE, words, capacity);

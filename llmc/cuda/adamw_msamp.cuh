@@ -1,0 +1,416 @@
+// AdamW with one scale for each tensor: MS-AMP's moments, FP16 master weights, or both (msamp.h).
+//
+// A new scale follows from the amax of the tensor's new values, so an update has two passes. The first computes the new
+// values and finds their amaxes; the caller takes the maxima over the ranks that share the tensors. The second computes
+// the new values again, from the same stored ones, and stores them with the new scales.
+//
+// Bytes per element with bf16 weights and gradients, and MS-AMP's moments: the first pass reads 5, the second reads 7
+// and writes 5. With FP16 masters the first reads 7, and the second writes 7.
+#ifndef LLMC_ADAMW_MSAMP_CUH
+#define LLMC_ADAMW_MSAMP_CUH
+
+#include <cuda_fp16.h>
+
+#include "adamw.cuh"
+
+typedef enum { MSAMP_WEIGHTS_BF16, MSAMP_WEIGHTS_FP32, MSAMP_WEIGHTS_FP16 } MsampWeights;
+
+// This rank's part of a tensor. `begin` and `end` are counted from the start of this rank's unit, in elements.
+typedef struct {
+    uint32_t begin, end;
+    bool decay;
+    int tensor;     // index among the tensors of the unit
+    int amax_slot;  // amax slot of the fused FP8 weight; -1: none
+    int64_t shift;  // index in the unit of the flat parameter array minus index in this rank's part of the unit
+} MsampRun;
+
+enum { MSAMP_MAX_TENSORS = 16 };
+
+// `count` units, as AdamwUnits. The tensors of unit u are entries first_tensor + u * num_tensors and on of the
+// parameter table.
+typedef struct {
+    AdamwUnits units;  // without its runs
+    int first_tensor, num_tensors, num_runs;
+    MsampRun runs[MSAMP_MAX_TENSORS];
+} MsampUnits;
+
+// The tensor that a thread works on. The arrays have MSAMP_STATES entries.
+typedef struct {
+    float scale_inv[MSAMP_STATES], new_scale[MSAMP_STATES];
+    float new_master_scale_inv;
+    bool decay;
+} MsampTensor;
+
+// The weights and moments of 8 elements.
+typedef struct {
+    float weight[8];
+    MsampPair moments[8];
+} Msamp8;
+
+__device__ static inline float msamp_half_to_float(uint32_t bits) {
+    return __half2float(__ushort_as_half((unsigned short)bits));
+}
+
+// Returns the bits of x in FP16. Finite values saturate, as fp16_from_float's.
+__device__ static inline uint32_t msamp_half_bits(float x) {
+    return __half_as_ushort(__float2half_rn(fminf(fmaxf(x, -FP16_MAX), FP16_MAX)));
+}
+
+__device__ static inline void msamp_load_halves(float out[8], const fp16_bits *p) {
+    const uint4 v = *(const uint4 *)p;
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        out[2 * k] = msamp_half_to_float(words[k] & 0xffffu), out[2 * k + 1] = msamp_half_to_float(words[k] >> 16);
+}
+
+__device__ static inline void msamp_store_halves(fp16_bits *p, const float x[8]) {
+    uint32_t words[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) words[k] = msamp_half_bits(x[2 * k]) | msamp_half_bits(x[2 * k + 1]) << 16;
+    *(uint4 *)p = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Decodes 8 E4M3 codes: FP16 holds all their values.
+__device__ static inline void msamp_load_codes(float out[8], const void *p) {
+    const uint2 v = *(const uint2 *)p;
+#pragma unroll
+    for (int k = 0; k < 8; k += 2) {
+        const uint32_t pair = (k < 4 ? v.x : v.y) >> (8 * (k % 4)) & 0xffffu;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+        out[k] = fp8_to_float((uint8_t)pair, FP8_E4M3), out[k + 1] = fp8_to_float((uint8_t)(pair >> 8), FP8_E4M3);
+#else
+        uint32_t halves;
+        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((uint16_t)pair));
+        out[k] = msamp_half_to_float(halves & 0xffffu), out[k + 1] = msamp_half_to_float(halves >> 16);
+#endif
+    }
+}
+
+// Loads the stored moments of 8 elements and, if with_weights, their weights.
+template <MsampWeights WEIGHTS, bool FP32_MOMENTS>
+__device__ static inline void msamp_load(Msamp8 *e, const AdamwArrays &a, int64_t i, const MsampTensor &t,
+                                         bool with_weights) {
+    float m[8], v[8];
+    if (FP32_MOMENTS) {
+        adamw_load<true>(m, a.exp_avg, i), adamw_load<true>(v, a.exp_avg_sq, i);
+    } else {
+        msamp_load_codes(m, (const uint8_t *)a.exp_avg + i);
+        msamp_load_halves(v, (const fp16_bits *)a.exp_avg_sq + i);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++) e->moments[j] = MsampPair{m[j], v[j]};
+    if (!with_weights) return;
+    if (WEIGHTS == MSAMP_WEIGHTS_FP32) adamw_load<true>(e->weight, a.master, i);
+    if (WEIGHTS == MSAMP_WEIGHTS_BF16) adamw_load<false>(e->weight, a.weights, i);
+    if (WEIGHTS == MSAMP_WEIGHTS_FP16) {
+        msamp_load_halves(e->weight, a.scaled.master + i);
+#pragma unroll
+        for (int j = 0; j < 8; j++) e->weight[j] = __fmul_rn(e->weight[j], t.scale_inv[MSAMP_MASTER]);
+    }
+}
+
+// Updates one element, with the functions that the CPU uses. A gradient that is not finite counts as zero, so that
+// the weights can still be inspected if the norm is computed after the update.
+template <bool FP32_MOMENTS>
+__device__ static inline void msamp_update_one(float *weight, MsampPair *moments, float gradient, const MsampTensor &t,
+                                               const AdamwUpdate &u) {
+    if (adamw_magnitude(gradient) == 0x7f800000u) gradient = 0;
+    if (FP32_MOMENTS) {
+        AdamwElement e = {*weight, moments->exp_avg, moments->exp_avg_sq};
+        e = adamw_update(e, gradient, t.decay, &u.step);
+        *weight = e.weight, moments->exp_avg = e.exp_avg, moments->exp_avg_sq = e.exp_avg_sq;
+    } else {
+        const MsampPair scale_inv = {t.scale_inv[MSAMP_EXP_AVG], t.scale_inv[MSAMP_EXP_AVG_SQ]};
+        *moments = msamp_moments(*moments, scale_inv, gradient, &u.msamp);
+        *weight = msamp_weight(*weight, *moments, t.decay, &u.msamp);
+    }
+}
+
+// Stores 8 weights, whose flat indices begin with 8 * group. Returns them in bf16, as the model reads them.
+template <MsampWeights WEIGHTS>
+__device__ static inline Bf16x8 msamp_store_weights(const AdamwArrays &a, int64_t i, int64_t group, float weight[8],
+                                                    const MsampTensor &t, const AdamwStep &step) {
+    Bf16x8 rounded;
+    if (WEIGHTS == MSAMP_WEIGHTS_BF16) {
+        const uint32_t hash = adamw_random_group(step.key, group);
+        bf16_bits bits[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) bits[j] = adamw_round(weight[j], adamw_random_member(&step, hash, j).weight);
+#pragma unroll
+        for (int k = 0; k < 4; k++) rounded.word[k] = bits[2 * k] | (uint32_t)bits[2 * k + 1] << 16;
+    } else {
+        if (WEIGHTS == MSAMP_WEIGHTS_FP32) {
+            adamw_store_fp32(a.master, i, weight);
+        } else {
+#pragma unroll
+            for (int j = 0; j < 8; j++) weight[j] = __fmul_rn(weight[j], t.new_scale[MSAMP_MASTER]);
+            msamp_store_halves(a.scaled.master + i, weight);
+#pragma unroll
+            for (int j = 0; j < 8; j++)
+                weight[j] = __fmul_rn(msamp_half_to_float(msamp_half_bits(weight[j])), t.new_master_scale_inv);
+        }
+        rounded = bf16x8_pack(weight);
+    }
+    bf16x8_store(a.weights + i, rounded);
+    return rounded;
+}
+
+template <bool FP32_MOMENTS>
+__device__ static inline void msamp_store_moments(const AdamwArrays &a, int64_t i, const MsampPair moments[8],
+                                                  const MsampTensor &t) {
+    float m[8], v[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        m[j] = FP32_MOMENTS ? moments[j].exp_avg : __fmul_rn(moments[j].exp_avg, t.new_scale[MSAMP_EXP_AVG]);
+        v[j] = FP32_MOMENTS ? moments[j].exp_avg_sq : __fmul_rn(moments[j].exp_avg_sq, t.new_scale[MSAMP_EXP_AVG_SQ]);
+    }
+    if (FP32_MOMENTS) {
+        adamw_store_fp32(a.exp_avg, i, m), adamw_store_fp32(a.exp_avg_sq, i, v);
+    } else {
+        *(uint2 *)((uint8_t *)a.exp_avg + i) =
+            make_uint2(fp8x4_from_floats<FP8_E4M3>(m), fp8x4_from_floats<FP8_E4M3>(m + 4));
+        msamp_store_halves((fp16_bits *)a.exp_avg_sq + i, v);
+    }
+}
+
+// Raises the amaxes of the states to the magnitudes of 8 new values.
+template <MsampWeights WEIGHTS>
+__device__ static inline void msamp_raise(uint32_t largest[MSAMP_STATES], const Msamp8 &e) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        largest[MSAMP_EXP_AVG] = max(largest[MSAMP_EXP_AVG], float_bits(fabsf(e.moments[j].exp_avg)));
+        largest[MSAMP_EXP_AVG_SQ] = max(largest[MSAMP_EXP_AVG_SQ], float_bits(e.moments[j].exp_avg_sq));
+        if (WEIGHTS == MSAMP_WEIGHTS_FP16)
+            largest[MSAMP_MASTER] = max(largest[MSAMP_MASTER], float_bits(fabsf(e.weight[j])));
+    }
+}
+
+// Processes 8 elements. The first pass raises largest[MSAMP_STATES] to the magnitudes of their new values, the second
+// (STORE) stores them and raises largest[0] to the magnitudes of the bf16 weights, all as fp32 bits. Adds the squared
+// gradients to *squares.
+template <MsampWeights WEIGHTS, bool FP32_MOMENTS, bool FP32_GRADIENTS, bool STORE>
+__device__ static inline void msamp_update_8(const AdamwUpdate &u, int64_t i, int64_t group, const MsampTensor &t,
+                                             float factor, uint32_t largest[MSAMP_STATES], float *squares) {
+    const AdamwArrays &a = u.arrays;
+    Msamp8 e;
+    float g[8];
+    adamw_load<FP32_GRADIENTS>(g, adamw_gradients<FP32_GRADIENTS>(a), i);
+    msamp_load<WEIGHTS, FP32_MOMENTS>(&e, a, i, t, STORE || WEIGHTS == MSAMP_WEIGHTS_FP16);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        *squares = __fmaf_rn(g[j], g[j], *squares);
+        msamp_update_one<FP32_MOMENTS>(&e.weight[j], &e.moments[j], __fmul_rn(g[j], factor), t, u);
+    }
+    if (STORE) {
+        msamp_store_moments<FP32_MOMENTS>(a, i, e.moments, t);
+        const Bf16x8 weights = msamp_store_weights<WEIGHTS>(a, i, group, e.weight, t, u.step);
+        largest[0] = max(largest[0], amax_bits(amax_update(0, weights)));
+    } else {
+        msamp_raise<WEIGHTS>(largest, e);
+    }
+}
+
+// Returns what threads need of tensor `index`.
+template <bool STORE>
+__device__ static inline MsampTensor msamp_tensor(const AdamwScaled &s, int64_t index, bool decay) {
+    MsampTensor t;
+    t.decay = decay;
+#pragma unroll
+    for (int state = 0; state < MSAMP_STATES; state++) {
+        t.scale_inv[state] = 1 / s.scales[state * s.tensors + index];
+        if (STORE) t.new_scale[state] = s.new_scales[state * s.tensors + index];
+    }
+    if (STORE) t.new_master_scale_inv = 1 / t.new_scale[MSAMP_MASTER];
+    return t;
+}
+
+// Amaxes that a block finds. The first pass has MSAMP_STATES for each tensor, the second one for each FP8 weight.
+typedef struct {
+    uint32_t value[MSAMP_MAX_TENSORS * MSAMP_STATES];
+} MsampAmaxes;
+
+// Raises the block's amaxes to those of a thread, which has worked on this run, and clears the thread's.
+template <bool STORE>
+__device__ static inline void msamp_publish(MsampAmaxes *shared, const MsampRun &run, uint32_t largest[MSAMP_STATES]) {
+    if (STORE && run.amax_slot >= 0) atomicMax(&shared->value[run.amax_slot], largest[0]);
+#pragma unroll
+    for (int state = 0; state < MSAMP_STATES; state++) {
+        if (!STORE && largest[state]) atomicMax(&shared->value[run.tensor * MSAMP_STATES + state], largest[state]);
+        largest[state] = 0;
+    }
+}
+
+// Processes a block's ADAMW_BLOCK elements of one unit; each thread takes 8 at a time. Returns the sum of squares of
+// this thread's gradients. A skipped step only finds the magnitudes of the bf16 weights.
+template <MsampWeights WEIGHTS, bool FP32_MOMENTS, bool FP32_GRADIENTS, bool STORE>
+__device__ static inline float msamp_update_block(const AdamwUpdate &w, const MsampUnits &u, MsampAmaxes *amaxes) {
+    const bool skipped = w.control && w.control->nonfinite;
+    const float factor = w.control ? w.control->gradient_factor : 1;
+    const int64_t first = u.units.first + blockIdx.y * u.units.size,
+                  unit = u.units.flat + blockIdx.y * u.units.flat_size;
+    const uint32_t begin = blockIdx.x * ADAMW_BLOCK, stop = begin + ADAMW_BLOCK;
+    uint32_t largest[MSAMP_STATES] = {}, end = 0;
+    MsampTensor tensor = {};
+    int run = 0;
+    float squares = 0;
+    for (uint32_t i = begin + threadIdx.x * 8; i < stop; i += ADAMW_STRIDE) {
+        if (i >= end) {
+            if (end) msamp_publish<STORE>(amaxes, u.runs[run], largest);
+            while (run < u.num_runs && i >= u.runs[run].end) run++;
+            end = 0;
+            if (run == u.num_runs) break;
+            end = u.runs[run].end;
+            tensor = msamp_tensor<STORE>(
+                w.arrays.scaled, u.first_tensor + blockIdx.y * u.num_tensors + u.runs[run].tensor, u.runs[run].decay);
+        }
+        if (i < u.runs[run].begin) continue;  // padding
+        if (!skipped)
+            msamp_update_8<WEIGHTS, FP32_MOMENTS, FP32_GRADIENTS, STORE>(
+                w, first + i, (unit + i + u.runs[run].shift) / 8, tensor, factor, largest, &squares);
+        else if (STORE)
+            largest[0] = max(largest[0], amax_bits(amax_update(0, bf16x8_load(w.arrays.weights + first + i))));
+    }
+    if (end) msamp_publish<STORE>(amaxes, u.runs[run], largest);
+    return squares;
+}
+
+// blockIdx.y is the unit, blockIdx.x the block within it.
+template <MsampWeights WEIGHTS, bool FP32_MOMENTS, bool FP32_GRADIENTS, bool STORE>
+static __global__ void __launch_bounds__(ADAMW_THREADS)
+    adamw_msamp_kernel(const __grid_constant__ AdamwUpdate w, const __grid_constant__ MsampUnits u) {
+    grid_dependency_wait();
+    __shared__ MsampAmaxes amaxes;
+    const AdamwScaled &s = w.arrays.scaled;
+    const int found = STORE ? (int)ADAMW_MAX_SLOTS : u.num_tensors * MSAMP_STATES;
+    uint32_t *to = STORE ? u.units.amax : s.amaxes + (u.first_tensor + blockIdx.y * u.num_tensors) * MSAMP_STATES;
+    if (STORE && to) to += blockIdx.y * u.units.amax_stride;
+    if (threadIdx.x < found) amaxes.value[threadIdx.x] = 0;
+    __syncthreads();
+    const float squares = msamp_update_block<WEIGHTS, FP32_MOMENTS, FP32_GRADIENTS, STORE>(w, u, &amaxes);
+    if (STORE && u.units.squares) {
+        const double sum = adamw_block_sum<ADAMW_THREADS>((double)squares);
+        if (threadIdx.x == 0) u.units.squares[blockIdx.y * gridDim.x + blockIdx.x] = sum;
+    }
+    __syncthreads();
+    if (!to || threadIdx.x >= found) return;
+    const uint32_t amax = amaxes.value[threadIdx.x];
+    if (amax > *(volatile uint32_t *)(to + threadIdx.x)) atomicMax(to + threadIdx.x, amax);
+}
+
+// Computes the new scales of `count` tensors from their amaxes: blockIdx.y is the state. A step that is skipped keeps
+// them. `keep`: a master scale that is not 0 stays.
+static __global__ void msamp_scales_kernel(AdamwScaled s, int64_t first, int64_t count, const AdamwControl *control,
+                                           bool keep) {
+    grid_dependency_wait();
+    const int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    const int state = blockIdx.y;
+    if (i >= count) return;
+    const float amax = float_from_bits(s.amaxes[(first + i) * MSAMP_STATES + state]);
+    const float scale = s.scales[state * s.tensors + first + i];
+    const float fp_max = state == MSAMP_EXP_AVG ? FP8_E4M3_MAX : FP16_MAX;
+    const bool kept = (control && control->nonfinite) || (keep && state == MSAMP_MASTER && scale != 0);
+    const float before = state == MSAMP_MASTER && scale != 0 ? scale : 1;
+    s.new_scales[state * s.tensors + first + i] = kept ? scale : msamp_scale(amax, before, fp_max);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Host
+
+// The tensors of `count` units, as entries of the parameter table.
+typedef struct {
+    int64_t first, count;
+} MsampTensors;
+
+// Returns the tensors of unit l, a layer or ROOT, and of the count - 1 layers that follow it.
+static inline MsampTensors msamp_tensors(const ParameterTable *t, int64_t l, int64_t count) {
+    MsampTensors r = {0, 0};
+    while (r.first < t->count && t->entries[r.first].layer != l) r.first++;
+    for (int64_t i = r.first; i < t->count && t->entries[i].layer < l + count; i++) r.count++;
+    return r;
+}
+
+// Fills u->runs: this rank's parts of the tensors of unit l, in the order of memory. Runs begin and end at multiples of
+// 8 elements.
+static inline void msamp_runs(MsampUnits *u, const ParameterTable *t, const ShardPlan *plan, int64_t l) {
+    const MsampTensors tensors = msamp_tensors(t, l, 1);
+    if (tensors.count > MSAMP_MAX_TENSORS) die("a unit has more than %d tensors", MSAMP_MAX_TENSORS);
+    u->first_tensor = (int)tensors.first, u->num_tensors = (int)tensors.count;
+    for (int k = 0; k < NUM_SEGMENTS; k++) {
+        int slot = -1;
+        for (int i = 0; i < u->num_tensors; i++) {
+            const Parameter *p = &t->entries[tensors.first + i];
+            if (parameter_segment(p) != k) continue;
+            const bool fp8 = p->flags & PARAM_FP8;
+            slot += fp8 && !(p->flags & PARAM_JOINED);
+            const ShardRange r = shard_parameter(t, plan, p);
+            const int64_t begin = r.shard - u->units.first;
+            if (!r.count) continue;
+            if (begin % 8 || r.count % 8) die("tensor %s does not begin and end at multiples of 8", p->name);
+            u->runs[u->num_runs++] = MsampRun{(uint32_t)begin,
+                                              (uint32_t)(begin + r.count),
+                                              (p->flags & PARAM_DECAY) != 0,
+                                              i,
+                                              fp8 ? slot : -1,
+                                              p->offset + r.first - u->units.flat - begin};
+        }
+    }
+}
+
+template <MsampWeights WEIGHTS, bool FP32_MOMENTS, bool STORE>
+static inline void adamw_msamp_launch_kernel(const AdamwUpdate *w, const MsampUnits *u, cudaStream_t stream) {
+    const dim3 grid(adamw_blocks(u->units.size), (unsigned)u->units.count);
+    const auto kernel = w->arrays.gradients.fp32_data ? adamw_msamp_kernel<WEIGHTS, FP32_MOMENTS, true, STORE>
+                                                      : adamw_msamp_kernel<WEIGHTS, FP32_MOMENTS, false, STORE>;
+    CUDA_LAUNCH(kernel, grid, ADAMW_THREADS, 0, stream, *w, *u);
+}
+
+// Runs one pass over units l to l + count - 1. Arguments as adamw_update_units.
+template <bool STORE>
+static inline void adamw_msamp_pass(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, int64_t l,
+                                    int64_t count, int64_t first_gradient, cudaStream_t stream) {
+    MsampUnits u = {};
+    const AdamwUpdate update = adamw_update_of(w, t, plan, l, count, first_gradient, &u.units);
+    const AdamwArrays *a = &update.arrays;
+    const bool fp16 = a->scaled.master != NULL, fp32 = a->master != NULL;
+    msamp_runs(&u, t, plan, l);
+    if (a->moments != ADAMW_MSAMP) adamw_msamp_launch_kernel<MSAMP_WEIGHTS_FP16, true, STORE>(&update, &u, stream);
+    else if (fp16) adamw_msamp_launch_kernel<MSAMP_WEIGHTS_FP16, false, STORE>(&update, &u, stream);
+    else if (fp32) adamw_msamp_launch_kernel<MSAMP_WEIGHTS_FP32, false, STORE>(&update, &u, stream);
+    else adamw_msamp_launch_kernel<MSAMP_WEIGHTS_BF16, false, STORE>(&update, &u, stream);
+}
+
+// The first pass of the update of this rank's part of unit l and of the count - 1 layers that follow it: finds this
+// rank's amaxes. adamw_msamp_store comes next, when they are the maxima over all ranks that share the tensors.
+static inline void adamw_msamp_amaxes(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, int64_t l,
+                                      int64_t count, int64_t first_gradient, cudaStream_t stream) {
+    const MsampTensors tensors = msamp_tensors(t, l, count);
+    uint32_t *amaxes = w->arrays.scaled.amaxes + tensors.first * MSAMP_STATES;
+    CUDA_CHECK(cudaMemsetAsync(amaxes, 0, (size_t)(tensors.count * MSAMP_STATES) * sizeof *amaxes, stream));
+    adamw_msamp_pass<false>(w, t, plan, l, count, first_gradient, stream);
+}
+
+// Computes the new scales of tensors from their amaxes.
+static inline void msamp_new_scales(const AdamwScaled *s, MsampTensors tensors, const AdamwControl *control, bool keep,
+                                    cudaStream_t stream) {
+    CUDA_LAUNCH(msamp_scales_kernel, dim3(grid_size(tensors.count, 128), MSAMP_STATES), 128, 0, stream, *s,
+                tensors.first, tensors.count, control, keep);
+}
+
+// Makes the new scales of tensors their scales.
+static inline void msamp_keep_scales(const AdamwScaled *s, MsampTensors tensors, cudaStream_t stream) {
+    const size_t pitch = (size_t)s->tensors * sizeof(float), width = (size_t)tensors.count * sizeof(float);
+    CUDA_CHECK(cudaMemcpy2DAsync(s->scales + tensors.first, pitch, s->new_scales + tensors.first, pitch, width,
+                                 MSAMP_STATES, cudaMemcpyDeviceToDevice, stream));
+}
+
+// The second pass: computes the new scales, and stores weights and moments with them.
+static inline void adamw_msamp_store(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, int64_t l,
+                                     int64_t count, int64_t first_gradient, cudaStream_t stream) {
+    const MsampTensors tensors = msamp_tensors(t, l, count);
+    msamp_new_scales(&w->arrays.scaled, tensors, w->control, false, stream);
+    adamw_msamp_pass<true>(w, t, plan, l, count, first_gradient, stream);
+    msamp_keep_scales(&w->arrays.scaled, tensors, stream);
+}
+
+#endif

@@ -1,0 +1,57 @@
+// Runs AdamW under FSDP, and finds the amaxes of tensors that several ranks share.
+#ifndef LLMC_FSDP_OPTIMIZER_CUH
+#define LLMC_FSDP_OPTIMIZER_CUH
+
+#include "../cuda/fp16_masters.cuh"
+#include "../cuda/offload.cuh"
+#include "fsdp.cuh"
+
+// Replaces amaxes by their maxima over the shard group.
+static inline void fsdp_reduce_state_amaxes(Fsdp *f, const AdamwScaled *s, MsampTensors tensors, int64_t l) {
+    if (!fsdp_is_sharded(f)) return;
+    comm_waits_compute(&f->transport);
+    nccl_begin(f->in.nccl, "all-reduce of the amaxes of optimizer states", l);
+    nccl_all_reduce(f->in.nccl, COMM_SHARD, s->amaxes + tensors.first * MSAMP_STATES, tensors.count * MSAMP_STATES,
+                    ncclUint32, ncclMax);
+    nccl_end(f->in.nccl);
+    compute_waits_comm(&f->transport);
+}
+
+// Runs AdamW on this rank's part of unit l, a layer or ROOT, and of the count - 1 layers that follow it.
+static inline void fsdp_update_units(Fsdp *f, Offload *offload, const AdamwUpdate *w, int64_t l, int64_t count) {
+    const cudaStream_t stream = f->transport.compute;
+    const int64_t gradients = fsdp_sums_begin(f, l);
+    if (!w->arrays.scaled.scales) return offload_update_units(offload, w, f->table, l, count, gradients, stream);
+    adamw_msamp_amaxes(w, f->table, &f->plan, l, count, gradients, stream);
+    fsdp_reduce_state_amaxes(f, &w->arrays.scaled, msamp_tensors(f->table, l, count), l);
+    adamw_msamp_store(w, f->table, &f->plan, l, count, gradients, stream);
+}
+
+// Makes bf16 weights, and the FP16 codes of FP16 masters, from masters that have changed.
+static inline void fsdp_masters_changed(Fsdp *f, const AdamwArrays *a) {
+    const cudaStream_t stream = f->transport.compute;
+    const MsampTensors all = {0, f->table->count};
+    if (a->master) round_weights(a->weights, a->master, f->plan.total, stream);
+    if (!a->scaled.master) return;
+    fp16_masters_amaxes(a, f->table, &f->plan, stream);
+    fsdp_reduce_state_amaxes(f, &a->scaled, all, ROOT);
+    fp16_masters_encode(a, f->table, &f->plan, stream);
+}
+
+// Finds the amaxes of this rank's parts of all FP8 weights, for recipes with one scale per tensor; clears them for
+// others. The update finds those of updated weights.
+static inline void fsdp_find_weight_amaxes(Fsdp *f) {
+    const int64_t layers = f->table->num_layers;
+    tensor_scales_clear_amaxes(f->in.scales, 0, layers, TENSOR_W, TENSOR_W);
+    for (int64_t i = 0; fsdp_tensor_scales(f) && i < layers * NUM_LINEARS; i++) {
+        const int64_t l = i / NUM_LINEARS;
+        const LinearId id = (LinearId)(i % NUM_LINEARS);
+        const LinearShape *s = &f->precision->linear[id];
+        const ShardRange r = shard_matrix(f->table, &f->plan, l, s->offset, s->N * s->K);
+        if (r.count)
+            tensor_amax(tensor_scales_amax(f->in.scales, l, TENSOR_W, id), f->in.weights + r.shard, r.count,
+                        f->transport.compute);
+    }
+}
+
+#endif
