@@ -46,8 +46,8 @@ done
 
 at=$tmp/lost
 run="./train_fp8 tiny $data --num-steps 30 --checkpoint-dir $at --log-dir $at"
-# Checks a run whose stderr is in err. $1 status, $2 text of stderr (one line, or none), $3 number of steps ("few": not
-# all).
+# Checks that a run with status $1, whose stderr is in $tmp/err, ended with status 0, saved a checkpoint and wrote a
+# whole log. Its stderr must be $2 (one line, or empty). Its log must have $3 steps; "few" means fewer than 30.
 ended() {
     local count
     count=$(steps "$at")

@@ -23,7 +23,8 @@ static inline void adamw_place_coat(AdamwCoat *coat, int64_t n, Arena *a) {
     coat->tables = (CoatTables *)arena_take(a, sizeof(CoatTables));
 }
 
-// Places weights, fp32 masters and moments of n elements. The gradients stay NULL, and offloaded moments.
+// Places weights, moments and, if the run has them, fp32 masters of n elements. The pointer to the gradients stays
+// NULL. With --offload moments, the pointers to the moments also stay NULL.
 static inline void adamw_place(AdamwArrays *p, const Options *o, int64_t n, Arena *a) {
     static const char *const names[] = {"optimizer state (bf16)", "optimizer state (fp32)", "optimizer state (FP8)",
                                         "optimizer state (FP8)"};

@@ -16,7 +16,7 @@ typedef struct {
     const ModelConfig *model;
     const Comm *comm;
     MemoryNeeded needed;
-    int64_t available;  // bytes
+    int64_t available;  // bytes that one rank may use
     bool ranks_help;    // true: each additional rank would have as many bytes
 } MemoryFit;
 
