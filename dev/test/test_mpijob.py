@@ -21,7 +21,7 @@ def skip(reason):
 
 
 def read_schema():
-    """Returns the operator's file as text."""
+    """Returns the YAML file with the schema of MPIJob as text. Downloads it if there is no copy."""
     path = pathlib.Path(os.environ.get("MPIJOB_CRD") or ROOT / "build" / "kubeflow.org_mpijobs.yaml")
     if not path.exists():
         try:

@@ -48,6 +48,8 @@ static void check_cover(const ParameterTable *t, int64_t group) {
             const ShardRange r = shard_parameter(t, &s, p);
             if (r.count == 0) continue;
             parts++;
+            once = once && shard_parameter_at(t, &s, r.shard) == i &&
+                   shard_parameter_at(t, &s, r.shard + r.count - 1) == i;
             CHECK(r.count > 0 && r.first >= 0 && r.first + r.count <= parameter_elements(p) && r.shard >= 0 &&
                       r.shard + r.count <= s.total,
                   "%s, shard_rank %lld: range", p->name, (long long)place);
@@ -58,7 +60,7 @@ static void check_cover(const ParameterTable *t, int64_t group) {
             }
         }
     }
-    CHECK(once, "shard_to_flat and shard_parameter give equal elements, each once");
+    CHECK(once, "shard_to_flat, shard_parameter and shard_parameter_at give equal elements, each once");
     for (int64_t i = 0; i < t->count; i++)
         for (int64_t e = 0; e < parameter_elements(&t->entries[i]); e++)
             once = once && seen[t->entries[i].offset + e] == 1;

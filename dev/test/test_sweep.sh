@@ -361,7 +361,7 @@ start_run() {
     await has_saved "$1" "$2"
 }
 for GPUS in 1 2; do
-    export GPUS STEPS=$((800 / GPUS))  # takes seconds, so that a kill and a stop come before the end
+    export GPUS STEPS=$((800 / GPUS))  # a run takes seconds: a kill and a stop come before its end
     last=$(printf 'step-%08d' "$STEPS")
     rm -f "$tmp/run.log"
     OUT=$tmp/unbroken_$GPUS bash "$tmp/run.sh" >"$tmp/unbroken.log" 2>&1

@@ -224,7 +224,7 @@ enum { FREE, MUST_MATCH };
          "what to do when a checkpoint cannot be saved; retry: try again at once, and again when the next one is " \
          "due; stop: end the run") \
     FLAG(no_verify, "no-verify", \
-         "do not compare the files of MODEL, a checkpoint or export, with the hashes saved in it") \
+         "if MODEL is a checkpoint or export, do not compare its files with the hashes saved in it") \
     TEXT(export_hf, "export-hf", "", FREE, "folder for the final weights in Hugging Face's format") \
     GROUP("run") \
     FLAG(dry_run, "dry-run", "print settings, memory plan, GEMM table and traffic of a step, then stop; needs no GPU") \

@@ -33,8 +33,8 @@ static inline void adamw_place_scales(AdamwScaled *s, int64_t tensors, Arena *a)
     s->amaxes = (uint32_t *)arena_take(a, n * (int64_t)sizeof(uint32_t));
 }
 
-// Places weights, masters and moments of n elements of `tensors` tensors. The gradients stay NULL, and offloaded
-// moments.
+// Places weights, moments and, if the run has them, masters of n elements of `tensors` tensors. The pointer to the
+// gradients stays NULL. With --offload moments, the pointers to the moments also stay NULL.
 static inline void adamw_place(AdamwArrays *p, const Options *o, int64_t n, int64_t tensors, Arena *a) {
     static const char *const names[] = {"optimizer state (bf16)", "optimizer state (fp32)", "optimizer state (FP8)",
                                         "optimizer state (FP8)", "optimizer state (FP8, FP16)"};

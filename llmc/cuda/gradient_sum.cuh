@@ -1,4 +1,4 @@
-// Sums of gradients on the GPU: adds 8 elements at a time to a bf16 or fp32 sum, with the CPU's bits (gradient_sum.h).
+// Adds gradients to a bf16 or fp32 sum on the GPU, 8 elements at a time, bit-identical to the CPU (gradient_sum.h).
 #ifndef LLMC_GRADIENT_SUM_CUH
 #define LLMC_GRADIENT_SUM_CUH
 

@@ -16,7 +16,7 @@ typedef struct {
     const ModelConfig *model;
     const Comm *comm;
     MemoryNeeded needed;
-    int64_t available;  // bytes
+    int64_t available;  // bytes that one rank may use
     bool ranks_help;    // true: each additional rank would have as many bytes
 } MemoryFit;
 
@@ -163,12 +163,12 @@ static inline void memory_fit_advice(const MemoryFit *f, char *out, size_t capac
     const double GiB = 1024.0 * 1024 * 1024;
     const MemoryCombination best = memory_fit_search(f);
     const int64_t ranks = memory_fit_ranks(f);
+    const bool copies = best.price >= memory_fit_costs[FIT_OFFLOAD].price;
     char longer[64] = "";
     if (best.percent) format_checked(longer, sizeof longer, ", and a step takes about %d%% longer", best.percent);
-    if (best.price >= memory_fit_costs[FIT_OFFLOAD].price)
-        format_checked(longer, sizeof longer, ", and each step copies the moments to the GPU and back");
     if (best.bytes <= f->available)
-        format_checked(out, capacity, "with%s it needs %.1f GiB%s", best.words, (double)best.bytes / GiB, longer);
+        format_checked(out, capacity, "with%s it needs %.1f GiB%s%s", best.words, (double)best.bytes / GiB, longer,
+                       copies ? ", and each step copies the moments to the GPU and back" : "");
     else if (best.bytes < INT64_MAX)
         format_checked(out, capacity,
                        "with%s it still needs %.1f GiB; use a shorter --sequence-length or a smaller model", best.words,

@@ -1,8 +1,8 @@
 // Prints the start of a run: model, device, data, recipe, options and memory, in at most 25 lines.
-// --dry-run prints everything. The largest number of lines: 1 model, 1 validation data, 2 starting weights or
-// checkpoint, 1 earlier export that was restored, 1 --fp8-filter auto, 1 device, 1 ranks, 1 data, 1 recipe, 5 options,
-// 2 derived options, 2 memory, 3 communication and GEMMs of the GPU trainer, 1 earlier log, 1 empty: 24. Damaged
-// checkpoints that --resume skips add a line each.
+// A dry run does not use this file: it prints the whole plan (run_print_plan). The largest number of lines: 1 model,
+// 1 validation data, 2 starting weights or checkpoint, 1 earlier export that was restored, 1 --fp8-filter auto,
+// 1 device, 1 ranks, 1 data, 1 recipe, 5 options, 2 derived options, 2 memory, 3 communication and GEMMs of the GPU
+// trainer, 1 earlier log, 1 empty: 24. Damaged checkpoints that --resume skips add a line each.
 #ifndef LLMC_START_H
 #define LLMC_START_H
 

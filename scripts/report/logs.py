@@ -88,7 +88,7 @@ class Run:
 
     @property
     def missing(self):
-        """The first step that the log lacks, or None."""
+        """The first step that the log lacks although it has a later one, or None."""
         return next((i for i, s in enumerate(self.steps, 1) if s["step"] != i), None)
 
     @property

@@ -3,9 +3,10 @@
 # and $tmp/shim.so as LD_PRELOAD.
 gcc -shared -fPIC -O1 -Wall -Werror -o "$tmp/shim.so" dev/test/lib/stall_shim.c -ldl || bad "stall_shim.c"
 
-# Starts run $1 in the background. Its rank $2 is held at call number $5 of function $4 (pread, fsync or MPI_Bcast;
-# none: it is not held) on files $6. $3 is the number of seconds that it sleeps there, or "stop". Then the trainer's
-# arguments. Sets launched[$1] to the process id of mpirun.
+# Starts run $1 in the background. The arguments after $6 go to the trainer. Rank $2 is held at call number $5 of
+# function $4 (pread, fsync or MPI_Bcast; with "none" no rank is held). Calls of pread and fsync count only on files
+# whose path contains $6. $3 is the number of seconds that the rank sleeps there, or "stop": it stops itself (SIGSTOP).
+# Sets launched[$1] to the process id of mpirun.
 declare -A launched
 stall_start() {
     local name=$1 rank=$2 how=$3 call=$4 count=$5 path=$6
@@ -37,7 +38,7 @@ stall_end() {
 stall_says() {
     local said
     stall_end "$1" "$2"
-    said=$(grep -o 'error: .*' "$tmp/$1.log")  # the start of a sample may be on its line
+    said=$(grep -o 'error: .*' "$tmp/$1.log")  # text of a sample may precede the error on its line
     if [[ $status = 6 && $(wc -l <<<"$said") = 1 && $said =~ ^"error: "$3 ]]; then
         ok "$1: status $status after $took s: $said"
     else
