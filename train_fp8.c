@@ -31,6 +31,7 @@
 #include "llmc/reference/cross_entropy.h"
 #include "llmc/reference/delayed.h"
 #include "llmc/reference/embedding.h"
+#include "llmc/reference/fp8_group.h"
 #include "llmc/reference/gradient_sum.h"
 #include "llmc/reference/initialize.h"
 #include "llmc/reference/linear.h"
@@ -711,9 +712,17 @@ static void swiglu(Trainer *t, QTensor *h, const Real *gate_up) {
     swiglu_forward_reference(h->data, gate_up, t->d.R, t->d.F, t->rounding);
 }
 
-// Computes dgate_up from dh. Computes h again if it is shared: then it holds another layer's values.
+// Keeps gate and up for backward in FP8 (--fp8-activations): rounds them to the values of the codes.
+static void keep_gate_up(Trainer *t, int64_t l) {
+    if (options_keeps_fp8(t->o)) fp8_group_round(t->acts.layer[l].gate_up, t->d.R * 2 * t->d.F);
+}
+
+// Does nothing here: gate_up has the kept values already.
+static void restore_gate_up(Trainer *t, int64_t l) { (void)t, (void)l; }
+
+// Computes dgate_up from dh. Computes h again if it holds another layer's values, or if gate_up has changed.
 static void swiglu_backward(Trainer *t, QTensor *dgate_up, QTensor *h, const Real *dh, const Real *gate_up) {
-    if (options_recomputed(t->o).mlp) swiglu(t, h, gate_up);
+    if (options_recomputed(t->o).mlp || options_keeps_fp8(t->o)) swiglu(t, h, gate_up);
     swiglu_backward_reference(dgate_up->data, dh, gate_up, t->d.R, t->d.F, t->rounding);
 }
 
@@ -751,6 +760,7 @@ static void layer_forward(Trainer *t, int64_t l) {
     add_rmsnorm(t, &a->norm2, a->rstd2, a->x_mid, a->x, t->acts.branch, w.norm2);
     linear(t, a->gate_up, &a->norm2, &w.gate_up, NULL);
     swiglu(t, &a->h, a->gate_up);
+    keep_gate_up(t, l);
     linear(t, t->acts.branch, &a->h, &w.down, NULL);
 }
 
@@ -774,6 +784,7 @@ static void layer_backward(Trainer *t, int64_t l) {
     OutputGradients dy = layer_output_gradients(t, l), below = layer_output_gradients(t, l - 1);
     Real *dbranch = t->acts.dbranch;
     layer_recompute(t, l);
+    restore_gate_up(t, l);
 
     qtensor_ready(t, &dy.down);
     linear_dgrad(t, t->acts.dh, &dy.down, &w.down);

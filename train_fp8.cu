@@ -47,12 +47,6 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // The trainer and its memory
 
-// Rows of logits in memory at a time; LOGITS_FEW_ROWS where LOGITS_ROWS do not fit into memory that they can share
-// (logits_rows). Large chunks keep the GEMMs efficient: each chunk reads and writes lm_head's gradient once. Small
-// chunks save memory.
-#define LOGITS_ROWS 4096
-#define LOGITS_FEW_ROWS 2048
-
 // Numbers of the current step, in device memory.
 typedef struct {
     StepStats *stats;
@@ -82,13 +76,6 @@ typedef struct {
     Profile profile;
     char *memory;  // the arena
 } Trainer;
-
-// Returns the rows of logits in memory at a time: fewer if they can use the memory of gradients that are computed later
-// (fsdp_loss_span), and LOGITS_ROWS do not fit there.
-static int64_t logits_rows(const Trainer *t) {
-    const int64_t room = fsdp_loss_span(&t->fsdp), many = min_i64(t->d.R, LOGITS_ROWS);
-    return room && many * t->d.V > room ? min_i64(t->d.R, LOGITS_FEW_ROWS) : many;
-}
 
 static void place_statistics(Trainer *t, Arena *a) {
     arena_group(a, "statistics, tokens");
@@ -129,6 +116,7 @@ static void place_activations(Trainer *t, Arena *a) {
     ActivationsLayout layout = {};
     layout.dims = &t->d, layout.scales = &t->linears.scales;
     layout.recomputed = options_recomputed(t->o), layout.qk_norm = t->m.qk_norm;
+    layout.fp8_kept = options_keeps_fp8(t->o);
     layout.chunk = t->linears.head_rows;
     layout.layer_gradient_bytes = t->table.layer_size * (int64_t)sizeof(bf16);
     layout.fp8_weights = fsdp_casts_are_transient(f) ? fp8_weights : none;
@@ -195,16 +183,6 @@ static OutputGradients layer_output_gradients(const Trainer *t, int64_t l) {
     return activations_output_gradients(&t->acts, &t->linears.scales, l);
 }
 
-static AttentionDims attention_dims(const Trainer *t) {
-    const AttentionDims a = {t->d.B, t->d.T, t->d.NH, t->d.NKV, t->d.HD, t->o->deterministic};
-    return a;
-}
-
-static RopeDims rope_dims(const Trainer *t) {
-    const RopeDims r = {t->d.B, t->d.T, t->d.NH, t->d.NKV, t->d.HD, (float)t->m.rms_norm_eps};
-    return r;
-}
-
 // Returns where a norm whose input is bad (NonfiniteStep.forward) writes its number (nonfinite_norm): the step's
 // statistics, which are cleared before each step.
 static RmsnormWatch norm_watch(const Trainer *t, int64_t number) {
@@ -259,7 +237,8 @@ static void linear_wgrad(Trainer *t, const QTensor *dw, const QTensor *dy, const
 // QK-norm and RoPE. rotated may be qkv.
 static void qknorm_rope(Trainer *t, Real *rotated, const Real *qkv, const Real *q_norm, const Real *k_norm) {
     profile_bytes(&t->profile, "RoPE and QK-norm, forward",
-                  qknorm_rope_forward(rotated, qkv, q_norm, k_norm, t->acts.rope_table, rope_dims(t), t->stream));
+                  qknorm_rope_forward(rotated, qkv, q_norm, k_norm, t->acts.rope_table,
+                                      rope_dims(&t->d, t->m.rms_norm_eps), t->stream));
 }
 
 // Called when a tensor's data is complete: casts it for the FP8 GEMMs that read it.
@@ -271,7 +250,8 @@ static void qtensor_ready(Trainer *t, const QTensor *q) {
 
 static void attention(Trainer *t, QTensor *att, float *lse, const Real *rotated) {
     profile_mark(&t->profile, "attention, forward", PROFILE_FLOPS_BF16,
-                 attention_forward(att->data, lse, qtensor_produced_amax(att), rotated, attention_dims(t), t->stream));
+                 attention_forward(att->data, lse, qtensor_produced_amax(att), rotated,
+                                   attention_dims(&t->d, t->o->deterministic), t->stream));
     qtensor_ready(t, att);
 }
 
@@ -286,6 +266,19 @@ static void swiglu(Trainer *t, QTensor *h, const Real *gate_up) {
     QTensor row = *h;
     row.columnwise = NULL;
     qtensor_produce(&t->linears, &row, source, d->R, d->F);
+}
+
+// Keeps gate and up for backward in FP8 (--fp8-activations). All layers share one gate_up then.
+static void keep_gate_up(Trainer *t, int64_t l) {
+    if (!options_keeps_fp8(t->o)) return;
+    profile_bytes(&t->profile, "activations to FP8 and back",
+                  fp8_group_encode(t->acts.gate_up_fp8[l], t->acts.layer[l].gate_up, t->d.R * 2 * t->d.F, t->stream));
+}
+
+static void restore_gate_up(Trainer *t, int64_t l) {
+    if (!options_keeps_fp8(t->o)) return;
+    profile_bytes(&t->profile, "activations to FP8 and back",
+                  fp8_group_decode(t->acts.layer[l].gate_up, t->acts.gate_up_fp8[l], t->d.R * 2 * t->d.F, t->stream));
 }
 
 // Computes dgate_up from dh, and h again for the down projection's weight gradient. With current tensor scales one pass
@@ -318,7 +311,7 @@ static void attention_backward(Trainer *t, const QTensor *dqkv, const Real *datt
                                const QTensor *att, const float *lse) {
     profile_mark(&t->profile, "attention, backward", PROFILE_FLOPS_BF16,
                  attention_backward(dqkv->data, datt, rotated, att->data, lse, t->acts.attention_workspace,
-                                    attention_dims(t), t->stream));
+                                    attention_dims(&t->d, t->o->deterministic), t->stream));
 }
 
 // Turns dqkv, the gradient of rotated, into the gradient of qkv, in place.
@@ -326,8 +319,8 @@ static void qknorm_rope_backward(Trainer *t, const QTensor *dqkv, Real *dq_norm,
                                  const Real *q_norm, const Real *k_norm) {
     profile_bytes(&t->profile, "RoPE and QK-norm, backward",
                   qknorm_rope_backward(dqkv->data, dq_norm, dk_norm, qtensor_produced_amax(dqkv), q_norm ? qkv : NULL,
-                                       q_norm, k_norm, t->acts.rope_table, rope_dims(t), t->acts.reduce_workspace,
-                                       t->stream));
+                                       q_norm, k_norm, t->acts.rope_table, rope_dims(&t->d, t->m.rms_norm_eps),
+                                       t->acts.reduce_workspace, t->stream));
 }
 
 // dbias = sum of dy's rows. Does nothing without bias.
@@ -390,6 +383,7 @@ static void layer_forward(Trainer *t, int64_t l) {
     add_rmsnorm(t, &a->norm2, a->rstd2, a->x_mid, a->x, t->acts.branch, w.norm2);
     linear(t, a->gate_up, &a->norm2, &w.gate_up, NULL);
     swiglu(t, &a->h, a->gate_up);
+    keep_gate_up(t, l);
     linear(t, t->acts.branch, &a->h, &w.down, NULL);
 }
 
@@ -487,6 +481,7 @@ static void layer_backward(Trainer *t, int64_t l) {
     OutputGradients dy = layer_output_gradients(t, l), below = layer_output_gradients(t, l - 1);
     Real *dbranch = t->acts.dbranch;
     layer_recompute(t, l);
+    restore_gate_up(t, l);
 
     qtensor_ready(t, &dy.down);
     linear_dgrad(t, t->acts.dh, &dy.down, &w.down);
@@ -864,8 +859,10 @@ static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m
     fsdp_describe(&t->fsdp, &t->table, &t->precision, o, comm->world, comm->rank);
     offload_describe(&t->offload, o, &t->fsdp.plan, m->num_layers);
     t->d = model_dims(m, o->batch_size, o->sequence_length);
-    linears_describe(&t->linears, &t->precision, m, t->d.R, logits_rows(t), o, &t->profile);
+    linears_describe(&t->linears, &t->precision, m, t->d.R, logits_rows(&t->d, fsdp_loss_span(&t->fsdp)), o,
+                     &t->profile);
     t->acts.layer = (LayerActs *)xcalloc((size_t)t->d.L, sizeof(LayerActs));
+    t->acts.gate_up_fp8 = (Fp8Groups *)xcalloc((size_t)t->d.L, sizeof(Fp8Groups));
     Arena plan = {};
     place(t, &plan);
     return plan;
@@ -922,7 +919,7 @@ static void trainer_destroy(Trainer *t) {
     CUDA_CHECK(cudaStreamDestroy(t->stream));
     precision_free(&t->precision);
     parameter_table_free(&t->table);
-    free(t->acts.layer);
+    free(t->acts.layer), free(t->acts.gate_up_fp8);
 }
 
 // Called after initialization or a load has changed the weights: rounds bf16 weights from fp32 masters, finds the

@@ -7,7 +7,7 @@
 // A stand-in: 40 GiB of weights, gradients and moments over the ranks, 4 more for fp32 moments, 8 less for FP8 moments,
 // 8 more for fp32 masters, 4 more for FP16 masters, 2 less with --optimizer-in-backward, 10 for each sequence of a
 // batch, of which --recompute norm, attention, mlp and layer leave 9, 7, 5 and 1, and 6 for an FP8 weight cache.
-// --offload moments takes away 3.
+// --fp8-activations takes away 3 for each sequence, and --offload moments 3.
 static int64_t needed(const Options *o, const ModelConfig *m, const Comm *c) {
     static const int64_t sequence[] = {10, 9, 7, 5, 1};  // indexed by o->recompute
     (void)m;
@@ -16,7 +16,8 @@ static int64_t needed(const Options *o, const ModelConfig *m, const Comm *c) {
                   (o->optimizer_state == MOMENTS_COAT_STOCHASTIC ? 8 : 0);
     if (o->offload == OFFLOAD_MOMENTS) gib -= 3;
     if (o->sharding == SHARDING_FULL) gib /= c->shard_size;
-    gib += o->batch_size * sequence[o->recompute] + (o->fp8_weight_cache == ON ? 6 : 0);
+    gib +=
+        o->batch_size * (sequence[o->recompute] - (options_keeps_fp8(o) ? 3 : 0)) + (o->fp8_weight_cache == ON ? 6 : 0);
     return gib * GIB;
 }
 
@@ -85,6 +86,21 @@ static void test_single(void) {
     check_says("masters alone suffice", &c, "with --master-weights bf16 it needs 54.0 GiB");
     c = case_of(1, 50), c.options.master_weights = STORAGE_FP16;
     check_says("FP16 masters", &c, "with --master-weights bf16 it needs 50.0 GiB");
+}
+
+// FP8 activations cost less than recomputation that saves as much.
+static void test_fp8_activations(void) {
+    Case c = case_of(1, 47);
+    c.options.precision = PRECISION_FP8, c.options.grad_clip = 1;
+    check_says("FP8 activations suffice", &c, "with --fp8-activations on it needs 47.0 GiB, and a step takes about 3%");
+    c.available = 46;
+    check_says("with norms", &c, "with --recompute norm --fp8-activations on it needs 46.0 GiB");
+    c.available = 41;
+    check_says("gate and up are computed again", &c, "with --recompute layer it needs 41.0 GiB");
+    c.options.fp8_activations = ON, c.available = 46;
+    check_says("FP8 activations are on", &c, "with --recompute norm it needs 46.0 GiB");
+    c.options.precision = PRECISION_BF16, c.options.fp8_activations = OFF, c.available = 47;
+    check_says("not in bf16", &c, "with --recompute attention it needs 47.0 GiB");
 }
 
 static void test_combinations(void) {
@@ -168,6 +184,7 @@ static void test_ranks(void) {
 int main(void) {
     test_single();
     test_auto();
+    test_fp8_activations();
     test_combinations();
     test_backward();
     test_ranks();

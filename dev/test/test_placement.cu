@@ -187,7 +187,9 @@ static void list_layer(const Trainer *t, Moments m, int64_t l) {
         {"qkv", a->qkv, d->R * d->QKV * 2, shared.attention},
         {"att", att.data, d->R * d->ATT * 2, shared.attention},
         {"lse", a->lse, d->R * d->NH * 4, shared.attention},
-        {"gate_up", a->gate_up, d->R * d->F * 4, shared.mlp},
+        {"gate_up", a->gate_up, d->R * d->F * 4, shared.mlp || t->acts.gate_up_fp8[l].codes},
+        {"FP8 gate_up", t->acts.gate_up_fp8[l].codes, d->R * d->F * 2, false},
+        {"scales of FP8 gate_up", t->acts.gate_up_fp8[l].scales_inv, d->R * d->F * 2 / FP8_GROUP, false},
         {"norm1", norm1.data, d->R * d->C * 2, shared.norms},
         {"norm2", norm2.data, d->R * d->C * 2, shared.norms},
         {"columnwise norm1", norm1.columnwise, d->R * d->C, shared.norms},
@@ -356,6 +358,7 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
                 o.reduce_dtype = REDUCE_FP32, o.master_weights = STORAGE_FP32, o.optimizer_state = MOMENTS_FP32,
                 o.fp8_audit = 10, o.fp8_filter = recipe == RECIPE_BF16 ? "" : "first,down";
             else if (variant & 8) o.master_weights = STORAGE_FP16, o.optimizer_state = MOMENTS_MSAMP;
+            if (recipe < RECIPE_BF16 && o.recompute < RECOMPUTE_MLP) o.fp8_activations = variant & 1 ? ON : OFF;
             if (recipe == RECIPE_DELAYED) o.on_nonfinite = variant & 4 ? NONFINITE_SKIP : NONFINITE_STOP;
             char conflict[512];
             o.optimizer_in_backward = variant & 8;

@@ -201,6 +201,8 @@ typedef struct {
     int64_t count, weights;
 } Trained;
 
+static bool keeps_fp8;  // --fp8-activations of train_some
+
 static Trained train_some(int precision, int recipe, int recompute, int threads, int64_t micro_steps, int steps) {
     const int64_t B = 4, T = precision == PRECISION_FP8 ? 32 : 16;
     Options o = small_options(precision, B / micro_steps, T);
@@ -209,6 +211,7 @@ static Trained train_some(int precision, int recipe, int recompute, int threads,
     options_resolve(&o);
     ModelConfig m = precision == PRECISION_FP8 ? fp8_model() : odd_model(FAMILY_QWEN3);
     o.recompute = recompute, o.grad_accumulation_steps = micro_steps;
+    o.fp8_activations = keeps_fp8 ? ON : OFF;
     omp_set_num_threads(threads);
     Trainer t;
     trainer_create(&t, &o, &m);
@@ -239,6 +242,50 @@ static Trained train_some(int precision, int recipe, int recompute, int threads,
 
 static bool same_training(Trained a, Trained b) {
     return a.count == b.count && memcmp(a.values, b.values, (size_t)a.count * sizeof(float)) == 0;
+}
+
+// --fp8-activations changes gradients a little, and no forward pass: gate and up are rounded after it has read them.
+// Recomputing other parts changes nothing more.
+static void test_fp8_activations(int recipe) {
+    const char *name = recipe_row(recipe)->name;
+    Trained without = train_some(PRECISION_FP8, recipe, RECOMPUTE_NONE, 2, 1, 1);
+    keeps_fp8 = true;
+    Trained with = train_some(PRECISION_FP8, recipe, RECOMPUTE_NONE, 2, 1, 1),
+            again = train_some(PRECISION_FP8, recipe, RECOMPUTE_ATTENTION, 1, 1, 1);
+    keeps_fp8 = false;
+    const double change = fabs(with.values[with.weights] / without.values[with.weights] - 1);
+    CHECK(change > 1e-6 && change < 0.02, "%s: FP8 activations change the gradient norm by %g", name, change);
+    CHECK(same_training(with, again), "%s: --recompute attention changes bits with FP8 activations", name);
+    free(without.values), free(with.values), free(again.values);
+}
+
+// The rounded values of groups: at most half a unit in E4M3's last place from the values, exact in bf16, and equal if
+// they are rounded again.
+static void test_fp8_groups(void) {
+    enum { N = 5 * FP8_GROUP + 40 };
+    float x[N], rounded[N], twice[N];
+    for (int i = 0; i < N; i++) x[i] = bf16_round(rng_normal(4, (uint64_t)i) * ldexpf(1, i / FP8_GROUP * 20 - 50));
+    for (int i = 2 * FP8_GROUP; i < 3 * FP8_GROUP; i++) x[i] = 0;
+    x[3 * FP8_GROUP + 5] = INFINITY, x[4 * FP8_GROUP + 9] = NAN;
+    memcpy(rounded, x, sizeof x);
+    fp8_group_round(rounded, N);
+    memcpy(twice, rounded, sizeof x);
+    fp8_group_round(twice, N);
+    int far = 0, other = 0, not_bf16 = 0;
+    for (int i = 0; i < N; i++) {
+        const int group = i / FP8_GROUP;
+        float amax = 0;
+        for (int k = group * FP8_GROUP; k < N && k < (group + 1) * FP8_GROUP; k++) amax = fmaxf(amax, fabsf(x[k]));
+        if (group == 3 || group == 4) continue;
+        // the smallest numbers of a group are 2^-9 apart, its largest is between 224 and 448
+        far += !(fabsf(rounded[i] - x[i]) <= fmaxf(fabsf(x[i]) / 16, amax / 224 * 0x1p-10f));
+        other += rounded[i] != twice[i], not_bf16 += bf16_round(rounded[i]) != rounded[i];
+    }
+    CHECK(far == 0 && other == 0 && not_bf16 == 0, "%d are too far off, %d change again, %d are not bf16", far, other,
+          not_bf16);
+    CHECK(isinf(rounded[3 * FP8_GROUP + 5]) && isnan(rounded[4 * FP8_GROUP]) && isnan(rounded[4 * FP8_GROUP + 9]),
+          "an infinity stays, and a NaN makes its group NaN: %g, %g", (double)rounded[3 * FP8_GROUP + 5],
+          (double)rounded[4 * FP8_GROUP]);
 }
 
 static void test_invariance(int precision, int recipe) {
@@ -1098,6 +1145,8 @@ int main(int argc, char **argv) {
     test_invariance(PRECISION_FP32, RECIPE_BF16);
     test_invariance(PRECISION_BF16, RECIPE_BF16);
     for (int recipe = 0; recipe < NUM_RECIPES; recipe++) test_invariance(PRECISION_FP8, recipe);
+    for (int recipe = 0; recipe < NUM_RECIPES; recipe++) test_fp8_activations(recipe);
+    test_fp8_groups();
     test_delayed();
     test_delayed_skip();
     test_nonfinite();

@@ -294,6 +294,12 @@ static inline void options_fp8_conflict(const Options *o, char *message, size_t 
                        "--fp8-all-gather on: recipe %s scales rows or blocks of the whole weight, so weights are "
                        "gathered in bf16; leave it at auto",
                        recipe->name);
+    else if (o->fp8_activations == ON && (o->recompute == RECOMPUTE_MLP || o->recompute == RECOMPUTE_LAYER))
+        format_checked(
+            message, capacity,
+            "--fp8-activations on: with --recompute %s backward computes gate and up again, so that there is "
+            "nothing to keep in FP8; leave out one",
+            o->recompute == RECOMPUTE_MLP ? "mlp" : "layer");
     else if (o->fp8_fast_accum == FAST_ACCUM_ALL && !recipe->fast_accum)
         format_checked(message, capacity,
                        "--fp8-fast-accum all: the GEMMs of recipe %s have no fast accumulation; leave it out",
@@ -452,6 +458,11 @@ static inline Recomputed options_recomputed(const Options *o) {
     const Recomputed r = {layer, o->recompute != RECOMPUTE_NONE, layer || o->recompute == RECOMPUTE_ATTENTION,
                           layer || o->recompute == RECOMPUTE_MLP};
     return r;
+}
+
+// True if the outputs of gate and up are kept for backward in FP8 (base/fp8_group.h).
+static inline bool options_keeps_fp8(const Options *o) {
+    return o->precision == PRECISION_FP8 && o->fp8_activations == ON && !options_recomputed(o).mlp;
 }
 
 // True if the moments are FP8 codes in groups (coat.h).

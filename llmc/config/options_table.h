@@ -128,6 +128,9 @@ enum { FREE, MUST_MATCH };
          "these, and q, k, v and attention's output; mlp: the norms' outputs, gate and up; layer: all but each layer's " \
          "input; SwiGLU's output is computed again in any case; auto: the first of these, in this order, with which the " \
          "run fits its memory") \
+    CHOICE(fp8_activations, "fp8-activations", OFF, SWITCHES, FREE, \
+         "on: keep the outputs of gate and up for backward in FP8 (E4M3, a power-of-two scale for 128 values), which " \
+         "saves about a quarter of the memory of kept activations; off: in bf16") \
     FLAG(optimizer_in_backward, "optimizer-in-backward", \
          "update each layer's weights in the backward pass, as soon as its gradient is complete: gradients of one layer " \
          "(two with several ranks) and of the embedding and lm_head take memory, not those of the whole model; the " \

@@ -46,7 +46,9 @@ static inline double estimate_row_bytes(const ModelConfig *m, bool fp8) {
 // Seconds of AdamW on n parameters.
 static inline double estimate_optimizer(const Options *o, int64_t world, int64_t n) {
     const double moments = 2 * (double)options_moment_bytes(o, n), gradients = options_fp32_gradients(o, world) ? 4 : 2;
-    const double bytes = (double)n * (gradients + (o->master_weights == STORAGE_FP32 ? 10 : 4)) + moments;
+    const bool fp16 = o->master_weights == STORAGE_FP16;
+    double bytes = (double)n * (gradients + (o->master_weights == STORAGE_FP32 ? 10 : fp16 ? 6 : 4)) + moments;
+    if (options_tensor_scales(o)) bytes += (double)n * (gradients + (fp16 ? 2 : 0)) + moments / 2;  // the first pass
     return bytes * ESTIMATE_OPTIMIZER / estimate_gpu(o->gpu).bytes_per_second;
 }
 
@@ -81,6 +83,8 @@ static inline double estimate_passes(const Options *o, const ModelConfig *m, con
     double again = layers / 3 * gemms + (r.attention ? scores * 2 / 7 : 0);
     if (r.stream) again += elementwise / 3;
     else if (r.norms) again += norm_bytes * ESTIMATE_ELEMENTWISE / gpu.bytes_per_second;
+    const double groups = options_keeps_fp8(o) ? rows * (double)(m->num_layers * m->intermediate_size) * 12 : 0;
+    again += groups * ESTIMATE_OPTIMIZER / gpu.bytes_per_second;  // --fp8-activations: casts of gate and up, and back
     return layers + head + scores + elementwise + casts + again;
 }
 

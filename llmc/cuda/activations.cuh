@@ -8,6 +8,7 @@
 
 #include "attention.cuh"
 #include "column_sums.cuh"
+#include "fp8_group.cuh"
 #include "rmsnorm.cuh"
 #include "rope.cuh"
 #include "tensor_scales.cuh"
@@ -39,6 +40,7 @@ typedef struct {
 
 typedef struct {
     LayerActs *layer;           // [L]
+    Fp8Groups *gate_up_fp8;     // [L] --fp8-activations: what backward reads; all layers share one gate_up
     bool rotated_is_shared;     // with QK-norm: all layers share one `rotated`, which backward recomputes
     bf16 *branch;               // [R, C] output of attention or MLP before the residual add
     bf16 *x_final, *y_final;    // [R, C] residual stream after the last layer, and its RMSNorm
@@ -64,6 +66,7 @@ typedef struct {
     const Dims *dims;
     const TensorScales *scales;
     Recomputed recomputed;
+    bool fp8_kept;  // gate and up are kept in FP8
     bool qk_norm;
     int64_t chunk;  // rows of logits at a time
     // Memory of the layers' weight gradients. Activations use it until the gradients are written. Empty: not reused.
@@ -198,10 +201,13 @@ typedef struct {
 } OneLayer;
 
 // Places the activations of layer l that backward reads.
-static inline void place_kept(const ActivationsLayout *p, Arena *a, LayerActs *acts, int64_t l, const OneLayer *one) {
-    const Recomputed shared = p->recomputed, own = {!shared.stream, !shared.norms, !shared.attention, !shared.mlp};
+static inline void place_kept(const ActivationsLayout *p, Arena *a, LayerActs *acts, Fp8Groups *gate_up_fp8, int64_t l,
+                              const OneLayer *one) {
+    const Recomputed shared = p->recomputed,
+                     own = {!shared.stream, !shared.norms, !shared.attention, !shared.mlp && !p->fp8_kept};
     *acts = one->layer;
     place_layer_acts(p, a, acts, own, l, l + 1, &one->row);
+    if (p->fp8_kept) *gate_up_fp8 = fp8_group_place(a, p->dims->R * 2 * p->dims->F);
     acts->x = take_bf16(a, p->dims->R * p->dims->C);
     acts->h = one->h;
     acts->rotated = p->qk_norm ? one->rotated : acts->qkv;
@@ -242,9 +248,10 @@ static inline int64_t count_layers_outside(const ActivationsLayout *p, const One
     for (int64_t l = 0; l < L; l++) {
         Arena count;
         LayerActs acts;
+        Fp8Groups groups;
         memset(&count, 0, sizeof count);
         arena_group(&count, "");
-        place_kept(p, &count, &acts, l, one);
+        place_kept(p, &count, &acts, &groups, l, one);
         sizes[l] = count.used;
     }
     const int64_t outside = layers_outside(sizes, L, p->layer_gradient_bytes);
@@ -302,6 +309,7 @@ static inline void place_one_layer(const ActivationsLayout *p, Activations *acts
     }
     one->h = place_input(p, a, DOWN_PROJ, 0, d->L, &one->row);
     place_layer_acts(p, a, &one->layer, p->recomputed, 0, d->L, &one->row);
+    if (p->fp8_kept) one->layer.gate_up = take_bf16(a, d->R * 2 * d->F);
     acts->branch = take_bf16(a, d->R * d->C);
     one->rotated = p->qk_norm ? take_bf16(a, d->R * d->QKV) : NULL;
     place_inner_gradients(p, acts, a);
@@ -338,9 +346,9 @@ static inline ArenaRange place_logits_and_one_layer(const ActivationsLayout *p, 
     return in_span ? left : span;
 }
 
-// Places all activations; acts->layer [L] is allocated. The last layers' activations use the memory of the layers'
-// weight gradients. The activations of the first layers and of the loss use the free part of the embedding's gradient,
-// as far as they fit.
+// Places all activations; acts->layer [L] and acts->gate_up_fp8 [L] are allocated. The last layers' activations use the
+// memory of the layers' weight gradients. The activations of the first layers and of the loss use the free part of the
+// embedding's gradient, as far as they fit.
 static inline void activations_place(Activations *acts, const ActivationsLayout *p, Arena *a) {
     const Dims *d = p->dims;
     const ArenaRange nowhere = {0, 0};
@@ -355,9 +363,9 @@ static inline void activations_place(Activations *acts, const ActivationsLayout 
     const int64_t outside = count_layers_outside(p, &one);
     arena_group(a, "activations kept for backward");
     arena_reuse(a, p->layer_gradients);
-    for (int64_t l = outside; l < d->L; l++) place_kept(p, a, &acts->layer[l], l, &one);
+    for (int64_t l = outside; l < d->L; l++) place_kept(p, a, &acts->layer[l], &acts->gate_up_fp8[l], l, &one);
     arena_reuse(a, left);
-    for (int64_t l = 0; l < outside; l++) place_kept(p, a, &acts->layer[l], l, &one);
+    for (int64_t l = 0; l < outside; l++) place_kept(p, a, &acts->layer[l], &acts->gate_up_fp8[l], l, &one);
     acts->x_final = take_bf16(a, d->R * d->C);
     acts->y_final = take_bf16(a, d->R * d->C);
     acts->rstd_final = take_float(a, d->R);

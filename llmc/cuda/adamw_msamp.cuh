@@ -9,8 +9,6 @@
 #ifndef LLMC_ADAMW_MSAMP_CUH
 #define LLMC_ADAMW_MSAMP_CUH
 
-#include <cuda_fp16.h>
-
 #include "adamw.cuh"
 
 typedef enum { MSAMP_WEIGHTS_BF16, MSAMP_WEIGHTS_FP32, MSAMP_WEIGHTS_FP16 } MsampWeights;
@@ -47,10 +45,6 @@ typedef struct {
     MsampPair moments[8];
 } Msamp8;
 
-__device__ static inline float msamp_half_to_float(uint32_t bits) {
-    return __half2float(__ushort_as_half((unsigned short)bits));
-}
-
 // Returns the bits of x in FP16. Finite values saturate, as fp16_from_float's.
 __device__ static inline uint32_t msamp_half_bits(float x) {
     return __half_as_ushort(__float2half_rn(fminf(fmaxf(x, -FP16_MAX), FP16_MAX)));
@@ -61,7 +55,7 @@ __device__ static inline void msamp_load_halves(float out[8], const fp16_bits *p
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int k = 0; k < 4; k++)
-        out[2 * k] = msamp_half_to_float(words[k] & 0xffffu), out[2 * k + 1] = msamp_half_to_float(words[k] >> 16);
+        out[2 * k] = half_bits_to_float(words[k] & 0xffffu), out[2 * k + 1] = half_bits_to_float(words[k] >> 16);
 }
 
 __device__ static inline void msamp_store_halves(fp16_bits *p, const float x[8]) {
@@ -69,22 +63,6 @@ __device__ static inline void msamp_store_halves(fp16_bits *p, const float x[8])
 #pragma unroll
     for (int k = 0; k < 4; k++) words[k] = msamp_half_bits(x[2 * k]) | msamp_half_bits(x[2 * k + 1]) << 16;
     *(uint4 *)p = make_uint4(words[0], words[1], words[2], words[3]);
-}
-
-// Decodes 8 E4M3 codes: FP16 holds all their values.
-__device__ static inline void msamp_load_codes(float out[8], const void *p) {
-    const uint2 v = *(const uint2 *)p;
-#pragma unroll
-    for (int k = 0; k < 8; k += 2) {
-        const uint32_t pair = (k < 4 ? v.x : v.y) >> (8 * (k % 4)) & 0xffffu;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-        out[k] = fp8_to_float((uint8_t)pair, FP8_E4M3), out[k + 1] = fp8_to_float((uint8_t)(pair >> 8), FP8_E4M3);
-#else
-        uint32_t halves;
-        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((uint16_t)pair));
-        out[k] = msamp_half_to_float(halves & 0xffffu), out[k + 1] = msamp_half_to_float(halves >> 16);
-#endif
-    }
 }
 
 // Loads the stored moments of 8 elements and, if with_weights, their weights.
@@ -95,7 +73,7 @@ __device__ static inline void msamp_load(Msamp8 *e, const AdamwArrays &a, int64_
     if (FP32_MOMENTS) {
         adamw_load<true>(m, a.exp_avg, i), adamw_load<true>(v, a.exp_avg_sq, i);
     } else {
-        msamp_load_codes(m, (const uint8_t *)a.exp_avg + i);
+        fp8x8_to_floats(m, *(const uint2 *)((const uint8_t *)a.exp_avg + i));
         msamp_load_halves(v, (const fp16_bits *)a.exp_avg_sq + i);
     }
 #pragma unroll
@@ -148,7 +126,7 @@ __device__ static inline Bf16x8 msamp_store_weights(const AdamwArrays &a, int64_
             msamp_store_halves(a.scaled.master + i, weight);
 #pragma unroll
             for (int j = 0; j < 8; j++)
-                weight[j] = __fmul_rn(msamp_half_to_float(msamp_half_bits(weight[j])), t.new_master_scale_inv);
+                weight[j] = __fmul_rn(half_bits_to_float(msamp_half_bits(weight[j])), t.new_master_scale_inv);
         }
         rounded = bf16x8_pack(weight);
     }

@@ -2,8 +2,7 @@
 #ifndef LLMC_ATTENTION_DIMS_H
 #define LLMC_ATTENTION_DIMS_H
 
-#include <stdbool.h>
-#include <stdint.h>
+#include "../config/model_config.h"
 
 // qkv is [B, T, (NH + 2*NKV) * HD] bf16: for each token all query heads, then all key heads, then all value heads.
 // Query head h reads key/value head h / (NH / NKV).
@@ -13,5 +12,10 @@ typedef struct {
     int64_t HD;          // head dimension: 64 or 128
     bool deterministic;  // backward gives equal bits in every run
 } AttentionDims;
+
+static inline AttentionDims attention_dims(const Dims *d, bool deterministic) {
+    const AttentionDims a = {d->B, d->T, d->NH, d->NKV, d->HD, deterministic};
+    return a;
+}
 
 #endif

@@ -4,6 +4,7 @@
 #define LLMC_CUDA_UTILS_CUH
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <limits.h>
 
@@ -248,6 +249,25 @@ __device__ static inline uint32_t fp8x2_from_floats(float low, float high) {
 template <Fp8Format FORMAT>
 __device__ static inline uint32_t fp8x4_from_floats(const float x[4]) {
     return fp8x2_from_floats<FORMAT>(x[0], x[1]) | fp8x2_from_floats<FORMAT>(x[2], x[3]) << 16;
+}
+
+__device__ static inline float half_bits_to_float(uint32_t bits) {
+    return __half2float(__ushort_as_half((unsigned short)bits));
+}
+
+// Decodes 8 E4M3 codes, by way of FP16, which holds all their values.
+__device__ static inline void fp8x8_to_floats(float out[8], uint2 codes) {
+#pragma unroll
+    for (int k = 0; k < 8; k += 2) {
+        const uint32_t pair = (k < 4 ? codes.x : codes.y) >> (8 * (k % 4)) & 0xffffu;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+        out[k] = fp8_to_float((uint8_t)pair, FP8_E4M3), out[k + 1] = fp8_to_float((uint8_t)(pair >> 8), FP8_E4M3);
+#else
+        uint32_t halves;
+        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((uint16_t)pair));
+        out[k] = half_bits_to_float(halves & 0xffffu), out[k + 1] = half_bits_to_float(halves >> 16);
+#endif
+    }
 }
 
 #endif

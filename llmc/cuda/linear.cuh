@@ -24,6 +24,17 @@ typedef struct {
     Profile *profile;
 } Linears;
 
+// Rows of logits in memory at a time. Large chunks keep the GEMMs efficient: each chunk reads and writes lm_head's
+// gradient once. Small chunks save memory.
+enum { LOGITS_ROWS = 4096, LOGITS_FEW_ROWS = 2048 };
+
+// Returns the rows of logits in memory at a time. `room`: logits that fit into the memory of gradients that are
+// computed later, or 0. The rows are fewer if that has room for some, but not for LOGITS_ROWS.
+static inline int64_t logits_rows(const Dims *d, int64_t room) {
+    const int64_t many = min_i64(d->R, LOGITS_ROWS);
+    return room && many * d->V > room ? min_i64(d->R, LOGITS_FEW_ROWS) : many;
+}
+
 // Describes the linear layers over R rows. linears_place and linears_plan must follow before use.
 static inline void linears_describe(Linears *ln, const Precision *p, const ModelConfig *m, int64_t R, int64_t head_rows,
                                     const Options *o, Profile *profile) {

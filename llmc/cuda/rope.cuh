@@ -18,6 +18,11 @@ typedef struct {
     float eps;  // epsilon of QK-norm
 } RopeDims;
 
+static inline RopeDims rope_dims(const Dims *d, double eps) {
+    const RopeDims r = {d->B, d->T, d->NH, d->NKV, d->HD, (float)eps};
+    return r;
+}
+
 // A block of 256 threads takes 4 tokens at a time, 64 threads each. HD/16 neighbouring lanes share a head: lane j holds
 // elements 8j .. 8j + 7 of both halves, so it has both members of each rotated pair. A group of lanes loops over the
 // token's heads and keeps its cosines and sines.

@@ -23,6 +23,7 @@ typedef struct {
 enum {
     FIT_RECOMPUTE = 6,  // the changes to --recompute norm, attention, mlp, layer
     FIT_IN_BACKWARD = FIT_RECOMPUTE + RECOMPUTE_LAYER,
+    FIT_FP8_ACTIVATIONS,  // after those to --recompute
     FIT_OFFLOAD,
     FIT_CHANGES,
     FIT_MOST_RANKS = 1024
@@ -76,6 +77,10 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
         if (!memory_fit_may_update_early(o)) return false;
         o->optimizer_in_backward = true;
         return format_checked(words, capacity, " --optimizer-in-backward"), true;
+    case FIT_FP8_ACTIVATIONS:
+        if (o->precision != PRECISION_FP8 || o->fp8_activations == ON || options_recomputed(o).mlp) return false;
+        o->fp8_activations = ON;
+        return format_checked(words, capacity, " --fp8-activations on"), true;
     case FIT_OFFLOAD:
         if (o->offload == OFFLOAD_MOMENTS || options_tensor_scales(o)) return false;
         o->offload = OFFLOAD_MOMENTS;
@@ -87,14 +92,14 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
 // The cost of each change. `percent` is an estimate of the time that it adds to a step, from llama3.1-8b in FP8 on one
 // H200 (docs/RESULTS.md): an FP8 weight cache gains 0.7% at most, batch 1 takes 28% more time than batch 4,
 // --recompute norm, attention, mlp and layer add 1%, 9%, 10% and 20% at T 8192 and 2%, 6%, 13% and 17% at T 2048,
-// --optimizer-in-backward adds 2% at most, and coat-stochastic 3% at T 8192. `price` orders the combinations. bf16
-// moments and weights cost no time but change how numbers are rounded, so they have a higher price than the options
-// that cost at most 1% of time. FP8 moments come late, and offloading comes last: how long its copies take depends on
-// much.
+// --optimizer-in-backward adds 2% at most, --fp8-activations 3%, and coat-stochastic 3% at T 8192. `price` orders the
+// combinations. bf16 moments and weights cost no time but change how numbers are rounded, so they have a higher price
+// than the options that cost at most 1% of time. FP8 moments come late, and offloading comes last: how long its copies
+// take depends on much.
 static const struct {
     int price, percent;
-} memory_fit_costs[FIT_CHANGES] = {{1, 1}, {1, 1}, {100, 3}, {2, 0},   {3, 0}, {28, 28},
-                                   {2, 2}, {9, 9}, {13, 13}, {20, 20}, {1, 1}, {1000, 0}};
+} memory_fit_costs[FIT_CHANGES] = {{1, 1}, {1, 1},   {100, 3}, {2, 0}, {3, 0}, {28, 28}, {2, 2},
+                                   {9, 9}, {13, 13}, {20, 20}, {1, 1}, {4, 3}, {1000, 0}};
 
 // Returns the bytes that a rank of `world` needs with these options.
 static inline int64_t memory_fit_bytes(const MemoryFit *f, const Options *o, int64_t world) {
