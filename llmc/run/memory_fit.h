@@ -20,8 +20,15 @@ typedef struct {
     bool ranks_help;    // true: each additional rank would have as many bytes
 } MemoryFit;
 
+// The changes, in the order in which they are made.
 enum {
-    FIT_RECOMPUTE = 6,  // the changes to --recompute norm, attention, mlp, layer
+    FIT_WEIGHT_CACHE_OFF,
+    FIT_FULL_SHARDING,
+    FIT_COAT,
+    FIT_BF16_MOMENTS,
+    FIT_BF16_WEIGHTS,
+    FIT_BATCH_1,
+    FIT_RECOMPUTE,  // the changes to --recompute norm, attention, mlp, layer
     FIT_IN_BACKWARD = FIT_RECOMPUTE + RECOMPUTE_LAYER,
     FIT_FP8_ACTIVATIONS,  // after those to --recompute
     FIT_OFFLOAD,
@@ -42,32 +49,41 @@ static inline bool memory_fit_may_update_early(const Options *o) {
            o->grad_accumulation_steps == 1;
 }
 
+// Changes the dtype of the optimizer's states, as memory_fit_change.
+static inline bool memory_fit_change_states(Options *o, int change, char *words, size_t capacity) {
+    if (o->precision == PRECISION_FP32) return false;
+    switch (change) {
+    case FIT_COAT:
+        if (o->optimizer_state != MOMENTS_BF16 && o->optimizer_state != MOMENTS_FP32) return false;
+        o->optimizer_state = MOMENTS_COAT_STOCHASTIC;
+        return format_checked(words, capacity, " --optimizer-state coat-stochastic"), true;
+    case FIT_BF16_MOMENTS:
+        if (o->optimizer_state != MOMENTS_FP32) return false;
+        o->optimizer_state = MOMENTS_BF16;
+        return format_checked(words, capacity, " --optimizer-state bf16"), true;
+    default:
+        if (options_bf16_weights(o)) return false;
+        o->master_weights = STORAGE_BF16;
+        return format_checked(words, capacity, " --master-weights bf16"), true;
+    }
+}
+
 // Changes one option to a value that takes less memory, and writes the option as a user gives it. False if the run has
 // it already, or cannot have it.
 static inline bool memory_fit_change(Options *o, const Comm *c, int change, char *words, size_t capacity) {
-    const bool fp32 = o->precision == PRECISION_FP32;
     switch (change) {
-    case 0:
+    case FIT_WEIGHT_CACHE_OFF:
         if (o->fp8_weight_cache == OFF) return false;
         o->fp8_weight_cache = OFF;
         return format_checked(words, capacity, " --fp8-weight-cache off"), true;
-    case 1:
+    case FIT_FULL_SHARDING:
         if (c->world == 1 || o->sharding == SHARDING_FULL) return false;
         o->sharding = SHARDING_FULL, o->shard_size = 0;
         return format_checked(words, capacity, " --sharding full"), true;
-    case 2:
-        if ((o->optimizer_state != MOMENTS_BF16 && o->optimizer_state != MOMENTS_FP32) || fp32) return false;
-        o->optimizer_state = MOMENTS_COAT_STOCHASTIC;
-        return format_checked(words, capacity, " --optimizer-state coat-stochastic"), true;
-    case 3:
-        if (o->optimizer_state != MOMENTS_FP32 || fp32) return false;
-        o->optimizer_state = MOMENTS_BF16;
-        return format_checked(words, capacity, " --optimizer-state bf16"), true;
-    case 4:
-        if (options_bf16_weights(o) || fp32) return false;
-        o->master_weights = STORAGE_BF16;
-        return format_checked(words, capacity, " --master-weights bf16"), true;
-    case 5:
+    case FIT_COAT:
+    case FIT_BF16_MOMENTS:
+    case FIT_BF16_WEIGHTS: return memory_fit_change_states(o, change, words, capacity);
+    case FIT_BATCH_1:
         if (o->batch_size == 1) return false;
         o->grad_accumulation_steps *= o->batch_size, o->batch_size = 1;
         return format_checked(words, capacity, " --batch-size 1 --grad-accumulation-steps %lld",
@@ -98,8 +114,21 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
 // take depends on much.
 static const struct {
     int price, percent;
-} memory_fit_costs[FIT_CHANGES] = {{1, 1}, {1, 1},   {100, 3}, {2, 0}, {3, 0}, {28, 28}, {2, 2},
-                                   {9, 9}, {13, 13}, {20, 20}, {1, 1}, {4, 3}, {1000, 0}};
+} memory_fit_costs[FIT_CHANGES] = {
+    {1, 1},     // FIT_WEIGHT_CACHE_OFF
+    {1, 1},     // FIT_FULL_SHARDING
+    {100, 3},   // FIT_COAT
+    {2, 0},     // FIT_BF16_MOMENTS
+    {3, 0},     // FIT_BF16_WEIGHTS
+    {28, 28},   // FIT_BATCH_1
+    {2, 2},     // FIT_RECOMPUTE: norm
+    {9, 9},     // attention
+    {13, 13},   // mlp
+    {20, 20},   // layer
+    {1, 1},     // FIT_IN_BACKWARD
+    {4, 3},     // FIT_FP8_ACTIVATIONS
+    {1000, 0},  // FIT_OFFLOAD
+};
 
 // Returns the bytes that a rank of `world` needs with these options.
 static inline int64_t memory_fit_bytes(const MemoryFit *f, const Options *o, int64_t world) {
