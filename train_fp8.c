@@ -55,8 +55,8 @@
 // A value that is bf16 on the GPU. Here it is an fp32 number, rounded to bf16 with --precision bf16 and fp8.
 typedef float Real;
 
-// A tensor that a GEMM reads: an input, an output's gradient or a weight of a linear layer. GEMMs cast it by its
-// recipe.
+// A tensor that a GEMM reads: an input, an output's gradient or a weight of a linear layer. Each GEMM casts it anew, by
+// the recipe of that linear layer.
 typedef struct {
     Real *data;            // [rows, cols]; NULL if only codes are here
     const uint8_t *codes;  // FP8 codes of a weight that was gathered in FP8; else NULL

@@ -66,7 +66,8 @@ check_memory() {
     echo "memory: $((needed / 1024)) of $((smallest / 1024)) GiB on each GPU"
 }
 
-# Prints the run's estimated cost and disk space. Fails if the disk has too little. The estimate assumes an MFU of 50%;
+# Prints an estimate of the run's GPU hours, and of their price if PRICE is set, then the disk space that checkpoints
+# need. Ends the script if the disk has less, except with --dry-run. The hours are those of an H200 at an MFU of 50%;
 # large models in FP8 are faster.
 print_cost() {
     # awk's output goes into $text because awk fails on a closed pipe, and its status means "too little space".

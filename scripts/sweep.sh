@@ -40,7 +40,8 @@ Start the sweep again to continue it: finished runs (log.jsonl ends with the sum
 has finished, the trainer, its options, the number of steps and the data cannot change. Ctrl-C or SIGTERM stops the
 current run, which starts from the beginning next time. The sweep continues if the reader of its output goes away.
 
-Exit status 0: every run finished, ran out of memory or was skipped because there are too few GPUs. 1: a run failed.
+Exit status 0: every run finished, ran out of memory or was skipped because there are too few GPUs. 1: a run failed,
+this GPU or trainer cannot do a run, or the command is wrong. 128 plus the signal's number: a signal stopped the sweep.
 END
 }
 

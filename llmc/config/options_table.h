@@ -77,7 +77,7 @@ enum { FREE, MUST_MATCH };
     INT(batch_size, "batch-size", 1, 1, 65535, FREE, "sequences per rank and micro-step (B)") \
     INT(grad_accumulation_steps, "grad-accumulation-steps", 1, 1, 1 << 20, FREE, "micro-steps per optimizer step") \
     INT(num_steps, "num-steps", 100, 1, 1000000000, FREE, "optimizer steps of the whole run") \
-    INT(seed, "seed", 42, 0, 4294967295.0, MUST_MATCH, "seed of initial weights, data order and samples") \
+    INT(seed, "seed", 42, 0, 4294967295.0, MUST_MATCH, "seed of initial weights, order of the data and generated text") \
     INT(rounding_seed, "rounding-seed", -1, -1, 4294967295.0, MUST_MATCH, \
          "seed of stochastic rounding; runs that differ in it alone show how far rounding moves a loss; -1: the " \
          "value of --seed") \

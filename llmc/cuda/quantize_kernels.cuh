@@ -103,8 +103,8 @@ __device__ static inline void store_tile_columns(uint8_t *col, const uint32_t (*
     }
 }
 
-// Casts one thread's 4 rows x 8 columns: codes go to the rowwise data and, transposed, to shared memory. `group` is 0
-// or 1.
+// Casts one thread's 4 rows x 8 columns: codes go to the rowwise data and, transposed, to shared memory. `group` is the
+// half of the tile that has these rows: 0 is the upper 64 rows, 1 the lower 64.
 template <class Source, Fp8Format FORMAT, bool DELAYED>
 __device__ static inline void quantize_group(uint32_t (*tile)[CAST_TILE][CAST_WORDS], const Source &source,
                                              const QTensor &out, float scale, const typename Source::Raw raw[4],
@@ -130,7 +130,8 @@ __device__ static inline void quantize_group(uint32_t (*tile)[CAST_TILE][CAST_WO
 }
 
 // Blocks process the tiles from the last to the first, because the end of the tensor that the amax pass read is still
-// in L2. The cast of a source with AMAX is itself an amax pass, and goes from first to last.
+// in L2. A source with AMAX goes from the first to the last: its cast is also the amax pass of another tensor, whose
+// cast comes next and begins at the end.
 template <class Source, Fp8Format FORMAT, bool DELAYED>
 static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS)
     quantize_transpose_kernel(const Source source, const QTensor out, int64_t R, int64_t C) {

@@ -176,7 +176,7 @@ typedef struct {
 } MeshPart;
 
 typedef struct {
-    int64_t collective, bytes;  // a number that names the collective
+    int64_t collective, bytes;  // a number that names the collective; bytes of data after the header
 } MeshHeader;
 
 // The progress of one part: headers count as its first bytes.
@@ -186,7 +186,7 @@ typedef struct {
     int64_t sent, received;
 } MeshTransfer;
 
-// Ends the run: the connection to a rank is broken, or it is in another collective.
+// Ends the run: the connection to a rank is broken, or the rank sent the header of another collective or size.
 __attribute__((noreturn)) static inline void mesh_lost(Mesh *m, const MeshPeer *p, const char *what, int error) {
     mesh_await_notice(m, MESH_NOTICE_SECONDS);
     const long long rank = p - m->peers;
@@ -196,7 +196,8 @@ __attribute__((noreturn)) static inline void mesh_lost(Mesh *m, const MeshPeer *
     if (error)
         die_with(EXIT_LOST, "rank %lld on %s cannot be reached any more (%s); this rank waits for it in %s", rank,
                  p->host, strerror(error), what);
-    die("rank %lld on %s is in another collective than this rank, which is in %s", rank, p->host, what);
+    die("rank %lld on %s is in another collective, or in one with other sizes, than this rank, which is in %s", rank,
+        p->host, what);
 }
 
 // Moves bytes of one direction of a part: the header, then the data. Returns false with errno if the connection breaks.

@@ -1,4 +1,4 @@
-// Adds up what the time and the energy of a run were spent on, for the summary.
+// Splits the time of a run by purpose, and computes its goodput, for the summary.
 #ifndef LLMC_GOODPUT_H
 #define LLMC_GOODPUT_H
 
