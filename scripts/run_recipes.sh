@@ -65,7 +65,8 @@ model=${model%/}
 out=${out:-log/recipes_${model##*/}}
 tenth=$(((num_steps + 9) / 10))
 
-# Runs the precisions $1. Ends the script if the sweep made no table. A failed run has its row in the table.
+# Trains with each of the precisions $1. If a run fails, its row of the table says so and the script goes on. If the
+# sweep itself fails, the script ends.
 sweep() {
     local status
     rm -f "$out/table.txt"

@@ -36,8 +36,9 @@ static void check_index(const char *label, const int32_t *index, const int32_t *
           (long long)bad, (long long)seen, (long long)kept);
 }
 
-// Checks that the parts of `shard_size` ranks together are the whole gradient, to the bit. table and want [V, C] are
-// the gradient before and after, on the device like dx [R, C].
+// Updates the gradient in parts, as `shard_size` ranks do, and checks that the parts together are `want` to the bit.
+// table [V, C] is the gradient before the update. want [V, C] is the gradient after an update in one part. Both are on
+// the device, like dx [R, C].
 static void check_parts(const char *label, const bf16 *table, const bf16 *want, const bf16 *dx, const int32_t *tokens,
                         int64_t R, int64_t C, int64_t V, int64_t shard_size) {
     // This is the slice size of shard_plan.h.
@@ -94,7 +95,7 @@ static void check_case(int64_t R, int64_t C, int64_t V, int kind) {
     for (void *p : host) free(p);
 }
 
-// A table of more than 2^31 elements; reads and writes its last rows.
+// Checks a table of more than 2^31 elements: looks up rows near its end, and adds gradients to them.
 static void check_large(void) {
     const int64_t C = 16384, V = (1ll << 31) / C + 64, R = 8;
     int32_t tokens[8], index[3 * 8 + 2];

@@ -139,7 +139,7 @@ static size_t mutate(uint64_t run, uint8_t *data) {
     return size;
 }
 
-// ---- when a run fails
+// ---- failures: a line says how to repeat the run
 
 static void replay_report(void) {
     const unsigned long long run = replay()->run;
@@ -153,6 +153,8 @@ static void replay_signal(int number) {
     replay_report();
     _exit(1);
 }
+
+// ---- runs and seeds
 
 static void replay_runs(uint64_t runs, uint64_t first) {
     static uint8_t data[REPLAY_CAPACITY];

@@ -166,7 +166,7 @@ static void check_granularity(int64_t R, int64_t C, TensorUsage copy, ScaleGranu
           "%s: %.0f elements, %.0f flushed, %.0f saturated; want %.0f, %.0f, 0", what, s.count, s.flushed, s.saturated,
           want.count, want.flushed);
     CHECK(s.flushed > 0 || format == FP8_E5M2, "%s: no value is small enough to be flushed", what);
-    // The order of sums differs: at most 52,800 additions of 2^-53 each.
+    // The order of sums differs: at most 52,800 additions, each with a relative error of at most 2^-53.
     CHECK(fabs(s.signal - want.signal) <= 6e-12 * want.signal && fabs(s.noise - want.noise) <= 6e-12 * want.noise,
           "%s: signal %.17g, noise %.17g; want %.17g, %.17g", what, s.signal, s.noise, want.signal, want.noise);
     CHECK(s.amax == want.amax && s.scale_max == want.scale_max && s.scale_inv_max == want.scale_inv_max,

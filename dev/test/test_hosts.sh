@@ -197,7 +197,8 @@ begin() {
 # True if no rank is left on the hosts.
 all_ended() { [ -z "$(for host in "$@"; do processes "$host" train_fp8; done)" ]; }
 
-# Sets `last` to the newest step that run $1 saved, and removes the checkpoints after step 2, so that runs go on there.
+# Sets `last` to the newest step that run $1 saved. Keeps only the checkpoint of step 2 in NAME-ck and NAME-copy, so
+# that runs go on there. NAME-all gets all checkpoints.
 keep_second() {
     last=$(ls "$ROOM/$1-ck" | grep -E '^step-[0-9]{8}$' | tail -n 1)
     cp -r "$ROOM/$1-ck" "$ROOM/$1-all"
@@ -244,7 +245,7 @@ check "lost: the run goes on on 2 ranks of one host" train fewer-one a:2 $fewer 
 same_steps fewer fewer-one 1
 check "lost: both go on after step 2" equal "$(steps fewer | head -n 1 | cut -d' ' -f1)" 3
 
-# ---- The same faults without mpirun.
+# ---- A killed rank and a lost host, without mpirun.
 
 meeting="--num-steps 1000000 --batch-size 2 --checkpoint-every 2 --keep-checkpoints 1000000 --checkpoint-dir"
 ip link set v-b up

@@ -165,8 +165,10 @@ static void test_sharded(void) {
         {"{\"weight_map\": {\"a.weight\": \"..\"}}", "name of a file in the same folder"},
         {"{\"weight_map\": {\"a.weight\": \"\"}}", "name of a file in the same folder"},
         {"{\"weight_map\": {\"a.weight\": \"none.safetensors\"}}", "No such file"},
-        {"{\"weight_map\": {\"a.weight\": \"set-00002-of-00003.safetensors\"}}", "tensor a.weight is not in set-00002"},
-        {"{\"weight_map\": {\"zzz\": \"set-00001-of-00003.safetensors\"}}", "tensor zzz is not in set-00001"},
+        {"{\"weight_map\": {\"a.weight\": \"set-00002-of-00003.safetensors\"}}",
+         "puts tensor a.weight in set-00002-of-00003.safetensors, which does not hold it"},
+        {"{\"weight_map\": {\"zzz\": \"set-00001-of-00003.safetensors\"}}",
+         "puts tensor zzz in set-00001-of-00003.safetensors, which does not hold it"},
         {"{\"weight_map\"", "expected ':'"}};
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         write_bytes("bad.safetensors.index.json", bad[i][0], strlen(bad[i][0]));

@@ -35,8 +35,8 @@
 // Indexed by 16 k - 1.
 typedef struct {
     float value[COAT_POWERS][COAT_CODES + 1];      // |x| / max of each code, and of the one after the last
-    float threshold[COAT_POWERS][COAT_CODES + 1];  // from this |x| / max on, rounding to nearest gives the code or more
-    float range[COAT_POWERS];                      // largest max / min for which this k may be used
+    float threshold[COAT_POWERS][COAT_CODES + 1];  // smallest |x| / max that is rounded to the code or a larger one
+    float range[COAT_POWERS];                      // largest max / min of a group that may use this k
 } CoatTables;
 
 static inline void coat_tables_fill(CoatTables *t) {

@@ -286,7 +286,8 @@ static inline bool safetensors_add_indexed(Safetensors *st, const char *folder, 
         const Safetensor *t = safetensors_find(st, entry->key);
         format_checked(path, sizeof path, "%s/%s", folder, entry->text);
         if (!t || strcmp(st->files[t->file].path, path) != 0)
-            return fail(failure, "%s: tensor %.200s is not in %s", index->source, entry->key, entry->text);
+            return fail(failure, "%s: weight_map puts tensor %.200s in %s, which does not hold it", index->source,
+                        entry->key, entry->text);
     }
     return true;
 }

@@ -188,7 +188,8 @@ enum { FREE, MUST_MATCH };
          "seconds without progress after which a stuck rank ends the run and is named; 4 times that while " \
          "loading, saving and exporting files; a sixth of it, but at least 10, for a rank that does not respond at all") \
     GROUP("plan (--dry-run)") \
-    INT(world_size, "world-size", 0, 0, 1 << 20, FREE, "with --dry-run: number of ranks to plan for, without mpirun") \
+    INT(world_size, "world-size", 0, 0, 1 << 20, FREE, \
+         "with --dry-run: number of ranks to plan for, without mpirun; 0: the ranks that were started") \
     INT(ranks_per_host, "ranks-per-host", 8, 1, 1 << 20, FREE, \
          "with --dry-run: ranks of one host, to tell traffic within hosts from traffic between hosts") \
     REAL(network_gbps, "network-gbps", 0, 0, 1e9, FREE, \

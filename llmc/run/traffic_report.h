@@ -1,4 +1,6 @@
-// --dry-run: the traffic of an optimizer step by link, and an estimate of its time, as text and as JSON.
+// --dry-run: bytes that a step brings to a rank, and over the network to a host; an estimate of the step's time.
+//
+// The report is printed as text or as JSON.
 #ifndef LLMC_TRAFFIC_REPORT_H
 #define LLMC_TRAFFIC_REPORT_H
 
@@ -53,10 +55,9 @@ static inline void traffic_print_estimate(const TrafficFacts *f, const Traffic *
     const TokenFlops flops = flops_per_token(f->table, f->model, o->sequence_length, f->precision);
     char mfu[32] = "";
     if (peak > 0) format_checked(mfu, sizeof mfu, ", mfu %.1f%%", 100 * flops_mfu(flops, tokens, peak));
-    printf(
-        "estimate of a step: %.1f ms, %.0f tok/s a rank%s: own work %.1f ms, communication %.1f ms, of which %.1f ms "
-        "add to the step\n",
-        e.total * 1e3, tokens, mfu, e.work * 1e3, e.exchange * 1e3, (e.total - e.work) * 1e3);
+    printf("estimate of a step: %.1f ms, %.0f tok/s a rank%s: a rank's computation takes %.1f ms; communication takes "
+           "%.1f ms and adds %.1f ms\n",
+           e.total * 1e3, tokens, mfu, e.work * 1e3, e.exchange * 1e3, (e.total - e.work) * 1e3);
 }
 
 // Prints the traffic of several ranks, and the estimate.
@@ -81,7 +82,8 @@ static inline void traffic_print(const TrafficFacts *f) {
     traffic_print_estimate(f, &t);
 }
 
-// Adds "ranks_per_host", "traffic", an array of collectives in bytes, and "estimate". The last two may be null.
+// Adds three members: "ranks_per_host"; "traffic", an array with the bytes of each collective; and "estimate". Each of
+// the last two may be null.
 static inline void traffic_json(JsonText *out, const TrafficFacts *f) {
     const Traffic t = traffic_of_run(f);
     const bool regular = traffic_is_regular(&t.ranks);

@@ -37,9 +37,9 @@ static double seconds_now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-// Returns a socket that receives all frames of the interface but those that it sent. Each frame begins with a
-// virtio_net header, which says how far checksum and segmentation are done. It is sent on with the frame, so that the
-// kernel does the rest.
+// Returns a socket that receives the frames that arrive at the interface, not those that leave through it. Each frame
+// begins with a virtio_net header, which says how far checksum and segmentation are done. The header is sent on with
+// the frame, so that the kernel does the rest.
 static int port_open(const char *name) {
     const int fd = socket(AF_PACKET, SOCK_RAW, htons(ETH_P_ALL)), on = 1;
     struct sockaddr_ll address = {.sll_family = AF_PACKET, .sll_protocol = htons(ETH_P_ALL)};
