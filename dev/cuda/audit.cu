@@ -39,8 +39,9 @@ struct PairSource {
     }
 };
 
-// Signal and noise are sums of positive doubles, which GPU and host add in different orders. An element passes through
-// at most 4e6 additions; a rounding of 2^-53 in each gives 4.5e-10.
+// Signal and noise are sums of positive doubles. GPU and host add them in different orders. No number passes through
+// more than 4e6 additions. Each addition rounds by 2^-53 of its result at most, so each of the two sums is
+// off by 4.5e-10 of its value at most.
 static bool sum_is_close(double got, double want) { return got == want || fabs(got - want) <= 1e-9 * want; }
 
 static void check_sums(const char *label, const AuditSums *got, const AuditSums *want) {
@@ -57,7 +58,7 @@ static void check_sums(const char *label, const AuditSums *got, const AuditSums 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// FP8 data made on the host
+// Audits of FP8 data that the host has made
 
 typedef struct {
     int64_t R, C;
@@ -171,7 +172,7 @@ static void check_parts(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Audits by the casts: quantize.cuh calls them if a QTensor has audit sums
+// Audits after casts: a cast of quantize.cuh audits the data that it wrote if the QTensor has audit sums
 
 // Returns a tensor with the rowwise and columnwise data of a recipe, not cast yet.
 static QTensor recipe_data(const Recipe *r, TensorRole tensor, int64_t R, int64_t C) {
@@ -212,7 +213,8 @@ static void check_cast(int recipe, TensorRole tensor) {
     free(got), free(bits), free(x);
 }
 
-// Audits two layers' slices of three tensors, with padding behind; the slices have no part of the second tensor.
+// Audits one slice of each of two layers. A slice holds part of tensor 0, nothing of tensor 1, part of tensor 2, and
+// padding at its end.
 static void check_slices(void) {
     enum { LAYERS = 2, TENSORS = 3, SIZE = 5120 };
     const int64_t ends[TENSORS] = {1040, 1040, 4992};
@@ -240,7 +242,7 @@ static void check_slices(void) {
         AuditSums want = {};
         audit_copy(&want, x + 2 * l * SIZE + first, codes + l * SIZE + first, scales + 4 * i,
                    usage_shape(1, ends[j] - first, ROWWISE), PER_TENSOR, FP8_E4M3);
-        format_checked(label, sizeof label, "slice of layer %d, tensor %d", l, j);
+        format_checked(label, sizeof label, "layer %d, part of tensor %d in the slice", l, j);
         check_sums(label, &got[2 * i], &want);
     }
     void *device[] = {device_x, inverse, sums, s.codes, (void *)s.amax};

@@ -233,11 +233,11 @@ static void test_small_steps(void) {
     }
     double sum = 0, square = 0;
     for (int i = 0; i < N; i++) sum += (w[i] - 1) * 128, square += pow((w[i] - 1) * 128 - 0.1 * STEPS, 2);
-    const double variance = 0.1 * 0.9 * STEPS;  // in spacings
+    const double variance = 0.1 * 0.9 * STEPS;  // in squared spacings
     CHECK(fabs(sum / N - 0.1 * STEPS) < SIGMAS * sqrt(variance / N), "the mean moved by %.3f spacings, not %.1f",
           sum / N, 0.1 * STEPS);
-    CHECK(fabs(square / N / variance - 1) < SIGMAS * sqrt(2.0 / N), "the variance is %.2f, not %.2f", square / N,
-          variance);
+    CHECK(fabs(square / N / variance - 1) < SIGMAS * sqrt(2.0 / N), "the variance is %.2f squared spacings, not %.2f",
+          square / N, variance);
 }
 
 int main(void) {

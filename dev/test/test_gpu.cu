@@ -326,7 +326,7 @@ static void test_delayed_skip(int recompute) {
         uint32_t *after = download_delayed(&t);
         CHECK(memcmp(good, after, bytes) == 0, "a refused step leaves histories and scales unchanged");
         free(good), free(want), free(weights), free(after);
-        // as after a good step
+        // The trainer sets this flag after each step that it does not skip. delayed_step does not.
         t.linears.scales.scales_ready = without.linears.scales.scales_ready = true;
     }
     free(start), free(refused);

@@ -151,7 +151,8 @@ enum { FREE, MUST_MATCH };
          "how the learning rate goes on after warm-up; cosine and linear fall, and reach 0 one step after the last; " \
          "wsd is constant, then falls linearly in the last fifth of the steps, to 0 one step after the last") \
     INT(warmup_steps, "warmup-steps", 0, 0, 1000000000, FREE, \
-         "steps in which the learning rate grows linearly from 0") \
+         "number of first steps in which the learning rate grows linearly: of N such steps, step k has k/N of " \
+         "--learning-rate") \
     REAL(weight_decay, "weight-decay", 0.01, 0, 1e3, FREE, "decoupled weight decay, of matrices only") \
     REAL(beta1, "beta1", 0.9, 0, 0.9999999, FREE, "AdamW's decay of the first moment") \
     REAL(beta2, "beta2", 0.999, 0, 0.9999999, FREE, "AdamW's decay of the second moment") \
@@ -191,7 +192,8 @@ enum { FREE, MUST_MATCH };
     INT(world_size, "world-size", 0, 0, 1 << 20, FREE, \
          "with --dry-run: number of ranks to plan for, without mpirun; 0: the ranks that were started") \
     INT(ranks_per_host, "ranks-per-host", 8, 1, 1 << 20, FREE, \
-         "with --dry-run: ranks of one host, to tell traffic within hosts from traffic between hosts") \
+         "with --dry-run and --world-size: ranks of one host, to tell traffic within hosts from traffic between " \
+         "hosts") \
     REAL(network_gbps, "network-gbps", 0, 0, 1e9, FREE, \
          "with --dry-run: Gbit/s of each host's network, each way, to estimate a step's time; 0: not known") \
     CHOICE(gpu, "gpu", GPU_H200, GPUS, FREE, "with --dry-run: the GPU for the estimate of a step's time") \
