@@ -128,6 +128,31 @@ static void test_estimates(void) {
     printf("the worst estimate is off by %.1f%%\n", worst * 100);
 }
 
+// Steps of llama3.1-8b in FP8 with options for memory, on one H200, in milliseconds (docs/RESULTS.md). 0: not measured.
+static const struct {
+    int moments, recompute;
+    double ms_2048, ms_8192;
+} measured_options[] = {
+    {MOMENTS_COAT, RECOMPUTE_NONE, 153.3, 537.9}, {MOMENTS_COAT_STOCHASTIC, RECOMPUTE_NONE, 161.9, 545.6},
+    {MOMENTS_BF16, RECOMPUTE_NORM, 143.1, 533.2}, {MOMENTS_BF16, RECOMPUTE_ATTENTION, 149.8, 575.6},
+    {MOMENTS_BF16, RECOMPUTE_MLP, 158.9, 584.4},  {MOMENTS_BF16, RECOMPUTE_LAYER, 165.4, 634.9}};
+
+// Estimates with options for memory are within 10% of the measured steps too.
+static void test_option_estimates(void) {
+    for (size_t i = 0; i < sizeof measured_options / sizeof measured_options[0]; i++)
+        for (int long_steps = 0; long_steps < 2; long_steps++) {
+            const double want = long_steps ? measured_options[i].ms_8192 : measured_options[i].ms_2048;
+            Plan p = plan_of("llama3.1-8b", true, long_steps ? 8192 : 2048, 1);
+            p.options.optimizer_state = measured_options[i].moments;
+            p.options.recompute = measured_options[i].recompute;
+            const Traffic t = traffic_for(&p, false, 1, 1, 1);
+            const double ms = estimate_step(&t, &p.options, &p.model, &p.table, &p.precision).total * 1e3;
+            CHECK(fabs(ms / want - 1) < 0.1, "row %d, T %d: %.1f ms are estimated, %.1f measured (%+.1f%%)", (int)i,
+                  long_steps ? 8192 : 2048, ms, want, (ms / want - 1) * 100);
+            plan_free(&p);
+        }
+}
+
 // An estimate needs the network's speed if hosts exchange bytes. Communication adds to it by the rules of the header.
 static void test_rules(void) {
     Plan p = plan_of("llama3.1-8b", true, 2048, 1);
@@ -164,6 +189,7 @@ int main(void) {
     test_full();
     test_replicas();
     test_estimates();
+    test_option_estimates();
     test_rules();
     return check_report();
 }
