@@ -32,6 +32,7 @@
 #include "llmc/reference/delayed.h"
 #include "llmc/reference/embedding.h"
 #include "llmc/reference/fp8_group.h"
+#include "llmc/reference/gradient_fp8.h"
 #include "llmc/reference/gradient_sum.h"
 #include "llmc/reference/initialize.h"
 #include "llmc/reference/linear.h"
@@ -118,7 +119,7 @@ typedef struct {
 
 // Flat shard arrays, most of them [plan.total]. bf16 storage is emulated: floats that hold bf16 values. FP16 is stored
 // as such: a step decodes FP16 masters into `master` and updates them there in fp32. With FP16 masters `weights` is the
-// same array as `master`.
+// same array as `master`. FP8 gradients are emulated too: floats that are the values of codes with a scale.
 typedef struct {
     float *master;                     // master weights, which the optimizer updates
     fp16_bits *fp16_master;            // FP16 masters, else NULL
@@ -158,6 +159,8 @@ typedef struct {
     int64_t num_slots;       // 1; with --sharding grad_op one for each layer
     uint8_t *codes;          // [L, slice of matrices] this rank's part of the FP8 codes, cast once a step
     bool fp32_sums;          // params.gradients are fp32, else bf16
+    bool fp8_sums;           // params.gradients of the layers' matrices are FP8 (gradient_fp8.h)
+    uint32_t *amaxes;        // [entries of the parameter table] fp32 bits: amaxes of FP8 gradients
     bool buffered;           // gradients are computed in the next two arrays, then added to params.gradients
     float *root_gradients;   // the root's
     float *layer_gradients;  // one layer's
@@ -260,6 +263,7 @@ static void place_units(Trainer *t, Arena *a) {
         arena_group(a, "gradients of whole units");
         u->root_gradients = take(a, root), u->layer_gradients = take(a, layer);
     }
+    if (u->fp8_sums) u->amaxes = (uint32_t *)arena_take(a, t->table.count * (int64_t)sizeof *u->amaxes);
     if (t->comm->world > 1) {
         arena_group(a, "received gradients");
         u->received = take(a, max_i64(p->shard_size > 1 ? p->shard_size * shard_largest_slice(p) : 0,
@@ -357,7 +361,8 @@ static Arena trainer_plan(Trainer *t, const Options *o, const ModelConfig *m, co
     t->precision = precision_plan(o, o->fp8_filter, m, &t->table, false);
     t->acts.layer = (LayerActs *)xcalloc((size_t)t->d.L, sizeof(LayerActs));
     u->fp32_sums = options_fp32_gradients(o, comm->world);
-    u->buffered = comm->shard_size > 1 || o->grad_accumulation_steps > 1;
+    u->fp8_sums = options_fp8_gradients(o);
+    u->buffered = comm->shard_size > 1 || o->grad_accumulation_steps > 1 || u->fp8_sums;
     for (int64_t l = 0; l < t->d.L && comm->shard_size > 1; l++)
         if (o->fp8_all_gather == ON && recipe_has_tensor_scales(t->precision.recipe) &&
             precision_layer_is_fp8(&t->precision, l))
@@ -526,26 +531,111 @@ static GradientSum micro_sum(const Trainer *t, int64_t step, int64_t micro) {
     return s;
 }
 
+// The entries [begin, end) of the parameter table that are in one unit.
+typedef struct {
+    int64_t begin, end;
+} UnitEntries;
+
+static UnitEntries unit_entries(const Trainer *t, int64_t l) {
+    UnitEntries u = {0, 0};
+    while (t->table.entries[u.begin].layer != l) u.begin++;
+    for (u.end = u.begin; u.end < t->table.count && t->table.entries[u.end].layer == l;) u.end++;
+    return u;
+}
+
+// Returns this rank's part of entry i of the table; its count is 0 if the gradient of the entry is not FP8.
+static ShardRange fp8_gradient_part(const Trainer *t, int64_t i) {
+    const Parameter *p = &t->table.entries[i];
+    const ShardRange none = {0, 0, 0};
+    return p->flags & PARAM_FP8 ? shard_parameter(&t->table, &t->plan, p) : none;
+}
+
+// Returns the scale of an FP8 gradient from its amax, which units.amaxes has.
+static float fp8_gradient_scale(const Trainer *t, int64_t i) { return gradient_fp8_scale(t->units.amaxes[i]); }
+
+// Finds the amaxes of layer l's FP8 gradients in params.gradients, over all ranks of a group.
+static void fp8_gradient_amaxes(Trainer *t, int64_t l, CommGroup group) {
+    const UnitEntries u = unit_entries(t, l);
+    for (int64_t i = u.begin; i < u.end; i++) {
+        const ShardRange r = fp8_gradient_part(t, i);
+        t->units.amaxes[i] = r.count ? gradient_fp8_amax(gradients_at(t, l, r.shard), r.count) : 0;
+    }
+    comm_max_u32(t->comm, group, t->units.amaxes + u.begin, u.end - u.begin);
+}
+
+// Rounds layer l's gradients of matrices, in params.gradients, to FP8.
+static void round_gradients(Trainer *t, int64_t l) {
+    const UnitEntries u = unit_entries(t, l);
+    fp8_gradient_amaxes(t, l, COMM_SHARD);
+    for (int64_t i = u.begin; i < u.end; i++) {
+        const ShardRange r = fp8_gradient_part(t, i);
+        if (r.count) gradient_fp8_round(gradients_at(t, l, r.shard), fp8_gradient_scale(t, i), r.count);
+    }
+}
+
+// Returns this rank's slice of the mean of layer l's gradients of matrices over the shard group, summed in FP8. `whole`
+// is this rank's gradient of the segment. units.received holds in turn the codes of all ranks, this rank's codes, and
+// the result.
+static const float *reduce_scatter_fp8(Trainer *t, int64_t l, const float *whole) {
+    const int64_t ranks = t->plan.shard_size;
+    const ShardSegment g = segment_slice(&t->table, &t->plan, l, SEGMENT_MATRICES);
+    const UnitEntries u = unit_entries(t, l);
+    uint8_t *received = (uint8_t *)t->units.received, *codes = received + ranks * g.slice;
+    float *mean = (float *)(codes + ranks * g.slice);
+    memset(codes, 0, (size_t)(ranks * g.slice));
+    for (int64_t i = u.begin; i < u.end; i++) {
+        const Parameter *p = &t->table.entries[i];
+        const int64_t at = p->offset - g.flat, n = p->flags & PARAM_FP8 ? parameter_elements(p) : 0;
+        t->units.amaxes[i] = n ? gradient_fp8_amax(whole + at, n) : 0;
+    }
+    comm_max_u32(t->comm, COMM_SHARD, t->units.amaxes + u.begin, u.end - u.begin);
+    for (int64_t i = u.begin; i < u.end; i++) {
+        const Parameter *p = &t->table.entries[i];
+        const int64_t at = p->offset - g.flat;
+        if (p->flags & PARAM_FP8)
+            gradient_fp8_encode(codes + at, whole + at, fp8_gradient_scale(t, i), parameter_elements(p));
+    }
+    comm_all_to_all(t->comm, COMM_SHARD, codes, received, g.slice);
+    gradient_fp8_sum(received, received, ranks, g.slice, g.slice);
+    memset(mean, 0, (size_t)g.slice * sizeof *mean);
+    for (int64_t i = u.begin; i < u.end; i++) {
+        const ShardRange r = fp8_gradient_part(t, i);
+        const int64_t at = r.shard - g.shard;
+        const float scale_inv = 1 / fp8_gradient_scale(t, i) / (float)ranks;
+        if (r.count) gradient_fp8_decode(mean + at, received + at, scale_inv, r.count);
+    }
+    return mean;
+}
+
+// Returns this rank's slice of the mean of a segment's gradients over the shard group. `whole` is this rank's gradient
+// of the segment.
+static const float *reduce_scatter_segment(Trainer *t, const ShardSegment *g, const float *whole) {
+    float *received = t->units.received;
+    comm_all_to_all(t->comm, COMM_SHARD, whole, received, g->slice * (int64_t)sizeof(float));
+    for (int64_t i = 0; i < g->slice; i++) {  // into the first rank's part, whose element i was read
+        const float mean = rank_mean(received, t->plan.shard_size, g->slice, i);
+        received[i] = t->o->reduce_dtype == REDUCE_FP32 ? mean : bf16_round(mean);
+    }
+    return received;
+}
+
 // Adds the mean of the gradients of the root or layer l over the shard group to this rank's slices in params.gradients,
-// by units.sum. Runs after the unit's backward pass.
+// by units.sum. Runs after the unit's backward pass. A gradient that was summed in FP8 is FP8 already, unless it joins
+// that of an earlier micro-step.
 static void reduce_scatter_gradients(Trainer *t, int64_t l) {
     if (!t->units.buffered) return;
     const float *whole = unit_gradients(t, l);
-    float *received = t->units.received;
     GradientSum sum = t->units.sum;
     for (int k = 0; k < NUM_SEGMENTS; k++) {
         const ShardSegment g = segment_slice(&t->table, &t->plan, l, k);
+        const bool fp8 = t->units.fp8_sums && l != ROOT && k == SEGMENT_MATRICES,
+                   summed_in_fp8 = fp8 && t->plan.shard_size > 1 && t->o->reduce_dtype == REDUCE_FP8;
         const float *from = whole + g.gathered;
-        if (t->plan.shard_size > 1) {
-            comm_all_to_all(t->comm, COMM_SHARD, from, received, g.slice * (int64_t)sizeof(float));
-            for (int64_t i = 0; i < g.slice; i++) {  // into the first rank's part, whose element i was read
-                const float mean = rank_mean(received, t->plan.shard_size, g.slice, i);
-                received[i] = t->o->reduce_dtype == REDUCE_BF16 ? bf16_round(mean) : mean;
-            }
-            from = received;
-        }
+        if (summed_in_fp8) from = reduce_scatter_fp8(t, l, from);
+        else if (t->plan.shard_size > 1) from = reduce_scatter_segment(t, &g, from);
         sum.flat = g.flat + t->plan.shard_rank * g.slice;
-        gradient_sum_reference(gradients_at(t, l, g.shard), from, 0, g.slice, t->units.fp32_sums, &sum);
+        gradient_sum_reference(gradients_at(t, l, g.shard), from, 0, g.slice, t->units.fp32_sums || fp8, &sum);
+        if (fp8 && (sum.add || !summed_in_fp8)) round_gradients(t, l);
     }
 }
 
@@ -559,6 +649,55 @@ static void reduce_replicas(Trainer *t, float *gradients, int64_t count) {
         for (int64_t i = 0; i < n; i++) {
             const float mean = rank_mean(received, replicas, n, i);
             gradients[first + i] = t->units.fp32_sums ? mean : bf16_round(mean);
+        }
+    }
+}
+
+// Replaces n codes, of one tensor, by their sums over the replicas.
+static void sum_replicas_fp8(Trainer *t, uint8_t *codes, int64_t n) {
+    const int64_t replicas = t->comm->replicas;
+    uint8_t *received = (uint8_t *)t->units.received;
+    for (int64_t first = 0; first < n; first += REPLICA_CHUNK) {
+        const int64_t count = min_i64(REPLICA_CHUNK, n - first);
+        comm_all_gather(t->comm, COMM_REPLICAS, codes + first, received, count);
+        gradient_fp8_sum(codes + first, received, replicas, count, count);
+    }
+}
+
+// Replaces layer l's gradients of matrices by their mean over the replicas, summed in FP8. The amaxes are over all
+// ranks: those of a shard group have parts of the same tensors. The codes of a tensor lie where backward computes
+// matrices, and not on padding, which must stay zero.
+static void reduce_replicas_fp8(Trainer *t, int64_t l) {
+    const int64_t replicas = t->comm->replicas;
+    const float headroom = gradient_fp8_headroom(replicas);
+    const UnitEntries u = unit_entries(t, l);
+    const ShardSegment matrices = segment_slice(&t->table, &t->plan, l, SEGMENT_MATRICES);
+    uint8_t *codes = (uint8_t *)(t->units.layer_gradients + matrices.gathered);
+    fp8_gradient_amaxes(t, l, COMM_WORLD);
+    for (int64_t i = u.begin; i < u.end; i++) {
+        const ShardRange r = fp8_gradient_part(t, i);
+        const float scale = fp8_gradient_scale(t, i) * headroom;
+        if (!r.count) continue;
+        float *gradients = gradients_at(t, l, r.shard);
+        gradient_fp8_encode(codes, gradients, scale, r.count);
+        sum_replicas_fp8(t, codes, r.count);
+        gradient_fp8_decode(gradients, codes, 1 / scale / (float)replicas, r.count);
+    }
+}
+
+// With FP8 gradients: replaces all gradients by their means over the replicas, after the last micro-step.
+static void reduce_replicas_of_units(Trainer *t) {
+    if (t->comm->replicas == 1) return;
+    reduce_replicas(t, t->params.gradients, shard_elements(&t->plan, ROOT));
+    for (int64_t l = 0; l < t->d.L; l++) {
+        const ShardSegment vectors = segment_slice(&t->table, &t->plan, l, SEGMENT_VECTORS),
+                           matrices = segment_slice(&t->table, &t->plan, l, SEGMENT_MATRICES);
+        reduce_replicas(t, gradients_at(t, l, vectors.shard), vectors.slice);
+        if (t->o->reduce_dtype == REDUCE_FP8) {
+            reduce_replicas_fp8(t, l);
+        } else {
+            reduce_replicas(t, gradients_at(t, l, matrices.shard), matrices.slice);
+            round_gradients(t, l);
         }
     }
 }
@@ -1093,10 +1232,8 @@ static void update_in_backward(Trainer *t, int64_t l) {
     if (!adamw_accepts(norm * sqrt((double)units)))
         find_large(t, gradients, shard_begin(&t->plan, l), n, &t->early.large);
     if (!adamw_accepts(norm)) return;
-    int64_t begin = 0, end;
-    while (t->table.entries[begin].layer != l) begin++;
-    for (end = begin; end < t->table.count && t->table.entries[end].layer == l;) end++;
-    parameters_update(t, begin, end, t->early.step, 1);
+    const UnitEntries u = unit_entries(t, l);
+    parameters_update(t, u.begin, u.end, t->early.step, 1);
 }
 
 // Returns what this rank knows of a step whose gradient norm is not accepted.
@@ -1204,7 +1341,8 @@ static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t
         reading += seconds_now() - before;
         s.loss += micro_step(t, grad_scale, step, micro) / (double)micro_steps;
     }
-    if (!in_backward) reduce_replicas(t, t->params.gradients, t->plan.total);
+    if (t->units.fp8_sums) reduce_replicas_of_units(t);
+    else if (!in_backward) reduce_replicas(t, t->params.gradients, t->plan.total);
     comm_sum(t->comm, COMM_WORLD, &s.loss, 1);
     s.loss /= (double)t->comm->world;
     const double optimizer = seconds_now(), waited_later = *comm_seconds();
@@ -1296,8 +1434,8 @@ static TrainerState trainer_state(Trainer *t) {
 // The run
 
 // Dies on options that only the GPU trainer supports.
-static void check_supported(const ModelConfig *m, const Options *o, int64_t shard_size) {
-    (void)m, (void)shard_size;
+static void check_supported(const ModelConfig *m, const Options *o, int64_t world, int64_t shard_size) {
+    (void)m, (void)world, (void)shard_size;
     if (strcmp(o->fp8_filter, "auto") == 0)
         die_with(EXIT_UNSUPPORTED,
                  "--fp8-filter auto times GEMMs on a GPU; on the CPU name the layers that stay bf16, or leave it out");

@@ -266,7 +266,9 @@ static void test_backward_conflicts(void) {
         {"--grad-clip 1", "--grad-clip needs the norm of all gradients first; leave out one"},
         {"--on-nonfinite skip", "must know that all gradients are finite before it changes a weight; leave out one"},
         {"--grad-accumulation-steps 2", "keeps no gradients from one micro-step to the next; use "
-                                        "--grad-accumulation-steps 1, and a larger --batch-size or more ranks"}};
+                                        "--grad-accumulation-steps 1, and a larger --batch-size or more ranks"},
+        {"--grad-accum-dtype fp8", "FP8 would save no memory; leave out --grad-accum-dtype fp8"},
+        {"--reduce-dtype fp8", "FP8 would save no memory; leave out --reduce-dtype fp8"}};
     char message[512], line[256];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         format_checked(line, sizeof line, "tiny --optimizer-in-backward %s", cases[i][0]);
@@ -326,6 +328,14 @@ static void test_conflicts(void) {
         {"tiny --val-every 5 --val-data v", ""},
         {"tiny --precision fp32 --master-weights bf16", "--precision fp32 keeps weights and optimizer state in fp32"},
         {"tiny --precision fp32 --grad-accum-dtype bf16", "adds up gradients in fp32"},
+        {"tiny --precision fp32 --grad-accum-dtype fp8", "adds up gradients in fp32"},
+        {"tiny --precision fp32 --reduce-dtype fp8", "reduces gradients in fp32; leave out --reduce-dtype fp8"},
+        {"tiny --precision fp32 --grad-accum-dtype fp32", ""},
+        {"tiny --reduce-dtype fp8 --grad-accum-dtype bf16", "with --grad-accum-dtype bf16 they are not FP8"},
+        {"tiny --reduce-dtype fp8 --grad-accum-dtype fp32", "with --grad-accum-dtype fp32 they are not FP8"},
+        {"tiny --reduce-dtype fp8 --grad-accum-dtype fp8", ""},
+        {"tiny --reduce-dtype fp8", ""},
+        {"tiny --reduce-dtype bf16 --grad-accum-dtype fp8 --optimizer-state msamp --master-weights fp16", ""},
         {"tiny --precision fp32 --optimizer-state bf16", "--precision fp32 keeps weights and optimizer state in fp32"},
         {"tiny --precision fp32 --optimizer-state coat", "--precision fp32 keeps weights and optimizer state in fp32"},
         {"tiny --precision bf16 --fp8-activations on", "--fp8-activations is for --precision fp8"},
@@ -467,23 +477,28 @@ static void test_gradient_sums(void) {
         int64_t world;
         int storage;
         bool fp32;
-    } cases[] = {{"tiny", 1, STORAGE_BF16, false},
-                 {"tiny --grad-accumulation-steps 255", 1, STORAGE_BF16, false},
-                 {"tiny --grad-accumulation-steps 256", 1, STORAGE_FP32, true},
-                 {"tiny --grad-accumulation-steps 256 --grad-accum-dtype bf16", 1, STORAGE_BF16, false},
-                 {"tiny --grad-accumulation-steps 2 --grad-accum-dtype fp32", 1, STORAGE_FP32, true},
-                 {"tiny --grad-accumulation-steps 2 --master-weights fp32", 4, STORAGE_FP32, true},
-                 {"tiny --master-weights fp32", 4, STORAGE_FP32, false},
-                 {"tiny --reduce-dtype fp32", 1, STORAGE_FP32, false},
-                 {"tiny --reduce-dtype fp32", 2, STORAGE_FP32, true},
-                 {"tiny --reduce-dtype fp32 --grad-accum-dtype bf16", 2, STORAGE_BF16, false},
-                 {"tiny --precision fp32", 1, STORAGE_FP32, true}};
+    } cases[] = {{"tiny", 1, SUM_BF16, false},
+                 {"tiny --grad-accumulation-steps 255", 1, SUM_BF16, false},
+                 {"tiny --grad-accumulation-steps 256", 1, SUM_FP32, true},
+                 {"tiny --grad-accumulation-steps 256 --grad-accum-dtype bf16", 1, SUM_BF16, false},
+                 {"tiny --grad-accumulation-steps 2 --grad-accum-dtype fp32", 1, SUM_FP32, true},
+                 {"tiny --grad-accumulation-steps 2 --master-weights fp32", 4, SUM_FP32, true},
+                 {"tiny --master-weights fp32", 4, SUM_FP32, false},
+                 {"tiny --reduce-dtype fp32", 1, SUM_FP32, false},
+                 {"tiny --reduce-dtype fp32", 2, SUM_FP32, true},
+                 {"tiny --reduce-dtype fp32 --grad-accum-dtype bf16", 2, SUM_BF16, false},
+                 {"tiny --grad-accum-dtype fp8", 1, SUM_FP8, false},
+                 {"tiny --reduce-dtype fp8", 1, SUM_FP8, false},
+                 {"tiny --reduce-dtype fp8 --master-weights fp32 --grad-accumulation-steps 300", 2, SUM_FP8, false},
+                 {"tiny --reduce-dtype fp32 --grad-accum-dtype fp8", 2, SUM_FP8, false},
+                 {"tiny --precision fp32", 1, SUM_FP32, true}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Options o = parse(cases[i].line);
         options_resolve(&o);
         CHECK(o.grad_accum_dtype == cases[i].storage && options_fp32_gradients(&o, cases[i].world) == cases[i].fp32,
               "%s on %lld: sums %d, fp32 gradients %d", cases[i].line, (long long)cases[i].world, o.grad_accum_dtype,
               options_fp32_gradients(&o, cases[i].world));
+        CHECK(options_fp8_gradients(&o) == (cases[i].storage == SUM_FP8), "%s: FP8 gradients", cases[i].line);
     }
 }
 

@@ -314,6 +314,34 @@ for name, values in tensors(sys.argv[1]):
     largest.append(max(map(abs, scaled)))
 assert elements > 10000 and min(x for x in largest if x) > 65504 / 2.01 and max(largest) <= 65504, largest
 PY
+
+# Gradients in FP8, summed rank after rank: the bits of a run repeat, and a resumed run has them. Each rank rounds each
+# gradient to 4 bits, and large sums saturate, which moves losses by about 1e-3 and norms by 1e-2.
+common="$tmp/fp8 $data --precision fp8 --optimizer-state msamp --reduce-dtype fp8 --grad-accumulation-steps 2"
+rm -rf "$tmp"/ck*
+train 0 fp8-gradients $common --num-steps 8 --batch-size 6
+while read -r n options <&3; do
+    train $n whole $common $options --num-steps 8 --batch-size $((6 / n)) --checkpoint-dir "$tmp/ck-whole"
+    train $n saved $common $options --num-steps 4 --batch-size $((6 / n)) --checkpoint-dir "$tmp/ck"
+    check "FP8 gradients, $n ranks, $options: the losses of one rank" \
+        close "$tmp/whole.steps" "$tmp/fp8-gradients.steps" 3e-3
+    tail -n 4 "$tmp/whole.steps" >"$tmp/whole.last"
+    name="fp8-$n-${options//[- ]/}"
+    resumed $n "$name" 0 --batch-size $((6 / n)) $options
+    for file in model optimizer; do
+        check "FP8 gradients, $n ranks, $options: a resumed run saves equal $file.safetensors" \
+            cmp "$tmp/ck-whole/step-00000008/$file.safetensors" "$tmp/ck-$name/step-00000008/$file.safetensors"
+    done
+    rm -rf "$tmp"/ck*
+done 3<<'CASES'
+1
+2 --sharding full
+3 --sharding none
+6 --sharding none
+6 --sharding hybrid --shard-size 2
+2 --sharding grad_op --reduce-dtype bf16 --grad-accum-dtype fp8
+3 --sharding none --reduce-dtype bf16 --grad-accum-dtype fp8
+CASES
 ranks 4 $common --num-steps 12 --batch-size 3 --checkpoint-dir "$tmp/ck-full" --resume --master-weights fp32 \
     >"$tmp/other.out" 2>&1
 check "a resume with other masters is refused" \

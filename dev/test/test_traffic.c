@@ -55,6 +55,11 @@ static void test_full(void) {
     t = traffic_for(&p, false, 16, 16, 8);
     check_bytes("two hosts: a ring brings all into each host once", t.network[TRAFFIC_FORWARD],
                 15.0 / 16 * 32 * matrices);
+    p.options.reduce_dtype = REDUCE_FP8;
+    t = traffic_for(&p, false, 8, 8, 8);
+    check_bytes("gradients of matrices in FP8", t.received[TRAFFIC_GRADIENTS],
+                part * (32 * (matrices + 2 * norms) + 2 * (table + 4096)));
+    p.options.reduce_dtype = REDUCE_BF16;
     p.options.grad_accumulation_steps = 3;
     t = traffic_for(&p, false, 8, 8, 8);
     check_bytes("three micro-steps, forward", t.received[TRAFFIC_FORWARD], part * (3 * 32 - 2 * 2) * matrices);
@@ -79,6 +84,10 @@ static void test_replicas(void) {
     t = traffic_for(&p, false, 4, 1, 4);
     check_bytes("--sharding none on one host", t.received[TRAFFIC_REPLICAS], 2 * 3.0 / 4 * all * 2);
     CHECK(t.network[TRAFFIC_REPLICAS] == 0 && t.received[TRAFFIC_GRADIENTS] == 0, "one host, no shards");
+    p.options.reduce_dtype = REDUCE_FP8;
+    t = traffic_for(&p, true, 4, 1, 4);
+    const double in_fp8 = 32 * 218103808.0;
+    check_bytes("CPU ranks gather codes of matrices", t.received[TRAFFIC_REPLICAS], 3 * (4 * (all - in_fp8) + in_fp8));
     plan_free(&p);
 }
 

@@ -503,8 +503,9 @@ static void test_fp16_masters(void) {
 }
 
 // The squares of gradients overflow: no such step is taken, so every weight and moment stays finite.
-static void test_overflow(int precision) {
+static void test_overflow(int precision, int sums) {
     Options o = small_options(precision, 2, 16);
+    o.grad_accum_dtype = sums;
     o.on_nonfinite = NONFINITE_SKIP, o.learning_rate = 1000, o.train_data = scratch_path("train.bin");
     ModelConfig m;
     model_config_preset(&m, "tiny");
@@ -520,11 +521,63 @@ static void test_overflow(int precision) {
         const float *arrays[] = {t.params.master, t.params.exp_avg, t.params.exp_avg_sq};
         for (int a = 0; a < 3; a++)
             CHECK(all_finite(arrays[a], t.table.total, ST_F32),
-                  "precision %d, step %d, norm %g: array %d is not finite", precision, step + 1, s.norm, a);
+                  "precision %d, sums %d, step %d, norm %g: array %d is not finite", precision, sums, step + 1, s.norm,
+                  a);
     }
-    CHECK(large > 0, "precision %d: no step was skipped because squares of its gradients overflow", precision);
+    CHECK(large > 0, "precision %d, sums %d: no step was skipped because squares of its gradients overflow", precision,
+          sums);
     dataloader_close(&data);
     trainer_free(&t);
+}
+
+// Computes the gradient of a batch that `seed` selects, as micro-step `micro`.
+static void compute_gradients(Trainer *t, uint64_t seed, int64_t micro) {
+    for (int64_t i = 0; i < t->d.R; i++) {
+        t->batch.inputs[i] = (int32_t)(rng_u64(seed, (uint64_t)i) % 37);
+        t->batch.targets[i] = (int32_t)(rng_u64(seed, (uint64_t)i + 1) % 37);
+    }
+    micro_step(t, (float)(1.0 / (double)t->d.R), 0, micro);
+}
+
+// FP8 gradients of one and of two micro-steps are those of bf16 runs, rounded by gradient_fp8.h; other gradients stay
+// bf16. A gradient of a layer that is infinite makes the norm not finite, and is located.
+static void test_fp8_gradients(void) {
+    Options o = small_options(PRECISION_BF16, 2, 16), o_fp8 = o;
+    ModelConfig m = odd_model(FAMILY_QWEN3);
+    o_fp8.grad_accum_dtype = SUM_FP8;
+    Trainer plain, fp8;
+    trainer_create(&plain, &o, &m), trainer_create(&fp8, &o_fp8, &m);
+    initialize_weights(&plain), initialize_weights(&fp8);
+    float *sum = (float *)xcalloc((size_t)plain.table.total, sizeof *sum);
+    for (int64_t micro = 0; micro < 2; micro++) {
+        int64_t differ = 0, changed = 0, others = 0;
+        compute_gradients(&plain, 5 + (uint64_t)micro, 0), compute_gradients(&fp8, 5 + (uint64_t)micro, micro);
+        for (int64_t i = 0; i < plain.table.count; i++) {
+            const Parameter *p = &plain.table.entries[i];
+            const int64_t n = parameter_elements(p);
+            float *s = sum + p->offset;
+            const float *g = plain.params.gradients + p->offset, *got = fp8.params.gradients + p->offset;
+            for (int64_t e = 0; e < n; e++) s[e] += g[e];
+            if (p->flags & PARAM_FP8) gradient_fp8_round(s, gradient_fp8_scale(gradient_fp8_amax(s, n)), n);
+            for (int64_t e = 0; e < n; e++) {
+                if (p->flags & PARAM_FP8) differ += got[e] != s[e], changed += got[e] != g[e];
+                else others += micro == 0 ? got[e] != g[e] : got[e] != bf16_round(got[e]);
+            }
+        }
+        CHECK(differ == 0 && others == 0 && changed > 100,
+              "micro-step %lld: %lld FP8 gradients and %lld others differ; %lld are rounded", (long long)micro + 1,
+              (long long)differ, (long long)others, (long long)changed);
+    }
+    const int64_t at = plain.table.layer.wup + 11;
+    fp8.units.layer_gradients[at] = -INFINITY;
+    reduce_scatter_gradients(&fp8, 1);
+    const double norm = gradient_norm(&fp8, fp8.params.gradients, fp8.plan.total);
+    const NonfiniteStep s = nonfinite_step(&fp8, 1, norm);
+    CHECK(isnan(norm) && s.magnitude == 0x7f800000u &&
+              backward_position(backward_order(&fp8.table), s.position) == layer_offset(&fp8.table, 1) + at,
+          "an infinite gradient: norm %g, magnitude %08x, position %lld", norm, s.magnitude, (long long)s.position);
+    free(sum);
+    trainer_free(&plain), trainer_free(&fp8);
 }
 
 // Returns the run of a trainer, without a log.
@@ -544,8 +597,9 @@ static StepRecord run_one_step(Run *run, DataLoader *data, int64_t step) {
 
 // Infinities in one column of the embedding: the step must be skipped, and all bits of weights and state must stay. The
 // message names the place where a gradient that is not finite, or too large, begins.
-static void test_nonfinite(void) {
+static void test_nonfinite(int sums) {
     Options o = small_options(PRECISION_BF16, 2, 16);
+    o.grad_accum_dtype = sums;
     o.on_nonfinite = NONFINITE_SKIP;
     o.train_data = scratch_path("train.bin");
     ModelConfig m = odd_model(FAMILY_LLAMA);
@@ -1149,19 +1203,23 @@ int main(int argc, char **argv) {
     test_fp8_groups();
     test_delayed();
     test_delayed_skip();
-    test_nonfinite();
+    test_nonfinite(SUM_BF16);
+    test_nonfinite(SUM_FP8);
+    test_fp8_gradients();
     for (int i = 0; i < (SANITIZED ? 1 : 3); i++)
         test_blocks(families[i], i == 0 ? PRECISION_FP32 : PRECISION_BF16, i == 1 ? RECOMPUTE_LAYER : RECOMPUTE_NONE,
                     i == 0   ? STORAGE_FP32
                     : i == 1 ? STORAGE_BF16
                              : STORAGE_FP16);
     test_fp16_masters();
-    test_overflow(PRECISION_FP32);
-    if (!SANITIZED) test_overflow(PRECISION_BF16);
+    test_overflow(PRECISION_FP32, SUM_FP32);
+    if (!SANITIZED) test_overflow(PRECISION_BF16, SUM_BF16);
+    if (!SANITIZED) test_overflow(PRECISION_BF16, SUM_FP8);
     test_resume("bf16", "bf16");
     test_resume("fp8", "fp8");
     test_resume("msamp", "fp8 --optimizer-state msamp --master-weights fp16");
     test_resume("fp32", "fp32");
+    test_resume("gradients", "fp8 --grad-accum-dtype fp8 --optimizer-state msamp");
     test_resume("delayed", "fp8 --fp8-recipe delayed --fp8-amax-history 3");
     test_delayed_resume();
     if (!SANITIZED) test_recipes();  // test_invariance runs this code on smaller layers

@@ -336,6 +336,11 @@ static inline void options_rank_conflict(const Options *o, char *message, size_t
                        o->network_gbps > 0 ? "network-gbps" : "step-ms");
 }
 
+// True if gradients of the layers' matrices are FP8 (gradient_fp8.h), before or after options_resolve.
+static inline bool options_fp8_gradients(const Options *o) {
+    return o->grad_accum_dtype == SUM_FP8 || (o->grad_accum_dtype == SUM_AUTO && o->reduce_dtype == REDUCE_FP8);
+}
+
 // Rules of --optimizer-in-backward.
 static inline void options_backward_conflict(const Options *o, char *message, size_t capacity) {
     const char *first = "--optimizer-in-backward updates the last layer before the gradient of the first is computed";
@@ -353,6 +358,25 @@ static inline void options_backward_conflict(const Options *o, char *message, si
         format_checked(message, capacity,
                        "--optimizer-in-backward keeps no gradients from one micro-step to the next; use "
                        "--grad-accumulation-steps 1, and a larger --batch-size or more ranks");
+    else if (options_fp8_gradients(o))
+        format_checked(message, capacity,
+                       "--optimizer-in-backward keeps the gradients of one or two layers only, so FP8 would save no "
+                       "memory; leave out %s",
+                       o->grad_accum_dtype == SUM_FP8 ? "--grad-accum-dtype fp8" : "--reduce-dtype fp8");
+}
+
+// Rules of gradients in FP8.
+static inline void options_gradient_conflict(const Options *o, char *message, size_t capacity) {
+    if (o->precision == PRECISION_FP32 && o->grad_accum_dtype != SUM_AUTO && o->grad_accum_dtype != SUM_FP32)
+        format_checked(message, capacity,
+                       "--precision fp32 adds up gradients in fp32; leave --grad-accum-dtype at auto");
+    else if (o->precision == PRECISION_FP32 && o->reduce_dtype == REDUCE_FP8)
+        format_checked(message, capacity, "--precision fp32 reduces gradients in fp32; leave out --reduce-dtype fp8");
+    else if (o->reduce_dtype == REDUCE_FP8 && !options_fp8_gradients(o))
+        format_checked(message, capacity,
+                       "--reduce-dtype fp8 sums FP8 gradients, but with --grad-accum-dtype %s they are not FP8; leave "
+                       "--grad-accum-dtype at auto, or use --reduce-dtype bf16",
+                       o->grad_accum_dtype == SUM_FP32 ? "fp32" : "bf16");
 }
 
 // Rules of --precision fp32, and of options for FP8 without --precision fp8.
@@ -364,9 +388,6 @@ static inline void options_precision_conflict(const Options *o, char *message, s
         format_checked(message, capacity,
                        "--precision fp32 keeps weights and optimizer state in fp32; leave --master-weights and "
                        "--optimizer-state at auto");
-    else if (o->precision == PRECISION_FP32 && o->grad_accum_dtype == STORAGE_BF16)
-        format_checked(message, capacity,
-                       "--precision fp32 adds up gradients in fp32; leave --grad-accum-dtype at auto");
     else if (stray)
         format_checked(
             message, capacity,
@@ -386,6 +407,7 @@ static inline const char *options_conflict(const Options *o, char *message, size
         format_checked(message, capacity, "--resume needs --checkpoint-dir, the folder to continue from");
     else if (o->val_every && !*o->val_data) format_checked(message, capacity, "--val-every needs --val-data");
     else options_precision_conflict(o, message, capacity);
+    if (!*message) options_gradient_conflict(o, message, capacity);
     if (!*message) options_rank_conflict(o, message, capacity);
     if (!*message) options_backward_conflict(o, message, capacity);
     if (!*message && o->json && !o->dry_run)
@@ -412,14 +434,15 @@ static inline int64_t options_shard_group(const Options *o, int64_t world) {
 // The dtype that --grad-accum-dtype auto stands for. Only options decide: bits must not depend on a machine's memory.
 static inline int options_sum_storage(const Options *o) {
     const bool wanted = o->master_weights == STORAGE_FP32 || o->reduce_dtype == REDUCE_FP32;
-    return wanted || o->grad_accumulation_steps >= FP32_SUM_MICRO_STEPS ? STORAGE_FP32 : STORAGE_BF16;
+    if (options_fp8_gradients(o)) return SUM_FP8;
+    return wanted || o->grad_accumulation_steps >= FP32_SUM_MICRO_STEPS ? SUM_FP32 : SUM_BF16;
 }
 
 // True if AdamW gets fp32 gradients on `world` ranks. That is so with --precision fp32, and if
 // --grad-accum-dtype is fp32 and there are several micro-steps or an fp32 reduction.
 static inline bool options_fp32_gradients(const Options *o, int64_t world) {
     const bool sums = o->grad_accumulation_steps > 1 || (world > 1 && o->reduce_dtype == REDUCE_FP32);
-    return o->precision == PRECISION_FP32 || (sums && o->grad_accum_dtype == STORAGE_FP32);
+    return o->precision == PRECISION_FP32 || (sums && o->grad_accum_dtype == SUM_FP32);
 }
 
 // Replaces `auto` by its value where the options alone decide it. --copy-engines, --init-from and --fp8-filter keep
@@ -430,7 +453,7 @@ static inline void options_resolve(Options *o) {
     if (o->optimizer_state == MOMENTS_AUTO) o->optimizer_state = fp32 ? MOMENTS_FP32 : MOMENTS_BF16;
     if (fp32) o->reduce_dtype = REDUCE_FP32;
     if (o->rounding_seed < 0) o->rounding_seed = o->seed;
-    if (o->grad_accum_dtype == STORAGE_AUTO) o->grad_accum_dtype = options_sum_storage(o);
+    if (o->grad_accum_dtype == SUM_AUTO) o->grad_accum_dtype = options_sum_storage(o);
     if (o->fp8_all_gather == AUTO) o->fp8_all_gather = recipe_has_tensor_scales(options_recipe(o)) ? ON : OFF;
     if (o->precision == PRECISION_FP8 && o->fp8_format == FP8_FORMAT_AUTO)
         o->fp8_format = options_recipe(o)->dy_format == FP8_E5M2 ? FP8_FORMAT_HYBRID : FP8_FORMAT_E4M3;

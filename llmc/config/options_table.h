@@ -6,8 +6,12 @@
 
 // The choices of an option: each list gives both the enum and the words of the command line. Recipes are in recipes.h.
 #define PRECISIONS(X) X(PRECISION_FP32, "fp32") X(PRECISION_BF16, "bf16") X(PRECISION_FP8, "fp8")
-#define STATE_STORAGES(X) X(STORAGE_AUTO, "auto") X(STORAGE_BF16, "bf16") X(STORAGE_FP32, "fp32")
-#define WEIGHT_STORAGES(X) STATE_STORAGES(X) X(STORAGE_BF16_NEAREST, "bf16-nearest") X(STORAGE_FP16, "fp16")
+#define WEIGHT_STORAGES(X)  \
+    X(STORAGE_AUTO, "auto") \
+    X(STORAGE_BF16, "bf16") \
+    X(STORAGE_FP32, "fp32") \
+    X(STORAGE_BF16_NEAREST, "bf16-nearest") X(STORAGE_FP16, "fp16")
+#define SUM_STORAGES(X) X(SUM_AUTO, "auto") X(SUM_BF16, "bf16") X(SUM_FP32, "fp32") X(SUM_FP8, "fp8")
 #define MOMENTS(X)          \
     X(MOMENTS_AUTO, "auto") \
     X(MOMENTS_BF16, "bf16") \
@@ -25,7 +29,7 @@
 #define SAVE_ERRORS(X) X(SAVE_ERROR_RETRY, "retry") X(SAVE_ERROR_STOP, "stop")
 #define SHARDINGS(X) \
     X(SHARDING_FULL, "full") X(SHARDING_GRAD_OP, "grad_op") X(SHARDING_NONE, "none") X(SHARDING_HYBRID, "hybrid")
-#define REDUCES(X) X(REDUCE_BF16, "bf16") X(REDUCE_FP32, "fp32")
+#define REDUCES(X) X(REDUCE_BF16, "bf16") X(REDUCE_FP32, "fp32") X(REDUCE_FP8, "fp8")
 #define GPUS(X) X(GPU_H200, "h200") X(GPU_H100, "h100")
 #define SWITCHES(X) X(OFF, "off") X(ON, "on")
 #define AUTO_SWITCHES(X) SWITCHES(X) X(AUTO, "auto")
@@ -40,6 +44,7 @@
 #define CHOICE_WORD_ALONE(id, word) word,
 enum { PRECISIONS(CHOICE_ID) };
 enum { WEIGHT_STORAGES(CHOICE_ID) };
+enum { SUM_STORAGES(CHOICE_ID) };
 enum { MOMENTS(CHOICE_ID) };
 enum { RECOMPUTES(CHOICE_ID) };
 enum { OFFLOADS(CHOICE_ID) };
@@ -118,10 +123,12 @@ enum { FREE, MUST_MATCH };
          "is expanded, half the bytes of bf16; coat-stochastic: the same, rounded stochastically, which --beta2 0.999 " \
          "needs; msamp: MS-AMP's E4M3 and FP16 with a scale for each tensor; " \
          "auto: bf16, or fp32 with --precision fp32") \
-    CHOICE(grad_accum_dtype, "grad-accum-dtype", STORAGE_AUTO, STATE_STORAGES, FREE, \
+    CHOICE(grad_accum_dtype, "grad-accum-dtype", SUM_AUTO, SUM_STORAGES, FREE, \
          "dtype in which gradients of micro-steps are added up; bf16: each sum is rounded stochastically, " \
-         "which adds noise of 0.00014% of the norm per micro-step; fp32: 2 more bytes per parameter; auto: fp32 " \
-         "from 256 micro-steps on, or if --master-weights or --reduce-dtype is fp32; else bf16") \
+         "which adds noise of 0.00014% of the norm per micro-step; fp32: 2 more bytes per parameter; fp8: as in " \
+         "MS-AMP, gradients of the layers' weight matrices in E4M3 with a scale for each tensor, 1 byte less per " \
+         "parameter, also with one micro-step; auto: fp8 if --reduce-dtype is fp8; fp32 from 256 micro-steps on, or " \
+         "if --master-weights or --reduce-dtype is fp32; else bf16") \
     GROUP("memory") \
     CHOICE(recompute, "recompute", RECOMPUTE_NONE, RECOMPUTES, FREE, \
          "what backward computes again, so that forward need not keep it; norm: the outputs of both norms; attention: " \
@@ -171,7 +178,8 @@ enum { FREE, MUST_MATCH };
          "ranks of one host") \
     CHOICE(reduce_dtype, "reduce-dtype", REDUCE_BF16, REDUCES, FREE, \
          "dtype in which gradients are reduced over ranks; fp32: gradients of micro-steps are also added up in fp32, and " \
-         "AdamW reads fp32 gradients; with --grad-accum-dtype bf16 both stay bf16") \
+         "AdamW reads fp32 gradients; with --grad-accum-dtype bf16 both stay bf16; fp8: as in MS-AMP, gradients of the " \
+         "layers' weight matrices are summed in E4M3, rank after rank (with --grad-accum-dtype fp8)") \
     CHOICE(fp8_all_gather, "fp8-all-gather", AUTO, AUTO_SWITCHES, FREE, \
          "all-gather weights in FP8, with the same bits as an all-gather in bf16 and a cast after it; auto: on if " \
          "the recipe has one scale per tensor") \

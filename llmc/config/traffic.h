@@ -78,13 +78,14 @@ static inline void traffic_add_sharded(Traffic *t, const Options *o, const Param
                  matrices = (double)s->layer_slices[SEGMENT_MATRICES];
     const bool keeps_all = o->sharding == SHARDING_GRAD_OP, from_inputs = !r->cpu && S * inputs <= whole_embedding;
     const bool fp8 = p->any_fp8 && o->fp8_all_gather == ON && recipe_has_tensor_scales(p->recipe);
+    const double reduced_matrices = o->reduce_dtype == REDUCE_FP8 ? 1 : reduced;
     for (int64_t l = 0; l < r->layers; l++) {
         const double weights = matrices * (fp8 && precision_layer_is_fp8(p, l) ? 1 : element);
         const double layer = weights + (r->cpu ? vectors * element : 0);
         traffic_add(t, TRAFFIC_FORWARD, S, 1, layer * traffic_gathers(r, keeps_all, false));
         traffic_add(t, TRAFFIC_BACKWARD, S, 1, layer * traffic_gathers(r, keeps_all, true));
         if (!r->cpu) traffic_add(t, TRAFFIC_ROOT, S, 1, vectors * element);
-        traffic_add(t, TRAFFIC_GRADIENTS, S, 1, (double)r->micro * traffic_slice(s, l) * reduced);
+        traffic_add(t, TRAFFIC_GRADIENTS, S, 1, (double)r->micro * (vectors * reduced + matrices * reduced_matrices));
     }
     traffic_add(t, TRAFFIC_ROOT, S, 1, traffic_slice(s, ROOT) * element);
     const double apart = from_inputs ? (double)s->root_slices[SEGMENT_EMBEDDING] : 0;  // 0 if tied to lm_head
@@ -106,7 +107,9 @@ static inline Traffic traffic_of(const TrafficRanks *ranks, const Options *o, co
     const double bytes =
         options_fp32_gradients(o, ranks->world) || ranks->cpu || o->reduce_dtype == REDUCE_FP32 ? 4 : 2;
     const double parts = ranks->cpu ? 1 : 2 / (double)replicas;
-    traffic_add(&t, TRAFFIC_REPLICAS, replicas, S, (double)s.total * bytes * parts);
+    const double in_fp8 =
+        o->reduce_dtype == REDUCE_FP8 ? (double)(ranks->layers * s.layer_slices[SEGMENT_MATRICES]) : 0;
+    traffic_add(&t, TRAFFIC_REPLICAS, replicas, S, (((double)s.total - in_fp8) * bytes + in_fp8) * parts);
     return t;
 }
 

@@ -46,7 +46,7 @@ static inline bool memory_fit_set_recompute(Options *o, int choice, char *words,
 // True if --optimizer-in-backward may be added.
 static inline bool memory_fit_may_update_early(const Options *o) {
     return !o->optimizer_in_backward && o->grad_clip <= 0 && o->on_nonfinite != NONFINITE_SKIP &&
-           o->grad_accumulation_steps == 1;
+           o->grad_accumulation_steps == 1 && !options_fp8_gradients(o);
 }
 
 // Changes the dtype of the optimizer's states, as memory_fit_change.

@@ -293,7 +293,7 @@ static inline void run_setup_check_export(const Options *o) {
 }
 
 // Dies if the trainer cannot run the model with these options. shard_size: ranks per replica.
-typedef void (*CheckSupported)(const ModelConfig *m, const Options *o, int64_t shard_size);
+typedef void (*CheckSupported)(const ModelConfig *m, const Options *o, int64_t world, int64_t shard_size);
 
 // Sets --shard-size 0 of --sharding hybrid to the ranks of one host. Dies if hosts have different numbers of ranks, or
 // if ranks of one host do not follow each other: then a shard group would span hosts.
@@ -322,13 +322,13 @@ static inline RunSetup run_setup(Options *o, const Comm *c, CheckSupported check
     options_resolve(o);
     run_setup_shard_size(o, c);
     if (c->rank > 0) o->log_dir = "";
-    const int64_t shard_size = options_shard_group(o, o->world_size ? o->world_size : c->world);
+    const int64_t world = o->world_size ? o->world_size : c->world, shard_size = options_shard_group(o, world);
     s.continues = run_setup_continues(o);
     run_setup_model(&s, o);
     run_setup_same_model(&s, c, s.load_weights && !o->resume && !o->dry_run);
     if (!o->dry_run || s.model.vocab_size == 0) run_setup_data(&s, o, c);
     run_setup_vocabulary(&s);
-    check_supported(&s.model, o, shard_size);
+    check_supported(&s.model, o, world, shard_size);
     if (c->rank == 0) run_setup_warn_of_length(&s, o);
     if (o->dry_run) return s;
     if (c->rank == 0) run_setup_warn_of_tokenizer(&s);

@@ -242,7 +242,7 @@ static inline void run_find_filter(Run *run, int64_t shard_size) {
         comm_broadcast(&run->comm, COMM_WORLD, 0, s->fp8_filter, sizeof s->fp8_filter);
         run_setup_decide_filter(s, o);
     }
-    if (s->filter_decided) run->ops->check_supported(&s->model, o, shard_size);
+    if (s->filter_decided) run->ops->check_supported(&s->model, o, run->comm.world, shard_size);
 }
 
 // Reads and checks everything that the options name. Unless it is a dry run, opens the device, finds the checkpoint to
