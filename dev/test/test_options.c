@@ -112,6 +112,24 @@ static void test_rows(void) {
     CHECK(rows > 30 && groups >= 6, "%d options in %d groups", rows, groups);
 }
 
+// --msamp sets the options that it stands for. Options after it change them.
+static void test_msamp(void) {
+    Options o = parse("tiny --msamp O1");
+    CHECK(o.precision == PRECISION_FP8 && o.master_weights == STORAGE_FP16 && o.optimizer_state == MOMENTS_FP32 &&
+              o.grad_accum_dtype == SUM_FP8 && o.reduce_dtype == REDUCE_FP8 && o.sharding == SHARDING_FULL,
+          "--msamp O1: FP8 GEMMs and gradients, FP16 masters, fp32 moments");
+    o = parse("tiny --msamp O2");
+    CHECK(o.master_weights == STORAGE_FP16 && o.optimizer_state == MOMENTS_MSAMP && o.grad_accum_dtype == SUM_FP8 &&
+              o.sharding == SHARDING_FULL,
+          "--msamp O2: MS-AMP's moments beside what O1 sets");
+    o = parse("tiny --msamp O3");
+    CHECK(o.optimizer_state == MOMENTS_MSAMP && o.reduce_dtype == REDUCE_FP8 && o.sharding == SHARDING_GRAD_OP,
+          "--msamp O3: sharded as well");
+    o = parse("tiny --optimizer-state coat --msamp O3 --reduce-dtype bf16 --sharding full");
+    CHECK(o.optimizer_state == MOMENTS_MSAMP && o.reduce_dtype == REDUCE_BF16 && o.sharding == SHARDING_FULL,
+          "--msamp replaces options before it, and options after it replace its own");
+}
+
 static void test_accepted(void) {
     Options o = parse("--num-steps 1e3 llama3.1-8b --precision=fp8 --resume --eps 1e-6");
     CHECK(strcmp(o.model, "llama3.1-8b") == 0 && o.num_steps == 1000 && o.precision == PRECISION_FP8 && o.resume &&
@@ -570,6 +588,7 @@ static void test_help_and_table(void) {
 int main(void) {
     test_defaults();
     test_rows();
+    test_msamp();
     test_accepted();
     test_refused();
     test_conflicts();

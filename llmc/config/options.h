@@ -174,6 +174,19 @@ static inline const OptionRow *option_find(const char *name, size_t length) {
     die_with(EXIT_USAGE, "unknown option --%s; the nearest is --%s (--help lists all)", word, nearest->name);
 }
 
+// Sets the options that the level of --msamp stands for.
+static inline void options_set_msamp(Options *o) {
+    static const struct {
+        int level;  // the lowest that sets the option
+        const char *name, *value;
+    } rows[] = {{MSAMP_O1, "precision", "fp8"},        {MSAMP_O1, "master-weights", "fp16"},
+                {MSAMP_O1, "optimizer-state", "fp32"}, {MSAMP_O1, "grad-accum-dtype", "fp8"},
+                {MSAMP_O1, "reduce-dtype", "fp8"},     {MSAMP_O2, "optimizer-state", "msamp"},
+                {MSAMP_O3, "sharding", "grad_op"}};
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++)
+        if (o->msamp >= rows[i].level) option_set(o, option_find(rows[i].name, strlen(rows[i].name)), rows[i].value);
+}
+
 // Reads the command line: one MODEL and --name value or --name=value. options_require_model comes next.
 static inline Options options_parse(int argc, char **argv) {
     Options o = options_default();
@@ -201,6 +214,7 @@ static inline Options options_parse(int argc, char **argv) {
             if (!equals && (i + 1 >= argc || strncmp(argv[i + 1], "--", 2) == 0))
                 die_with(EXIT_USAGE, "--%s needs a value", row->name);
             option_set(&o, row, equals ? equals + 1 : argv[++i]);
+            if (row->field == offsetof(Options, msamp)) options_set_msamp(&o);
         }
     }
     return o;

@@ -17,6 +17,7 @@
     X(MOMENTS_BF16, "bf16") \
     X(MOMENTS_FP32, "fp32") \
     X(MOMENTS_COAT, "coat") X(MOMENTS_COAT_STOCHASTIC, "coat-stochastic") X(MOMENTS_MSAMP, "msamp")
+#define MSAMP_LEVELS(X) X(MSAMP_OFF, "off") X(MSAMP_O1, "O1") X(MSAMP_O2, "O2") X(MSAMP_O3, "O3")
 #define RECOMPUTES(X)         \
     X(RECOMPUTE_NONE, "none") \
     X(RECOMPUTE_NORM, "norm") \
@@ -46,6 +47,7 @@ enum { PRECISIONS(CHOICE_ID) };
 enum { WEIGHT_STORAGES(CHOICE_ID) };
 enum { SUM_STORAGES(CHOICE_ID) };
 enum { MOMENTS(CHOICE_ID) };
+enum { MSAMP_LEVELS(CHOICE_ID) };
 enum { RECOMPUTES(CHOICE_ID) };
 enum { OFFLOADS(CHOICE_ID) };
 enum { SCHEDULES(CHOICE_ID) };
@@ -129,6 +131,10 @@ enum { FREE, MUST_MATCH };
          "MS-AMP, gradients of the layers' weight matrices in E4M3 with a scale for each tensor, 1 byte less per " \
          "parameter, also with one micro-step; auto: fp8 if --reduce-dtype is fp8; fp32 from 256 micro-steps on, or " \
          "if --master-weights or --reduce-dtype is fp32; else bf16") \
+    CHOICE(msamp, "msamp", MSAMP_OFF, MSAMP_LEVELS, FREE, \
+         "a level of MS-AMP, short for several options; options after it on the command line may change them; O1: " \
+         "--precision fp8 --master-weights fp16 --optimizer-state fp32 --grad-accum-dtype fp8 --reduce-dtype fp8; O2: " \
+         "O1 and --optimizer-state msamp; O3: O2 and --sharding grad_op") \
     GROUP("memory") \
     CHOICE(recompute, "recompute", RECOMPUTE_NONE, RECOMPUTES, FREE, \
          "what backward computes again, so that forward need not keep it; norm: the outputs of both norms; attention: " \
