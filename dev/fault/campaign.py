@@ -33,7 +33,9 @@ RECIPES = ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"
 TARGETS = ["json", "safetensors", "config", "index", "shard", "tokenizer", "trainer", "log", "options"]
 SECTIONS = ["save", "ranks", "export", "log", "damage", "resume", "fuzz"]
 SAVE_STEPS, SAVE_EVERY = 6, 2
-DELAYED = ["--precision", "fp8", "--fp8-recipe", "delayed", "--fp8-amax-history", 16]
+MSAMP = ["--optimizer-state", "msamp", "--master-weights", "fp16"]
+# A checkpoint of these options has every kind of state: weights, moments, scales of both, amax histories and scales.
+ALL_STATES = ["--precision", "fp8", "--fp8-recipe", "delayed", "--fp8-amax-history", 16, *MSAMP]
 
 Call = collections.namedtuple("Call", "number name path")
 Run = collections.namedtuple("Run", "status out err struck")
@@ -345,11 +347,12 @@ def precisions():
     lengths = {"blockwise": 128, "mxfp8": 32}  # multiples that their GEMMs need
     fp8 = [["--precision", "fp8", "--fp8-recipe", recipe, "--sequence-length", lengths.get(recipe, 16)]
            for recipe in RECIPES]
-    return [["--precision", "fp32"], ["--precision", "bf16"]] + fp8
+    states = [[*fp8[0], "--optimizer-state", "coat-stochastic"], [*fp8[0], *MSAMP, "--grad-accum-dtype", "fp8"]]
+    return [["--precision", "fp32"], ["--precision", "bf16"]] + fp8 + states
 
 
 def resume_configurations(quick):
-    """Yields (ranks, options) for each precision and recipe with each number of ranks and each sharding."""
+    """Yields (ranks, options) for each row of precisions() with each number of ranks and each sharding."""
     split = [(1, "full", 1), (1, "full", 2), (2, "grad_op", 1), (2, "full", 2), (3, "none", 1), (3, "full", 2),
              (4, "hybrid", 1), (4, "none", 2)]
     shards = ["full", "grad_op", "none"]
@@ -483,7 +486,7 @@ class Campaign:
         for section, ranks in (("save", 1), ("ranks", 2)):
             if not self.wants(section):
                 continue
-            reference, points = Reference(self.trainer, DELAYED, ranks, SAVE_STEPS, SAVE_EVERY), []
+            reference, points = Reference(self.trainer, ALL_STATES, ranks, SAVE_STEPS, SAVE_EVERY), []
             for rank in range(ranks):
                 folder = self.trainer.folder()
                 options = [*reference.run_options(folder), "--keep-checkpoints", 1]
@@ -522,7 +525,7 @@ class Campaign:
         self.sweep("log", points, self.args.jobs)
 
     def damages(self):
-        reference = Reference(self.trainer, DELAYED, 1, SAVE_STEPS, SAVE_EVERY)
+        reference = Reference(self.trainer, ALL_STATES, 1, SAVE_STEPS, SAVE_EVERY)
         points = []
         for kind in DAMAGES:
             points += self.numbered("damage", f"damage: {kind}", 3 if self.args.quick else 50,
@@ -534,6 +537,8 @@ class Campaign:
         for n, (ranks, options) in enumerate(resume_configurations(self.args.quick), 1):
             if self.args.at in (None, n):
                 row = "kill and resume: " + (options[3] if options[1] == "fp8" else options[1])
+                if "--optimizer-state" in options:
+                    row += ", " + options[options.index("--optimizer-state") + 1]
                 action = functools.partial(resume_point, self.trainer, ranks, options, n)
                 points.append((row, f"--only resume --at {n}", action))
         self.sweep("resume", points, self.args.jobs)
