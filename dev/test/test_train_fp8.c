@@ -132,7 +132,7 @@ static void test_golden(const char *name, int precision, Tolerances tolerance) {
 
 static void test_goldens(void) {
     static const char *const names[] = {"llama_tiny", "llama31_tiny", "qwen2_tiny", "qwen3_tiny"};
-    // fp32: only the order of sums differs. bf16: each tensor keeps 8 bits (an error of 2^-9 = 0.2% per rounding), over
+    // fp32: only the order of sums differs. bf16: each tensor keeps 8 bits (an rms error of 0.2% per rounding), over
     // some ten roundings. fp8: E4M3 keeps 4 bits (up to 6% per value, 2-3% rms) and E5M2 3 bits (12%, 5-6% rms), over
     // two layers.
     const Tolerances fp32 = {1e-5, 1e-5, 1e-4, 1e-5};
@@ -314,7 +314,8 @@ static void test_invariance(int precision, int recipe) {
         Trained split = train_some(precision, recipe, RECOMPUTE_NONE, 2, micro_steps, 1),
                 whole = train_some(precision, recipe, RECOMPUTE_NONE, 2, 1, 1);
         const double norm_error = fabs(split.values[split.weights] / whole.values[whole.weights] - 1);
-        // In fp32 only the order of sums differs. In bf16 each micro-step rounds the running sum once more (2^-9).
+        // In fp32 only the order of sums differs. In bf16 each micro-step rounds the running sum once more (2^-9 in
+        // root mean square).
         const double tolerance = precision == PRECISION_FP32 ? 1e-6 : 4e-3;
         CHECK(norm_error < tolerance,
               "%s: the gradient norm in %lld micro-steps is that of one batch; relative error %g", name,
