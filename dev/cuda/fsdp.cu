@@ -53,8 +53,8 @@ static void set_sum(Transport *t, void *device, bool fp32) {
     else t->sums = (bf16 *)device;
 }
 
-// All ways to add gradients to a sum: they replace it, or are added and rounded to nearest (an embedding in the first
-// micro-step), or are added and rounded stochastically (later micro-steps).
+// Returns all ways to add gradients to a sum: they replace it, or are added and rounded to nearest (an embedding in the
+// first micro-step), or are added and rounded stochastically (later micro-steps).
 static const GradientSum *sum_kinds(void) {
     static const GradientSum kinds[] = {
         {false, false, 0, 0}, {true, false, 0, 0}, {true, true, 0x123456789abcdef1ull, (1ll << 35) + 4096}};
