@@ -301,8 +301,8 @@ static void test_log(void) {
         "{\"type\": \"fp8_audit\", \"step\": 40, \"layer\": 0, \"linear\": \"qkv\", \"gemm\": \"fprop\", \"operand\": "
         "\"x\", \"amax\": 1.0, "
         "\"scale_min\": 2.0, \"scale_max\": 64.0, \"flushed\": 0.01, \"saturated\": 0.005, \"sqnr_db\": 3e+01}\n";
-    CHECK(strncmp(lines, want, strlen(want)) == 0, "the first line is\\n%.*s\\nexpected\\n%s",
-          (int)strcspn(lines, "\n"), lines, want);
+    CHECK(strncmp(lines, want, strlen(want)) == 0, "the first line is\n%.*s\nexpected\n%s", (int)strcspn(lines, "\n"),
+          lines, want);
     if (find_line(&json, lines, 7, "down", "wgrad", "x")) {
         CHECK(fabs(member(&json, "sqnr_db") - 21) < 1e-9 && member(&json, "amax") == 12.5,
               "down wgrad x has the SQNR 21 dB and the amax 12.5; found %g dB and %g", member(&json, "sqnr_db"),
@@ -330,7 +330,7 @@ static void test_log(void) {
           check_count(lines, "\n"));
     CHECK(!strstr(lines, "wgrad") && !strstr(lines, "down") && !strstr(lines, "\"layer\": 0,") &&
               !strstr(lines, "\"layer\": 5,"),
-          "there is no line of a bf16 operand in\\n%s", lines);
+          "there is no line of a bf16 operand in\n%s", lines);
     free(lines);
     run_free(&r);
 
@@ -355,14 +355,14 @@ static void test_log(void) {
 }
 
 static void check_has(const char *text, const char *part) {
-    CHECK(strstr(text, part) != NULL, "there is \"%s\" in\\n%s", part, text);
+    CHECK(strstr(text, part) != NULL, "there is \"%s\" in\n%s", part, text);
 }
 
 static void test_table(void) {
     Run r = run_create(RECIPE_BLOCKWISE, "");
     fill_sums(&r);
     char *text = printed_table(&r);
-    CHECK(check_count(text, "\n") == 1 + 2 + 24 + 1, "the table has 28 lines; found %d:\\n%s", check_count(text, "\n"),
+    CHECK(check_count(text, "\n") == 1 + 2 + 24 + 1, "the table has 28 lines; found %d:\n%s", check_count(text, "\n"),
           text);
     // 15 layers at 30 dB and one at 20 dB have a mean noise of (15 + 10) / 16 times that of 30 dB: 28.06 dB.
     check_has(text,
@@ -395,7 +395,7 @@ static void test_table(void) {
                     "dB), layer 1 gate_up x (both passes, 30.00 dB)\n");
     check_has(text, "  gate_up   wgrad  dy  e5m2 tensor      -inf     -inf      5");
     CHECK(!strstr(text, "qkv") && check_count(text, "\n") == 1 + 2 + 12 + 1,
-          "the table has no qkv, and 16 lines; found %d:\\n%s", check_count(text, "\n"), text);
+          "the table has no qkv, and 16 lines; found %d:\n%s", check_count(text, "\n"), text);
     free(text);
     memset(r.sums, 0, (size_t)audit_count(&r.p) * sizeof *r.sums);
     text = printed_table(&r);

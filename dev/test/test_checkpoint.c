@@ -1110,7 +1110,7 @@ static void test_retry(void) {
               check_count(lines, "\"error\": \"saving checkpoint ") == 5 &&
               check_count(lines, "\"step\": 2, \"error\": \"saving checkpoint ") == 1 &&
               check_count(lines, "{\"type\": \"save\", \"step\": 4, \"seconds\": ") == 1,
-          "the log has 7 tries to save, 5 of them failed:\\n%s", lines);
+          "the log has 7 tries to save, 5 of them failed:\n%s", lines);
     // An export that fails is tried again, too.
     r.trainer->options.num_steps = 9;
     failing_saves = 1;
@@ -1423,8 +1423,8 @@ static void test_verify(void) {
         !file_write(scratch_path("verify-source"), "tokenizer.json", "{}", 2, NULL, &failure))
         die("%s", failure.text);
     save(t, scratch_path("verify"), 1, 1);
-    CHECK(model_export_hf(export, &t->model, &t->table, &t->state, scratch_path("verify-source"), &failure), "%s",
-          failure.text);
+    CHECK(model_export_hf(export, &t->model, &t->table, &t->state, scratch_path("verify-source"), &failure),
+          "the export is made: %s", failure.text);
     static const struct {
         bool exported;
         const char *file;

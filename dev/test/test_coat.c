@@ -29,8 +29,8 @@ static void check_array(const Safetensors *st, const char *mode, const char *nam
     char *want = (char *)fp8_golden_bytes(st, full, type, STEPS * elements);
     int64_t differ = 0;
     for (int64_t i = 0; i < bytes; i++) differ += ((const char *)got)[i] != want[step * bytes + i];
-    CHECK(differ == 0, "after step %lld, %lld of %lld bytes of %s differ from the golden", (long long)step + 1,
-          (long long)differ, (long long)bytes, full);
+    CHECK(differ == 0, "after step %lld, %lld of %lld bytes of %s differ from the golden; expected none",
+          (long long)step + 1, (long long)differ, (long long)bytes, full);
     free(want);
 }
 
@@ -86,7 +86,7 @@ static void check_group(const char *label, const float *x, double bound) {
           "%s: %d values became zero or stopped being zero, and %d changed their sign; expected none", label, lost,
           signs);
     CHECK(fabs((double)largest_decoded / largest - 1) < 0x1p-15,
-          "%s: the largest, %g, is decoded to 15 bits or more; found %g", label, (double)largest,
+          "%s: the largest value, %g, comes back to 15 bits or more; found %g", label, (double)largest,
           (double)largest_decoded);
     CHECK(worst <= bound, "%s: the worst relative error is %.4f; %.4f is allowed", label, worst, bound);
     CHECK(moved == 0, "%s: each decoded value is encoded as its own code again; %d are not", label, moved);

@@ -49,8 +49,9 @@ static void test_formats_and_windows(void) {
             write_shard(formats[f].name, formats[f].magic, formats[f].version, count, count, 1000);
             DataLoader dl = open_loader(formats[f].name, T, false, 1);
             int64_t expected = count == 81 ? 10 : 9, wrong = 0;
-            CHECK(dl.num_sequences == expected, "%s: the number of sequences counts all whole windows; found %lld",
-                  formats[f].name, (long long)dl.num_sequences);
+            CHECK(dl.num_sequences == expected,
+                  "%s: every window with all its targets counts as a sequence; found %lld", formats[f].name,
+                  (long long)dl.num_sequences);
             CHECK(dl.num_tokens == count, "%s: the number of tokens is that of the header; found %lld", formats[f].name,
                   (long long)dl.num_tokens);
             int32_t inputs[3 * 8], targets[3 * 8];

@@ -1013,7 +1013,7 @@ static void check_case(const Case *c) {
     CHECK(order.races == 0 && order.wrong == 0 && order.stuck == 0,
           "precision %d, recipe %d, filter \"%s\", sharding %d, gather %d, reduce %d, recompute %d, cache %d, copies "
           "%d, %lld ranks, %lld layers, accumulation %lld, untied %d, many tokens %d, norm first %d, in backward %d: "
-          "%lld races, %lld wrong contents, %lld streams stuck; %s",
+          "no race, wrong content or stuck stream (found %lld, %lld, %lld); %s",
           c->precision, c->recipe, c->filter, c->sharding, c->gather, c->reduce, c->recompute, c->cache, c->copies,
           (long long)c->world, (long long)c->layers, (long long)c->accumulation, c->untied, c->many_tokens,
           c->norm_first, c->in_backward, (long long)order.races, (long long)order.wrong, (long long)order.stuck,

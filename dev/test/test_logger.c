@@ -79,7 +79,7 @@ static void test_step_line(void) {
     // GEMMs count half in sol.
     const char *expected = "step   12/1000 | loss 9.123456 | norm 1.2345 | lr 1.000e-05 | 205.12 ms | 9984 tok/s/gpu | "
                            "39938 tok/s | 465.7 TFLOP/s/gpu | mfu 47.1% | sol 25.9% | mem 59.9 GiB\n";
-    CHECK(strcmp(line, expected) == 0, "step line\n%sexpected\n%s", line, expected);
+    CHECK(strcmp(line, expected) == 0, "the step line is\n%sexpected\n%s", line, expected);
     free(line);
     l.run.peak_bf16 = 0, s.skipped = true, s.norm = (double)INFINITY;
     line = captured(log_step, &l, &s);

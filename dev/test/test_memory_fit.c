@@ -127,7 +127,7 @@ static void test_combinations(void) {
     c.available = 0;
     char output[4096];
     CHECK(check_dies(require_action, &c, "smaller model", output, sizeof output) && !strstr(output, "ranks (mpirun"),
-          "no number of ranks is enough: %s", output);
+          "if no number of ranks is enough, the message names none: %s", output);
 }
 
 static void test_backward(void) {
@@ -179,7 +179,7 @@ static void test_ranks(void) {
     char output[4096];
     c.ranks_help = false;
     CHECK(check_dies(require_action, &c, "smaller model", output, sizeof output) && !strstr(output, "ranks (mpirun"),
-          "more ranks do not help: %s", output);
+          "if more ranks do not help, the message names none: %s", output);
 }
 
 int main(void) {

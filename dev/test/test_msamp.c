@@ -65,8 +65,8 @@ static void check_array(const Safetensors *st, const char *name, SafetensorsType
     char *want = (char *)fp8_golden_bytes(st, name, type, STEPS * elements);
     int64_t differ = 0;
     for (int64_t i = 0; i < bytes; i++) differ += ((const char *)got)[i] != want[step * bytes + i];
-    CHECK(differ == 0, "after step %lld, %lld of %lld bytes of %s differ from the golden", (long long)step + 1,
-          (long long)differ, (long long)bytes, name);
+    CHECK(differ == 0, "after step %lld, %lld of %lld bytes of %s differ from the golden; expected none",
+          (long long)step + 1, (long long)differ, (long long)bytes, name);
     free(want);
 }
 

@@ -266,7 +266,7 @@ static void test_golden_table(void) {
         "  lm_head   wgrad    128256     4096     1024  bf16         x bf16\n";
     Plan x = make_plan("llama3.1-8b", RECIPE_ROWWISE_GW_HP, "first,layers=5,layers=7,mlp");
     char *text = printed(&x);
-    CHECK(strcmp(text, expected) == 0, "the table\n%sexpected\n%s", text, expected);
+    CHECK(strcmp(text, expected) == 0, "the table is\n%sexpected\n%s", text, expected);
     free(text);
     free_plan(&x);
 }
@@ -305,13 +305,13 @@ static void test_tables(void) {
                     const char *at = strstr(text, line), *end = at ? strchr(at + 1, '\n') : NULL,
                                *found = at ? strstr(at, passes[gemm]) : NULL;
                     CHECK(check_count(text, line) == 1 && found && found < end,
-                          "%s, %s, %s %s has one line, with the recipe's operands, in\\n%s", presets[i],
+                          "%s, %s, %s %s has one line, with the recipe's operands, in\n%s", presets[i],
                           recipe_row(recipe)->name, x.p.linear[id].name, names[gemm], text);
                 }
             CHECK(check_count(text, "\n") == 18 + (recipe == RECIPE_BLOCKWISE && i == 0),
-                  "%s, %s: there is a line for each GEMM in\\n%s", presets[i], recipe_row(recipe)->name, text);
+                  "%s, %s: there is a line for each GEMM in\n%s", presets[i], recipe_row(recipe)->name, text);
             CHECK(check_count(text, "fast_accum") == (x.p.any_fp8 && x.p.recipe->fast_accum ? NUM_LINEARS : 0),
-                  "%s, %s: fast_accum stands at fprop alone, if the recipe has it, in\\n%s", presets[i],
+                  "%s, %s: fast_accum stands at fprop alone, if the recipe has it, in\n%s", presets[i],
                   recipe_row(recipe)->name, text);
             free(text);
             free_plan(&x);

@@ -27,9 +27,9 @@ static void test_hash(void) {
     // Published values of XXH64 with seed 0.
     CHECK(xxhash64("", 0) == 0xef46db3751d8e999ull, "the hash of an empty text is the published one; found %016llx",
           (unsigned long long)xxhash64("", 0));
-    CHECK(xxhash64("a", 1) == 0xd24ec4f1a98c6e5bull, "the hash of a is the published one; found %016llx",
+    CHECK(xxhash64("a", 1) == 0xd24ec4f1a98c6e5bull, "the hash of \"a\" is the published one; found %016llx",
           (unsigned long long)xxhash64("a", 1));
-    CHECK(xxhash64("abc", 3) == 0x44bc2cf5ad770999ull, "the hash of abc is the published one; found %016llx",
+    CHECK(xxhash64("abc", 3) == 0x44bc2cf5ad770999ull, "the hash of \"abc\" is the published one; found %016llx",
           (unsigned long long)xxhash64("abc", 3));
     const char *text = "Nobody inspects the spammish repetition";
     CHECK(xxhash64(text, 39) == 0xfbcea83c8a378bf1ull, "the hash of 39 bytes is the published one; found %016llx",

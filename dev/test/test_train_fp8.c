@@ -734,7 +734,7 @@ static void test_resume(const char *name_of_run, const char *precision) {
     whole = loss_lines(name, 7);
     format_checked(name, sizeof name, "log2-%s/log.jsonl", name_of_run);
     resumed = loss_lines(name, 0);
-    CHECK(*whole && strcmp(whole, resumed) == 0, "%s: step lines of the whole and of the resumed run are equal:\\n%s%s",
+    CHECK(*whole && strcmp(whole, resumed) == 0, "%s: step lines of the whole and of the resumed run are equal:\n%s%s",
           precision, whole, resumed);
     free(whole), free(resumed), free(output);
 }
@@ -798,7 +798,7 @@ static void test_recipes(void) {
         // Each operand is off by 2-3% rms (E5M2: 5-6%), at random. That moves a loss, the mean of 128 rows, by some
         // 1e-3, and again in each later step.
         CHECK(difference > 0 && difference < 0.01,
-              "%s: losses are near bf16's, but not equal; the largest relative difference is %g:\\n%s%s",
+              "%s: losses are near bf16's, but not equal; the largest relative difference is %g:\n%s%s",
               recipe_row(recipe)->name, difference, lines, bf16);
         printf("%-18s 4 steps of small: losses within %.1e of bf16\n", recipe_row(recipe)->name, difference);
         free(lines);
@@ -830,7 +830,7 @@ static void test_filters(void) {
         char *lines = run_lines("tiny", options);
         const bool plain = strcmp(lines, bf16) == 0, fp8 = strcmp(lines, tensorwise) == 0;
         CHECK(plain == (filtered[i].same_as == 0) && fp8 == (filtered[i].same_as == 1),
-              "%s gives the results of bf16, of tensorwise, or others, as expected:\\n%s", filtered[i].options, lines);
+              "%s gives the results of bf16, of tensorwise, or others, as expected:\n%s", filtered[i].options, lines);
         free(lines);
     }
     free(bf16), free(tensorwise);
