@@ -184,7 +184,7 @@ static void check_powers(void) {
     }
 }
 
-// Times the update of a real model with random moments.
+// Times the update of a real model with random gradients.
 static void bench_model(Bench *b, const char *preset, bool stochastic) {
     ModelConfig m;
     if (!model_config_preset(&m, preset)) die("no preset %s", preset);

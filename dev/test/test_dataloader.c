@@ -34,7 +34,7 @@ static DataLoader open_loader(const char *name, int64_t T, bool shuffle, uint64_
 }
 
 // Each format gives equal windows: their stride is T, targets are shifted by one token, and the last whole window is
-// included. dataloader_batch begins again after it.
+// included. After the last window, dataloader_batch begins again with the first.
 static void test_formats_and_windows(void) {
     static const struct {
         const char *name;
@@ -249,7 +249,7 @@ static void test_resume(void) {
     dataloader_close(&resumed);
 }
 
-// The scan reads SHARD_SCAN_TOKENS tokens at a time, and finds the largest id in each part.
+// The scan reads SHARD_SCAN_TOKENS tokens at a time, and finds the largest id in any of these parts.
 static void test_scan(void) {
     const int64_t count = SHARD_SCAN_TOKENS + 1000;
     write_shard("scan_0.bin", SHARD_MAGIC_U32, 7, count, count, 5);
