@@ -92,7 +92,7 @@ static void check_amax(const char *label, const ParameterTable *t, const uint32_
         memcpy(rounded, weights + p->offset, (size_t)n * sizeof(float));
         round_array(rounded, n, ROUND_BF16);
         const uint32_t want = quantize_tensor_amax(rounded, n, SCALE_TORCHAO);
-        CHECK(slots[slot] == want, "%s: amax of %s is 0x%08x, want 0x%08x", label, p->name, slots[slot], want);
+        CHECK(slots[slot] == want, "%s: the amax of %s is 0x%08x, want 0x%08x", label, p->name, slots[slot], want);
         free(rounded);
     }
 }
@@ -188,8 +188,9 @@ static void check_rank(const char *label, const ParameterTable *t, const ShardPl
         if (adamw_magnitude(gradient) >= adamw_large(largest)) first_large = (unsigned long long)position;
     }
     CHECK(c->nonfinite == is_refused(v) && c->largest == largest && c->position == first_large,
-          "%s: flag %u, largest %08x, first large position %llu, want %08x, %llu", label, c->nonfinite, c->largest,
-          c->position, largest, first_large);
+          "%s: flag, largest and first large position are as on the CPU: got %u, %08x, %llu, want largest %08x, "
+          "position %llu",
+          label, c->nonfinite, c->largest, c->position, largest, first_large);
     arrays_check(label, &a, v, want);
     free(c), bench_free(control);
     arrays_free(&a);
@@ -220,8 +221,8 @@ static void update_all(const AdamwUpdate *whole, const ParameterTable *t, const 
     bench_free(place);
 }
 
-// Checks that adamw_locate_block, for a step that is not accepted, gives the start of the first block (in the order of
-// backward) that holds a large gradient.
+// Checks that adamw_locate_block, for a step that is not accepted, gives the first element of the first group of
+// ADAMW_BLOCK elements (in the order of backward) that holds a large gradient.
 static void check_located(const char *label, const AdamwUpdate *w, const double *squares, const ParameterTable *t,
                           const ShardPlan *plan, Variant v, const State *before) {
     const BackwardOrder order = shard_backward_order(t, plan);
@@ -239,8 +240,8 @@ static void check_located(const char *label, const AdamwUpdate *w, const double 
         }
     const bool here = first != ADAMW_NONE && is_refused(v);
     CHECK(c->nonfinite == here && (!here || c->position == first),
-          "%s: flag %u, position of the block with large gradients %llu, want %llu", label, c->nonfinite, c->position,
-          first);
+          "%s: flag %u and position %llu of the first ADAMW_BLOCK elements with a large gradient, want %llu", label,
+          c->nonfinite, c->position, first);
     free(c), bench_free(control);
 }
 
@@ -315,7 +316,7 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
     double *sum = (double *)bench_download(squares, sizeof *sum, label);
     const float norm = (float)sqrt(*sum), want_norm = (float)global_norm(flat.gradients, flat.n),
                 factor = clip_factor(sqrt(*sum), v.clip);
-    if (!bad) check_close(label, &norm, &want_norm, 1, 1, 1e-6, 0);  // fp32 sums of 32 squares
+    if (!bad) check_close(label, &norm, &want_norm, 1, 1, 1e-6, 0);  // the kernel adds up 32 squares in fp32
     State *before = (State *)xcalloc((size_t)shard_size, sizeof *before);
     for (int64_t rank = 0; rank < shard_size; rank++) {
         const ShardPlan plan = shard_plan(&t, shard_size, rank);
@@ -342,7 +343,7 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
     }
     if (v.clip == 0)
         CHECK(bad ? !adamw_accepts(sqrt(taken_along)) : fabs(taken_along / *sum - 1) < 1e-6,
-              "%s: sum of squares %.9g from the update, %.9g from its own kernel", label, taken_along, *sum);
+              "%s: sums of squares are %.9g from the update and %.9g from adamw_squares", label, taken_along, *sum);
     uint32_t *slots = (uint32_t *)bench_download(amax, m.num_layers * AMAX_STRIDE * 4, label),
              *slots_unconditional =
                  (uint32_t *)bench_download(amax_unconditional, m.num_layers * AMAX_STRIDE * 4, label);
@@ -410,8 +411,8 @@ static void check_units(const char *preset, int64_t shard_size) {
         }
     }
     CHECK(wrong == 0 && seen == t.num_parameters,
-          "%s, %lld ranks: %lld of %lld elements (%lld seen) are treated wrongly", preset, (long long)shard_size,
-          (long long)wrong, (long long)t.num_parameters, (long long)seen);
+          "%s, %lld ranks: all elements are in the run of their parameter; %lld of %lld (%lld seen) are not", preset,
+          (long long)shard_size, (long long)wrong, (long long)t.num_parameters, (long long)seen);
     parameter_table_free(&t);
 }
 

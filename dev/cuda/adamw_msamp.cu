@@ -16,8 +16,8 @@ typedef struct {
 // the GPU stores.
 typedef struct {
     int64_t n, tensors;
-    float *weights;     // masters
-    fp16_bits *master;  // FP16 masters
+    float *weights;     // values of the (master) weights
+    fp16_bits *master;  // FP16 codes of the masters
     char *exp_avg, *exp_avg_sq;
     float *scales;  // [MSAMP_STATES, tensors]
     float *gradients[STEPS];
@@ -40,8 +40,8 @@ static void state_free(State *s) {
     for (float *g : s->gradients) free(g);
 }
 
-// A gradient of a tensor of this kind: common, spread over 2^80, half zero, all zero, equal, denormal, or huge beside
-// tiny.
+// Returns a gradient of a tensor of this kind: common, spread over 2^80, half zero, all zero, equal, denormal, or huge
+// beside tiny.
 static float gradient_of(int64_t kind, uint64_t key, int64_t i) {
     const uint64_t u = rng_u64(key, (uint64_t)(i + (1ll << 40)));
     const float g = rng_normal(key, (uint64_t)i) * 1e-3f;
@@ -125,10 +125,10 @@ typedef struct {
     AdamwArrays a;
     AdamwControl *control;
     uint32_t *amax;   // [layers, AMAX_STRIDE]
-    double *squares;  // workspace, and behind it their sum
+    double *squares;  // workspace, and behind it the sum of squares
 } Rank;
 
-// Uploads a rank's state. FP16 masters arrive in halves.
+// Uploads a rank's state. FP16 masters arrive as fp32 numbers in two halves (fp16_masters.cuh).
 static Rank rank_create(const ParameterTable *t, const ShardPlan *plan, Variant v, const State *s) {
     Rank r = {};
     const int64_t n = plan->total, scales = MSAMP_STATES * t->count;
@@ -235,7 +235,7 @@ static void check_found(const char *label, const ParameterTable *t, const Rank *
     check_bytes(label, got, amax, t->num_layers * AMAX_STRIDE * 4, 4);
     const double found = sum[adamw_workspace_bytes(t, &r->plan) / 8];
     if (step != SKIPPED_STEP)
-        CHECK(fabs(found - squares) <= 1e-5 * squares, "%s: squares %g, not %g", label, found, squares);
+        CHECK(fabs(found - squares) <= 1e-5 * squares, "%s: the sum of squares is %g, want %g", label, found, squares);
     free(got), free(amax), free(sum);
 }
 
@@ -322,8 +322,8 @@ static void check_masters_access(void) {
     encode_masters(&t, &r, 1);
     float *scales = (float *)bench_download(r.a.scaled.scales, MSAMP_STATES * t.count * 4, "scales");
     CHECK(scales[MSAMP_MASTER * t.count] == 0x1p-3f && scales[MSAMP_MASTER * t.count + 1] > 1,
-          "a scale that is set stays: %g, %g", (double)scales[MSAMP_MASTER * t.count],
-          (double)scales[MSAMP_MASTER * t.count + 1]);
+          "a scale that is set stays, and another follows from the amax: %g, %g",
+          (double)scales[MSAMP_MASTER * t.count], (double)scales[MSAMP_MASTER * t.count + 1]);
     fp16_bits *before = (fp16_bits *)bench_download(r.a.scaled.master, plan.total * 2, "masters");
     for (int64_t k = 0; k < t.count; k++) {
         const int64_t at = t.entries[k].offset, n = parameter_elements(&t.entries[k]);

@@ -1,4 +1,4 @@
-// Models and arrays for the checks of AdamW's states.
+// Models and arrays for the checks of AdamW's states, in adamw_coat.cu and adamw_msamp.cu.
 #ifndef ADAMW_PARTS_CUH
 #define ADAMW_PARTS_CUH
 
@@ -8,8 +8,8 @@
 
 enum { AMAX_STRIDE = 12 };
 
-// A model with every kind of parameter of its family; hidden size 40 leaves padding behind most tensors, and joins
-// tensors within a group.
+// Returns a small model with every kind of parameter of its family. Hidden size 40 leaves padding behind most tensors,
+// and makes some COAT groups span two joined tensors.
 static ModelConfig small_model(const char *preset) {
     ModelConfig m;
     if (!model_config_preset(&m, preset)) die("no preset %s", preset);

@@ -1,9 +1,9 @@
-// Checks and times every attention implementation. Arguments restrict it: mma or sm90, fwd or bwd, check or bench;
-// without either word of a pair it runs both. `deterministic` leaves out the non-deterministic backward; it does not
-// leave out forward. The check compares outputs on fresh random data with a plain fp64 computation, and detects writes
-// outside the outputs. The bench prints medians of single calls on random data as TFLOP/s of the causal half
-// (4*NH*HD*T^2/2 forward, 2.5 times that backward) and as share of the dense bf16 peak. It also times the memory-bound
-// kernels before and after backward's GEMMs.
+// Checks and times every attention implementation. Arguments restrict the program: mma or sm90, fwd or bwd, check or
+// bench; without either word of a pair it runs both. `deterministic` leaves out the non-deterministic backward, but not
+// forward. The check compares outputs on fresh random data with a plain fp64 computation, and detects writes outside
+// the outputs. The bench prints medians of single calls on random data as TFLOP/s of the causal half (4*NH*HD*T^2/2
+// forward, 2.5 times that backward) and as share of the dense bf16 peak. It also times the memory-bound kernels before
+// and after backward's GEMMs.
 // Build and run: make build/bench_attention && build/bench_attention
 #include "../../llmc/cuda/attention.cuh"
 #include "bench.cuh"
@@ -110,7 +110,7 @@ __device__ static double reference_reduce(double x, double *scratch, bool maximu
     return result;
 }
 
-// One block per query (t, h, b). p is [B*NH][T][T] in global memory.
+// One thread block per query (t, h, b). p is [B*NH][T][T] in global memory.
 static __global__ void reference_forward_kernel(double *out, double *lse, double *p, const bf16 *qkv, AttentionDims d,
                                                 bool rounded) {
     __shared__ double scratch[128];
@@ -140,7 +140,7 @@ static __global__ void reference_forward_kernel(double *out, double *lse, double
     if (threadIdx.x == 0) lse[(b * d.NH + h) * d.T + t] = m + log(sum);
 }
 
-// One block per query computes dS and dQ.
+// One thread block per query computes dS and dQ.
 static __global__ void reference_backward_q_kernel(double *dqkv, double *ds, const double *p, const double *out,
                                                    const bf16 *dout, const bf16 *qkv, AttentionDims d, bool rounded) {
     __shared__ double scratch[128];
@@ -165,7 +165,7 @@ static __global__ void reference_backward_q_kernel(double *dqkv, double *ds, con
     }
 }
 
-// One block per key (u, kv head, b) computes dK and dV, with one thread per column.
+// One thread block per key (u, kv head, b) computes dK and dV, with one thread per column.
 static __global__ void reference_backward_kv_kernel(double *dqkv, const double *ds, const double *p, const bf16 *dout,
                                                     const bf16 *qkv, AttentionDims d, bool rounded) {
     const int64_t u = blockIdx.x, g = blockIdx.y, b = blockIdx.z, i = threadIdx.x, group = d.NH / d.NKV,
@@ -280,8 +280,9 @@ static void check_error(const char *what, const double *got, const double *exact
     if (allowed.difference > slack && error.difference / allowed.difference > largest_ratio)
         largest_ratio = error.difference / allowed.difference;
     CHECK(error.difference <= bound,
-          "%s: error %.3e of the norm, bound %.3e; %lld not finite; worst at row %lld column %lld: %g, not %g", what,
-          error.difference / error.norm, bound / error.norm, (long long)error.not_finite,
+          "%s: the error is %.3e of the norm, the bound %.3e; %lld not finite; worst at row %lld column %lld: %g, want "
+          "%g",
+          what, error.difference / error.norm, bound / error.norm, (long long)error.not_finite,
           (long long)(error.worst / row), (long long)(error.worst % row), got[error.worst], exact[error.worst]);
 }
 
@@ -381,18 +382,18 @@ static void check_forward(const Implementation *im, Setup *s) {
         if (!(fabs(lse[i] - s->exact.lse[i]) <= fabs(lse[worst] - s->exact.lse[worst]))) worst = i;
     }
     CHECK(fabs(lse[worst] - s->exact.lse[worst]) <= 1e-5 * (10 + largest),
-          "%s forward, %s: lse [B*NH, T] at [%lld, %lld] is %g, not %g", im->name, s->name, (long long)(worst / d.T),
+          "%s forward, %s: lse [B*NH, T] at [%lld, %lld] is %g, want %g", im->name, s->name, (long long)(worst / d.T),
           (long long)(worst % d.T), (double)lse[worst], s->exact.lse[worst]);
     free(lse);
     CHECK(tensor_guards_hold(s->out, (size_t)s->n_out * 2) && tensor_guards_hold(s->lse, (size_t)s->n_lse * 4),
-          "%s forward, %s wrote outside its output", im->name, s->name);
+          "%s forward, %s writes nothing outside its outputs", im->name, s->name);
     Tensor out2 = tensor_alloc((size_t)s->n_out * 2), lse2 = tensor_alloc((size_t)s->n_lse * 4);
     uint32_t *amax = (uint32_t *)bench_zeros(sizeof *amax);
     run_forward(im, s, out2, lse2, amax);
     CHECK(count_differences(s->out, out2) == 0 && count_differences(s->lse, lse2) == 0,
-          "%s forward, %s: two runs differ", im->name, s->name);
+          "%s forward, %s: two runs give equal bits", im->name, s->name);
     float *found = (float *)bench_download(amax, sizeof *amax, s->name);
-    CHECK(*found == largest_out, "%s forward, %s: amax %g, not %g", im->name, s->name, (double)*found,
+    CHECK(*found == largest_out, "%s forward, %s: the amax is %g, want %g", im->name, s->name, (double)*found,
           (double)largest_out);
     free(found);
     bench_free(amax);
@@ -418,7 +419,7 @@ static void check_backward(const Implementation *im, Setup *s, bool deterministi
     free(got);
     const size_t workspace = attention_workspace_bytes(d.B, d.T, d.NH, d.NKV, d.HD);
     CHECK(tensor_guards_hold(s->dqkv, (size_t)s->n_qkv * 2) && tensor_guards_hold(s->workspace, workspace),
-          "%s backward%s, %s wrote outside its output", im->name, mode, s->name);
+          "%s backward%s, %s writes nothing outside its output and workspace", im->name, mode, s->name);
     if (!deterministic) return;
     const int repeats = d.T == 1000 ? 100 : 2;  // an ordering error shows rarely, so one size is repeated
     int64_t differences = 0;
@@ -427,8 +428,8 @@ static void check_backward(const Implementation *im, Setup *s, bool deterministi
         run_backward(im, s, s->again, true);
         differences += count_differences(s->dqkv, s->again);
     }
-    CHECK(differences == 0, "%s backward, %s: %d deterministic runs differ in %lld words", im->name, s->name, repeats,
-          (long long)differences);
+    CHECK(differences == 0, "%s backward, %s: %d deterministic runs give the bits of the first; %lld words differ",
+          im->name, s->name, repeats, (long long)differences);
 }
 
 static void call_attention_forward(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d,
@@ -451,10 +452,10 @@ static void check_dispatch(Setup *s) {
     run_forward(&chosen, s, s->out, s->lse, NULL);
     run_forward(&dispatch, s, out2, lse2, NULL);
     CHECK(count_differences(s->out, out2) == 0 && count_differences(s->lse, lse2) == 0,
-          "%s: attention_forward gives other bits than %s", s->name, chosen.name);
+          "%s: attention_forward gives the bits of %s", s->name, chosen.name);
     run_backward(&chosen, s, s->dqkv, true);
     run_backward(&dispatch, s, s->again, true);
-    CHECK(count_differences(s->dqkv, s->again) == 0, "%s: attention_backward gives other bits than %s", s->name,
+    CHECK(count_differences(s->dqkv, s->again) == 0, "%s: attention_backward gives the bits of %s", s->name,
           chosen.name);
     tensor_free(out2);
     tensor_free(lse2);
@@ -484,8 +485,8 @@ static void check_case(const Choice *o, Case c, uint64_t key) {
 }
 
 // Covers tails of every kind, groups of 1, 4 and 8 query heads, two sequences, and scores of standard deviation 1 and
-// 30 (softmax almost one-hot). With many short sequences, one block of the sm90 backward computes a whole GQA group and
-// writes dK and dV directly in bf16. At head_dim 128 without `deterministic` there are then two sections
+// 30 (softmax almost one-hot). With many short sequences, one thread block of the sm90 backward computes a whole GQA
+// group and writes dK and dV directly in bf16. At head_dim 128 without `deterministic` there are then two sections
 // (attention_backward_plan.cuh).
 static void check_all(const Choice *o) {
     const int64_t lengths[] = {1, 63, 113, 128, 1000, 2048}, groups[] = {1, 4, 8, 4};
@@ -516,10 +517,10 @@ static void check_bad_sizes(void) {
     AttentionDims head_dim = {1, 16, 8, 2, 80, false}, heads = {1, 16, 8, 3, 64, false},
                   empty = {1, 0, 8, 2, 64, false};
     CHECK(check_dies(call_unsupported, &head_dim, "head_dim 80 is not supported", output, sizeof output),
-          "head_dim 80 gave: %s", output);
+          "head_dim 80 is refused: %s", output);
     CHECK(check_dies(call_unsupported, &heads, "8 query heads cannot share 3", output, sizeof output),
-          "8 over 3 heads gave: %s", output);
-    CHECK(check_dies(call_unsupported, &empty, "length 0", output, sizeof output), "length 0 gave: %s", output);
+          "8 query heads over 3 key/value heads are refused: %s", output);
+    CHECK(check_dies(call_unsupported, &empty, "length 0", output, sizeof output), "length 0 is refused: %s", output);
 }
 
 static int compare_floats(const void *a, const void *b) {
@@ -588,7 +589,7 @@ static void bench_one(Bench *b, const Implementation *im, AttentionDims d, int p
 // the rows of dq after Hopper's.
 template <int HD>
 static void bench_beside_gemms(Bench *b, const Choice *o) {
-    // T is whole tiles, and so long that a block sums the whole GQA group.
+    // T is whole tiles, and so long that a thread block sums the whole GQA group.
     const int64_t T = 8192, NH = 32, NKV = 8, n = T * NH * HD;
     const AttentionDims d = {1, T, NH, NKV, HD, false};
     bf16 *dout = bench_random(n, 1, 1), *out = bench_random(n, 2, 1),

@@ -1,4 +1,4 @@
-// Checks and times llmc/cuda/audit.cuh.
+// Checks and times llmc/cuda/audit.cuh, and checks the audits that casts of quantize.cuh make.
 // Build and run: make build/bench_audit && build/bench_audit
 #include "../../llmc/cuda/audit.cuh"
 #include "check_quantized.cuh"
@@ -46,14 +46,14 @@ static bool sum_is_close(double got, double want) { return got == want || fabs(g
 
 static void check_sums(const char *label, const AuditSums *got, const AuditSums *want) {
     CHECK(got->count == want->count && got->flushed == want->flushed && got->saturated == want->saturated,
-          "%s: %.0f elements, %.0f flushed, %.0f saturated; want %.0f, %.0f, %.0f", label, got->count, got->flushed,
+          "%s: got %.0f elements, %.0f flushed, %.0f saturated; want %.0f, %.0f, %.0f", label, got->count, got->flushed,
           got->saturated, want->count, want->flushed, want->saturated);
     CHECK(sum_is_close(got->signal, want->signal) && sum_is_close(got->noise, want->noise),
-          "%s: signal %.17g, noise %.17g; want %.17g, %.17g", label, got->signal, got->noise, want->signal,
+          "%s: got signal %.17g, noise %.17g; want %.17g, %.17g", label, got->signal, got->noise, want->signal,
           want->noise);
     CHECK(same_or_nan(got->amax, want->amax) && same_or_nan(got->scale_max, want->scale_max) &&
               same_or_nan(got->scale_inv_max, want->scale_inv_max),
-          "%s: amax 0x%08x, scale 0x%08x, inverse 0x%08x; want 0x%08x, 0x%08x, 0x%08x", label, got->amax,
+          "%s: got amax 0x%08x, scale 0x%08x, inverse 0x%08x; want 0x%08x, 0x%08x, 0x%08x", label, got->amax,
           got->scale_max, got->scale_inv_max, want->amax, want->scale_max, want->scale_inv_max);
 }
 
@@ -131,7 +131,7 @@ static void check_case(Case c) {
     Audited a = audited_create(&c);
     audit_source(a.t, TensorSource{a.device_x, c.C}, c.R, c.C, 0);
     check_audited(label, &a);
-    for (int usage = 0; usage < 2; usage++) {  // the sums accumulate
+    for (int usage = 0; usage < 2; usage++) {  // a second audit adds to the sums
         const AuditSums once = a.want[usage];
         audit_merge(&a.want[usage], &once);
     }
@@ -288,7 +288,7 @@ static void check_large(void) {
     AuditSums *got = (AuditSums *)bench_download(sums, 3 * (int64_t)sizeof(AuditSums), "large");
     check_sums("large, rowwise data", &got[0], &got[2]);
     check_sums("large, columnwise data", &got[1], &got[2]);
-    CHECK(got[0].count == (double)R * (double)C, "large: %.0f elements", got[0].count);
+    CHECK(got[0].count == (double)R * (double)C, "large: all elements are counted; got %.0f", got[0].count);
     qtensor_free(t);
     bench_free(x), bench_free(sums);
     free(got);

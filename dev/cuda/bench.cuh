@@ -16,7 +16,7 @@
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Buffers. Each has a guard behind it, and is filled with bytes that no kernel writes by chance, so that an element
-// left out is detected.
+// that a kernel leaves out is detected.
 
 enum { BENCH_GUARD_BYTES = 256, BENCH_POISON = 0xa5 };
 
@@ -46,7 +46,7 @@ static inline void *bench_download(const void *device, int64_t bytes, const char
     CUDA_CHECK(cudaMemcpy(host, device, (size_t)(bytes + BENCH_GUARD_BYTES), cudaMemcpyDeviceToHost));
     int written = 0;
     for (int i = 0; i < BENCH_GUARD_BYTES; i++) written += host[bytes + i] != BENCH_POISON;
-    CHECK(written == 0, "%s: %d bytes behind the buffer were written", label, written);
+    CHECK(written == 0, "%s: no byte behind the buffer was written; %d were", label, written);
     return host;
 }
 
@@ -61,7 +61,8 @@ static inline void check_bytes(const char *label, const void *got, const void *w
     int64_t bad = 0, first = -1;
     for (int64_t i = 0; i < n; i++)
         if (a[i] != b[i] && bad++ == 0) first = i;
-    CHECK(bad == 0, "%s: %lld of %lld bytes differ, first at [%lld, %lld]: got 0x%02x, want 0x%02x", label,
+    CHECK(bad == 0,
+          "%s: all bytes are as expected; %lld of %lld differ, first at [%lld, %lld]: got 0x%02x, want 0x%02x", label,
           (long long)bad, (long long)n, (long long)(first / columns), (long long)(first % columns), a[first], b[first]);
 }
 
@@ -77,7 +78,8 @@ static inline void check_fp8(const char *label, const uint8_t *got, const uint8_
         if (got[i] == want[i] || (fp8_is_nan(got[i], format) && fp8_is_nan(want[i], format))) continue;
         if (bad++ == 0) first = i;
     }
-    CHECK(bad == 0, "%s: %lld of %lld codes differ, first at [%lld, %lld]: got 0x%02x, want 0x%02x", label,
+    CHECK(bad == 0,
+          "%s: all codes are as expected; %lld of %lld differ, first at [%lld, %lld]: got 0x%02x, want 0x%02x", label,
           (long long)bad, (long long)n, (long long)(first / columns), (long long)(first % columns), got[first],
           want[first]);
 }
@@ -95,7 +97,8 @@ static inline void check_close(const char *label, const float *got, const float 
         worst = fmax(worst, error / allowed);
     }
     CHECK(bad == 0,
-          "%s: %lld of %lld elements off (worst %.3g x the tolerance), first at [%lld, %lld]: got %.9g, want %.9g",
+          "%s: all elements are within the tolerance; %lld of %lld are not (worst %.3g x the tolerance), first at "
+          "[%lld, %lld]: got %.9g, want %.9g",
           label, (long long)bad, (long long)n, worst, (long long)(first / columns), (long long)(first % columns),
           got[first], want[first]);
 }
@@ -151,7 +154,7 @@ static inline void check_same_on_device(const char *label, const void *a, const 
     CUDA_CHECK_LAUNCH();
     CUDA_CHECK(cudaMemcpy(&first, slot, sizeof first, cudaMemcpyDeviceToHost));
     bench_free(slot);
-    CHECK(first == none, "%s: first different byte at [%lld, %lld]", label,
+    CHECK(first == none, "%s: both buffers hold equal bytes; the first different one is at [%lld, %lld]", label,
           (long long)(first / (unsigned long long)columns), (long long)(first % (unsigned long long)columns));
 }
 
@@ -203,7 +206,7 @@ static inline double bench_time_us(Bench *b, Launch launch) {
     return us[BENCH_REPEATS / 2];
 }
 
-// Runs one block on every SM. An SM without a block keeps the zeros that bench_clock_begin wrote.
+// Runs one thread block on every SM. An SM without one keeps the zeros that bench_clock_begin wrote.
 static __global__ void bench_clock_kernel(uint64_t *clocks, uint32_t num_sms) {
     uint32_t sm;
     uint64_t ns;
@@ -244,14 +247,15 @@ static inline double bench_clock_end(Bench *b) {
 // a failed check. So a kernel that has no reason to be slow is noticed when it becomes slow.
 //
 // Exceptions, which have no line of their own:
-//  - kernels of a few bytes: adamw_sum, adamw_norm, adamw_largest and adamw_find_large (which return at once) and
-//    column_sums_finish are part of the lines of their callers; loss_accumulate, gemm_alpha, delayed_begin,
-//    delayed_update and delayed_restore have none
+//  - kernels of a few bytes: adamw_sum, adamw_norm, adamw_largest and adamw_find_large (which return at once if the
+//    norm is accepted) and column_sums_finish are part of the lines of their callers; loss_accumulate, gemm_alpha,
+//    delayed_begin, delayed_update and delayed_restore have no line
 //  - kernels that run before or between steps: initialize_parameter, auto_filter_fill, fill_for_timing and
 //    round_weights.
 
-// A call that moves at most BENCH_RAMP_BYTES and loses at most BENCH_RAMP_US has "launch and ramp" as its reason: to
-// launch a kernel, and to fill the SMs with blocks and empty them again, costs 4 to 6 us on an H200.
+// A call that moves at most BENCH_RAMP_BYTES, and takes at most BENCH_RAMP_US longer than a copy of these bytes, has
+// "launch and ramp" as its reason: to launch a kernel, and to fill the SMs with thread blocks and empty them again,
+// costs 4 to 6 us on an H200.
 #define BENCH_RAMP_BYTES (64ll << 20)
 enum { BENCH_PERCENT = 85, BENCH_RAMP_US = 15 };
 
@@ -280,8 +284,9 @@ static inline void bench_line(const char *name, const char *shape, double us, do
            ceiling, because);
     fflush(stdout);
     bench_record(name, shape, percent, low, reason);
-    CHECK(us > 0 && (!low || reason), "%s, %s: %.1f us, %.1f%% of its ceiling, and no reason is stated", name, shape,
-          us, percent);
+    CHECK(us > 0 && (!low || reason),
+          "%s, %s: %.1f us, %.1f%% of its ceiling: a kernel that is under %d%% has a stated reason", name, shape, us,
+          percent, BENCH_PERCENT);
 }
 
 // Reports a memory-bound kernel. `bytes` is the least that the operation must move. A small call gets "launch and ramp"

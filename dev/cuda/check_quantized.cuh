@@ -12,7 +12,8 @@
     "transposed tiles go through shared memory: a barrier between a block's loads and half of its stores"
 #define AMAX_REASON "every block loads only briefly, then ends in a reduction and a read of the amax"
 
-// Returns a tensor with poisoned data for each granularity that is not NO_SCALE, poisoned scales and cleared amaxes.
+// Returns a tensor with poisoned scales, cleared amaxes, and poisoned rowwise and columnwise data, each unless its
+// granularity is NO_SCALE.
 static inline QTensor qtensor_of(int64_t R, int64_t C, ScaleGranularity row_granularity,
                                  ScaleGranularity col_granularity, ScaleRule rule, Fp8Format format) {
     QTensor t = {};
@@ -28,7 +29,7 @@ static inline QTensor qtensor_of(int64_t R, int64_t C, ScaleGranularity row_gran
     return t;
 }
 
-// Returns such a tensor with one current scale for rowwise and columnwise data.
+// Returns a tensor whose rowwise and columnwise data share one current scale.
 static inline QTensor qtensor_create(int64_t R, int64_t C, Fp8Format format) {
     return qtensor_of(R, C, PER_TENSOR, PER_TENSOR, SCALE_TORCHAO, format);
 }
@@ -60,7 +61,7 @@ static inline uint32_t host_amax(const bf16_bits *x, int64_t n) {
 
 static inline void check_amax(const char *label, const uint32_t *slot, const bf16_bits *x, int64_t n) {
     const uint32_t got = read_amax(slot), want = host_amax(x, n);
-    CHECK(same_or_nan(got, want), "%s: amax %.9g (0x%08x), want %.9g (0x%08x)", label, float_from_bits(got), got,
+    CHECK(same_or_nan(got, want), "%s: the amax is %.9g (0x%08x), want %.9g (0x%08x)", label, float_from_bits(got), got,
           float_from_bits(want), want);
 }
 
@@ -87,8 +88,8 @@ static inline void check_quantized(const char *label, QTensor t, const bf16_bits
     }
     float *inverse =
         (float *)bench_download(t.rowwise ? t.rowwise_scale_inv : t.columnwise_scale_inv, sizeof(float), label);
-    CHECK(same_or_nan(float_bits(*inverse), float_bits(1.0f / scale)), "%s: scale_inv %.9g, want %.9g", label, *inverse,
-          1.0f / scale);
+    CHECK(same_or_nan(float_bits(*inverse), float_bits(1.0f / scale)), "%s: scale_inv is %.9g, want %.9g", label,
+          *inverse, 1.0f / scale);
     free(inverse);
     free(row);
     free(col);
@@ -114,9 +115,10 @@ static inline void check_usage(const char *label, const QTensor *t, TensorUsage 
                                      : same_or_nan(((uint32_t *)got_scales)[i], ((uint32_t *)want_scales)[i]);
         if (!same && bad++ == 0) first = i;
     }
-    CHECK(bad == 0, "%s: %lld of %lld scale_inv values differ, first at index %lld: got %.9g, want %.9g", name,
-          (long long)bad, (long long)(bytes / width), (long long)first, scale_load(granularity, got_scales, first),
-          scale_load(granularity, want_scales, first));
+    CHECK(bad == 0,
+          "%s: all scale_inv values are as expected; %lld of %lld differ, first at index %lld: got %.9g, want %.9g",
+          name, (long long)bad, (long long)(bytes / width), (long long)first,
+          scale_load(granularity, got_scales, first), scale_load(granularity, want_scales, first));
     free(want), free(want_scales), free(got), free(got_scales);
 }
 

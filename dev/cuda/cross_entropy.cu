@@ -71,7 +71,7 @@ static void check_case(uint64_t seed, int64_t R, int64_t V, int kind) {
     for (void *p : host) free(p);
 }
 
-// More than 2^31 logits; checks the last rows.
+// Checks the last rows of more than 2^31 logits.
 static void check_large(void) {
     const int64_t V = 128256, R = (1ll << 31) / V + 64, rows = 4, from = (R - rows) * V;
     bf16 *logits = bench_random(R * V, 99, 3.0f);
@@ -121,7 +121,7 @@ static void bench_case(Bench *b, int64_t R, int64_t V, const char *shape) {
 
 int main(int argc, char **argv) {
     if (bench_part_wanted(argc, argv, "check")) {
-        // sizes around the limits of the kernel's variants, and more rows than resident blocks
+        // sizes around the limits of the kernel's variants, and more rows than thread blocks that are resident at once
         const int64_t sizes[][2] = {{1, 8},        {5, 128},     {700, 320},  {4, 1000},  {5, 1001},    {600, 4104},
                                     {4, 32768},    {300, 32776}, {4, 50257},  {4, 98304}, {140, 98312}, {4, 128256},
                                     {140, 151936}, {4, 152064},  {2, 163840}, {2, 163848}};

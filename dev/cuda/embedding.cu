@@ -32,7 +32,7 @@ static void check_index(const char *label, const int32_t *index, const int32_t *
         for (int32_t i = begins[s]; i < begins[s + 1]; i++, seen++)
             bad += tokens[rows[i]] != ids[s] || (i > begins[s] && rows[i] <= rows[i - 1]);
     }
-    CHECK(bad == 0 && seen == kept, "%s: the sorted index is wrong (%lld errors, %lld of %lld rows)", label,
+    CHECK(bad == 0 && seen == kept, "%s: the index is sorted and complete; %lld errors, %lld of %lld rows", label,
           (long long)bad, (long long)seen, (long long)kept);
 }
 

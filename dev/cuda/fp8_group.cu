@@ -50,7 +50,7 @@ static void check_size(int64_t n) {
     int64_t differ = 0;
     for (int64_t i = 0; i < n; i++)
         differ += isnan(x[i]) ? !isnan(bf16_to_float(values[i])) : values[i] != bf16_from_float(x[i]);
-    CHECK(differ == 0, "%s: %lld of them come back otherwise than on the CPU", label, (long long)differ);
+    CHECK(differ == 0, "%s come back as on the CPU; %lld do not", label, (long long)differ);
     free(x), free(codes), free(scales_inv), free(bits), free(got), free(got_scales), free(values);
     bench_free(device), bench_free(back), bench_free(g.codes), bench_free(g.scales_inv);
 }

@@ -53,8 +53,8 @@ static void set_sum(Transport *t, void *device, bool fp32) {
     else t->sums = (bf16 *)device;
 }
 
-// All ways to add gradients to a sum: they replace it, or are added and rounded to nearest (an embedding in the first
-// micro-step), or are added and rounded stochastically (later micro-steps).
+// Returns all ways to add gradients to a sum: they replace it, or are added and rounded to nearest (an embedding in the
+// first micro-step), or are added and rounded stochastically (later micro-steps).
 static const GradientSum *sum_kinds(void) {
     static const GradientSum kinds[] = {
         {false, false, 0, 0}, {true, false, 0, 0}, {true, true, 0x123456789abcdef1ull, (1ll << 35) + 4096}};
@@ -146,29 +146,30 @@ static void check_peer_reads(PeerRank ranks[2]) {
     for (int rank = 0; rank < 2; rank++)
         CHECK(peer_check_patterns(&ranks[rank].peers, rank, ranks[rank].memory, PEER_PROOF_BYTES, ranks[rank].stream,
                                   reason, sizeof reason),
-              "rank %d: %s", rank, reason);
+              "rank %d reads the other rank's data: %s", rank, reason);
     CUDA_CHECK(cudaMemset(ranks[1].memory + 1000, 0x77, 1));
     const bool right = peer_check_patterns(&ranks[0].peers, 0, ranks[0].memory, PEER_PROOF_BYTES, ranks[0].stream,
                                            reason, sizeof reason);
     CHECK(!right && strstr(reason, "rank 1's GPU gives wrong data to rank 0's GPU, first at byte 1000"),
-          "a changed byte of rank 1: %s", reason);
+          "a changed byte of rank 1 is found: %s", reason);
 }
 
-// Tests a barrier that both ranks reach, and one that one rank misses; its stream must continue anyway.
+// Tests a barrier that both ranks reach, and one that one rank misses. The other rank's stream must continue anyway.
 static void check_peer_barriers(PeerRank ranks[2]) {
     char reason[256] = "";
     uint32_t arrivals[2];
     peer_barrier(&ranks[1].peers, ranks[1].stream);
-    CHECK(peer_prove_barrier(&ranks[0].peers, 0, PEER_PROOF_SECONDS, ranks[0].stream, reason, sizeof reason), "%s",
-          reason);
+    CHECK(peer_prove_barrier(&ranks[0].peers, 0, PEER_PROOF_SECONDS, ranks[0].stream, reason, sizeof reason),
+          "a barrier that both ranks reach completes: %s", reason);
     peer_finish(ranks[1].stream);
     CHECK(!peer_prove_barrier(&ranks[0].peers, 0, 0.2, ranks[0].stream, reason, sizeof reason) &&
               strstr(reason, "did not complete on rank 0 within 0.2 s"),
-          "a barrier that one rank misses: %s", reason);
+          "a barrier that one rank misses is reported: %s", reason);
     CUDA_CHECK(cudaMemsetAsync(ranks[0].memory, 0, PEER_ROOM, ranks[0].stream));
-    CHECK(peer_ends(ranks[0].stream, PEER_PROOF_SECONDS), "the stream hangs after a barrier that one rank missed");
+    CHECK(peer_ends(ranks[0].stream, PEER_PROOF_SECONDS), "the stream continues after a barrier that one rank missed");
     CUDA_CHECK(cudaMemcpy(arrivals, ranks[1].peers.arrivals, sizeof arrivals, cudaMemcpyDeviceToHost));
-    CHECK(arrivals[0] == 2 && arrivals[1] == 0, "arrivals %u, %u", arrivals[0], arrivals[1]);
+    CHECK(arrivals[0] == 2 && arrivals[1] == 0,
+          "rank 1 has two arrivals from rank 0 and none from itself; got %u and %u", arrivals[0], arrivals[1]);
 }
 
 static void check_peers(void) {
@@ -177,7 +178,7 @@ static void check_peers(void) {
         r.memory = (char *)bench_zeros(PEER_MEMORY);
         CUDA_CHECK(cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking));
     }
-    // The other streams do not wait for the memset.
+    // These streams do not wait for the memset, which is on the default stream.
     CUDA_CHECK(cudaDeviceSynchronize());
     bool waits = true;
     for (int rank = 0; rank < 2; rank++) {
@@ -236,12 +237,12 @@ int main(int argc, char **argv) {
     if (bench_part_wanted(argc, argv, "check")) {
         check_to_fp32(1, 8, 8);
         check_to_fp32(3, 1000, 1016);
-        check_to_fp32(4, 131072, 200000);  // more than 128 blocks take at once: the kernel loops
+        check_to_fp32(4, 131072, 200000);  // more than 128 thread blocks take at once: they loop
         for (int kind = 0; kind < 12; kind++) {
             const GradientSum how = sum_kinds()[kind / 4];
             check_add(0, 8, kind & 1, kind & 2, how);
             check_add(256, 4008, kind & 1, kind & 2, how);
-            check_add(8, 300000, kind & 1, kind & 2, how);  // more than 128 blocks take at once: the kernel loops
+            check_add(8, 300000, kind & 1, kind & 2, how);  // more than 128 thread blocks take at once: they loop
             check_rank_sum(2 + kind % 3, kind % 2, 4104, kind & 2, how);
         }
         check_peers();

@@ -158,7 +158,7 @@ static Comparison compare(const GemmPlan *p, const bf16_bits *got, const double 
 
 enum { WAY_SLOW, WAY_FAST, WAY_EMULATED, NUM_WAYS };
 static const char *const way_names[NUM_WAYS] = {"native", "fast_accum", "emulated"};
-static double worst_units[NUM_RECIPES + 1][NUM_GEMMS][NUM_WAYS];  // -1: none run
+static double worst_units[NUM_RECIPES + 1][NUM_GEMMS][NUM_WAYS];  // -1: not run
 
 typedef struct {
     Gemm gemm;
@@ -190,8 +190,8 @@ static void check_way(Case *c, const char *label, GemmKind kind, int64_t R, int6
         for (int accumulate = 0; accumulate < (kind == GEMM_WGRAD ? 2 : 1); accumulate++) {
             const Comparison r = run_case(c, &p, bias, accumulate);
             CHECK(r.bad == 0,
-                  "%s%s%s: %lld of %lld elements off, the worst by %.3g units of summation (%.3g allowed), first at "
-                  "[%lld, %lld]: got %.9g, want %.9g",
+                  "%s%s%s: all elements are within the bound; %lld of %lld are not, the worst by %.3g units of "
+                  "summation (%.3g allowed), first at [%lld, %lld]: got %.9g, want %.9g",
                   label, bias ? ", bias" : "", accumulate ? ", accumulated" : "", (long long)r.bad, (long long)c->n,
                   r.worst, LIMIT_UNITS, (long long)(r.first / p.rows), (long long)(r.first % p.rows), r.got, r.want);
             *worst = fmax(*worst, r.worst);
@@ -204,7 +204,7 @@ static void check_way(Case *c, const char *label, GemmKind kind, int64_t R, int6
 static void check_spoiled(Case *c, const char *label, GemmKind kind, int64_t R, int64_t N, int64_t K, GemmSpec spec) {
     GemmPlan p = gemm_describe(label, kind, R, N, K, spec, false);
     gemm_choose(&c->gemm, &p, c->d, &c->a, &c->b, NULL);
-    CHECK(run_case(c, &p, false, false).bad > 0, "%s: one scale was doubled, but no element is off", label);
+    CHECK(run_case(c, &p, false, false).bad > 0, "%s: if one scale is doubled, some element is off", label);
     gemm_destroy(&p);
 }
 
@@ -224,20 +224,21 @@ static void check_first_usable(const Case *c, const char *label, GemmKind kind, 
     gemm_choose(&gemm, &p, c->d, &c->a, &c->b, NULL);
     const int count = gemm_candidates(&gemm, &p, found, &status);
     CHECK(count > 0 && same_algorithm(&p.algo, &found[0].algo),
-          "%s: a deterministic plan does not take the first of %d algorithms", label, count);
+          "%s: a deterministic plan takes the first of %d algorithms", label, count);
     const bool has_next = count > 1;
     found[0].state = CUBLAS_STATUS_NOT_SUPPORTED;
     int taken = gemm_first_usable(&gemm, &p, found, count, c->d, &c->a, &c->b);
-    CHECK(taken && (taken > 0) == has_next, "%s: algorithm %d of %d is taken, though 0 is unusable", label, taken,
-          count);
+    CHECK(taken && (taken > 0) == has_next,
+          "%s: if algorithm 0 is unusable, another one is taken, if there is one; got %d of %d", label, taken, count);
     found[0].state = CUBLAS_STATUS_SUCCESS;
     memset(&found[0].algo, 0, sizeof found[0].algo);
     taken = gemm_first_usable(&gemm, &p, found, count, c->d, &c->a, &c->b);
-    CHECK(taken && (taken > 0) == has_next, "%s: algorithm %d of %d is taken, though 0 is all zeros", label, taken,
-          count);
+    CHECK(taken && (taken > 0) == has_next,
+          "%s: if algorithm 0 is all zeros, another one is taken, if there is one; got %d of %d", label, taken, count);
     taken = gemm_fastest(&gemm, &p, found, count, c->d, &c->a, &c->b);
-    CHECK(taken && (taken > 0) == has_next, "%s: algorithm %d of %d is the fastest, though 0 is all zeros", label,
-          taken, count);
+    CHECK(taken && (taken > 0) == has_next,
+          "%s: if algorithm 0 is all zeros, another one is the fastest, if there is one; got %d of %d", label, taken,
+          count);
     gemm_destroy(&p);
 }
 
@@ -376,17 +377,19 @@ static void check_refusals(void) {
                  {{RECIPE_MXFP8, 32, 32, 48, true}, "multiples of 32 for mxfp8"},
                  {{RECIPE_BF16, 1, 8, 12, false}, "multiples of 8 for BF16"}};
     for (auto &bad : sizes)
-        CHECK(check_dies(call_describe, (void *)&bad.plan, bad.message, output, sizeof output), "%s", output);
+        CHECK(check_dies(call_describe, (void *)&bad.plan, bad.message, output, sizeof output),
+              "sizes that the recipe's GEMMs cannot have are refused: %s", output);
     BadPlan plan = {0, 128, 128, 128, false};
-    CHECK(check_dies(call_not_native, &plan, "--fp8-emulate computes them in BF16", output, sizeof output), "%s",
-          output);
+    CHECK(check_dies(call_not_native, &plan, "--fp8-emulate computes them in BF16", output, sizeof output),
+          "a recipe without native GEMMs on this GPU is refused: %s", output);
     const int gpus[][2] = {{8, 0}, {8, 9}, {9, 0}, {10, 0}, {12, 0}};
     // One string per recipe in table order, one digit per GPU.
     const char *const native[] = {"01111", "01111", "00100", "00100", "00100", "00011", "11111"};
     for (int recipe = 0; recipe <= NUM_RECIPES; recipe++)
         for (int i = 0; i < 5; i++)
             CHECK(recipe_native(recipe_row(recipe), gpus[i][0], gpus[i][1]) == (native[recipe][i] == '1'),
-                  "%s on %d.%d", recipe_row(recipe)->name, gpus[i][0], gpus[i][1]);
+                  "%s has native GEMMs on compute capability %d.%d exactly if the table says so",
+                  recipe_row(recipe)->name, gpus[i][0], gpus[i][1]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

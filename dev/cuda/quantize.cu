@@ -1,4 +1,5 @@
-// Checks and times llmc/cuda/quantize.cuh.
+// Checks and times llmc/cuda/quantize.cuh with one current scale for a whole tensor: amaxes, casts, casts of sharded
+// weights, and the transpose of FP8 data. quantize_fine.cu has the casts of all recipes.
 // Build and run: make build/bench_quantize && build/bench_quantize
 #include "check_quantized.cuh"
 
@@ -92,14 +93,15 @@ static void check_amax_lengths(void) {
         }
     bf16 *x = bench_random(64, 1, 1);
     tensor_amax(slot, x, 64, 0);
-    CHECK(float_from_bits(read_amax(slot)) == 123.5f, "a larger amax in the slot was lost: %g",
+    CHECK(float_from_bits(read_amax(slot)) == 123.5f, "a larger amax in the slot stays; got %g",
           float_from_bits(read_amax(slot)));
     bench_free(x);
     bench_free(slot);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Large tensors, checked against a plain kernel with one element per thread and the host's cast
+// Large tensors, checked against a plain kernel with one element per thread that uses the host's cast, or against a
+// second run
 
 static __global__ void plain_quantize_kernel(uint8_t *row, uint8_t *col, const bf16 *x, const uint32_t *amax, int64_t R,
                                              int64_t C, Fp8Format format) {
@@ -119,8 +121,8 @@ static void check_large(int64_t R, int64_t C, Fp8Format format, bool twice) {
     CUDA_CHECK(cudaMemcpy(x + R * C - 1, &bits, sizeof bits, cudaMemcpyHostToDevice));
     QTensor t = qtensor_create(R, C, format), want = qtensor_create(R, C, format);
     tensor_quantize(t, x, R, C, 0);
-    CHECK(float_from_bits(read_amax(t.amax)) == -largest, "%lld x %lld: amax %g, want %g", (long long)R, (long long)C,
-          float_from_bits(read_amax(t.amax)), -largest);
+    CHECK(float_from_bits(read_amax(t.amax)) == -largest, "%lld x %lld: the amax is %g, want %g", (long long)R,
+          (long long)C, float_from_bits(read_amax(t.amax)), -largest);
     if (twice) tensor_quantize(want, x, R, C, 0);
     else plain_quantize_kernel<<<8192, 256>>>(want.rowwise, want.columnwise, x, t.amax, R, C, format);
     CUDA_CHECK_LAUNCH();
@@ -175,7 +177,7 @@ static void check_slices(int64_t shard_size) {
             format_checked(label, sizeof label, "slices of %lld ranks, layer %lld, tensor %d", (long long)shard_size,
                            (long long)l, j);
             const int64_t at = l * full + offset[j], slot = l * SLOT_STRIDE + j;
-            // use separate buffers with guards
+            // separate buffers, which have guards
             uint8_t *row = (uint8_t *)bench_alloc(N[j] * K[j]), *col = (uint8_t *)bench_alloc(N[j] * K[j]);
             float *scale = (float *)bench_alloc(sizeof(float));
             CUDA_CHECK(cudaMemcpy(scale, inverse + 4 * slot, sizeof(float), cudaMemcpyDeviceToDevice));
@@ -225,10 +227,14 @@ static void check_refusals(void) {
     char output[512];
     BadCall columns = {16, 24, (uint8_t *)16}, rows = {0, 16, (uint8_t *)16}, nothing = {16, 16, NULL},
             misaligned = {16, 16, (uint8_t *)24};
-    CHECK(check_dies(call_quantize, &columns, "multiple of 16 columns", output, sizeof output), "%s", output);
-    CHECK(check_dies(call_quantize, &rows, "at least 1 row", output, sizeof output), "%s", output);
-    CHECK(check_dies(call_quantize, &nothing, "rowwise or columnwise", output, sizeof output), "%s", output);
-    CHECK(check_dies(call_quantize, &misaligned, "not 16-byte aligned", output, sizeof output), "%s", output);
+    CHECK(check_dies(call_quantize, &columns, "multiple of 16 columns", output, sizeof output),
+          "columns that are no multiple of 16 are refused: %s", output);
+    CHECK(check_dies(call_quantize, &rows, "at least 1 row", output, sizeof output),
+          "a tensor without rows is refused: %s", output);
+    CHECK(check_dies(call_quantize, &nothing, "rowwise or columnwise", output, sizeof output),
+          "a tensor without rowwise and columnwise data is refused: %s", output);
+    CHECK(check_dies(call_quantize, &misaligned, "not 16-byte aligned", output, sizeof output),
+          "a misaligned tensor is refused: %s", output);
 }
 
 static void run_checks(void) {

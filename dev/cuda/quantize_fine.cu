@@ -107,8 +107,8 @@ static void check_amaxes(const char *label, const QTensor *t, const float *x, in
         else want = quantize_tensor_amax(x, R * C, t->rule);
         if (!same_or_nan(got[i], want) && bad++ == 0) first = i;
     }
-    CHECK(bad == 0, "%s: %lld of %lld amaxes differ, first at index %lld: got %.9g", label, (long long)bad,
-          (long long)count, (long long)first, float_from_bits(got[first]));
+    CHECK(bad == 0, "%s: all amaxes are as expected; %lld of %lld differ, first at index %lld: got %.9g", label,
+          (long long)bad, (long long)count, (long long)first, float_from_bits(got[first]));
     free(got);
 }
 
@@ -131,8 +131,10 @@ static void check_dequantized(const char *label, const QTensor *t, TensorUsage u
         if (!same_or_nan(float_bits(bf16_to_float(got[i])), float_bits(bf16_to_float(bf16_from_float(want[i])))) &&
             bad++ == 0)
             first = i;
-    CHECK(bad == 0, "%s, %s data decoded to bf16: %lld of %lld differ, first at index %lld: got %.9g, want %.9g", label,
-          usage == ROWWISE ? "rowwise" : "columnwise", (long long)bad, (long long)(R * C), (long long)first,
+    CHECK(bad == 0,
+          "%s, %s data decoded to bf16 is as expected; %lld of %lld values differ, first at index %lld: got %.9g, want "
+          "%.9g",
+          label, usage == ROWWISE ? "rowwise" : "columnwise", (long long)bad, (long long)(R * C), (long long)first,
           bf16_to_float(got[first]), want[first]);
     free(got), free(codes), free(scales), free(want);
     bench_free(out);
@@ -174,7 +176,7 @@ static void check_shape(int64_t R, int64_t C, Fill fill) {
     free(host), free(x);
 }
 
-// Checks one pass with a scale of earlier amaxes: exact, too large (values saturate), too small. It must find the
+// Checks one pass with a scale of earlier amaxes: exact, too large (values saturate), too small. The pass must find the
 // largest magnitude, ignoring NaN.
 static void check_delayed(int64_t R, int64_t C, Fill fill, Fp8Format format, float factor) {
     char label[128];
@@ -189,7 +191,7 @@ static void check_delayed(int64_t R, int64_t C, Fill fill, Fp8Format format, flo
     t.delayed_scale = (float *)bench_upload(&scale, sizeof scale);
     tensor_quantize(t, device_x, R, C, 0);
     check_data(label, &t, x, R, C, scale);
-    CHECK(read_amax(t.amax) == amax, "%s: amax %.9g, want %.9g", label, float_from_bits(read_amax(t.amax)),
+    CHECK(read_amax(t.amax) == amax, "%s: the amax is %.9g, want %.9g", label, float_from_bits(read_amax(t.amax)),
           float_from_bits(amax));
     bench_free((void *)t.delayed_scale);
     qtensor_free(t);
@@ -248,8 +250,8 @@ static void check_sources(int64_t R, int64_t C, Fill fill) {
     free(x_host), free(dy_host);
 }
 
-// Checks the last rows of a large tensor against a cast of those rows alone, if their scales depend on no other rows;
-// and a second run against the first.
+// Checks the last rows of a large tensor against a cast of those rows alone, for data whose scales depend on no other
+// rows. Checks a second run of the cast against the first.
 static void check_large(int64_t R, int64_t C) {
     const int64_t slab = 2048, first = R - slab;
     Case cases[MAX_CASES];
@@ -300,18 +302,25 @@ static void check_refusals(void) {
     good.row_granularity = good.col_granularity = BLOCK_1X128, good.rule = SCALE_TE_POW2;
     QTensor bad = good;
     bad.rule = SCALE_MX;
-    CHECK(check_dies(call_quantize, &bad, "no kernel casts", output, sizeof output), "%s", output);
+    CHECK(check_dies(call_quantize, &bad, "no kernel casts", output, sizeof output),
+          "a rule that does not fit the granularity is refused: %s", output);
     bad = good, bad.col_granularity = BLOCK_1X32;
-    CHECK(check_dies(call_quantize, &bad, "no kernel casts", output, sizeof output), "%s", output);
+    CHECK(check_dies(call_quantize, &bad, "no kernel casts", output, sizeof output),
+          "two granularities that no kernel casts together are refused: %s", output);
     bad = good, bad.columnwise_scale_inv = NULL;
-    CHECK(check_dies(call_quantize, &bad, "with its scales", output, sizeof output), "%s", output);
+    CHECK(check_dies(call_quantize, &bad, "with its scales", output, sizeof output),
+          "data without scales are refused: %s", output);
     bad = good, bad.row_granularity = bad.col_granularity = PER_ROW, bad.rule = SCALE_TORCHAO_POW2, bad.amax = NULL;
-    CHECK(check_dies(call_quantize, &bad, "needs amax", output, sizeof output), "%s", output);
-    CHECK(check_dies(call_gradient, &good, "values of two outputs", output, sizeof output), "%s", output);
+    CHECK(check_dies(call_quantize, &bad, "needs amax", output, sizeof output),
+          "scales of rows without amaxes are refused: %s", output);
+    CHECK(check_dies(call_gradient, &good, "values of two outputs", output, sizeof output),
+          "a block that would span two outputs is refused: %s", output);
     bad = good, bad.format = FP8_E5M2;
-    CHECK(check_dies(call_norm, &bad, "only gradients", output, sizeof output), "%s", output);
+    CHECK(check_dies(call_norm, &bad, "only gradients", output, sizeof output), "a norm in E5M2 is refused: %s",
+          output);
     bad = good, bad.row_granularity = bad.col_granularity = BLOCK_128X128;
-    CHECK(check_dies(call_norm, &bad, "no kernel casts", output, sizeof output), "%s", output);
+    CHECK(check_dies(call_norm, &bad, "no kernel casts", output, sizeof output),
+          "a norm with 128x128 blocks is refused: %s", output);
 }
 
 static void run_checks(void) {

@@ -126,8 +126,8 @@ static void check_backward(const Case *k, bool with_residual) {
         bench_free(dw2), bench_free(rstd), bench_free(workspace), bench_free(amax);
 }
 
-// One row of x holds `value` once; if `value` is 0, the whole row is zero. The norms numbered 9, 6 and 8 read it, norm
-// 1 does no check, norm 2 reads ordinary rows. So if the row is bad, `first` must hold the smallest number, 6.
+// One row of x holds `value` once; if `value` is 0, the whole row is zero. The norms numbered 9, 6 and 8 read that row.
+// Norm 1 does no check, and norm 2 reads ordinary rows. So if the row is bad, `first` must hold the smallest number, 6.
 static void check_watch(int64_t R, int64_t C, float value, float eps, bool bad) {
     const int64_t n = R * C, row = 2 * R / 3;
     bf16_bits *x_host = bench_normal(1, n, 1), *weight_host = bench_normal(4, C, 0.5f);
@@ -145,13 +145,14 @@ static void check_watch(int64_t R, int64_t C, float value, float eps, bool bad) 
     rmsnorm_forward(NULL, rstd, NULL, x, weight, R, C, eps, RmsnormWatch{NULL, 1}, 0);
     rmsnorm_forward(NULL, rstd, NULL, ordinary, weight, R, C, eps, RmsnormWatch{first, 2}, 0);
     uint32_t *got = (uint32_t *)bench_download(first, 4, "watch");
-    CHECK(*got == (bad ? 6 : none), "%lld x %lld with a value of %g, eps %g: norm %u is named", (long long)R,
+    CHECK(*got == (bad ? 6 : none),
+          "%lld x %lld with a value of %g, eps %g: norm 6 is named if the row is bad, else none; got %u", (long long)R,
           (long long)C, value, eps, *got);
     // The CPU adds squares in double, so it accepts finite rows whose squares overflow fp32. On all other rows GPU and
     // CPU agree.
     if (!isfinite(value) || isfinite(value * value))
-        CHECK(!float_is_positive(rms_reciprocal(row_values, C, eps)) == bad, "the CPU's norm of a row with %g, eps %g",
-              value, eps);
+        CHECK(!float_is_positive(rms_reciprocal(row_values, C, eps)) == bad,
+              "the CPU finds the same rows bad; this one has %g, eps %g", value, eps);
     free(x_host), free(weight_host), free(row_values), free(got);
     bench_free(ordinary), bench_free(weight), bench_free(zero), bench_free(y), bench_free(x), bench_free(rstd),
         bench_free(first);
@@ -169,8 +170,8 @@ static void check_watches(void) {
             check_watch(shapes[i][0], shapes[i][1], rows[k].value, rows[k].eps, rows[k].bad);
 }
 
-// More than 2^31 elements: checks the fused cast against the plain cast of a stored y, and the last row against the
-// reference.
+// Checks more than 2^31 elements: the fused cast against the plain cast of a stored y, and the last row of dx against
+// the reference.
 static void check_large(void) {
     const int64_t R = 524416, C = 4096, n = R * C;
     bf16 *x = bench_random(n, 1, 1), *y = (bf16 *)bench_alloc(n * 2), *weight = bench_random(C, 2, 1),
@@ -180,7 +181,7 @@ static void check_large(void) {
     rmsnorm_forward(y, rstd, fused.amax, x, weight, R, C, EPS, NO_WATCH, 0);
     rmsnorm_quantize_transpose(fused, x, rstd, weight, R, C, 0);
     tensor_quantize(plain, y, R, C, 0);
-    CHECK(read_amax(fused.amax) == read_amax(plain.amax), "amax of y: %08x in the norm, %08x of what it stored",
+    CHECK(read_amax(fused.amax) == read_amax(plain.amax), "the norm's amax is that of the y that it stored: %08x, %08x",
           read_amax(fused.amax), read_amax(plain.amax));
     check_same_on_device("2^31 elements, rowwise data", fused.rowwise, plain.rowwise, n, C);
     check_same_on_device("2^31 elements, columnwise data", fused.columnwise, plain.columnwise, n, R);
@@ -200,7 +201,7 @@ static void check_large(void) {
     // a y that rounds differently on the CPU is off by 2^-8 of a value of order 1 to 10, times the weight
     check_close("2^31 elements, last row of dx", got, want, C, C, BF16_ROUNDING, 0.2);
     // 4e-3 is about 2^-8.
-    CHECK(check_relative_error(got, want, C) < 4e-3, "last row of dx: relative error %g",
+    CHECK(check_relative_error(got, want, C) < 4e-3, "the last row of dx is right; relative error %g",
           check_relative_error(got, want, C));
     free(x_bits), free(w_bits), free(dx_bits), free(xf), free(wf), free(got), free(dyf), free(dwf), free(want);
     bench_free(x), bench_free(y), bench_free(weight), bench_free(dweight), bench_free(rstd), bench_free(workspace);
@@ -216,8 +217,10 @@ static void call_forward(void *context) {
 static void check_refusals(void) {
     char output[512];
     int64_t odd = 24, large = RMSNORM_MAX_C + 16;
-    CHECK(check_dies(call_forward, &odd, "multiple of 16", output, sizeof output), "%s", output);
-    CHECK(check_dies(call_forward, &large, "up to 16384", output, sizeof output), "%s", output);
+    CHECK(check_dies(call_forward, &odd, "multiple of 16", output, sizeof output),
+          "a width that is no multiple of 16 is refused: %s", output);
+    CHECK(check_dies(call_forward, &large, "up to 16384", output, sizeof output), "a width above 16384 is refused: %s",
+          output);
 }
 
 static void run_checks(void) {

@@ -101,7 +101,7 @@ static void check_backward(const Case *c, bool special) {
         check_close(c->label, got_dw, want_dw, 2 * HD, HD, TOLERANCE, 2e-6 * sqrt((double)(c->rows * c->d.NH)) + FLOOR);
     uint32_t *got_amax = (uint32_t *)bench_download(amax[0], 4, c->label);
     const uint32_t want_amax = quantize_tensor_amax(got, c->n, SCALE_TORCHAO);
-    CHECK(got_amax[0] == want_amax, "%s: amax bits 0x%08x, want 0x%08x", c->label, got_amax[0], want_amax);
+    CHECK(got_amax[0] == want_amax, "%s: the amax is 0x%08x in bits, want 0x%08x", c->label, got_amax[0], want_amax);
     void *device[] = {d[0], d[1], dw[0], dw[1], amax[0], amax[1], in, q_norm, k_norm, table, workspace};
     void *host[] = {dout_bits, dw_bits, qkv, dout, want, want_dw, got_bits, got_dw_bits, got, got_dw, got_amax};
     for (void *p : device) bench_free(p);

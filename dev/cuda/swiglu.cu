@@ -25,8 +25,8 @@ static bf16_bits *make_gate_up(Fill fill, int64_t R, int64_t F) {
     return x;
 }
 
-// Checks the amaxes and FP8 casts of h and d_gate_up against h and d_gate_up in bf16. swiglu_backward_amax() must write
-// the columnwise data of h with the bytes of the forward cast's, if asked to.
+// Checks the amaxes and FP8 casts of h and d_gate_up against h and d_gate_up in bf16. If swiglu_backward_amax() gets a
+// tensor for h, it must write the bytes of the forward pass's columnwise data to it.
 static void check_fp8_passes(const char *label, const bf16 *gate_up, const bf16 *dh, const bf16_bits *h,
                              const bf16_bits *d_gate_up, int64_t R, int64_t F) {
     char name[160];
@@ -84,8 +84,7 @@ static void check_case(int64_t R, int64_t F, Fill fill) {
     bench_free(gate_up), bench_free(dh), bench_free(h), bench_free(h_again), bench_free(d);
 }
 
-// More than 2^31 elements: checks the fused casts against plain casts of stored tensors; a second run of both passes
-// must give equal bytes.
+// Checks more than 2^31 elements: the fused casts and amaxes against those of stored tensors.
 static void check_large(void) {
     const int64_t R = 75008, F = 14336, n = R * F;
     bf16 *gate_up = bench_random(2 * n, 1, 1), *dh = bench_random(n, 2, 1), *d = (bf16 *)bench_alloc(4 * n),
@@ -99,10 +98,12 @@ static void check_large(void) {
     swiglu_amax(h_fused.amax, gate_up, R, F, 0);
     swiglu_backward_amax(fused.amax, col_only, dh, gate_up, R, F, 0);
     swiglu_backward_quantize_transpose(fused, dh, gate_up, R, F, 0);
-    CHECK(read_amax(fused.amax) == read_amax(plain.amax), "amax of d_gate_up: %08x fused, %08x of the stored",
-          read_amax(fused.amax), read_amax(plain.amax));
-    CHECK(read_amax(h_fused.amax) == read_amax(h_plain.amax), "amax of h: %08x fused, %08x of the stored",
-          read_amax(h_fused.amax), read_amax(h_plain.amax));
+    CHECK(read_amax(fused.amax) == read_amax(plain.amax),
+          "the amax of d_gate_up is that of the stored tensor: %08x fused, %08x stored", read_amax(fused.amax),
+          read_amax(plain.amax));
+    CHECK(read_amax(h_fused.amax) == read_amax(h_plain.amax),
+          "the amax of h is that of the stored tensor: %08x fused, %08x stored", read_amax(h_fused.amax),
+          read_amax(h_plain.amax));
     check_same_on_device("2^31 elements, rowwise data", fused.rowwise, plain.rowwise, 2 * n, 2 * F);
     check_same_on_device("2^31 elements, columnwise data", fused.columnwise, plain.columnwise, 2 * n, R);
     check_same_on_device("2^31 elements, h columnwise", h_fused.columnwise, h_plain.columnwise, n, R);
@@ -118,7 +119,8 @@ static void call_forward(void *context) {
 static void check_refusals(void) {
     char output[512];
     int64_t odd = 24;
-    CHECK(check_dies(call_forward, &odd, "multiple of 16", output, sizeof output), "%s", output);
+    CHECK(check_dies(call_forward, &odd, "multiple of 16", output, sizeof output),
+          "a width that is no multiple of 16 is refused: %s", output);
 }
 
 static void run_checks(void) {

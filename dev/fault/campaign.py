@@ -202,7 +202,7 @@ def last_saved(out):
 
 
 def check_end(run, kind):
-    """Checks that a run with a fault was killed, printed the reason and failed, or succeeded. True if it succeeded."""
+    """Checks that a run ended as `kind` demands: killed, failed with the reason, or succeeded. True if it succeeded."""
     require(run.struck, "the fault did not strike: the run made fewer calls than the run without a fault; it ended "
                         f"with status {run.status}: {run.err.strip()[-400:]}")
     if kind in KILLS:
@@ -276,7 +276,7 @@ class Export:
 
 
 def log_point(reference, reads, cut, n, folder):
-    """SIGKILL at a random time. With `cut` the log also loses its tail, like in a power cut."""
+    """Ends a run by SIGKILL at a random time. With `cut` the log also loses its tail, as in a power cut."""
     chance = random.Random(f"log {cut} {n}")
     at = chance.randrange(max(1, reads - reference.num_steps), reads)
     fault = Fault("kill-later", at, reference.trainer.data, calls="pread", delay=chance.randrange(4000))
@@ -367,7 +367,7 @@ def resume_configurations(quick):
 
 
 def resume_point(trainer, ranks, options, n, folder):
-    """SIGKILL of one rank within a step, at a random time in a micro-step."""
+    """Ends one rank by SIGKILL within a step, at a random time in a micro-step."""
     chance = random.Random(f"resume {n}")
     steps, every, accumulation = 12, 5, int(options[-1])
     rank = chance.randrange(ranks)
@@ -407,8 +407,8 @@ def thinned(calls, kind, every):
 
 
 def chosen(calls, kind, most, every):
-    """Returns the calls to strike: all of `thinned`, or a random `most` of them, of which half are no open, write or
-    close."""
+    """Returns the calls to strike: all of `thinned`, or a random `most` of them. Up to half of these are calls other
+    than open, write and close, if there are so many."""
     points = thinned(calls, kind, every)
     if most is None or len(points) <= most:
         return points

@@ -2,9 +2,8 @@
 // aborts if that code violates a check. FUZZ_TARGET makes it an entry point of libFuzzer, or with FUZZ_REPLAY an entry
 // of the table in replay.c.
 //
-// die() ends a run of the target, not the process: its hook jumps back to fuzz_run before it prints. fuzz_run then
-// frees the run's memory and closes its descriptors. A run that ends without die() must free and close everything
-// itself.
+// die() ends a run of the target, not the process: before die() prints, its hook jumps back to fuzz_run, which frees
+// the run's memory and closes its descriptors. A run that ends without die() must free and close everything itself.
 #ifndef DEV_FAULT_FUZZ_H
 #define DEV_FAULT_FUZZ_H
 

@@ -1,4 +1,4 @@
-// Reads model.safetensors.index.json of two valid files: no path may leave the folder.
+// Reads model.safetensors.index.json beside three valid files: no path may leave the folder or name the hidden file.
 #include "fuzz.h"
 
 static void index_write_shards(void) {

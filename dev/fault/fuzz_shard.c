@@ -1,7 +1,7 @@
 // Reads token shards of all three formats: header, batches, scan, identity.
 #include "fuzz.h"
 
-// The input holds the sequence length, choices, 16 bytes of the header, and the bytes after the header.
+// Makes a shard in `file` and returns its size. `data` holds 16 bytes of the header, and the bytes after the header.
 static size_t shard_build(const uint8_t *data, size_t size, uint8_t choices, uint8_t *file) {
     memset(file, 0, SHARD_HEADER_BYTES);
     const size_t header = size < 16 ? size : 16, rest = size - header;

@@ -450,7 +450,7 @@ int fsync(int fd) {
 
 int fdatasync(int fd) { return fsync(fd); }
 
-// Is counted for files that are open for writing. Closes the file even if the call is made to fail.
+// This call is counted only for files that are open for writing. The file is closed even if the call is made to fail.
 int close(int fd) {
     const int flags = fault_of_process()->active ? fcntl(fd, F_GETFL) : -1;
     if (flags < 0 || (flags & O_ACCMODE) == O_RDONLY) return REAL(close)(fd);

@@ -1,6 +1,6 @@
 // Runs the fuzz targets without libFuzzer, on mutations of their seeds. A run number always has the same input.
 //
-//   replay TARGET RUNS [FIRST]   RUNS runs from number FIRST [0] on; the first few use the unchanged seeds
+//   replay TARGET RUNS [FIRST]   RUNS runs from number FIRST [0] on; the lowest numbers use the unchanged seeds
 //   replay TARGET seeds FOLDER   writes the seeds to files, as the initial corpus of libFuzzer
 //   replay TARGET FILE           one run on the bytes of a file, for example one that libFuzzer wrote after a failure
 #define FUZZ_REPLAY
@@ -148,7 +148,7 @@ static void replay_report(void) {
 }
 
 static void replay_signal(int number) {
-    if (number == SIGALRM) fprintf(stderr, "256 runs take more than %d s: ", REPLAY_HANG_SECONDS);
+    if (number == SIGALRM) fprintf(stderr, "up to 256 runs take more than %d s: ", REPLAY_HANG_SECONDS);
     else fprintf(stderr, "signal %d: ", number);
     replay_report();
     _exit(1);

@@ -1,6 +1,6 @@
-// Tests the rounding bits of adamw_math.h: pinned values, and 48 bits per element that are independent and uniform in
-// every way that an optimizer could notice. All seeds are fixed. Every bound is five standard deviations of true random
-// bits, so a failed check shows a flaw, not chance.
+// Tests the rounding bits of adamw_math.h. Some are pinned. The 48 bits of each element must look independent and
+// uniform, and sums of rounded values must be unbiased. All seeds are fixed. Every statistical bound is five standard
+// deviations of truly random bits, so a failed check shows a flaw, not chance.
 #include "../../llmc/reference/adamw_math.h"
 #include "lib/check.h"
 
@@ -20,7 +20,7 @@ static Draw draw(const AdamwStep *s, int64_t i) {
     return (Draw){{r.weight >> 16, r.exp_avg >> 16, r.exp_avg_sq >> 16}};
 }
 
-// Distance from the mean in standard deviations of a uniform number.
+// Returns how far a uniform 16-bit number is from its mean, in standard deviations.
 static double centred(uint32_t field) { return ((double)field + 0.5 - 32768) / (65536 / sqrt(12)); }
 
 // The numbers must not change between builds, since a resumed run continues with them.
@@ -44,11 +44,13 @@ static void test_pinned(void) {
         const AdamwRandom r = adamw_random(&s, pinned[k].i);
         const bool same =
             r.weight == pinned[k].weight && r.exp_avg == pinned[k].exp_avg && r.exp_avg_sq == pinned[k].exp_avg_sq;
-        CHECK(same, "seed %llu, step %lld, element %lld: 0x%08x, 0x%08x, 0x%08x", (unsigned long long)pinned[k].seed,
-              (long long)pinned[k].step, (long long)pinned[k].i, r.weight, r.exp_avg, r.exp_avg_sq);
+        CHECK(same, "seed %llu, step %lld, element %lld has the pinned bits; found 0x%08x, 0x%08x, 0x%08x",
+              (unsigned long long)pinned[k].seed, (long long)pinned[k].step, (long long)pinned[k].i, r.weight,
+              r.exp_avg, r.exp_avg_sq);
     }
     const AdamwStep nearest = adamw_step(1, 1e-3, 0.9, 0.999, 1e-8, 0.1, true, 42);
-    CHECK(adamw_random(&nearest, 5).weight == 0x80000000u, "weights that are rounded to nearest get half a unit");
+    CHECK(adamw_random(&nearest, 5).weight == 0x80000000u,
+          "for weights that are rounded to nearest, the bits of a weight are 0x80000000: half a unit");
 }
 
 // Tests mean, variance and single bits of each field, over elements first .. first + SAMPLES - 1 of one step.
@@ -67,11 +69,14 @@ static void check_distribution(const char *label, const AdamwStep *s, int64_t fi
         const double z_mean = mean[f] / sqrt(SAMPLES),
                      z_square = (square[f] - SAMPLES) / sqrt(0.8 * SAMPLES);  // x^2 has variance 0.8
         CHECK(fabs(z_mean) < SIGMAS && fabs(z_square) < SIGMAS,
-              "%s, field %d: mean %.1f, variance %.1f standard deviations off", label, f, z_mean, z_square);
+              "%s, field %d: mean and variance are within 5 standard deviations; found %.1f and %.1f", label, f, z_mean,
+              z_square);
         for (int b = 0; b < 16; b++)
             worst_bit = fmax(worst_bit, fabs((double)ones[f][b] - SAMPLES / 2.0) / (sqrt(SAMPLES) / 2));
     }
-    CHECK(worst_bit < SIGMAS, "%s: a bit is %.1f standard deviations off balance", label, worst_bit);
+    CHECK(worst_bit < SIGMAS,
+          "%s: each bit is 1 about half of the time, within 5 standard deviations; the worst is %.1f off", label,
+          worst_bit);
 }
 
 // Compares each field of element i of step s with each field of element i + lag of step t: correlation, and chi-square
@@ -97,8 +102,8 @@ static void check_independence(const char *label, const AdamwStep *s, const Adam
             worst_chi = fmax(worst_chi, fabs(chi - 255) / sqrt(2 * 255));
         }
     CHECK(worst < SIGMAS && worst_chi < SIGMAS,
-          "%s, elements %lld apart: correlation %.1f, chi-square %.1f standard deviations off", label, (long long)lag,
-          worst, worst_chi);
+          "%s, elements %lld apart: correlation and chi-square are within 5 standard deviations; found %.1f and %.1f",
+          label, (long long)lag, worst, worst_chi);
 }
 
 // Sums of 256 numbers a stride apart, as in a column of a matrix, vary like sums of independent numbers.
@@ -118,8 +123,9 @@ static void check_strides(const char *label, const AdamwStep *s) {
         }
         for (int f = 0; f < FIELDS; f++) {
             const double z = (square[f] - SUMS) / sqrt(2.0 * SUMS);
-            CHECK(fabs(z) < SIGMAS, "%s, stride 2^%d, field %d: the variance of sums is %.1f standard deviations off",
-                  label, k, f, z);
+            CHECK(fabs(z) < SIGMAS,
+                  "%s, stride 2^%d, field %d: the variance of sums is within 5 standard deviations; found %.1f", label,
+                  k, f, z);
         }
     }
 }
@@ -130,7 +136,7 @@ static int differing_bits(Draw a, Draw b) {
     return bits;
 }
 
-// Each bit of the element's index, and each bit of the key, flips half of the 48 bits.
+// Changing one bit of the element's index, or of the key, changes half of the 48 bits on average.
 static void check_avalanche(const char *label, const AdamwStep *s) {
     enum { TRIALS = 1 << 12 };
     for (int bit = 0; bit < 44 + 64; bit++) {
@@ -142,8 +148,8 @@ static void check_avalanche(const char *label, const AdamwStep *s) {
             sum += differing_bits(draw(s, i), draw(&other, bit < 44 ? i ^ 1ll << bit : i));
         }
         const double z = (sum - 24.0 * TRIALS) / sqrt(12.0 * TRIALS);
-        CHECK(fabs(z) < SIGMAS, "%s: bit %d of %s flips %.2f of 48", label, bit < 44 ? bit : bit - 44,
-              bit < 44 ? "the index" : "the key", sum / TRIALS);
+        CHECK(fabs(z) < SIGMAS, "%s: changing bit %d of %s changes 24 of 48 bits on average; found %.2f", label,
+              bit < 44 ? bit : bit - 44, bit < 44 ? "the index" : "the key", sum / TRIALS);
     }
 }
 
@@ -179,7 +185,7 @@ static void check_step(const char *label, const AdamwStep *s, const AdamwStep *n
     check_avalanche(label, s);
 }
 
-// Steps of a run, and keys that are small numbers.
+// Tests steps of a run, and keys that are small numbers.
 static void test_quality(void) {
     const uint64_t seeds[] = {0, 1, 42};
     char label[64];
@@ -214,14 +220,15 @@ static void test_unbiased(void) {
             }
             const double up = ((double)x - low) / spacing, sigma = sqrt(up * (1 - up) * SAMPLES);
             for (int f = 0; f < FIELDS; f++)
-                CHECK(fabs(sum[f]) < SIGMAS * sigma + 1,
-                      "%.9g rounded over %s, field %d: the mean is %.1f standard deviations off", (double)x,
-                      over_steps ? "steps" : "elements", f, sum[f] / sigma);
+                CHECK(
+                    fabs(sum[f]) < SIGMAS * sigma + 1,
+                    "%.9g rounded over %s, field %d: the mean is the number, within 5 standard deviations; found %.1f",
+                    (double)x, over_steps ? "steps" : "elements", f, sum[f] / sigma);
         }
 }
 
-// Weights that take 1000 steps of a tenth of a bf16 spacing: their mean is the true sum, and their variance is that of
-// independent roundings.
+// Adds a tenth of a bf16 spacing to each weight 1000 times. The mean of the weights is the true sum, and their variance
+// is that of independent roundings.
 static void test_small_steps(void) {
     enum { N = 4096, STEPS = 1000 };
     static float w[N];
@@ -234,10 +241,10 @@ static void test_small_steps(void) {
     double sum = 0, square = 0;
     for (int i = 0; i < N; i++) sum += (w[i] - 1) * 128, square += pow((w[i] - 1) * 128 - 0.1 * STEPS, 2);
     const double variance = 0.1 * 0.9 * STEPS;  // in squared spacings
-    CHECK(fabs(sum / N - 0.1 * STEPS) < SIGMAS * sqrt(variance / N), "the mean moved by %.3f spacings, not %.1f",
-          sum / N, 0.1 * STEPS);
-    CHECK(fabs(square / N / variance - 1) < SIGMAS * sqrt(2.0 / N), "the variance is %.2f squared spacings, not %.2f",
-          square / N, variance);
+    CHECK(fabs(sum / N - 0.1 * STEPS) < SIGMAS * sqrt(variance / N),
+          "the mean moved by %.3f bf16 spacings; expected about %.1f", sum / N, 0.1 * STEPS);
+    CHECK(fabs(square / N / variance - 1) < SIGMAS * sqrt(2.0 / N),
+          "the variance is %.2f squared spacings; expected about %.2f", square / N, variance);
 }
 
 int main(void) {

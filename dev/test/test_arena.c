@@ -1,4 +1,5 @@
-// Tests the arena: the plan and the allocation agree, and memory named for reuse is taken first, by tensors that fit.
+// Tests the arena: the plan and the allocation agree, buffers that fit take memory named for reuse first, and a plan of
+// 2^63 bytes or more is refused.
 #include "../../llmc/base/arena.h"
 #include "lib/check.h"
 
@@ -17,8 +18,9 @@ static void take_some(Arena *a, int64_t at[6]) {
     p[3] = arena_take(a, 300);  // does not fit: 512
     p[4] = arena_take(a, 256);  // fits
     const ArenaRange left = arena_reuse(a, nowhere);
-    CHECK(left.begin == 1024 && left.end == 1024, "left of the reused range: [%lld, %lld), not [1024, 1024)",
-          (long long)left.begin, (long long)left.end);
+    CHECK(left.begin == 1024 && left.end == 1024,
+          "nothing is left of the reused range: it is [%lld, %lld), expected [1024, 1024)", (long long)left.begin,
+          (long long)left.end);
     arena_group(a, "first");
     p[5] = arena_take(a, 0);
     for (int i = 0; i < 6; i++) at[i] = a->base ? (char *)p[i] - start : -1;
@@ -30,14 +32,16 @@ static void test_places(void) {
     memset(&real, 0, sizeof real);
     int64_t at[6];
     take_some(&plan, at);
-    for (int i = 0; i < 6; i++) CHECK(at[i] == -1, "an arena without memory hands out %lld", (long long)at[i]);
-    CHECK(plan.used == 1024 + 256 + 512, "used %lld", (long long)plan.used);
+    for (int i = 0; i < 6; i++)
+        CHECK(at[i] == -1, "an arena without memory hands out NULL; found %lld", (long long)at[i]);
+    CHECK(plan.used == 1024 + 256 + 512, "the plan uses 1792 bytes; found %lld", (long long)plan.used);
     real.base = (char *)xcalloc((size_t)plan.used, 1);
     take_some(&real, at);
     const int64_t want[6] = {0, 1024, 0, 1280, 768, 1792};
     for (int i = 0; i < 6; i++)
-        CHECK(at[i] == want[i], "piece %d lies at %lld instead of %lld", i, (long long)at[i], (long long)want[i]);
-    CHECK(real.used == plan.used, "%lld bytes planned, %lld used", (long long)plan.used, (long long)real.used);
+        CHECK(at[i] == want[i], "piece %d lies at byte %lld; expected %lld", i, (long long)at[i], (long long)want[i]);
+    CHECK(real.used == plan.used, "plan and allocation use equally many bytes; found %lld and %lld",
+          (long long)plan.used, (long long)real.used);
     free(real.base);
 }
 
@@ -46,10 +50,12 @@ static void test_headings(void) {
     memset(&a, 0, sizeof a);
     int64_t at[6];
     take_some(&a, at);
-    CHECK(a.num_groups == 2, "%d headings", a.num_groups);
-    CHECK(a.reused == 768 + 256, "%lld bytes in memory that had been taken before", (long long)a.reused);
-    CHECK(a.groups[0].bytes == 1024 && a.groups[1].bytes == 256 + 512, "%lld and %lld bytes",
-          (long long)a.groups[0].bytes, (long long)a.groups[1].bytes);
+    CHECK(a.num_groups == 2, "the plan has two headings, though one of them is named twice; found %d", a.num_groups);
+    CHECK(a.reused == 768 + 256, "1024 bytes lie in memory that had been taken before; found %lld",
+          (long long)a.reused);
+    CHECK(a.groups[0].bytes == 1024 && a.groups[1].bytes == 256 + 512,
+          "the first heading has 1024 bytes and the second 768; found %lld and %lld", (long long)a.groups[0].bytes,
+          (long long)a.groups[1].bytes);
 }
 
 // Takes `bytes` twice from an arena without memory.
@@ -61,14 +67,14 @@ static void take_twice(void *bytes) {
     arena_take(&a, *(const int64_t *)bytes);
 }
 
-// A plan is refused if 64 bits cannot hold its size.
+// A plan is refused if a signed 64-bit number cannot hold its size, or if a size is negative, as after an overflow.
 static void test_overflow(void) {
     static const int64_t refused[] = {INT64_MAX, INT64_MAX - ARENA_ALIGNMENT, INT64_MAX / 2 + 1, -1000};
     char output[4096];
     for (int i = 0; i < 4; i++)
         CHECK(check_dies(take_twice, (void *)&refused[i], "the memory plan has 2^63 bytes or more", output,
                          sizeof output),
-              "%lld: %s", (long long)refused[i], output);
+              "two buffers of %lld bytes are refused: %s", (long long)refused[i], output);
     int64_t most = INT64_MAX / 2 - ARENA_ALIGNMENT;
     take_twice(&most);
 }

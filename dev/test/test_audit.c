@@ -10,7 +10,7 @@
 static const AuditSums no_sums;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// By hand
+// Small cases, with values computed by hand
 
 static void test_elements(void) {
     // E4M3 with scale_inv 1/2: values are half of the codes' values. The range ends at 224. The smallest code stands
@@ -23,22 +23,26 @@ static void test_elements(void) {
     audit_copy(&s, x, codes, &inverse, usage_shape(1, 8, ROWWISE), PER_TENSOR, FP8_E4M3);
     // -1.0625 is halfway between -1 and -1.125 and rounds to the even -1. 300 saturates to 224. 2^-13 rounds to 0.
     // 2^-11 x 2 is 2^-10, halfway between 0 and 2^-9, and rounds to 0.
-    CHECK(s.count == 8 && s.flushed == 2 && s.saturated == 1, "%.0f elements, %.0f flushed, %.0f saturated", s.count,
-          s.flushed, s.saturated);
-    CHECK(s.noise == 0.0625 * 0.0625 + 76.0 * 76 + 0x1p-26 + 0x1p-22, "noise %.17g", s.noise);
-    CHECK(s.signal == 1 + 1.0625 * 1.0625 + 9e4 + 0x1p-26 + 0x1p-22 + 224.0 * 224, "signal %.17g", s.signal);
+    CHECK(s.count == 8 && s.flushed == 2 && s.saturated == 1,
+          "8 elements, 2 flushed to zero, 1 saturated; found %.0f, %.0f and %.0f", s.count, s.flushed, s.saturated);
+    CHECK(s.noise == 0.0625 * 0.0625 + 76.0 * 76 + 0x1p-26 + 0x1p-22, "noise is the sum of squared errors; found %.17g",
+          s.noise);
+    CHECK(s.signal == 1 + 1.0625 * 1.0625 + 9e4 + 0x1p-26 + 0x1p-22 + 224.0 * 224,
+          "signal is the sum of squared values; found %.17g", s.signal);
     CHECK(s.amax == float_bits(300) && audit_scale_min(&s) == 2 && audit_scale_max(&s) == 2,
-          "amax 0x%08x, scales %g to %g", s.amax, (double)audit_scale_min(&s), (double)audit_scale_max(&s));
-    CHECK(audit_sqnr_db(&s) == 10 * log10(s.signal / s.noise), "sqnr %g", audit_sqnr_db(&s));
-    // Infinity saturates, NaN is only counted. Neither is signal or noise.
+          "amax is 300, both scales are 2; found amax 0x%08x, scales %g to %g", s.amax, (double)audit_scale_min(&s),
+          (double)audit_scale_max(&s));
+    CHECK(audit_sqnr_db(&s) == 10 * log10(s.signal / s.noise), "SQNR follows from signal and noise; found %g dB",
+          audit_sqnr_db(&s));
+    // An infinity counts as saturated, a NaN only as an element. Neither adds to signal or noise.
     AuditSums odd = no_sums;
     audit_copy(&odd, x + 8, codes + 8, &inverse, usage_shape(1, 2, ROWWISE), PER_TENSOR, FP8_E4M3);
     CHECK(odd.count == 2 && odd.flushed == 0 && odd.saturated == 1 && odd.signal == 0 && odd.noise == 0,
-          "%.0f elements, %.0f flushed, %.0f saturated, signal %g, noise %g", odd.count, odd.flushed, odd.saturated,
-          odd.signal, odd.noise);
-    CHECK(isnan(float_from_bits(odd.amax)) && isnan(audit_sqnr_db(&odd)), "amax 0x%08x, sqnr %g", odd.amax,
-          audit_sqnr_db(&odd));
-    // Merged, they equal the audit of all ten.
+          "2 elements, 1 saturated, no signal or noise; found %.0f elements, %.0f flushed, %.0f saturated, signal %g, "
+          "noise %g",
+          odd.count, odd.flushed, odd.saturated, odd.signal, odd.noise);
+    CHECK(isnan(float_from_bits(odd.amax)) && isnan(audit_sqnr_db(&odd)),
+          "a NaN makes amax and SQNR NaN; found amax 0x%08x, SQNR %g", odd.amax, audit_sqnr_db(&odd));
     AuditSums all = no_sums;
     audit_copy(&all, x, codes, &inverse, usage_shape(1, 10, ROWWISE), PER_TENSOR, FP8_E4M3);
     audit_merge(&s, &odd);
@@ -48,8 +52,8 @@ static void test_elements(void) {
           "merged sums equal the audit of all ten values");
 }
 
-// An amax cast with its own scale is at the edge of the range, whichever way that scale was rounded. The next larger
-// bf16 number is outside.
+// An amax that was cast with its own scale does not count as saturated, whether that scale was rounded up or down. The
+// next larger bf16 number does.
 static void test_edge(void) {
     int wrong = 0, missed = 0;
     for (int format = 0; format < 2; format++)
@@ -58,20 +62,22 @@ static void test_edge(void) {
                 const float amax = bf16_to_float((bf16_bits)bits), next = bf16_to_float((bf16_bits)(bits + 1));
                 const float scale = fp8_rule_scale(rule ? SCALE_TE : SCALE_TORCHAO, amax, (Fp8Format)format),
                             inverse = 1 / scale;
-                if (amax < 1e-12f) continue;  // torchao's smallest amax
+                if (amax < 1e-12f) continue;  // torchao raises smaller amaxes to 1e-12
                 AuditSums s = no_sums;
                 audit_add(&s, amax, fp8_from_float(amax * scale, (Fp8Format)format), inverse, (Fp8Format)format);
                 wrong += s.saturated != 0;
                 audit_add(&s, next, fp8_from_float(next * scale, (Fp8Format)format), inverse, (Fp8Format)format);
                 missed += s.saturated != 1;
             }
-    CHECK(wrong == 0 && missed == 0, "%d amaxes count as saturated, %d values beyond do not", wrong, missed);
+    CHECK(wrong == 0 && missed == 0,
+          "no amax counts as saturated (%d do), and the next larger number always does (%d do not)", wrong, missed);
 }
 
-// All 128 bf16 numbers of [1, 2), at scale 1. E4M3 keeps 3 of 7 fraction bits: the errors are -7/128 ... 7/128 and a
-// tie of 8/128, once for each of 8 codes, (2 (1 + 4 + ... + 49) + 64) / 128^2 = 344 / 2^14 in squares. E5M2 keeps 2: (2
-// (1 + ... + 225) + 256) / 2^14 = 2736 / 2^14 for each of 4. Uniform values and errors would give 10 log10((7/3) /
-// (spacing^2 / 12)): 32.53 and 26.51 dB; 16 and 32 steps of a spacing come near.
+// All 128 bf16 numbers of [1, 2), at scale 1. E4M3 keeps 3 of their 7 fraction bits. So each of 8 codes has errors of
+// -7/128 ... 7/128, and one of 8/128 from a tie. Their squares sum to (2 (1 + 4 + ... + 49) + 64) / 128^2 = 344 / 2^14.
+// E5M2 keeps 2 bits: (2 (1 + ... + 225) + 256) / 2^14 = 2736 / 2^14 for each of 4 codes. Values and errors from
+// continuous uniform distributions would give 10 log10((7/3) / (spacing^2 / 12)), which is 32.53 and 26.51 dB. The 16
+// or 32 values of each code come near.
 static void test_uniform(void) {
     const double squares[] = {8 * 344.0 / 16384, 4 * 2736.0 / 16384}, spacing[] = {0.125, 0.25};
     double signal = 0;
@@ -84,28 +90,30 @@ static void test_uniform(void) {
         for (int i = 0; i < 128; i++) codes[i] = fp8_from_float(x[i], (Fp8Format)format);
         audit_copy(&s, x, codes, &one, usage_shape(8, 16, ROWWISE), PER_TENSOR, (Fp8Format)format);
         CHECK(s.noise == squares[format] && s.signal == signal,
-              "format %d: noise %.17g, want %.17g; signal %.17g, want %.17g", format, s.noise, squares[format],
-              s.signal, signal);
+              "format %d: noise is %.17g, expected %.17g; signal is %.17g, expected %.17g", format, s.noise,
+              squares[format], s.signal, signal);
         const double ideal = 10 * log10(7.0 / 3 * 12 / (spacing[format] * spacing[format]));
-        CHECK(fabs(audit_sqnr_db(&s) - ideal) < 0.08, "format %d: %.3f dB, uniform errors give %.3f dB", format,
-              audit_sqnr_db(&s), ideal);
+        CHECK(fabs(audit_sqnr_db(&s) - ideal) < 0.08,
+              "format %d: SQNR is %.3f dB, within 0.08 dB of uniform errors' %.3f dB", format, audit_sqnr_db(&s),
+              ideal);
     }
 }
 
 static void test_sqnr_limits(void) {
     AuditSums s = no_sums;
-    CHECK(isnan(audit_sqnr_db(&s)), "without values: %g dB", audit_sqnr_db(&s));
+    CHECK(isnan(audit_sqnr_db(&s)), "SQNR of no values is NaN; found %g dB", audit_sqnr_db(&s));
     audit_add(&s, 0, 0, 1, FP8_E4M3);
-    CHECK(audit_sqnr_db(&s) == (double)INFINITY, "zeros: %g dB", audit_sqnr_db(&s));
+    CHECK(audit_sqnr_db(&s) == (double)INFINITY, "SQNR of a zero is infinite; found %g dB", audit_sqnr_db(&s));
     audit_add(&s, 1.5f, fp8_from_float(1.5f, FP8_E4M3), 1, FP8_E4M3);
-    CHECK(audit_sqnr_db(&s) == (double)INFINITY, "exact values: %g dB", audit_sqnr_db(&s));
-    // A tensor with an infinity has the scale 0 and an infinite scale_inv: 1 comes back as NaN. A NaN scale does so
-    // too.
+    CHECK(audit_sqnr_db(&s) == (double)INFINITY, "SQNR of exact values is infinite; found %g dB", audit_sqnr_db(&s));
+    // A tensor that holds an infinity has the scale 0 and an infinite scale_inv, so 1 becomes NaN. With a NaN scale it
+    // does too.
     const float spoiled[] = {INFINITY, NAN};
     for (int i = 0; i < 2; i++) {
         AuditSums t = s;
         audit_add(&t, 1, fp8_from_float(1 / spoiled[i], FP8_E4M3), spoiled[i], FP8_E4M3);
-        CHECK(audit_sqnr_db(&t) == -(double)INFINITY && t.saturated == 0, "scale_inv %g: %g dB, %.0f saturated",
+        CHECK(audit_sqnr_db(&t) == -(double)INFINITY && t.saturated == 0,
+              "scale_inv %g: SQNR is minus infinity, nothing saturated; found %g dB, %.0f saturated",
               (double)spoiled[i], audit_sqnr_db(&t), t.saturated);
     }
 }
@@ -113,7 +121,7 @@ static void test_sqnr_limits(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 // FP8 data of every granularity
 
-// Sums the errors of FP8 data element by element, with each element's block, the block's amax and its scale.
+// Sums the errors of FP8 data element by element. Recomputes the amax and the scale of each element's scale block.
 static AuditSums plain_sums(const float *x, UsageShape shape, ScaleGranularity g, ScaleRule rule, Fp8Format format) {
     AuditSums s = no_sums;
     const int64_t outer = shape.outer, depth = shape.depth, outer_stride = shape.outer_stride,
@@ -163,14 +171,14 @@ static void check_granularity(int64_t R, int64_t C, TensorUsage copy, ScaleGranu
     format_checked(what, sizeof what, "granularity %d, rule %d, format %d, %s data", (int)g, (int)rule, (int)format,
                    copy == COLUMNWISE ? "columnwise" : "rowwise");
     CHECK(s.count == want.count && s.flushed == want.flushed && s.saturated == 0,
-          "%s: %.0f elements, %.0f flushed, %.0f saturated; want %.0f, %.0f, 0", what, s.count, s.flushed, s.saturated,
-          want.count, want.flushed);
-    CHECK(s.flushed > 0 || format == FP8_E5M2, "%s: no value is small enough to be flushed", what);
-    // The order of sums differs: at most 52,800 additions, each with a relative error of at most 2^-53.
+          "%s: found %.0f elements, %.0f flushed, %.0f saturated; expected %.0f, %.0f, 0", what, s.count, s.flushed,
+          s.saturated, want.count, want.flushed);
+    CHECK(s.flushed > 0 || format == FP8_E5M2, "%s: some value is small enough to be flushed to zero", what);
+    // Sums are taken in different orders: at most 52,800 additions, each with a relative error of at most 2^-53.
     CHECK(fabs(s.signal - want.signal) <= 6e-12 * want.signal && fabs(s.noise - want.noise) <= 6e-12 * want.noise,
-          "%s: signal %.17g, noise %.17g; want %.17g, %.17g", what, s.signal, s.noise, want.signal, want.noise);
+          "%s: signal is %.17g, noise %.17g; expected %.17g, %.17g", what, s.signal, s.noise, want.signal, want.noise);
     CHECK(s.amax == want.amax && s.scale_max == want.scale_max && s.scale_inv_max == want.scale_inv_max,
-          "%s: amax or largest scales differ", what);
+          "%s: amax and largest scales are as expected", what);
     free(x);
     free(codes);
     free(scales);
@@ -195,7 +203,7 @@ static void test_recipe_granularities(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Reports
+// Reports: lines of log.jsonl, and the printed table
 
 typedef struct {
     Options o;
@@ -224,14 +232,14 @@ static void run_free(Run *r) {
     parameter_table_free(&r->t);
 }
 
-// Makes sums of 1000 elements with a given SQNR: 10 flushed, 5 saturated, scales 2 to 64.
+// Makes sums of 1000 elements with a given SQNR: 10 elements flushed, 5 saturated, scales from 2 to 64.
 static AuditSums sums_of(double db, float amax) {
     const AuditSums s = {1000, 10, 5, 100, 100 / pow(10, db / 10), float_bits(amax), float_bits(64), float_bits(0.5f)};
     return s;
 }
 
-// All data have 30 dB and w 32 dB. Layer 7's down x has 20 dB rowwise and 21 dB columnwise; layer 3's qkv dy has 25 dB
-// rowwise.
+// Gives all w data an SQNR of 32 dB, and other data 30 dB. Layer 7's down x has 20 dB rowwise and 21 dB columnwise;
+// layer 3's qkv dy has 25 dB rowwise.
 static void fill_sums(Run *r) {
     for (int64_t i = 0; i < audit_count(&r->p); i++) r->sums[i] = sums_of(i / 2 % NUM_TENSORS == TENSOR_W ? 32 : 30, 1);
     r->sums[audit_index(7, DOWN_PROJ, TENSOR_X, ROWWISE)] = sums_of(20, 12.5f);
@@ -263,13 +271,13 @@ static char *logged(const Run *r) {
     return lines;
 }
 
-// Parses the log's line for an operand into *json. False if there is none; otherwise the caller frees *json.
+// Parses the log's line for an operand into *json, which the caller frees. Returns false if there is no such line.
 static bool find_line(Json *json, const char *lines, int64_t layer, const char *linear, const char *gemm,
                       const char *operand) {
     for (const char *line = lines; *line; line = strchr(line, '\n') + 1) {
         Failure failure;
         if (!json_parse(json, "log.jsonl", line, strcspn(line, "\n"), &failure)) {
-            CHECK(false, "not JSON: %s", failure.text);
+            CHECK(false, "each line is JSON: %s", failure.text);
             return false;
         }
         if (member(json, "layer") == (double)layer && text_is(json, "linear", linear) && text_is(json, "gemm", gemm) &&
@@ -287,16 +295,18 @@ static void test_log(void) {
     r.sums[audit_index(2, OUT_PROJ, TENSOR_W, COLUMNWISE)].noise = 0;
     r.sums[audit_index(4, OUT_PROJ, TENSOR_W, COLUMNWISE)].count = 0;  // never cast
     char *lines = logged(&r);
-    CHECK(check_count(lines, "\n") == 16 * 4 * 6 - 1, "%d lines", check_count(lines, "\n"));
+    CHECK(check_count(lines, "\n") == 16 * 4 * 6 - 1,
+          "there is a line for each operand that was cast: 383 in all; found %d", check_count(lines, "\n"));
     const char *want =
         "{\"type\": \"fp8_audit\", \"step\": 40, \"layer\": 0, \"linear\": \"qkv\", \"gemm\": \"fprop\", \"operand\": "
         "\"x\", \"amax\": 1.0, "
         "\"scale_min\": 2.0, \"scale_max\": 64.0, \"flushed\": 0.01, \"saturated\": 0.005, \"sqnr_db\": 3e+01}\n";
-    CHECK(strncmp(lines, want, strlen(want)) == 0, "first line\n%.*s\nwant\n%s", (int)strcspn(lines, "\n"), lines,
-          want);
+    CHECK(strncmp(lines, want, strlen(want)) == 0, "the first line is\n%.*s\nexpected\n%s", (int)strcspn(lines, "\n"),
+          lines, want);
     if (find_line(&json, lines, 7, "down", "wgrad", "x")) {
         CHECK(fabs(member(&json, "sqnr_db") - 21) < 1e-9 && member(&json, "amax") == 12.5,
-              "down wgrad x: %g dB, amax %g", member(&json, "sqnr_db"), member(&json, "amax"));
+              "down wgrad x has the SQNR 21 dB and the amax 12.5; found %g dB and %g", member(&json, "sqnr_db"),
+              member(&json, "amax"));
         json_free(&json);
     } else {
         CHECK(false, "there is a line for down wgrad x");
@@ -312,29 +322,32 @@ static void test_log(void) {
     free(lines);
     run_free(&r);
 
-    // bf16 operands are left out: all of layers 0 and 5, and with bf16 weight gradients those GEMMs.
+    // bf16 operands have no lines: all of layers 0 and 5, all of down, and wgrad, which is in bf16 with this recipe.
     r = run_create(RECIPE_ROWWISE_GW_HP, "first, layers=5, down");
     fill_sums(&r);
     lines = logged(&r);
-    CHECK(check_count(lines, "\n") == 14 * 3 * 4, "%d lines", check_count(lines, "\n"));
+    CHECK(check_count(lines, "\n") == 14 * 3 * 4, "14 layers, 3 linears and 4 operands each give 168 lines; found %d",
+          check_count(lines, "\n"));
     CHECK(!strstr(lines, "wgrad") && !strstr(lines, "down") && !strstr(lines, "\"layer\": 0,") &&
               !strstr(lines, "\"layer\": 5,"),
-          "there are lines of bf16 operands in\n%s", lines);
+          "there is no line of a bf16 operand in\n%s", lines);
     free(lines);
     run_free(&r);
 
-    // One tensor's codes for two GEMMs: sums of rowwise and columnwise data are merged, also if only one was audited.
+    // Two GEMMs read the same codes: sums of rowwise and columnwise data are merged, also if only rowwise data was
+    // audited.
     r = run_create(RECIPE_TENSORWISE, "");
     r.sums[audit_index(1, GATE_UP_PROJ, TENSOR_W, ROWWISE)] = sums_of(30, 1);
     lines = logged(&r);
-    CHECK(check_count(lines, "\n") == 2, "%d lines of a weight whose two GEMMs read the same codes",
+    CHECK(check_count(lines, "\n") == 2, "a weight whose codes two GEMMs read has two lines; found %d",
           check_count(lines, "\n"));
     for (int gemm = 0; gemm < 2; gemm++) {
         if (find_line(&json, lines, 1, "gate_up", gemm ? "dgrad" : "fprop", "w")) {
-            CHECK(fabs(member(&json, "sqnr_db") - 30) < 1e-9, "%g dB", member(&json, "sqnr_db"));
+            CHECK(fabs(member(&json, "sqnr_db") - 30) < 1e-9, "both lines have 30 dB; found %g dB",
+                  member(&json, "sqnr_db"));
             json_free(&json);
         } else {
-            CHECK(false, "no line for GEMM %d of gate_up w", gemm);
+            CHECK(false, "there is a line for GEMM %d of gate_up w", gemm);
         }
     }
     free(lines);
@@ -342,14 +355,15 @@ static void test_log(void) {
 }
 
 static void check_has(const char *text, const char *part) {
-    CHECK(strstr(text, part) != NULL, "no \"%s\" in\n%s", part, text);
+    CHECK(strstr(text, part) != NULL, "there is \"%s\" in\n%s", part, text);
 }
 
 static void test_table(void) {
     Run r = run_create(RECIPE_BLOCKWISE, "");
     fill_sums(&r);
     char *text = printed_table(&r);
-    CHECK(check_count(text, "\n") == 1 + 2 + 24 + 1, "%d lines:\n%s", check_count(text, "\n"), text);
+    CHECK(check_count(text, "\n") == 1 + 2 + 24 + 1, "the table has 28 lines; found %d:\n%s", check_count(text, "\n"),
+          text);
     // 15 layers at 30 dB and one at 20 dB have a mean noise of (15 + 10) / 16 times that of 30 dB: 28.06 dB.
     check_has(text,
               "  down      fprop  x   e4m3 1x128      28.06    20.00      7       1.0000%     0.5000%         12.5\n");
@@ -358,7 +372,7 @@ static void test_table(void) {
     check_has(text, "  lowest SQNR: layer 7 down x (fprop, 20.00 dB), layer 7 down x (wgrad, 21.00 dB), layer 3 qkv "
                     "dy (dgrad, 25.00 dB)\n");
     free(text);
-    // A second audit, in which layer 0's gate_up dy is worse.
+    // After a second audit, in which layer 0's gate_up dy is worse, sums of both audits are printed.
     AuditSums *second = (AuditSums *)xcalloc((size_t)audit_count(&r.p), sizeof *second);
     memcpy(second, r.sums, (size_t)audit_count(&r.p) * sizeof *second);
     second[audit_index(0, GATE_UP_PROJ, TENSOR_DY, COLUMNWISE)] = sums_of(10, 77);
@@ -375,13 +389,13 @@ static void test_table(void) {
     fill_sums(&r);
     r.sums[audit_index(5, GATE_UP_PROJ, TENSOR_DY, ROWWISE)].noise = (double)INFINITY;
     text = printed_table(&r);
-    // Two GEMMs read the same codes: the table has one row, for the merged sums of rowwise and columnwise data (20 and
-    // 21 dB).
+    // Two GEMMs read the same codes. Each has a row, and the list of the lowest SQNRs has one entry for both, from the
+    // merged sums of rowwise and columnwise data (20 and 21 dB).
     check_has(text, "lowest SQNR: layer 5 gate_up dy (both passes, -inf dB), layer 7 down x (both passes, 20.47 "
                     "dB), layer 1 gate_up x (both passes, 30.00 dB)\n");
     check_has(text, "  gate_up   wgrad  dy  e5m2 tensor      -inf     -inf      5");
-    CHECK(!strstr(text, "qkv") && check_count(text, "\n") == 1 + 2 + 12 + 1, "%d lines:\n%s", check_count(text, "\n"),
-          text);
+    CHECK(!strstr(text, "qkv") && check_count(text, "\n") == 1 + 2 + 12 + 1,
+          "the table has no qkv, and 16 lines; found %d:\n%s", check_count(text, "\n"), text);
     free(text);
     memset(r.sums, 0, (size_t)audit_count(&r.p) * sizeof *r.sums);
     text = printed_table(&r);

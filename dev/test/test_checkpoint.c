@@ -16,7 +16,7 @@ typedef struct {
     ModelConfig model;
     ParameterTable table;
     Options options;
-    CheckpointRun run;  // the run as a checkpoint records it, and --resume checks it
+    CheckpointRun run;  // what a checkpoint records of the run, and --resume checks
     TrainerState state;
     char *arrays[STATE_AMAX_HISTORY];  // weights, moments, and their groups and scales if the options have them
     float *delayed[2];                 // amax history and scales
@@ -63,8 +63,8 @@ static void state_write(void *context, StateKind kind, int64_t offset, int64_t c
     else memcpy(element(t, kind, offset, count), host, (size_t)(count * element_bytes(t, kind)));
 }
 
-// Fills every parameter with random bytes (any finite value and any scale above zero must survive) and the padding with
-// zeros.
+// Fills every parameter with random bytes: any finite value and any scale above zero must survive. The padding stays
+// zero.
 static void trainer_fill(Trainer *t, uint64_t seed) {
     for (int kind = 0; kind < STATE_AMAX_HISTORY; kind++)
         for (int64_t i = 0; t->arrays[kind] && i < t->table.count; i++) {
@@ -79,7 +79,7 @@ static void trainer_fill(Trainer *t, uint64_t seed) {
         }
 }
 
-// With fp32_weights the weights are fp32 in files: they have fp32 masters, or FP16 masters with MS-AMP's moments.
+// With fp32_weights, files hold fp32 weights: the run has fp32 master weights, or FP16 ones if it has MS-AMP's moments.
 static Trainer *trainer_new(ModelFamily family, bool tied, bool fp32_weights, int moments) {
     Trainer *t = (Trainer *)xcalloc(1, sizeof *t);
     model_config_preset(&t->model, "tiny");
@@ -128,7 +128,8 @@ static void save(Trainer *t, const char *dir, int64_t step, int64_t keep) {
     if (!checkpoint_save(dir, keep, &progress, &t->run, &t->table, &t->state, &failure)) die("%s", failure.text);
 }
 
-// Lists the steps in a folder, newest first, as "300 200". '+' and a number count all other entries.
+// Lists the steps in a folder, newest first, as "300 200". '+' and a number count other entries whose names have no
+// dot in front.
 static const char *listing(const char *dir) {
     static char text[256];
     CheckpointSteps list;
@@ -177,19 +178,20 @@ static void write_float(const char *path, int64_t at, float value) {
 
 // ---- Save and load.
 
-// Checks that a checkpoint has a tensor's scales only with MS-AMP's moments, and that of the master only with FP16
-// masters.
+// Checks that a checkpoint has scales of moments exactly if the moments are MS-AMP's, and scales of weights exactly if
+// the master weights are FP16.
 static void check_scales(const char *folder, int moments, bool fp32_weights) {
     static const char *const names[] = {"exp_avg_scale.model.norm.weight", "exp_avg_sq_scale.model.norm.weight",
                                         "master_scale.model.norm.weight"};
     Safetensors st;
     Failure failure = {"", false};
-    CHECK(safetensors_open_folder(&st, folder, "optimizer", &failure), "%s", failure.text);
+    CHECK(safetensors_open_folder(&st, folder, "optimizer", &failure), "the optimizer state can be opened: %s",
+          failure.text);
     for (int i = 0; i < 3; i++) {
         const bool expected = moments == MOMENTS_MSAMP && (i < 2 || fp32_weights);
         const Safetensor *scale = safetensors_find(&st, names[i]);
-        CHECK(expected ? scale && scale->type == ST_F32 && scale->rank == 1 && scale->elements == 1 : !scale, "%s",
-              names[i]);
+        CHECK(expected ? scale && scale->type == ST_F32 && scale->rank == 1 && scale->elements == 1 : !scale,
+              "%s is in the checkpoint exactly if the run has that scale", names[i]);
     }
     safetensors_close(&st);
 }
@@ -209,17 +211,20 @@ static void test_round_trip(void) {
         save(a, dir, 7, 1);
         char found[PATH_CAPACITY];
         CHECK(checkpoint_find_newest(dir, found, sizeof found) && strcmp(strrchr(found, '/') + 1, "step-00000007") == 0,
-              "%s", found);
+              "the newest checkpoint is step-00000007; found %s", found);
         const TrainerProgress p = checkpoint_check(found, &b->run);
         checkpoint_load(found, &b->model, &b->table, &b->state);
-        CHECK(p.step == 7 && p.samples == 21, "step %lld, samples %lld", (long long)p.step, (long long)p.samples);
-        CHECK(same_state(a, b), "variant %d: loaded state differs", variant);
+        CHECK(p.step == 7 && p.samples == 21,
+              "the checkpoint was saved after step 7 and 21 samples; found %lld and %lld", (long long)p.step,
+              (long long)p.samples);
+        CHECK(same_state(a, b), "variant %d: the loaded state is the saved one", variant);
 
         // transformers sees config.json, and each weight once under its Hugging Face name.
         Safetensors st;
         Failure failure = {"", false};
-        CHECK(safetensors_open_folder(&st, found, "model", &failure), "%s", failure.text);
-        CHECK(st.count == a->table.count && !safetensors_find(&st, "lm_head.weight") == tied, "%lld tensors",
+        CHECK(safetensors_open_folder(&st, found, "model", &failure), "the weights can be opened: %s", failure.text);
+        CHECK(st.count == a->table.count && !safetensors_find(&st, "lm_head.weight") == tied,
+              "each parameter is one tensor, and lm_head is absent if it is tied; found %lld tensors",
               (long long)st.count);
         CHECK(st.tensors[0].type == (fp32_weights ? ST_F32 : ST_BF16), "the weights have the run's dtype");
         safetensors_close(&st);
@@ -233,12 +238,12 @@ static void test_round_trip(void) {
         trainer_free(a);
         trainer_free(b);
     }
-    CHECK(strcmp(listing(dir), "7") == 0, "%s", listing(dir));
+    CHECK(strcmp(listing(dir), "7") == 0, "a save of the same step replaces its checkpoint; found %s", listing(dir));
     remove_tree(dir);
     free((char *)dir);
 }
 
-// The state of delayed scaling is in a checkpoint, and never in an export.
+// Loads the newest checkpoint in the folder `delayed`.
 static void load_delayed(void *context) {
     Trainer *t = (Trainer *)context;
     char found[PATH_CAPACITY];
@@ -250,6 +255,7 @@ static void load_delayed(void *context) {
     checkpoint_load(found, &t->model, &t->table, &t->state);
 }
 
+// The state of delayed scaling is in a checkpoint, and never in an export.
 static void test_delayed(void) {
     Trainer *a = trainer_new(FAMILY_QWEN3, true, false, MOMENTS_BF16),
             *b = trainer_new(FAMILY_QWEN3, true, false, MOMENTS_BF16);
@@ -265,49 +271,50 @@ static void test_delayed(void) {
     save(a, dir, 9, 1);
     CHECK(checkpoint_find_newest(dir, found, sizeof found), "the newest checkpoint is found");
     checkpoint_load(found, &b->model, &b->table, &b->state);
-    CHECK(same_state(a, b), "loaded state differs");
+    CHECK(same_state(a, b), "the loaded state is the saved one");
     CHECK(memcmp(history, b->delayed[0], (size_t)elements * sizeof(float)) == 0, "a load restores the amax history");
     CHECK(memcmp(scales_of_a, b->delayed[1], (size_t)tensors * sizeof(float)) == 0, "a load restores the scales");
     b->state.delayed_window = 6;
     CHECK(check_dies(load_delayed, b, "tensor amax_history has shape [24, 7]; the model needs [24, 6]", output,
                      sizeof output),
-          "another window: %s", output);
-    CHECK(model_export_hf(scratch_path("delayed-export"), &a->model, &a->table, &a->state, NULL, &failure), "%s",
-          failure.text);
+          "a checkpoint with another window of the amax history is refused: %s", output);
+    CHECK(model_export_hf(scratch_path("delayed-export"), &a->model, &a->table, &a->state, NULL, &failure),
+          "the export is made: %s", failure.text);
     format_checked(state, sizeof state, "%s/fp8_state.safetensors", scratch_path("delayed-export"));
     CHECK(!path_exists(state), "an export has no fp8_state.safetensors");
-    // Histories and scales are not saved if they are not finite. Older versions saved some: an infinity in a history is
-    // read, but a NaN in a history, or a scale that is not finite, is refused.
+    // Histories and scales are not saved if they are not finite. Older versions saved such values. On loading, an
+    // infinity in a history is accepted, but a NaN in a history, or a scale that is not finite, is refused.
     const TrainerProgress progress = {9, 9};
     history[3] = INFINITY;
     CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
               strstr(failure.text, "tensor amax_history holds a value that is not finite"),
-          "%s", failure.text);
+          "an infinity in the amax history is not saved: %s", failure.text);
     history[3] = 1, scales_of_a[2] = -INFINITY;
     CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
               strstr(failure.text, "tensor scale holds a value"),
-          "%s", failure.text);
+          "an infinite scale is not saved: %s", failure.text);
     scales_of_a[2] = 1;
     format_checked(state, sizeof state, "%s/fp8_state.safetensors", found);
     const int64_t data = safetensors_data(state, "amax_history"), scales = safetensors_data(state, "scale");
     b->state.delayed_window = 7;
     write_float(state, data + 12, INFINITY);
     checkpoint_load(found, &b->model, &b->table, &b->state);
-    CHECK(isinf(b->delayed[0][3]), "%g", (double)b->delayed[0][3]);
+    CHECK(isinf(b->delayed[0][3]), "an infinity in the amax history is loaded; found %g", (double)b->delayed[0][3]);
     write_float(state, data + 12, NAN);
     CHECK(check_dies(load_delayed, b, "amax_history holds nan, which is not an amax; move this checkpoint away", output,
                      sizeof output),
-          "%s", output);
+          "a NaN in the amax history is refused: %s", output);
     write_float(state, data + 12, 1), write_float(state, scales, INFINITY);
-    CHECK(check_dies(load_delayed, b, "scale holds a value that is not finite", output, sizeof output), "%s", output);
+    CHECK(check_dies(load_delayed, b, "scale holds a value that is not finite", output, sizeof output),
+          "an infinite scale is refused: %s", output);
     write_float(state, scales, 1);
     flip_byte(state, data + 3);
     CHECK(!checkpoint_is_whole(found, true, &failure) && strstr(failure.text, "fp8_state.safetensors is damaged"),
-          "a changed byte: %s", failure.text);
+          "a changed byte is detected: %s", failure.text);
     a->state.delayed_tensors = 0;
     save(a, dir, 10, 1);
     CHECK(check_dies(load_delayed, b, "has neither fp8_state.safetensors", output, sizeof output),
-          "a checkpoint without the state: %s", output);
+          "a checkpoint without the state of delayed scaling is refused: %s", output);
     remove_tree(dir);
     remove_tree(scratch_path("delayed-export"));
     free((char *)dir);
@@ -315,7 +322,7 @@ static void test_delayed(void) {
     trainer_free(b);
 }
 
-// Several files per set, with an index.
+// Tests sets of several files, with an index.
 static void test_sharded(void) {
     Trainer *a = trainer_new(FAMILY_LLAMA, false, false, MOMENTS_FP32),
             *b = trainer_new(FAMILY_LLAMA, false, false, MOMENTS_FP32);
@@ -323,14 +330,14 @@ static void test_sharded(void) {
     const char *dir = xstrdup(scratch_path("sharded"));
     const TrainerProgress progress = {1, 2};
     trainer_fill(a, 5);
-    CHECK(checkpoint_save_sharded(dir, 1, &progress, &a->run, &a->table, &a->state, 1500, &failure), "%s",
-          failure.text);
+    CHECK(checkpoint_save_sharded(dir, 1, &progress, &a->run, &a->table, &a->state, 1500, &failure),
+          "the checkpoint is saved: %s", failure.text);
     char found[PATH_CAPACITY], index[PATH_CAPACITY];
     CHECK(checkpoint_find_newest(dir, found, sizeof found), "the newest checkpoint is found");
     format_checked(index, sizeof index, "%s/model.safetensors.index.json", found);
-    CHECK(path_exists(index) && model_has_weights(found), "%s", index);
+    CHECK(path_exists(index) && model_has_weights(found), "the weights have the index %s", index);
     checkpoint_load(found, &b->model, &b->table, &b->state);
-    CHECK(same_state(a, b), "loaded state differs");
+    CHECK(same_state(a, b), "the loaded state is the saved one");
     // A missing shard is detected, although the index is complete.
     format_checked(index, sizeof index, "%s/optimizer-00002-of-", found);
     DIR *d = opendir(found);
@@ -339,7 +346,7 @@ static void test_sharded(void) {
             format_checked(index, sizeof index, "%s/%s", found, e->d_name);
     closedir(d);
     CHECK(unlink(index) == 0 && !checkpoint_is_whole(found, true, &failure) && strstr(failure.text, "optimizer-00002"),
-          "%s", failure.text);
+          "the missing file is named: %s", failure.text);
     remove_tree(dir);
     free((char *)dir);
     trainer_free(a);
@@ -351,35 +358,40 @@ static void test_keep(void) {
     const char *dir = xstrdup(scratch_path("keep"));
     char broken[PATH_CAPACITY];
     for (int64_t step = 10; step <= 40; step += 10) save(t, dir, step, 2);
-    CHECK(strcmp(listing(dir), "40 30") == 0, "%s", listing(dir));
+    CHECK(strcmp(listing(dir), "40 30") == 0, "two checkpoints are kept; found %s", listing(dir));
     save(t, dir, 40, 2);  // saves the step again
-    CHECK(strcmp(listing(dir), "40 30") == 0, "%s", listing(dir));
+    CHECK(strcmp(listing(dir), "40 30") == 0, "saving a step again removes no other checkpoint; found %s",
+          listing(dir));
     // A damaged checkpoint does not count as kept, so an older complete one stays.
     format_checked(broken, sizeof broken, "%s/step-00000040/optimizer.safetensors", dir);
-    CHECK(truncate(broken, 100) == 0, "%s", strerror(errno));
+    CHECK(truncate(broken, 100) == 0, "the file is truncated: %s", strerror(errno));
     save(t, dir, 50, 2);
-    CHECK(strcmp(listing(dir), "50 40 30") == 0, "%s", listing(dir));
+    CHECK(strcmp(listing(dir), "50 40 30") == 0, "a damaged checkpoint does not count as kept; found %s", listing(dir));
     save(t, dir, 60, 1);
-    CHECK(strcmp(listing(dir), "60") == 0, "%s", listing(dir));
-    // A checkpoint that the run skipped when it resumed does not count either, even if it looks complete, until the run
-    // saves that step itself.
+    CHECK(strcmp(listing(dir), "60") == 0, "with keep 1 all older checkpoints are removed; found %s", listing(dir));
+    // A checkpoint that the run skipped when it resumed does not count as kept either, even if it looks complete, until
+    // the run saves that step itself.
     int64_t steps[] = {66, 64};
     CheckpointSteps passed_over = {steps, 2};
     save(t, dir, 64, 9), save(t, dir, 66, 9);
     t->run.skipped = &passed_over;
     save(t, dir, 65, 2);
-    CHECK(strcmp(listing(dir), "66 65 64 60") == 0, "%s", listing(dir));
+    CHECK(strcmp(listing(dir), "66 65 64 60") == 0, "steps 65 and 60 are kept, and the skipped ones stay; found %s",
+          listing(dir));
     save(t, dir, 66, 2);
-    CHECK(strcmp(listing(dir), "66 65 64") == 0, "%s", listing(dir));
+    CHECK(strcmp(listing(dir), "66 65 64") == 0, "steps 66 and 65 are kept, and the skipped step 64 stays; found %s",
+          listing(dir));
     save(t, dir, 68, 2);
-    CHECK(strcmp(listing(dir), "68 66 64") == 0, "%s", listing(dir));
+    CHECK(strcmp(listing(dir), "68 66 64") == 0, "steps 68 and 66 are kept, and the skipped step 64 stays; found %s",
+          listing(dir));
     t->run.skipped = NULL;
     save(t, dir, 69, 1);
-    CHECK(strcmp(listing(dir), "69") == 0, "%s", listing(dir));
+    CHECK(strcmp(listing(dir), "69") == 0, "without skipped checkpoints, only step 69 is kept; found %s", listing(dir));
     // A checkpoint of a later step than the saved one stays.
     save(t, dir, 90, 9);
     save(t, dir, 70, 1);
-    CHECK(strcmp(listing(dir), "90 70") == 0, "%s", listing(dir));
+    CHECK(strcmp(listing(dir), "90 70") == 0, "step 90, which is later than the saved step 70, stays; found %s",
+          listing(dir));
     // Leftovers of interrupted saves are removed. Folders with other names or without our mark stay.
     Failure failure;
     static const char *const names[] = {
@@ -392,18 +404,22 @@ static void test_keep(void) {
         if (!file_write(path, "model.safetensors", "x", 1, NULL, &failure)) die("%s", failure.text);
     }
     save(t, dir, 95, 1);
-    CHECK(strcmp(listing(dir), "95+3") == 0, "%s", listing(dir));
+    CHECK(strcmp(listing(dir), "95+3") == 0, "three leftovers are removed, and three other folders stay; found %s",
+          listing(dir));
     // A folder of another program stays, even if it has the name of a checkpoint or of a temporary folder.
     save(t, dir, 81, 9);
-    CHECK(strcmp(listing(dir), "95 81+3") == 0, "%s", listing(dir));
+    CHECK(strcmp(listing(dir), "95 81+3") == 0, "the unmarked folder step-00000081.tmp stays, under any name; found %s",
+          listing(dir));
     char path[PATH_CAPACITY];
     format_checked(path, sizeof path, "%s/step-00000096", dir);
     if (!folder_create(path, false, &failure) || !file_write(path, "thesis", "x", 1, NULL, &failure))
         die("%s", failure.text);
     save(t, dir, 96, 9);
-    CHECK(strcmp(listing(dir), "96 95 81+4") == 0, "%s", listing(dir));
+    CHECK(strcmp(listing(dir), "96 95 81+4") == 0,
+          "the unmarked folder step-00000096 stays, under another name; found %s", listing(dir));
     format_checked(path, sizeof path, "%s/step-00000096.1/thesis", dir);
-    CHECK(path_exists(path) && checkpoint_is_leftover("step-00000096.1") == false, "%s", path);
+    CHECK(path_exists(path) && checkpoint_is_leftover("step-00000096.1") == false,
+          "that folder is no leftover and keeps its file %s", path);
     remove_tree(dir);
     free((char *)dir);
     trainer_free(t);
@@ -435,28 +451,33 @@ static void test_links(void) {
         if (symlink(links[i].to, at)) die("%s", strerror(errno));
     }
     CHECK(prepares(dir), "a run starts in a checkpoint folder that holds links");
-    CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000002"), "took %s", found);
+    CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000002"),
+          "the newest checkpoint is the linked one, of step 2; found %s", found);
     t->run.skipped = &passed_over;
     save(t, dir, 5, 2);
-    CHECK(strcmp(listing(dir), "10 9 8 7 5 2+4") == 0, "%s", listing(dir));
+    CHECK(strcmp(listing(dir), "10 9 8 7 5 2+4") == 0,
+          "the linked checkpoint counts as kept, and no link is removed; found %s", listing(dir));
     save(t, dir, 6, 1);
-    CHECK(strcmp(listing(dir), "10 9 8 7 6 2+4") == 0 && passed_over.count == 1 && passed_over.steps[0] == 2, "%s",
-          listing(dir));
+    CHECK(strcmp(listing(dir), "10 9 8 7 6 2+4") == 0 && passed_over.count == 1 && passed_over.steps[0] == 2,
+          "the linked checkpoint stays when it is due, and then counts as skipped; found %s", listing(dir));
     save(t, dir, 8, 1);  // saves over a link
     save(t, dir, 11, 2);
-    CHECK(strcmp(listing(dir), "11 10 9 8 7 2+5") == 0, "%s", listing(dir));
-    CHECK(checkpoint_is_whole(archive, true, &failure) && path_exists(scratch_path("home/thesis")), "%s", failure.text);
+    CHECK(strcmp(listing(dir), "11 10 9 8 7 2+5") == 0, "steps 11 and 8 are kept, and no link is removed; found %s",
+          listing(dir));
+    CHECK(checkpoint_is_whole(archive, true, &failure) && path_exists(scratch_path("home/thesis")),
+          "the folders that links lead to are unchanged: %s", failure.text);
     for (size_t i = 0; i < sizeof links / sizeof links[0]; i++) {
         struct stat s;
         format_checked(at, sizeof at, "%s/%s%s", dir, links[i].name, i == 5 ? ".1" : "");
-        CHECK(lstat(at, &s) == 0 && S_ISLNK(s.st_mode), "%s is gone", at);
+        CHECK(lstat(at, &s) == 0 && S_ISLNK(s.st_mode), "the link %s is still there", at);
     }
     free(passed_over.steps);
     remove_tree(dir), remove_tree(archive), remove_tree(home);
     trainer_free(t);
 }
 
-// A checkpoint of a version without the mark loads. It is removed when it is due, if its trainer.json is valid.
+// Checkpoints of older versions have no mark. They load. When one is due to be removed, it is removed only if its
+// trainer.json is valid.
 static void test_unmarked(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     const char *dir = xstrdup(scratch_path("unmarked"));
@@ -464,19 +485,21 @@ static void test_unmarked(void) {
     for (int64_t step = 1; step <= 3; step++) {
         save(t, dir, step, 9);
         format_checked(path, sizeof path, "%s/step-%08lld/" FOLDER_MARKER, dir, (long long)step);
-        CHECK(unlink(path) == 0, "no mark in %s", path);
+        CHECK(unlink(path) == 0, "the mark of %s is removed", path);
     }
     format_checked(path, sizeof path, "%s/step-00000002/trainer.json", dir);
     flip_byte(path, 10);
-    CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000003"), "took %s", found);
+    CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000003"),
+          "the newest checkpoint is step 3; found %s", found);
     save(t, dir, 4, 1);
-    CHECK(strcmp(listing(dir), "4 2") == 0, "%s", listing(dir));
+    CHECK(strcmp(listing(dir), "4 2") == 0,
+          "the unmarked checkpoints are removed, except step 2, whose trainer.json is damaged; found %s", listing(dir));
     remove_tree(dir);
     free((char *)dir);
     trainer_free(t);
 }
 
-// ---- Two ranks. This process is the first; stand-ins replace what it would send to the other.
+// ---- Two ranks. This process is rank 0. Stand-ins for MPI functions take the place of rank 1.
 
 static const char *at_barrier;  // the folder to list when all ranks wait at a barrier
 static char listed_at_barrier[256];
@@ -507,13 +530,14 @@ static void test_prune_together(void) {
     save(t, dir, 1, 1);
     t->state.comm = &two, at_barrier = dir;
     save(t, dir, 2, 1);
-    CHECK(strcmp(listed_at_barrier, "2") == 0, "at the barrier: \"%s\"", listed_at_barrier);
+    CHECK(strcmp(listed_at_barrier, "2") == 0, "rank 0 removes old checkpoints before the barrier; found \"%s\" there",
+          listed_at_barrier);
     remove_tree(dir);
     free((char *)dir);
     trainer_free(t);
 }
 
-// ---- Refusals.
+// ---- Checks before a run starts or resumes.
 
 typedef struct {
     Trainer *trainer;
@@ -542,11 +566,11 @@ static void test_mismatch(void) {
     char *text = read_file(scratch_path("mismatch/step-00000003/trainer.json"), NULL);
     CHECK(text && strstr(text,
                          "\"training_data\": {\"tokens\": 1000, \"shards\": 2, \"fingerprint\": \"0000000000000123\"}"),
-          "%s", text);
+          "trainer.json records the training data: %s", text);
     free(text);
     const TrainerProgress p = checkpoint_check(action.path, &t->run);
-    CHECK(p.step == 3, "step %lld", (long long)p.step);
-    // Some settings may differ and others must match. The error names all that differ.
+    CHECK(p.step == 3, "an unchanged run resumes after step 3; found %lld", (long long)p.step);
+    // Some settings may differ and others must match. The error names every setting that differs but must match.
     t->options.num_steps = 5, t->options.learning_rate = 1, t->options.batch_size = 7, t->options.checkpoint_every = 3,
     t->options.train_data = "moved/*.bin";
     checkpoint_check(action.path, &t->run);
@@ -555,31 +579,33 @@ static void test_mismatch(void) {
     t->run.data.tokens++, t->run.data.shards = 4, t->run.data.fingerprint++;
     CHECK(check_dies(check_action, &action, "--sequence-length is 2048 in the checkpoint, 1024 now", output,
                      sizeof output),
-          "%s", output);
+          "another --sequence-length is refused: %s", output);
     CHECK(strstr(output, "--seed is 42 in the checkpoint, 43 now") &&
               strstr(output, "--shuffle is on in the checkpoint, off now") &&
               strstr(output, "--precision is bf16 in the checkpoint, fp8 now"),
-          "%s", output);
+          "the error also names seed, shuffle and precision: %s", output);
     CHECK(strstr(output, "--train-data has 1000 tokens in the checkpoint, 1001 now\n  --train-data has 2 shards in the "
                          "checkpoint, 4 now") &&
               !strstr(output, "but other tokens"),
-          "%s", output);
-    CHECK(!strstr(output, "learning-rate") && !strstr(output, "moved"), "%s", output);
+          "the error names the numbers of tokens and shards, and no other tokens: %s", output);
+    CHECK(!strstr(output, "learning-rate") && !strstr(output, "moved"),
+          "the error names no setting that may differ: %s", output);
     t->run.data.tokens--, t->run.data.shards = 2;
     CHECK(check_dies(check_action, &action, "--train-data has as many tokens as in the checkpoint, but other tokens",
                      output, sizeof output),
-          "%s", output);
+          "other tokens of the same number are refused: %s", output);
 
     other = trainer_new(FAMILY_LLAMA, false, false, MOMENTS_BF16);
     other->model.hidden_size = 32, other->model.rope_theta = 5e5, other->model.rope_scaling.factor = 8;
     action.trainer = other;
-    CHECK(check_dies(check_action, &action, "a checkpoint of another model:", output, sizeof output), "%s", output);
+    CHECK(check_dies(check_action, &action, "a checkpoint of another model:", output, sizeof output),
+          "another model is refused: %s", output);
     CHECK(strstr(output, "hidden_size is 16 in the checkpoint, 32 now") && strstr(output, "family") &&
               strstr(output, "tie_word_embeddings is 1 in the checkpoint, 0 now"),
-          "%s", output);
+          "the error names family, hidden_size and tie_word_embeddings: %s", output);
     CHECK(strstr(output, "rope_theta is 10000 in the checkpoint, 500000 now") &&
               strstr(output, "rope_scaling.factor is 0 in the checkpoint, 8 now") && !strstr(output, "head_dim"),
-          "%s", output);
+          "the error names rope_theta and rope_scaling, but not the equal head_dim: %s", output);
     remove_tree(scratch_path("mismatch"));
     free((char *)action.path);
     trainer_free(t);
@@ -598,7 +624,7 @@ static char *mismatch_of(const char *text, Options o) {
     return out.data;
 }
 
-// Checkpoints of versions that lacked an option: those runs used today's default, with `auto` resolved.
+// Checkpoints of older versions lack newer options. Their runs used today's defaults, with `auto` resolved.
 static void test_older_settings(void) {
     static const char older[] =
         "{\"settings\": {\"precision\": \"fp8\", \"seed\": \"42\", \"master-weights\": \"bf16\"}}";
@@ -625,13 +651,14 @@ static void test_older_settings(void) {
         o.precision = cases[i].precision, o.fp8_recipe = cases[i].recipe, o.fp8_format = cases[i].format,
         o.fp8_filter = cases[i].filter;
         char *said = mismatch_of(cases[i].text, o);
-        CHECK(strcmp(said, cases[i].expected) == 0, "case %zu: \"%s\", expected \"%s\"", i, said, cases[i].expected);
+        CHECK(strcmp(said, cases[i].expected) == 0, "case %zu: the message is \"%s\"; expected \"%s\"", i, said,
+              cases[i].expected);
         free(said);
     }
 }
 
-// Runs checkpoint_prepare in a child process, which releases the folder when it ends. With `hold` the child writes a
-// byte to the pipe and waits.
+// Runs checkpoint_prepare in a child process and returns its process id. The child releases the folder when it ends. If
+// `hold` is not -1, the child writes a byte to this pipe and waits until it is killed.
 static pid_t prepare_child(const char *dir, int hold) {
     const pid_t child = fork();
     if (child < 0) die("fork: %s", strerror(errno));
@@ -647,7 +674,7 @@ static bool prepares(const char *dir) {
     return status == 0;
 }
 
-// Only one run at a time: the second is refused, unless the first is just ending.
+// Only one run at a time may use a folder. A second one is refused, unless the first is just ending.
 static void test_lock(void) {
     char output[4096], dir[PATH_CAPACITY];
     int fds[2];
@@ -657,7 +684,7 @@ static void test_lock(void) {
     CHECK(read(fds[0], output, 1) == 1, "the first run locks the folder");
     CHECK(check_dies(prepare_action, dir, "another run is using it; wait until that has ended, or give another folder",
                      output, sizeof output),
-          "%s", output);
+          "a second run is refused: %s", output);
     kill(holder, SIGKILL);
     CHECK(prepares(dir), "a run may use the folder of a run that was killed");
     waitpid(holder, NULL, 0);
@@ -670,31 +697,32 @@ static void test_prepare(void) {
     char output[4096], dir[PATH_CAPACITY], found[PATH_CAPACITY];
     format_checked(dir, sizeof dir, "%s", scratch_path("fresh"));
     CHECK(prepares(dir), "a run prepares a new folder");
-    CHECK(folder_exists(dir) && strcmp(listing(dir), "") == 0, "%s", listing(dir));
-    CHECK(!checkpoint_find_newest(dir, found, sizeof found), "an empty or missing folder has no newest checkpoint");
+    CHECK(folder_exists(dir) && strcmp(listing(dir), "") == 0, "the new folder exists and is empty; found %s",
+          listing(dir));
+    CHECK(!checkpoint_find_newest(dir, found, sizeof found), "an empty folder has no newest checkpoint");
     CHECK(!checkpoint_find_newest(scratch_path("never"), found, sizeof found),
-          "an empty or missing folder has no newest checkpoint");
+          "a missing folder has no newest checkpoint");
     save(t, dir, 12, 1);
-    CHECK(check_dies(prepare_action, dir, "already holds step-00000012; add --resume", output, sizeof output), "%s",
-          output);
+    CHECK(check_dies(prepare_action, dir, "already holds step-00000012; add --resume", output, sizeof output),
+          "without --resume, a folder that holds a checkpoint is refused: %s", output);
     CHECK(prepares(dir), "a run that resumes prepares its folder");
     CHECK(check_dies(prepare_action, (void *)"/dev/null/parent", "cannot make folder /dev/null/parent", output,
                      sizeof output),
-          "%s", output);
-    // Root may write everywhere except in file systems of the kernel. A file is not a folder.
+          "a folder below a file is refused: %s", output);
+    // Even root cannot make a folder in /proc or in place of a file.
     CHECK(check_dies(prepare_action, (void *)"/proc/checkpoints", "cannot make folder /proc/checkpoints", output,
                      sizeof output),
-          "%s", output);
+          "a folder in /proc is refused: %s", output);
     CHECK(check_dies(prepare_action, (void *)"/proc/self", "cannot make folder /proc/self/step-00000000.tmp", output,
                      sizeof output),
-          "%s", output);
-    CHECK(check_dies(prepare_action, (void *)"/dev/null", "cannot make folder /dev/null", output, sizeof output), "%s",
-          output);
+          "a folder in which no other can be made is refused: %s", output);
+    CHECK(check_dies(prepare_action, (void *)"/dev/null", "cannot make folder /dev/null", output, sizeof output),
+          "a file in place of the folder is refused: %s", output);
     remove_tree(dir);
     trainer_free(t);
 }
 
-// ---- Damage: the newest checkpoint is skipped with the reason, and the one before it is loaded.
+// ---- Damage: the newest checkpoint is skipped with the reason, and the one before it is taken.
 
 static void damage_truncate(const char *path, int64_t bytes) {
     if (truncate(path, (off_t)bytes)) die("truncate %s: %s", path, strerror(errno));
@@ -738,15 +766,16 @@ static void test_damage(void) {
         format_checked(path, sizeof path, "%s/step-00000002", dir);
         CHECK(!checkpoint_is_whole(path, true, &failure) && strstr(failure.text, cases[i].reason) &&
                   strstr(failure.text, cases[i].file),
-              "case %zu: \"%s\"", i, failure.text);
+              "case %zu: the reason names the file and its damage: \"%s\"", i, failure.text);
         CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000001"),
-              "case %zu: the newest is %s", i, found);
+              "case %zu: the checkpoint of step 1 is taken; found %s", i, found);
     }
     format_checked(path, sizeof path, "%s/step-00000001/trainer.json", dir);
     damage_remove(path, 0);
-    CHECK(check_dies(find_action, (void *)dir, "is damaged (2 found)", output, sizeof output), "%s", output);
+    CHECK(check_dies(find_action, (void *)dir, "is damaged (2 found)", output, sizeof output),
+          "a folder with two damaged checkpoints and no other is refused: %s", output);
 
-    // A renamed folder does not contain the step of its name.
+    // A checkpoint in a folder that was renamed to another step is refused.
     char renamed[PATH_CAPACITY];
     save(t, dir, 6, 1);
     format_checked(path, sizeof path, "%s/step-00000006", dir);
@@ -754,11 +783,12 @@ static void test_damage(void) {
     Failure moved = {"", false};
     CHECK(rename(path, renamed) == 0 && !checkpoint_is_whole(renamed, true, &moved) &&
               strstr(moved.text, "was renamed: it was saved after step 6"),
-          "%s", moved.text);
-    CHECK(check_dies(find_action, (void *)dir, "is damaged (1 found)", output, sizeof output), "%s", output);
+          "a renamed checkpoint is refused: %s", moved.text);
+    CHECK(check_dies(find_action, (void *)dir, "is damaged (1 found)", output, sizeof output),
+          "a folder with a renamed checkpoint and no other is refused: %s", output);
     CHECK(rename(renamed, path) == 0 && checkpoint_find_newest(dir, found, sizeof found) &&
               strstr(found, "step-00000006"),
-          "took %s", found);
+          "after its name is restored, the checkpoint is taken; found %s", found);
 
     // Damage in any byte of trainer.json is detected.
     save(t, dir, 3, 1);
@@ -768,20 +798,21 @@ static void test_damage(void) {
     int64_t size = 0;
     Failure failure;
     int unseen = 0;
-    CHECK(file_size(path, &size, &failure) && checkpoint_is_whole(checkpoint, true, &failure), "%s", failure.text);
+    CHECK(file_size(path, &size, &failure) && checkpoint_is_whole(checkpoint, true, &failure),
+          "the undamaged checkpoint is whole: %s", failure.text);
     for (int64_t at = 0; at < size; at++) {
         flip_byte(path, at);
         unseen += checkpoint_is_whole(checkpoint, false, &failure);
         flip_byte(path, at);
     }
-    CHECK(unseen == 0, "%d of %lld flips unseen", unseen, (long long)size);
-    CHECK(checkpoint_is_whole(checkpoint, true, &failure), "%s", failure.text);
+    CHECK(unseen == 0, "a change of any byte is detected; %d of %lld were not", unseen, (long long)size);
+    CHECK(checkpoint_is_whole(checkpoint, true, &failure), "the repaired checkpoint is whole: %s", failure.text);
     remove_tree(dir);
     free((char *)dir);
     trainer_free(t);
 }
 
-// A trainer.json with a correct hash, but of another version or with hostile entries.
+// Tests trainer.json files that have a correct hash, but another version, or missing or hostile entries.
 static void test_sealed(void) {
     static const char *const cases[][2] = {
         {"{\n  \"format_version\": 2, \"files\": []", "has format version 2; this program reads version 1"},
@@ -803,13 +834,13 @@ static void test_sealed(void) {
                        (unsigned long long)xxhash64(cases[i][0], n));
         if (!file_write(folder_path, "trainer.json", text, (int64_t)strlen(text), NULL, &failure))
             die("%s", failure.text);
-        CHECK(!checkpoint_is_whole(folder_path, true, &failure) && strstr(failure.text, cases[i][1]), "%s: %s",
-              cases[i][0], failure.text);
+        CHECK(!checkpoint_is_whole(folder_path, true, &failure) && strstr(failure.text, cases[i][1]),
+              "%s is refused: %s", cases[i][0], failure.text);
     }
     remove_tree(folder_path);
 }
 
-// ---- A save that fails: the earlier checkpoint stays, and no other file is left.
+// ---- A failed save leaves the earlier checkpoint and no other file. Bad values are neither saved nor loaded.
 
 static void test_failing_save(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, false, true, MOMENTS_FP32);
@@ -832,8 +863,10 @@ static void test_failing_save(void) {
         setrlimit(RLIMIT_FSIZE, &before);
         CHECK(!ok && strstr(failure.text, "File too large") && strstr(failure.text, "step-00000002 failed") &&
                   strstr(failure.text, "untouched"),
-              "limit %d: %s", (int)limits[i], failure.text);
-        CHECK(strcmp(listing(dir), "1") == 0, "limit %d: %s", (int)limits[i], listing(dir));
+              "file limit %d: the error says why, and that earlier checkpoints are untouched: %s", (int)limits[i],
+              failure.text);
+        CHECK(strcmp(listing(dir), "1") == 0, "file limit %d: only the earlier checkpoint is left; found %s",
+              (int)limits[i], listing(dir));
     }
     // If saving a step again fails, its earlier checkpoint stays.
     const TrainerProgress progress = {1, 1};
@@ -851,25 +884,25 @@ static void test_failing_save(void) {
     for (int i = 0; i < 3; i++) {
         CHECK(!checkpoint_save(nowhere[i], 1, &progress, &t->run, &t->table, &t->state, &failure) &&
                   strstr(failure.text, "cannot make folder"),
-              "%s", failure.text);
+              "a checkpoint folder that cannot be made fails the save: %s", failure.text);
         CHECK(!model_export_hf(i == 1   ? "/proc/self/out"
                                : i == 2 ? "/dev/null/parent"
                                         : nowhere[i],
                                &t->model, &t->table, &t->state, NULL, &failure) &&
                   strstr(failure.text, "export to"),
-              "%s", failure.text);
+              "a folder that cannot be made fails the export: %s", failure.text);
     }
     CHECK(!checkpoint_save("/dev/null/parent", 1, &progress, &t->run, &t->table, &t->state, &failure) &&
               strstr(failure.text, "cannot make folder /dev/null/parent"),
-          "%s", failure.text);
+          "a checkpoint folder below a file fails the save: %s", failure.text);
     remove_tree(dir);
     free((char *)dir);
     trainer_free(t);
     trainer_free(b);
 }
 
-// One value that is not finite, in any tensor: nothing is saved, the error names the tensor, and the save is not tried
-// again.
+// Tests one value that is not finite, in weights or moments. Nothing is saved, the error names the tensor, and the
+// failure counts as lasting, so that no second try follows. An export only needs finite weights.
 static void test_nonfinite(void) {
     static const char *const prefixes[] = {"", "exp_avg.", "exp_avg_sq."};
     const TrainerProgress progress = {2, 2};
@@ -888,18 +921,19 @@ static void test_nonfinite(void) {
         format_checked(expected, sizeof expected, "tensor %s%s holds a value that is not finite", prefixes[kind],
                        p->name);
         CHECK(!checkpoint_save(dir, 1, &progress, &t->run, &t->table, &t->state, &failure) && failure.lasting,
-              "variant %d was saved", variant);
+              "variant %d is not saved", variant);
         CHECK(strstr(failure.text, expected) && strstr(failure.text, "nothing was saved; earlier checkpoints are "
                                                                      "untouched"),
-              "%s", failure.text);
-        CHECK(strcmp(listing(dir), "1") == 0, "%s", listing(dir));
+              "the error names the tensor: %s", failure.text);
+        CHECK(strcmp(listing(dir), "1") == 0, "only the earlier checkpoint is there; found %s", listing(dir));
         const bool exported =
             model_export_hf(scratch_path("nonfinite-export"), &t->model, &t->table, &t->state, NULL, &failure);
-        CHECK(exported == (kind != STATE_WEIGHTS), "variant %d", variant);
-        CHECK(exported || (failure.lasting && strstr(failure.text, expected)), "variant %d: %s", variant, failure.text);
+        CHECK(exported == (kind != STATE_WEIGHTS), "variant %d is exported exactly if the weights are finite", variant);
+        CHECK(exported || (failure.lasting && strstr(failure.text, expected)),
+              "variant %d: the failed export names the tensor: %s", variant, failure.text);
         CHECK(path_exists(scratch_path("nonfinite-export")) == exported &&
                   !path_exists(scratch_path("nonfinite-export.tmp")),
-              "variant %d", variant);
+              "variant %d: a failed export leaves no folder", variant);
         remove_tree(scratch_path("nonfinite-export"));
         remove_tree(dir);
         free((char *)dir);
@@ -907,7 +941,7 @@ static void test_nonfinite(void) {
     }
 }
 
-// Codes, words of groups and scales that are not finite numbers are not saved.
+// Nothing is saved if an FP8 or FP16 moment, a COAT group's word or a scale is not a finite number.
 static void test_nonfinite_groups(void) {
     static const struct {
         int moments;
@@ -936,18 +970,19 @@ static void test_nonfinite_groups(void) {
                        p->name);
         CHECK(!checkpoint_save(scratch_path("groups"), 1, &progress, &t->run, &t->table, &t->state, &failure) &&
                   failure.lasting && strstr(failure.text, expected),
-              "saving 0x%x in %s: %s", cases[i].value, cases[i].tensor, failure.text);
+              "0x%x in %s is not saved: %s", cases[i].value, cases[i].tensor, failure.text);
         remove_tree(scratch_path("groups"));
         trainer_free(t);
     }
 }
 
-// Checkpoints of older versions may hold an infinity. A run does not resume from them.
+// Loads a checkpoint, as a run does that resumes.
 static void resume_action(void *context) {
     Action *a = (Action *)context;
     checkpoint_load(a->path, &a->trainer->model, &a->trainer->table, &a->trainer->state);
 }
 
+// Checkpoints of older versions may hold an infinity. A run does not resume from them.
 static void test_load_nonfinite(void) {
     static const struct {
         const char *file, *tensor;
@@ -966,14 +1001,14 @@ static void test_load_nonfinite(void) {
                          "holds a value that is not finite, so nothing can be trained from it; "
                          "move this checkpoint away",
                          output, sizeof output),
-              "%s", output);
-        CHECK(strstr(output, cases[i].tensor), "%s", output);
+              "a checkpoint that holds an infinity is refused: %s", output);
+        CHECK(strstr(output, cases[i].tensor), "the error names the tensor: %s", output);
     }
     remove_tree(scratch_path("infinite"));
     trainer_free(t);
 }
 
-// A scale must be above zero: zero would make its tensor infinite. A run does not resume from another one.
+// A run does not resume from a scale that is zero or negative. Zero would make its tensor infinite.
 static void test_load_scale(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, true, MOMENTS_MSAMP);
     char output[4096], path[PATH_CAPACITY], file[PATH_CAPACITY];
@@ -988,13 +1023,13 @@ static void test_load_scale(void) {
                          "tensor exp_avg_sq_scale.model.norm.weight holds a scale that is not a finite number above "
                          "zero, so nothing can be trained from it; move this checkpoint away",
                          output, sizeof output),
-              "%s", output);
+              "a scale that is not above zero is refused: %s", output);
     }
     remove_tree(scratch_path("scale"));
     trainer_free(t);
 }
 
-// ---- A run whose save fails goes on, until its last save.
+// ---- A save that fails does not end the run, unless no other save follows.
 
 static int failing_saves;
 
@@ -1043,39 +1078,40 @@ static void test_retry(void) {
     r.trainer->options.keep_checkpoints = 9, r.trainer->options.num_steps = 9;
     const char *dir = r.trainer->options.checkpoint_dir;
     run_save_at(&r, 1, false, 2);
-    CHECK(r.setup.save_failed && r.setup.saved_step == 0 && strcmp(listing(dir), "") == 0, "twice failed: %s",
-          listing(dir));
+    CHECK(r.setup.save_failed && r.setup.saved_step == 0 && strcmp(listing(dir), "") == 0,
+          "a save that fails twice leaves nothing, and the run goes on; found \"%s\"", listing(dir));
     run_save_at(&r, 2, false, 1);
-    CHECK(!r.setup.save_failed && r.setup.saved_step == 2 && strcmp(listing(dir), "2") == 0, "once failed: %s",
-          listing(dir));
+    CHECK(!r.setup.save_failed && r.setup.saved_step == 2 && strcmp(listing(dir), "2") == 0,
+          "a save that fails once succeeds at its second try; found %s", listing(dir));
     run_save_at(&r, 3, false, 2);
-    CHECK(r.setup.save_failed && r.setup.saved_step == 2 && strcmp(listing(dir), "2") == 0, "%s", listing(dir));
+    CHECK(r.setup.save_failed && r.setup.saved_step == 2 && strcmp(listing(dir), "2") == 0,
+          "after a failed save the earlier checkpoint stays; found %s", listing(dir));
     CHECK(check_dies(end_action, &r,
                      "untouched. No other save follows: the steps after step 2 are lost, and "
                      "--resume continues from there",
                      output, sizeof output),
-          "%s", output);
+          "the end of the run says which steps are lost: %s", output);
     CHECK(path_exists(r.trainer->options.export_hf), "the export is made although saves failed");
     r.trainer->options.num_steps = 10;
     remove_tree(r.trainer->options.export_hf);
     CHECK(check_dies(end_action, &r, "No other save follows", output, sizeof output) &&
               !path_exists(r.trainer->options.export_hf),
-          "a stop signal: %s", output);
+          "after a stop signal there is no export: %s", output);
     run_save_at(&r, 4, false, 0);
     CHECK(!r.setup.save_failed && r.setup.saved_step == 4 && !check_dies(end_action, &r, "", output, sizeof output),
-          "%s", output);
+          "after a save that succeeds, the run ends without an error: %s", output);
     r.trainer->options.on_save_error = SAVE_ERROR_STOP;
     CHECK(check_dies(save_action, &r, "failed: cannot make folder", output, sizeof output) &&
               strstr(output, "Input/output error") && !strstr(output, "again"),
-          "%s", output);
+          "with --on-save-error stop there is no second try: %s", output);
     fclose(r.log.file);
     char *lines = read_file(log, NULL);
     CHECK(check_count(lines, "{\"type\": \"save\", \"step\": ") == 7 &&
               check_count(lines, "\"error\": \"saving checkpoint ") == 5 &&
               check_count(lines, "\"step\": 2, \"error\": \"saving checkpoint ") == 1 &&
               check_count(lines, "{\"type\": \"save\", \"step\": 4, \"seconds\": ") == 1,
-          "%s", lines);
-    // An export is tried again, too.
+          "the log has 7 tries to save, 5 of them failed:\n%s", lines);
+    // An export that fails is tried again, too.
     r.trainer->options.num_steps = 9;
     failing_saves = 1;
     run_end(&r.setup, &r.trainer->options, 0, 9, &r.trainer->table, &r.trainer->state);
@@ -1083,7 +1119,8 @@ static void test_retry(void) {
           "an export that failed once is made at the second try");
     remove_tree(r.trainer->options.export_hf);
     failing_saves = 2;
-    CHECK(check_dies(end_action, &r, "export to", output, sizeof output), "%s", output);
+    CHECK(check_dies(end_action, &r, "export to", output, sizeof output), "an export that fails twice is an error: %s",
+          output);
     failing_saves = 0;
     remove_tree(dir);
     free(lines);
@@ -1091,13 +1128,14 @@ static void test_retry(void) {
     trainer_free(r.trainer);
 }
 
-// If a process is killed in the middle of a save, the earlier checkpoint stays, and the next save removes the
-// leftovers.
+// Reads state for a save, and kills the process at the second moments.
 static void kill_in_read(void *context, StateKind kind, int64_t offset, int64_t count, void *host) {
     state_read(context, kind, offset, count, host);
     if (kind == STATE_EXP_AVG_SQ) raise(SIGKILL);
 }
 
+// If a process is killed in the middle of a save, the earlier checkpoint stays, and the next save removes the
+// leftovers.
 static void test_killed(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, false, false, MOMENTS_BF16);
     const char *dir = xstrdup(scratch_path("killed"));
@@ -1112,16 +1150,18 @@ static void test_killed(void) {
     int status = 0;
     waitpid(child, &status, 0);
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL, "SIGKILL ends the second save");
-    CHECK(strcmp(listing(dir), "1+1") == 0, "%s", listing(dir));
-    CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000001"), "%s", found);
+    CHECK(strcmp(listing(dir), "1+1") == 0, "the earlier checkpoint and one leftover are there; found %s",
+          listing(dir));
+    CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000001"),
+          "the newest checkpoint is step 1; found %s", found);
     save(t, dir, 3, 2);
-    CHECK(strcmp(listing(dir), "3 1") == 0, "%s", listing(dir));
+    CHECK(strcmp(listing(dir), "3 1") == 0, "the next save removes the leftover; found %s", listing(dir));
     remove_tree(dir);
     free((char *)dir);
     trainer_free(t);
 }
 
-// ---- Export, and weights of other programs.
+// ---- Export, folders, and weights of other programs.
 
 static void test_export(void) {
     Trainer *a = trainer_new(FAMILY_QWEN3, true, true, MOMENTS_BF16),
@@ -1144,11 +1184,13 @@ static void test_export(void) {
         die("%s", failure.text);
     model_export_prepare(dir, source_folder);
     CHECK(!path_exists(dir), "model_export_prepare makes no export");
-    CHECK(model_export_hf(dir, &a->model, &a->table, &a->state, NULL, &failure), "%s", failure.text);
+    CHECK(model_export_hf(dir, &a->model, &a->table, &a->state, NULL, &failure), "the first export is made: %s",
+          failure.text);
     CHECK(!path_exists(scratch_path("export/tokenizer.json")) && model_has_weights(dir),
           "the first export has weights and no tokenizer.json");
     model_export_prepare(trailing, source_folder);
-    CHECK(model_export_hf(trailing, &a->model, &a->table, &a->state, source_folder, &failure), "%s", failure.text);
+    CHECK(model_export_hf(trailing, &a->model, &a->table, &a->state, source_folder, &failure),
+          "the second export is made: %s", failure.text);
     CHECK(path_exists(scratch_path("export/tokenizer.json")) && !path_exists(scratch_path("export/README.md")) &&
               !path_exists(scratch_path("export/trainer.json")) && !path_exists(scratch_path("export.tmp")),
           "the second export replaces the first, with the tokenizer files");
@@ -1161,18 +1203,18 @@ static void test_export(void) {
     int64_t wrong = 0;
     for (int64_t i = 0; i < a->table.total; i++)
         wrong += ((bf16_bits *)b->arrays[STATE_WEIGHTS])[i] != bf16_from_float(((float *)a->arrays[STATE_WEIGHTS])[i]);
-    CHECK(wrong == 0, "%lld weights differ", (long long)wrong);
+    CHECK(wrong == 0, "all weights are rounded to nearest even; %lld are not", (long long)wrong);
 
     // A folder with any other file in it is not replaced.
     if (!file_write(dir, "thesis.txt", "x", 1, NULL, &failure)) die("%s", failure.text);
     CHECK(!model_export_hf(dir, &a->model, &a->table, &a->state, NULL, &failure) &&
               strstr(failure.text, "holds thesis.txt, which is not part of an export; use a new folder"),
-          "%s", failure.text);
+          "a folder with another file is refused: %s", failure.text);
     CHECK(path_exists(scratch_path("export/thesis.txt")) && path_exists(scratch_path("export/model.safetensors")),
           "a refused export removes no file");
     CHECK(strstr(failure.text, "export.tmp: move it away") &&
               safetensors_is_own(scratch_path("export.tmp/model.safetensors")),
-          "what was written stays: %s", failure.text);
+          "the refused export stays in export.tmp: %s", failure.text);
     remove_tree(scratch_path("export.tmp"));
     remove_tree(dir);
     remove_tree(source_folder);
@@ -1186,7 +1228,8 @@ static bool zeros(void *context, int64_t tensor, int64_t offset, int64_t count, 
     return true;
 }
 
-// Writes a model's tensors with one change: `skip` is left out, `misshape` has its sides exchanged, `extra` is added.
+// Writes a model's tensors, all zero. `skip` is left out, the sides of `misshape` are exchanged, `extra` is added,
+// unless these names are empty.
 static void write_weights(const char *dir, const ParameterTable *t, const char *skip, const char *misshape,
                           const char *extra, SafetensorsType type) {
     SafetensorSpec *all = (SafetensorSpec *)xcalloc((size_t)t->count + 1, sizeof *all);
@@ -1228,10 +1271,10 @@ static void export_action(void *context) {
 static void refused(const char *dir, const char *model_folder, void (*before)(const char *), const char *message) {
     Export e = {dir, model_folder, before};
     char output[8192], left[PATH_CAPACITY];
-    CHECK(check_dies(export_action, &e, message, output, sizeof output), "%s: \"%s\" expected, got \"%s\"", dir,
+    CHECK(check_dies(export_action, &e, message, output, sizeof output), "%s: the error is \"%s\"; found \"%s\"", dir,
           message, output);
     format_checked(left, sizeof left, "%s.old.tmp", dir);
-    CHECK(!path_exists(left), "%s stays", left);
+    CHECK(!path_exists(left), "%s does not exist", left);
 }
 
 static void be_nobody(const char *dir) {
@@ -1254,37 +1297,38 @@ static void test_export_refusals(void) {
     format_checked(dir, sizeof dir, "%s", scratch_path("sticky/export"));
     format_checked(link, sizeof link, "%s", scratch_path("sticky/link"));
     format_checked(dotted, sizeof dotted, "%s", scratch_path("sticky/./none/../export/."));
-    CHECK(symlink("export", link) == 0, "%s", strerror(errno));
+    CHECK(symlink("export", link) == 0, "the link is made: %s", strerror(errno));
     refused(link, NULL, NULL, "cannot open folder");
-    // A new folder, an empty one and an earlier export are replaceable, and stay unchanged.
+    // A folder that does not exist, an empty one, and an earlier export can take the export. The check changes nothing.
     for (int round = 0; round < 3; round++) {
         model_export_prepare(dir, scratch_path("elsewhere"));
         CHECK(path_exists(dir) == (round > 0) && !path_exists(scratch_path("sticky/export.old.tmp")) &&
                   !path_exists(scratch_path("sticky/export.tmp")),
-              "round %d", round);
+              "round %d: the folder is as it was, and no other was made", round);
         if (round == 0 && !folder_create(dir, false, &failure)) die("%s", failure.text);
         if (round == 1)
-            CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure), "%s", failure.text);
+            CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure), "the export is made: %s",
+                  failure.text);
     }
     format_checked(weights, sizeof weights, "%s/model.safetensors", dir);
     CHECK(safetensors_is_own(weights), "the earlier export stays");
 
-    // Other paths to the folder mean that folder. Its links then lead to the new one.
+    // Paths with dots or through a link mean the same folder. The link then leads to the new export.
     model_export_prepare(dotted, NULL);
     model_export_prepare(link, NULL);
     CHECK(model_export_hf(dotted, &t->model, &t->table, &t->state, NULL, &failure) &&
               model_export_hf(link, &t->model, &t->table, &t->state, NULL, &failure),
-          "%s", failure.text);
-    CHECK(safetensors_is_own(weights) && strcmp(listing(scratch_path("sticky")), "+2") == 0, "%s",
-          listing(scratch_path("sticky")));
+          "exports by other paths are made: %s", failure.text);
+    CHECK(safetensors_is_own(weights) && strcmp(listing(scratch_path("sticky")), "+2") == 0,
+          "the folder holds the export and the link only; found %s", listing(scratch_path("sticky")));
 
     refused(dir, link, NULL, "the model that the run starts from; use a new folder");
     refused(scratch_path("sticky/mod"), scratch_path("sticky/mod.tmp"), NULL, "the model that the run starts from");
     refused(".", NULL, NULL, "this program runs in it");
     Export here = {dir, NULL, run_in};
     char output[4096];
-    CHECK(check_dies(export_action, &here, "this program runs in it; use a new folder", output, sizeof output), "%s",
-          output);
+    CHECK(check_dies(export_action, &here, "this program runs in it; use a new folder", output, sizeof output),
+          "the folder in which this program runs is refused: %s", output);
     if (geteuid() == 0) {
         refused(dir, NULL, be_nobody, "it cannot be replaced: Operation not permitted");
         CHECK(safetensors_is_own(weights), "the earlier export stays");
@@ -1292,19 +1336,19 @@ static void test_export_refusals(void) {
         printf("SKIPPED: an export over a folder of another user: only root can become another user\n");
     }
 
-    // A model that another program wrote is not an export of this one, nor is a folder without weights.
+    // A model that another program wrote is not an earlier export of this program. Nor is a folder without weights.
     write_weights(dir, &t->table, "", "", "", ST_F32);
-    flip_byte(weights, 45);  // "written_by": another key
+    flip_byte(weights, 45);  // changes the key "written_by"
     refused(dir, NULL, NULL, "is not an earlier export: this program did not write its file model.safetensors");
-    CHECK(unlink(weights) == 0, "%s", strerror(errno));
+    CHECK(unlink(weights) == 0, "the weights are removed: %s", strerror(errno));
     refused(dir, NULL, NULL, "is not an earlier export: it holds files of a model but no weights");
-    CHECK(unlink(link) == 0, "%s", strerror(errno));
+    CHECK(unlink(link) == 0, "the link is removed: %s", strerror(errno));
     remove_tree(scratch_path("sticky"));
     trainer_free(t);
 }
 
-// If export_try is killed between its two exchanges, the earlier export has the other name, and an empty folder or
-// nothing is in its place. The next start puts it back. Any folder that cannot be the earlier export is named and
+// If export_try is killed between its two exchanges, the earlier export is in NAME.old.tmp, and in its place is an
+// empty folder or nothing. The next start puts it back. Any folder that cannot be the earlier export is named and
 // stays.
 static void test_export_restore(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
@@ -1314,7 +1358,8 @@ static void test_export_restore(void) {
     format_checked(aside, sizeof aside, "%s.old.tmp", dir);
     format_checked(weights, sizeof weights, "%s/model.safetensors", dir);
     Export e = {dir, NULL, NULL};
-    CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure), "%s", failure.text);
+    CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure), "the export is made: %s",
+          failure.text);
     // In its place: nothing, an empty folder, the marked folder of export_try, or a marked folder with an export of an
     // older version.
     for (int state = 0; state < 4; state++) {
@@ -1324,22 +1369,23 @@ static void test_export_restore(void) {
         if (state == 3)
             CHECK(unlink(scratch_path("out.old.tmp/" FOLDER_MARKER)) == 0 &&
                       unlink(scratch_path("out.old.tmp/" EXPORT_HASHES)) == 0,
-                  "%s", strerror(errno));
+                  "mark and hashes are removed: %s", strerror(errno));
         model_export_prepare(dir, NULL);
-        CHECK(safetensors_is_own(weights) && !path_exists(aside), "state %d", state);
+        CHECK(safetensors_is_own(weights) && !path_exists(aside), "state %d: the earlier export is in its place again",
+              state);
         if (state == 3)
             CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure) &&
                       path_exists(scratch_path("out/" FOLDER_MARKER)),
-                  "%s", failure.text);
+                  "the next export has the mark: %s", failure.text);
     }
-    // Both exist: the user must choose one.
+    // Either folder may be the earlier export: the user must choose one.
     if (!folder_begin(aside, &failure) || !file_write(aside, "config.json", "{}", 2, NULL, &failure))
         die("%s", failure.text);
     CHECK(check_dies(export_action, &e,
                      "out.old.tmp is in the way: it may be an earlier export; move it away, or "
                      "remove it",
                      output, sizeof output),
-          "%s", output);
+          "the folder in the way is named: %s", output);
     remove_tree(aside);
     // Links are not followed, and a folder of another program stays.
     static const char *const names[] = {"out.tmp", "out.old.tmp"};
@@ -1353,19 +1399,19 @@ static void test_export_restore(void) {
                   : !folder_create(at, false, &failure) || !file_write(at, "config.json", "{}", 2, NULL, &failure))
             die("%s", failure.text);
         CHECK(check_dies(export_action, &e, "is in the way: ", output, sizeof output) && strstr(output, "move it away"),
-              "%d: %s", i, output);
-        CHECK(path_exists(scratch_path("victim/config.json")) && path_exists(at) && safetensors_is_own(weights), "%d",
-              i);
+              "case %d: what is in the way is named: %s", i, output);
+        CHECK(path_exists(scratch_path("victim/config.json")) && path_exists(at) && safetensors_is_own(weights),
+              "case %d: what is in the way, its target and the export stay", i);
         CHECK(i % 2 || (!model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure) &&
                         strstr(failure.text, "out.tmp is in the way")),
-              "%d: %s", i, failure.text);
+              "case %d: out.tmp in the way fails the export: %s", i, failure.text);
         if (i < 2 ? unlink(at) : (remove_tree(at), 0)) die("%s", strerror(errno));
     }
     remove_tree(scratch_path("victim")), remove_tree(dir);
     trainer_free(t);
 }
 
-// MODEL is a folder: files of a checkpoint or an export are compared with the hashes beside them. A folder of another
+// If MODEL is a checkpoint or an export, its files are compared with the hashes beside them. A folder of another
 // program has no hashes.
 static void test_verify(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
@@ -1377,8 +1423,8 @@ static void test_verify(void) {
         !file_write(scratch_path("verify-source"), "tokenizer.json", "{}", 2, NULL, &failure))
         die("%s", failure.text);
     save(t, scratch_path("verify"), 1, 1);
-    CHECK(model_export_hf(export, &t->model, &t->table, &t->state, scratch_path("verify-source"), &failure), "%s",
-          failure.text);
+    CHECK(model_export_hf(export, &t->model, &t->table, &t->state, scratch_path("verify-source"), &failure),
+          "the export is made: %s", failure.text);
     static const struct {
         bool exported;
         const char *file;
@@ -1388,28 +1434,31 @@ static void test_verify(void) {
                  {true, EXPORT_HASHES, true}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const char *folder = cases[i].exported ? export : checkpoint;
-        CHECK(model_verify(folder, INT64_MAX, &failure) && model_verify(folder, 1000, &failure), "%s", failure.text);
+        CHECK(model_verify(folder, INT64_MAX, &failure) && model_verify(folder, 1000, &failure),
+              "the undamaged folder passes: %s", failure.text);
         format_checked(path, sizeof path, "%s/%s", folder, cases[i].file);
         flip_byte(path, 1);
         CHECK(!model_verify(folder, INT64_MAX, &failure) && strstr(failure.text, cases[i].file) &&
                   strstr(failure.text, "is damaged"),
-              "%s: %s", path, failure.text);
-        CHECK(model_verify(folder, 1000, &failure) != cases[i].small, "%s: %s", path, failure.text);
+              "%s: a changed byte is detected: %s", path, failure.text);
+        CHECK(model_verify(folder, 1000, &failure) != cases[i].small,
+              "%s: with a limit of 1000 bytes, damage is detected only in small files: %s", path, failure.text);
         flip_byte(path, 1);
     }
     // The optimizer state is not read, so it may be missing. A folder without a list of hashes is not checked.
     format_checked(path, sizeof path, "%s/optimizer.safetensors", checkpoint);
-    CHECK(unlink(path) == 0 && model_verify(checkpoint, INT64_MAX, &failure), "%s", failure.text);
+    CHECK(unlink(path) == 0 && model_verify(checkpoint, INT64_MAX, &failure), "the optimizer state may be missing: %s",
+          failure.text);
     format_checked(path, sizeof path, "%s/model.safetensors", export);
     flip_byte(path, 900);
     format_checked(path, sizeof path, "%s/" EXPORT_HASHES, export);
     CHECK(!model_verify(export, INT64_MAX, &failure) && unlink(path) == 0 && model_verify(export, INT64_MAX, &failure),
-          "%s", failure.text);
+          "damage is detected with a list of hashes, and not without: %s", failure.text);
     remove_tree(scratch_path("verify")), remove_tree(export), remove_tree(scratch_path("verify-source"));
     trainer_free(t);
 }
 
-// An exchanged folder that cannot be removed stays under the other name.
+// folder_replace() exchanges two folders. An old folder that it cannot remove stays under the other name.
 static void test_replace(void) {
     char old[PATH_CAPACITY], new[PATH_CAPACITY];
     Failure failure = {"", false};
@@ -1418,7 +1467,7 @@ static void test_replace(void) {
     if (!folder_create(scratch_path("old/nested"), true, &failure) || !folder_create(new, false, &failure) ||
         !file_write(new, "x", "x", 1, NULL, &failure))
         die("%s", failure.text);
-    CHECK(folder_replace(new, old, &failure), "%s", failure.text);
+    CHECK(folder_replace(new, old, &failure), "folder_replace succeeds: %s", failure.text);
     CHECK(path_exists(scratch_path("old/x")) && path_exists(scratch_path("new/nested")),
           "the two folders are exchanged");
     remove_tree(old);
@@ -1435,11 +1484,12 @@ static void test_resolve(void) {
     char out[PATH_CAPACITY], here[PATH_CAPACITY];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         path_resolve(cases[i][0], out, sizeof out);
-        CHECK(strcmp(out, cases[i][1]) == 0, "%s is %s, not %s", cases[i][0], out, cases[i][1]);
+        CHECK(strcmp(out, cases[i][1]) == 0, "%s resolves to %s; expected %s", cases[i][0], out, cases[i][1]);
     }
     path_resolve("", here, sizeof here);
     path_resolve("no-such/x", out, sizeof out);
-    CHECK(path_within(out, here) && strcmp(out + strlen(here), "/no-such/x") == 0, "%s", out);
+    CHECK(path_within(out, here) && strcmp(out + strlen(here), "/no-such/x") == 0,
+          "a relative path resolves to one in the current folder: %s", out);
     CHECK(path_within("/a/b", "/a") && path_within("/a", "/a") && path_within("/a", "/") && !path_within("/ab", "/a") &&
               !path_within("/a", "/a/b"),
           "path_within compares whole names of folders");
@@ -1450,7 +1500,7 @@ static void load_action(void *context) {
     model_load_weights(a->path, &a->trainer->model, &a->trainer->table, &a->trainer->state);
 }
 
-// Sets the last element of DIR/model.safetensors. It is the extra tensor's, if there is one.
+// Sets the last element of DIR/model.safetensors, which belongs to the extra tensor if there is one.
 static void write_last(const char *dir, float value) {
     char path[PATH_CAPACITY];
     format_checked(path, sizeof path, "%s/model.safetensors", dir);
@@ -1469,24 +1519,24 @@ static void test_foreign_weights(void) {
     CHECK(!model_has_weights(dir) &&
               check_dies(load_action, &action, "has neither model.safetensors nor model.safetensors.index.json", output,
                          sizeof output),
-          "%s", output);
+          "a folder without weights is refused: %s", output);
     write_weights(dir, &t->table, "model.layers.1.mlp.up_proj.weight", "", "", ST_BF16);
     CHECK(check_dies(load_action, &action, "model.safetensors has no tensor model.layers.1.mlp.up_proj.weight", output,
                      sizeof output),
-          "%s", output);
+          "a missing tensor is refused: %s", output);
     write_weights(dir, &t->table, "", "model.layers.0.mlp.down_proj.weight", "", ST_BF16);
     CHECK(check_dies(load_action, &action,
                      "tensor model.layers.0.mlp.down_proj.weight has shape [24, 16]; the model needs [16, 24]", output,
                      sizeof output),
-          "%s", output);
+          "a wrong shape is refused: %s", output);
     write_weights(dir, &t->table, "", "", "model.layers.0.self_attn.q_proj.bias", ST_BF16);
     CHECK(check_dies(load_action, &action,
                      "tensor model.layers.0.self_attn.q_proj.bias does not belong to a model with this config.json",
                      output, sizeof output),
-          "%s", output);
+          "a tensor of another model is refused: %s", output);
     write_weights(dir, &t->table, "", "", "", ST_I32);
     CHECK(check_dies(load_action, &action, "has dtype I32; weights must be F32, BF16 or F16", output, sizeof output),
-          "%s", output);
+          "integer weights are refused: %s", output);
     // An extra lm_head in a tied model and the RoPE tables of old files are skipped.
     static const char *const allowed[] = {"", "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"};
     for (int i = 0; i < 3; i++) {
@@ -1495,21 +1545,24 @@ static void test_foreign_weights(void) {
         load_action(&action);
         int64_t nonzero = 0;
         for (int64_t k = 0; k < t->table.total; k++) nonzero += ((bf16_bits *)t->arrays[STATE_WEIGHTS])[k] != 0;
-        CHECK(nonzero == 0, "%s: %lld weights were not loaded", allowed[i], (long long)nonzero);
+        CHECK(nonzero == 0, "with the extra tensor \"%s\" all weights are loaded; %lld were not", allowed[i],
+              (long long)nonzero);
     }
     write_weights(dir, &t->table, "", "", "lm_head.weight", ST_F32);
     write_last(dir, 1);
     CHECK(check_dies(load_action, &action,
                      "config.json ties lm_head.weight to model.embed_tokens.weight, but they differ", output,
                      sizeof output),
-          "%s", output);
+          "a tied model whose lm_head differs is refused: %s", output);
     write_weights(dir, &t->table, "", "", "", ST_F32);
     write_last(dir, INFINITY);
-    CHECK(check_dies(load_action, &action, "holds a value that is not finite", output, sizeof output), "%s", output);
+    CHECK(check_dies(load_action, &action, "holds a value that is not finite", output, sizeof output),
+          "an infinite weight is refused: %s", output);
     Trainer *untied = trainer_new(FAMILY_LLAMA, false, false, MOMENTS_BF16);
     action.trainer = untied;
     write_weights(dir, &t->table, "", "", "", ST_F32);
-    CHECK(check_dies(load_action, &action, "has no tensor lm_head.weight", output, sizeof output), "%s", output);
+    CHECK(check_dies(load_action, &action, "has no tensor lm_head.weight", output, sizeof output),
+          "an untied model without lm_head is refused: %s", output);
     remove_tree(dir);
     trainer_free(t);
     trainer_free(untied);

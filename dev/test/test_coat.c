@@ -20,7 +20,7 @@ static void take_step(State *s, const float *gradients, int64_t step, int64_t fi
                          stochastic, &a);
 }
 
-// Checks one array of the state after every step. Returns the number of equal bytes of all.
+// Compares one array of the state after `step` with the golden, byte by byte.
 static void check_array(const Safetensors *st, const char *mode, const char *name, SafetensorsType type, int64_t step,
                         const void *got, int64_t elements) {
     char full[64];
@@ -29,8 +29,8 @@ static void check_array(const Safetensors *st, const char *mode, const char *nam
     char *want = (char *)fp8_golden_bytes(st, full, type, STEPS * elements);
     int64_t differ = 0;
     for (int64_t i = 0; i < bytes; i++) differ += ((const char *)got)[i] != want[step * bytes + i];
-    CHECK(differ == 0, "step %lld: %lld of %lld bytes of %s differ", (long long)step + 1, (long long)differ,
-          (long long)bytes, full);
+    CHECK(differ == 0, "after step %lld, %lld of %lld bytes of %s differ from the golden; expected none",
+          (long long)step + 1, (long long)differ, (long long)bytes, full);
     free(want);
 }
 
@@ -55,7 +55,7 @@ static void test_golden(bool stochastic) {
     safetensors_close(&st);
 }
 
-// Fills a group with magnitudes from 2^low to 2^high and random signs; every `zeros`-th is 0 (0: none).
+// Fills a group with magnitudes from 2^low to 2^high and random signs. Every `zeros`-th value is 0 (zeros = 0: none).
 static void fill(float *x, uint64_t seed, double low, double high, int zeros) {
     for (int i = 0; i < COAT_GROUP; i++) {
         const double part = rng_uniform(seed, (uint64_t)i), magnitude = exp2(low + (high - low) * part);
@@ -63,8 +63,9 @@ static void fill(float *x, uint64_t seed, double low, double high, int zeros) {
     }
 }
 
-// Encodes a group. Zeros stay, other values keep their sign and do not become 0, the largest is exact to 16 bits, the
-// error is at most `bound` of each value, and in the same group a decoded value has the code that it came from.
+// Encodes a group and decodes it. Zeros stay zero. Other values keep their sign and do not become 0. The largest is
+// exact to 16 bits. The error of each value is at most `bound` times the value. Encoding a decoded value in this group
+// gives the same code.
 static void check_group(const char *label, const float *x, double bound) {
     const CoatTables *t = coat_tables();
     uint8_t codes[COAT_GROUP];
@@ -81,11 +82,14 @@ static void check_group(const char *label, const float *x, double bound) {
         if (x[i] != 0) worst = fmax(worst, fabs((double)decoded[i] / x[i] - 1));
         largest = fmaxf(largest, fabsf(x[i])), largest_decoded = fmaxf(largest_decoded, fabsf(decoded[i]));
     }
-    CHECK(lost == 0 && signs == 0, "%s: %d zeros or non-zeros lost, %d signs", label, lost, signs);
-    CHECK(fabs((double)largest_decoded / largest - 1) < 0x1p-15, "%s: the largest is %g, decoded %g", label,
-          (double)largest, (double)largest_decoded);
-    CHECK(worst <= bound, "%s: the worst relative error is %.4f, and %.4f is allowed", label, worst, bound);
-    CHECK(moved == 0, "%s: %d decoded values have another code", label, moved);
+    CHECK(lost == 0 && signs == 0,
+          "%s: %d values became zero or stopped being zero, and %d changed their sign; expected none", label, lost,
+          signs);
+    CHECK(fabs((double)largest_decoded / largest - 1) < 0x1p-15,
+          "%s: the largest value, %g, comes back to 15 bits or more; found %g", label, (double)largest,
+          (double)largest_decoded);
+    CHECK(worst <= bound, "%s: the worst relative error is %.4f; %.4f is allowed", label, worst, bound);
+    CHECK(moved == 0, "%s: each decoded value is encoded as its own code again; %d are not", label, moved);
 }
 
 static void test_groups(void) {
@@ -93,7 +97,7 @@ static void test_groups(void) {
         const char *label;
         double low, high;
         int zeros;
-        double bound;  // the smallest values take codes from 2 on, of which half a code is a quarter: 1/4 over k
+        double bound;  // the smallest values take codes from 2 on: half a code is 1/4, an error of 1/(4 k)
     } cases[] = {{"equal magnitudes", 3, 3, 0, 0x1p-15},
                  {"magnitudes within 2", -1, 0, 0, 0.0157},
                  {"magnitudes within 2^4", -20, -16, 0, 0.0625},
@@ -122,14 +126,15 @@ static void test_degenerate(void) {
     x[5] = -0x1p-100f;
     coat_encode_group(t, x, NULL, codes, &word);
     CHECK((word & 255) == COAT_POWERS - 1 && codes[5] == 0xfe && coat_decode(t, word, codes[5]) == x[5],
-          "one value in a group has the largest k and is exact: word %08x, code %02x", word, codes[5]);
+          "the only value of a group has the largest k and is exact; found word %08x, code %02x", word, codes[5]);
     x[6] = 0x1p126f, x[7] = 0x1p-149f;
     coat_encode_group(t, x, NULL, codes, &word);
     CHECK((word & 255) == 1 && coat_decode(t, word, codes[6]) == x[6] && codes[5] > 0x80 && codes[7] > 0,
-          "a range beyond fp32 has k = 1/8: word %08x, codes %02x, %02x", word, codes[5], codes[7]);
+          "a group from 2^-149 to 2^126 has k = 1/8 and loses no value; found word %08x, codes %02x, %02x", word,
+          codes[5], codes[7]);
 }
 
-// The mean over many random bits is the value itself, to five standard deviations, and both neighbours occur.
+// The mean over many random bits is the value itself, to five standard deviations, and almost all values vary.
 static void test_stochastic(void) {
     enum { DRAWS = 4096 };
     const CoatTables *t = coat_tables();
@@ -152,8 +157,8 @@ static void test_stochastic(void) {
         off += fabs(mean - x[i]) > 5 * sqrt(variance / DRAWS) + fabs(x[i]) * 0x1p-15;
         fixed += variance == 0;
     }
-    CHECK(off == 0, "%d of %d values are off on average", off, COAT_GROUP);
-    CHECK(fixed < 4, "%d of %d values never change", fixed, COAT_GROUP);
+    CHECK(off == 0, "the mean of each value is right; %d of %d are off", off, COAT_GROUP);
+    CHECK(fixed < 4, "fewer than 4 values never change; found %d of %d", fixed, COAT_GROUP);
 }
 
 int main(void) {

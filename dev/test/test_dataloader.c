@@ -7,7 +7,7 @@
 
 #define MAX_N 4096
 
-// Writes a shard with any header and any number of token bytes after it, right or wrong. Token i is base + i.
+// Writes a shard with a header that may be right or wrong, and `count` tokens after it. Token i is base + i.
 static void write_shard(const char *name, int32_t magic, int32_t version, int64_t count_in_header, int64_t count,
                         uint32_t base) {
     const char *path = scratch_path(name);
@@ -34,7 +34,7 @@ static DataLoader open_loader(const char *name, int64_t T, bool shuffle, uint64_
 }
 
 // Each format gives equal windows: their stride is T, targets are shifted by one token, and the last whole window is
-// included.
+// included. After the last window, dataloader_batch begins again with the first.
 static void test_formats_and_windows(void) {
     static const struct {
         const char *name;
@@ -43,13 +43,17 @@ static void test_formats_and_windows(void) {
         {"u32.bin", SHARD_MAGIC_U32, 7}, {"u64count.bin", SHARD_MAGIC_U32, 8}, {"u16.bin", SHARD_MAGIC_U16, 1}};
     const int64_t T = 8;
     for (int f = 0; f < 3; f++) {
-        // 81 tokens hold 10 windows and the last one's target. 80 tokens hold 9, because the tenth has no target.
+        // 81 tokens hold 10 windows and the last target. 80 tokens hold 9, because the tenth window lacks its last
+        // target.
         for (int64_t count = 80; count <= 81; count++) {
             write_shard(formats[f].name, formats[f].magic, formats[f].version, count, count, 1000);
             DataLoader dl = open_loader(formats[f].name, T, false, 1);
             int64_t expected = count == 81 ? 10 : 9, wrong = 0;
-            CHECK(dl.num_sequences == expected, "%s: %lld sequences", formats[f].name, (long long)dl.num_sequences);
-            CHECK(dl.num_tokens == count, "%s: %lld tokens", formats[f].name, (long long)dl.num_tokens);
+            CHECK(dl.num_sequences == expected,
+                  "%s: every window with all its targets counts as a sequence; found %lld", formats[f].name,
+                  (long long)dl.num_sequences);
+            CHECK(dl.num_tokens == count, "%s: the number of tokens is that of the header; found %lld", formats[f].name,
+                  (long long)dl.num_tokens);
             int32_t inputs[3 * 8], targets[3 * 8];
             for (int64_t g = 0; g < expected; g += 3) {
                 dataloader_batch(&dl, g, 3, inputs, targets);
@@ -58,24 +62,24 @@ static void test_formats_and_windows(void) {
                     wrong += inputs[i] != 1000 + place || targets[i] != 1000 + place + 1;
                 }
             }
-            CHECK(wrong == 0, "%s: %lld wrong tokens", formats[f].name, (long long)wrong);
-            CHECK(dataloader_max_token(&dl) == 1000 + count - 1, "%s: %lld", formats[f].name,
-                  (long long)dataloader_max_token(&dl));
+            CHECK(wrong == 0, "%s: all inputs and targets are right; %lld are not", formats[f].name, (long long)wrong);
+            CHECK(dataloader_max_token(&dl) == 1000 + count - 1, "%s: the last token has the largest id; found %lld",
+                  formats[f].name, (long long)dataloader_max_token(&dl));
             dataloader_close(&dl);
         }
     }
 }
 
-// Several shards of both widths match one pattern: they are sorted by name, no window crosses a border, every window is
-// found.
+// One pattern matches several shards of uint16 and uint32 tokens. They are sorted by name, no window crosses from one
+// shard into the next, and every window is found.
 static void test_many_shards(void) {
     const int64_t T = 4, counts[3] = {9, 5, 14}, windows[3] = {2, 1, 3};
     write_shard("many_2.bin", SHARD_MAGIC_U32, 7, counts[2], counts[2], 3000);
     write_shard("many_0.bin", SHARD_MAGIC_U32, 7, counts[0], counts[0], 1000);
     write_shard("many_1.bin", SHARD_MAGIC_U16, 1, counts[1], counts[1], 2000);
     DataLoader dl = open_loader("many_*.bin", T, false, 1);
-    CHECK(dl.num_shards == 3 && dl.num_sequences == 6, "%lld shards, %lld sequences", (long long)dl.num_shards,
-          (long long)dl.num_sequences);
+    CHECK(dl.num_shards == 3 && dl.num_sequences == 6, "three shards hold six sequences; found %lld and %lld",
+          (long long)dl.num_shards, (long long)dl.num_sequences);
     int32_t inputs[4], targets[4];
     int64_t g = 0;
     for (int s = 0; s < 3; s++) {
@@ -83,13 +87,14 @@ static void test_many_shards(void) {
             dataloader_batch(&dl, g, 1, inputs, targets);
             int32_t first = (int32_t)(1000 * (s + 1) + w * T);
             CHECK(inputs[0] == first && inputs[3] == first + 3 && targets[0] == first + 1 && targets[3] == first + 4,
-                  "sequence %lld starts with %d", (long long)g, inputs[0]);
+                  "sequence %lld holds 5 tokens in a row from its place on; it starts with %d", (long long)g,
+                  inputs[0]);
         }
     }
     dataloader_close(&dl);
 }
 
-// Lists the order of one epoch. Counts the sequences that do not occur exactly once.
+// Lists the order of one epoch in `order`. Returns 0 if each sequence occurs exactly once.
 static int64_t read_epoch(const DataLoader *dl, int64_t epoch, int64_t *order) {
     static int64_t seen[MAX_N];
     int64_t n = dl->num_sequences, wrong = 0;
@@ -109,8 +114,8 @@ static int64_t count_equal(const int64_t *a, const int64_t *b, int64_t n) {
     return equal;
 }
 
-// Each epoch is a permutation, also for sizes near powers of two and four. Epochs and seeds give different ones; an
-// equal seed gives an equal one.
+// Each epoch is a permutation, also for sizes near powers of two and four. Other epochs and seeds give other
+// permutations. An equal seed and epoch give an equal one.
 static void test_permutation(void) {
     static int64_t first[MAX_N], second[MAX_N], other_seed[MAX_N], again[MAX_N], in_order[MAX_N];
     static const int64_t sizes[] = {1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 100, 1000, 1023, 1024, 1025, 4096};
@@ -122,8 +127,9 @@ static void test_permutation(void) {
         for (uint64_t seed = 0; seed < 3; seed++) {
             dl.seed = seed;
             for (int64_t epoch = 0; epoch < 3; epoch++)
-                CHECK(read_epoch(&dl, epoch, first) == 0, "%lld sequences, seed %d, epoch %lld: not a bijection",
-                      (long long)sizes[s], (int)seed, (long long)epoch);
+                CHECK(read_epoch(&dl, epoch, first) == 0,
+                      "%lld sequences, seed %d, epoch %lld: each sequence occurs once", (long long)sizes[s], (int)seed,
+                      (long long)epoch);
         }
     }
     const int64_t n = dl.num_sequences = 1000;
@@ -136,21 +142,22 @@ static void test_permutation(void) {
     read_epoch(&dl, 0, other_seed);
     CHECK(count_equal(first, again, n) == n, "equal seed and epoch give an equal order");
     // Two random permutations agree in one place on average (Poisson). More than 10 has a probability of 1e-8.
-    CHECK(count_equal(first, second, n) <= 10, "epochs 0 and 1 agree in %lld places",
+    CHECK(count_equal(first, second, n) <= 10, "epochs 0 and 1 agree in at most 10 places; found %lld",
           (long long)count_equal(first, second, n));
-    CHECK(count_equal(first, other_seed, n) <= 10, "seeds 42 and 43 agree in %lld places",
+    CHECK(count_equal(first, other_seed, n) <= 10, "seeds 42 and 43 agree in at most 10 places; found %lld",
           (long long)count_equal(first, other_seed, n));
-    CHECK(count_equal(first, in_order, n) <= 10, "%lld sequences stay where they are",
+    CHECK(count_equal(first, in_order, n) <= 10, "at most 10 sequences stay in their places; found %lld",
           (long long)count_equal(first, in_order, n));
     int64_t neighbours = 0;
     for (int64_t i = 1; i < n; i++) neighbours += first[i] == first[i - 1] + 1;
-    CHECK(neighbours <= 10, "%lld neighbours stay neighbours", (long long)neighbours);
+    CHECK(neighbours <= 10, "at most 10 neighbours stay neighbours; found %lld", (long long)neighbours);
     dl.shuffle = false;
     CHECK(read_epoch(&dl, 5, again) == 0 && count_equal(again, in_order, n) == n,
           "without shuffling the order is file order");
 }
 
-// The permutation places early and late sequences alike: checks the mean of the first half of an epoch over many seeds.
+// Early and late sequences are equally likely in the first half of an epoch. Tests the mean of its sequence numbers
+// over 200 seeds.
 static void test_permutation_is_even(void) {
     DataLoader dl;
     memset(&dl, 0, sizeof dl);
@@ -159,10 +166,10 @@ static void test_permutation_is_even(void) {
     double sum = 0;
     for (dl.seed = 0; dl.seed < 200; dl.seed++)
         for (int64_t g = 0; g < 750; g++) sum += (double)dataloader_sequence(&dl, g);
-    // Half a permutation without replacement: the standard deviation of one mean is n / sqrt(12 * 750 * 2) = 11.2, and
-    // of 200 means 0.79. The bound is 5.
+    // Half of a permutation is drawn without replacement, so the standard deviation of one mean is n / sqrt(12 * 750 *
+    // 2) = 11.2, and of 200 means 0.79. The bound is 5 standard deviations.
     double mean = sum / (200 * 750.0);
-    CHECK(fabs(mean - 749.5) < 5 * 0.79, "mean %f, 749.5 expected", mean);
+    CHECK(fabs(mean - 749.5) < 5 * 0.79, "the mean is %f; expected 749.5", mean);
 }
 
 static void test_huge_count(void) {
@@ -178,11 +185,12 @@ static void test_huge_count(void) {
         above += sequence > INT32_MAX;
     }
     // 28.4% of 3000000001 numbers lie above 2^31: 2840 of 10000, with a standard deviation of 45.
-    CHECK(wrong == 0 && above > 2600 && above < 3100, "%lld outside, %lld above 2^31", (long long)wrong,
+    CHECK(wrong == 0 && above > 2600 && above < 3100,
+          "no sequence is out of range (%lld are), and about 2840 are above 2^31; found %lld", (long long)wrong,
           (long long)above);
 }
 
-// Collects the sequences of one step and marks each. The split into accumulation x world x B must not matter.
+// Counts in `marks` how often a step reads each sequence. The split into accumulation x world x B must not matter.
 static void mark_step(const DataLoader *dl, int64_t step, int64_t accumulation, int64_t world, int64_t B,
                       int64_t *marks) {
     memset(marks, 0, (size_t)dl->num_sequences * sizeof *marks);
@@ -206,8 +214,9 @@ static void test_ranks(void) {
         mark_step(&dl, step, splits[0][0], splits[0][1], splits[0][2], expected);
         for (size_t s = 1; s < sizeof splits / sizeof *splits; s++) {
             mark_step(&dl, step, splits[s][0], splits[s][1], splits[s][2], marks);
-            CHECK(memcmp(marks, expected, 100 * sizeof *marks) == 0, "step %lld: world %lld sees other samples",
-                  (long long)step, (long long)splits[s][1]);
+            CHECK(memcmp(marks, expected, 100 * sizeof *marks) == 0,
+                  "step %lld: %lld ranks read the samples that one rank reads", (long long)step,
+                  (long long)splits[s][1]);
         }
     }
     // The ranks of a step read different sequences: 12 steps of 8 within one epoch of 100 read 96 sequences once.
@@ -218,7 +227,8 @@ static void test_ranks(void) {
         for (int64_t i = 0; i < 100; i++) sum[i] += marks[i];
     }
     for (int64_t i = 0; i < 100; i++) total += sum[i], twice += sum[i] > 1;
-    CHECK(total == 96 && twice == 0, "%lld samples, %lld more than once", (long long)total, (long long)twice);
+    CHECK(total == 96 && twice == 0, "12 steps read 96 samples, none twice; found %lld, %lld more than once",
+          (long long)total, (long long)twice);
 }
 
 // A loader opened in the middle of a run reads what the first loader read there, also across the end of an epoch.
@@ -234,32 +244,35 @@ static void test_resume(void) {
         dataloader_batch(&resumed, dataloader_sample_index(step * B, 0, 1, 0, B), B, b, tb);
         wrong += memcmp(a, b, sizeof a) != 0 || memcmp(ta, tb, sizeof ta) != 0;
     }
-    CHECK(wrong == 0, "%lld batches differ after resuming", (long long)wrong);
+    CHECK(wrong == 0, "all batches after resuming are equal; %lld are not", (long long)wrong);
     dataloader_close(&whole);
     dataloader_close(&resumed);
 }
 
-// The scan crosses the borders of its blocks, and finds the largest id at any position.
+// The scan reads SHARD_SCAN_TOKENS tokens at a time, and finds the largest id in any of these parts.
 static void test_scan(void) {
     const int64_t count = SHARD_SCAN_TOKENS + 1000;
     write_shard("scan_0.bin", SHARD_MAGIC_U32, 7, count, count, 5);
     write_shard("scan_1.bin", SHARD_MAGIC_U32, 7, 100, 100, 0);
     DataLoader dl = open_loader("scan_*.bin", 8, true, 1);
-    CHECK(dataloader_max_token(&dl) == count + 4, "%lld", (long long)dataloader_max_token(&dl));
+    CHECK(dataloader_max_token(&dl) == count + 4,
+          "the largest id is that of the last token of the first shard; found %lld",
+          (long long)dataloader_max_token(&dl));
     dataloader_check_vocabulary(&dl, count + 5);
     TokenPlace place = dataloader_scan(&dl, SHARD_SCAN_TOKENS + 500);
     CHECK(place.shard == 0 && place.position == SHARD_SCAN_TOKENS + 495 && place.token == SHARD_SCAN_TOKENS + 500,
-          "shard %lld position %lld id %lld", (long long)place.shard, (long long)place.position,
-          (long long)place.token);
+          "the first id at the limit is found; found shard %lld, position %lld, id %lld", (long long)place.shard,
+          (long long)place.position, (long long)place.token);
     dataloader_close(&dl);
     write_shard("scan_top.bin", SHARD_MAGIC_U32, 7, 20, 20, 4294967270u);  // ids past int32
     dl = open_loader("scan_top.bin", 8, true, 1);
-    CHECK(dataloader_max_token(&dl) == 4294967289, "%lld", (long long)dataloader_max_token(&dl));
+    CHECK(dataloader_max_token(&dl) == 4294967289, "the largest id may be above int32; found %lld",
+          (long long)dataloader_max_token(&dl));
     dataloader_close(&dl);
 }
 
-// The fingerprint of data does not depend on its name, T or the order of reading. Other tokens, another end, fewer
-// shards or two exchanged shards change it.
+// The fingerprint of data does not depend on the names of files, T or the order of reading. Other tokens, another end,
+// fewer shards or two exchanged shards change it.
 static void test_identity(void) {
     enum { KINDS = 7 };
     static const struct {
@@ -288,13 +301,16 @@ static void test_identity(void) {
         dataloader_close(&dl);
     }
     CHECK(found[0].tokens == count && found[0].shards == 1 && found[4].tokens == 3 * count + 1 && found[4].shards == 3,
-          "%lld tokens, %lld", (long long)found[0].tokens, (long long)found[4].tokens);
+          "the identity counts tokens and shards; found %lld and %lld tokens", (long long)found[0].tokens,
+          (long long)found[4].tokens);
     for (int i = 0; i < KINDS; i++)
         for (int k = 0; k < i; k++) {
             const bool same = (k == 0 && i == 1) || (k == 4 && i == 6);
-            CHECK((found[i].fingerprint == found[k].fingerprint) == same, "%s and %s", opened[i].name, opened[k].name);
+            CHECK((found[i].fingerprint == found[k].fingerprint) == same,
+                  "fingerprints of %s and %s are equal exactly if their data are equal", opened[i].name,
+                  opened[k].name);
         }
-    write_shard("id_short.bin", SHARD_MAGIC_U16, 1, 2, 2, 0);  // fewer tokens than a block
+    write_shard("id_short.bin", SHARD_MAGIC_U16, 1, 2, 2, 0);  // fewer tokens than one block of the fingerprint
     DataLoader dl = open_loader("id_short.bin", 1, false, 0);
     CHECK(dataloader_identity(&dl).tokens == 2, "the identity counts the tokens of a short shard");
     dataloader_close(&dl);
@@ -315,7 +331,7 @@ static void check_refused(const char *name, int64_t T, int64_t vocabulary, const
     char output[8192];
     BadInput bad = {name, T, vocabulary};
     bool refused = check_dies(open_bad, &bad, message, output, sizeof output);
-    CHECK(refused, "%s: \"%s\" expected, got \"%s\"", name, message, output);
+    CHECK(refused, "%s is refused with \"%s\"; found \"%s\"", name, message, output);
 }
 
 static void cut_file(const char *name, int64_t bytes) {
@@ -360,7 +376,7 @@ static void test_bad_inputs(void) {
     check_refused("few.bin", 64, 0, "64 tokens, but one sequence of length 64 needs 65");
     check_refused("few.bin", 0, 0, "sequence length 0");
     DataLoader dl = open_loader("few.bin", 63, true, 1);
-    CHECK(dl.num_sequences == 1, "%lld", (long long)dl.num_sequences);
+    CHECK(dl.num_sequences == 1, "64 tokens hold one sequence of 63; found %lld", (long long)dl.num_sequences);
     dataloader_close(&dl);
 
     write_shard("vocabulary.bin", SHARD_MAGIC_U32, 7, 100, 100, 200);
@@ -418,8 +434,8 @@ static void read_rewritten(void *context) {
     dataloader_batch(&dl, 4, 2, inputs, targets);
 }
 
-// Ids past the vocabulary are found in every format and at each place of a batch, whether or not the file system
-// reports the change.
+// Ids past the vocabulary are found in every format and at each place of a batch, even if the modification time stays.
+// Another change is found if the modification time changes.
 static void test_rewritten(void) {
     static const Rewrite rewrites[] = {
         {SHARD_MAGIC_U16, 1, 40, 330, false}, {SHARD_MAGIC_U16, 1, 43, 65535, false},
@@ -435,12 +451,12 @@ static void test_rewritten(void) {
                            r->touched ? "the file changed" : "the run read another id there before");
         else format_checked(message, sizeof message, "rewritten.bin: the file changed after it was opened");
         Rewrite context = *r;
-        CHECK(check_dies(read_rewritten, &context, message, output, sizeof output), "\"%s\" expected, got \"%s\"",
-              message, output);
+        CHECK(check_dies(read_rewritten, &context, message, output, sizeof output),
+              "the run ends with \"%s\"; found \"%s\"", message, output);
     }
 }
 
-// A shard whose time changes but whose tokens stay is accepted. One whose tokens change is not.
+// Reads a shard, writes it again with ids from *context on and a new modification time, and reads again.
 static void read_touched(void *context) {
     DataLoader dl = open_loader("touched.bin", 8, false, 1);
     int32_t inputs[8], targets[8];
@@ -454,13 +470,15 @@ static void read_touched(void *context) {
     dataloader_close(&dl);
 }
 
+// A shard with a new modification time is accepted if its tokens are the same, and refused otherwise.
 static void test_touched(void) {
     uint32_t same = 200, other = 201;
     char output[8192];
     write_shard("touched.bin", SHARD_MAGIC_U32, 7, 100, 100, same);
-    CHECK(!check_dies(read_touched, &same, "", output, sizeof output), "touched: %s", output);
+    CHECK(!check_dies(read_touched, &same, "", output, sizeof output), "a new modification time alone is accepted: %s",
+          output);
     CHECK(check_dies(read_touched, &other, "touched.bin: the file changed after it was opened", output, sizeof output),
-          "other tokens: %s", output);
+          "other tokens are refused: %s", output);
 }
 
 // A new file with the shard's name is another file. The run continues with the open one.
@@ -472,7 +490,8 @@ static void test_replaced(void) {
     if (rename(scratch_path("new.bin"), scratch_path("stays.bin"))) die("rename: %s", strerror(errno));
     int32_t inputs[8], targets[8];
     dataloader_batch(&dl, 11, 1, inputs, targets);
-    CHECK(inputs[0] == 288 && targets[7] == 296, "tokens %d to %d", inputs[0], targets[7]);
+    CHECK(inputs[0] == 288 && targets[7] == 296, "the open file is still read, from token 288 to 296; found %d to %d",
+          inputs[0], targets[7]);
     dataloader_close(&dl);
 }
 
@@ -492,7 +511,8 @@ int main(void) {
     test_rewritten();
     test_touched();
     test_replaced();
-    CHECK(check_dies(read_shrunk, NULL, "the file changed after it was opened", output, sizeof output), "%s", output);
+    CHECK(check_dies(read_shrunk, NULL, "the file changed after it was opened", output, sizeof output),
+          "a shard that shrinks ends the run with an error: %s", output);
     scratch_remove();
     return check_report();
 }

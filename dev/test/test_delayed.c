@@ -13,8 +13,9 @@ static void roll(float *history, int64_t window, float amax) {
     history[0] = 0;
 }
 
-// All kinds of passes. The scale comes from the largest amax of the whole window. A window with an infinity keeps the
-// scale.
+// Makes 500 passes with amaxes of all kinds. The scale comes from the largest amax of the whole window. While the
+// window
+// holds an infinity, the scale stays.
 static void test_passes(int64_t window, int margin, Fp8Format format) {
     float *history = (float *)xcalloc((size_t)window, sizeof(float)),
           *expected = (float *)xcalloc((size_t)window, sizeof(float)), scale = 0, want = 1;
@@ -35,7 +36,8 @@ static void test_passes(int64_t window, int margin, Fp8Format format) {
         wrong += float_bits(scale) != float_bits(want);
         wrong_history += memcmp(history, expected, (size_t)window * sizeof(float)) != 0;
     }
-    CHECK(wrong == 0 && wrong_history == 0, "window %lld, margin %d: %lld scales and %lld histories of 500 are wrong",
+    CHECK(wrong == 0 && wrong_history == 0,
+          "window %lld, margin %d: scales and histories are as expected; %lld and %lld of 500 are not",
           (long long)window, margin, (long long)wrong, (long long)wrong_history);
     free(history), free(expected);
 }
@@ -45,29 +47,35 @@ static void test_edges(void) {
     const uint32_t nan = 0x7fc00000u, infinity = 0x7f800000u;
     float history[3] = {0, 0, 0}, scale = 0;
     delayed_update(history, 3, &scale, 0, FP8_E4M3, 0);
-    CHECK(scale == 1 && history[2] == 0, "a tensor of zeros: scale %g", (double)scale);
+    CHECK(scale == 1 && history[2] == 0, "a tensor of zeros gets scale 1 and enters no amax; found scale %g",
+          (double)scale);
     scale = 0;
     delayed_update(history, 3, &scale, nan, FP8_E4M3, 0);
-    CHECK(scale == 1 && history[2] == 0, "a tensor of NaN: scale %g", (double)scale);
+    CHECK(scale == 1 && history[2] == 0, "a tensor of NaN gets scale 1 and enters no amax; found scale %g",
+          (double)scale);
     scale = 0;
     delayed_update(history, 3, &scale, infinity, FP8_E4M3, 0);
-    CHECK(scale == 1 && float_bits(history[2]) == infinity, "an infinite tensor: scale %g", (double)scale);
+    CHECK(scale == 1 && float_bits(history[2]) == infinity,
+          "an infinite tensor gets scale 1 and enters its amax; found scale %g", (double)scale);
     for (int i = 1; i < 3; i++) {
         delayed_update(history, 3, &scale, float_bits(7.0f), FP8_E4M3, 0);
-        CHECK(scale == 1, "the infinity is still in the window: scale %g", (double)scale);
+        CHECK(scale == 1, "the scale stays while the infinity is in the window; found %g", (double)scale);
     }
     delayed_update(history, 3, &scale, float_bits(7.0f), FP8_E4M3, 0);
-    CHECK(scale == 64 && history[0] == 0 && history[1] == 7 && history[2] == 7, "the infinity has left: scale %g",
-          (double)scale);
+    CHECK(scale == 64 && history[0] == 0 && history[1] == 7 && history[2] == 7,
+          "the scale changes when the infinity has left; found %g", (double)scale);
     delayed_update(history, 3, &scale, nan, FP8_E4M3, 0);
-    CHECK(scale == 64 && history[1] == 7, "a NaN moves nothing: scale %g", (double)scale);
+    CHECK(scale == 64 && history[1] == 7, "an amax of NaN changes neither scale nor history; found scale %g",
+          (double)scale);
     float alone = 0;  // a window of one is empty between passes
     scale = 0;
     delayed_update(&alone, 1, &scale, float_bits(3.5f), FP8_E5M2, 1);
-    CHECK(scale == 8192 && alone == 0, "margin 1: scale %g, history %g", (double)scale, (double)alone);
+    CHECK(scale == 8192 && alone == 0,
+          "margin 1 halves the scale, and the window of one is empty; found scale %g, history %g", (double)scale,
+          (double)alone);
     delayed_update(&alone, 1, &scale, 1, FP8_E4M3, 0);
-    CHECK(float_bits(scale) == 0x7f7fffffu, "the smallest magnitude's scale is the largest float, not %g",
-          (double)scale);
+    CHECK(float_bits(scale) == 0x7f7fffffu,
+          "the smallest amax above zero gets the largest float as its scale; found %g", (double)scale);
 }
 
 static void test_order(void) {
@@ -76,10 +84,13 @@ static void test_order(void) {
         const TensorRole order[] = {TENSOR_W, TENSOR_X, TENSOR_DY};
         for (int r = 0; r < 3; r++)
             for (int id = 0; id < NUM_LINEARS; id++)
-                CHECK(tensor_index(l, order[r], id) == next++, "layer %lld, tensor %d, linear layer %d", (long long)l,
-                      r, id);
+                CHECK(tensor_index(l, order[r], id) == next++,
+                      "layer %lld, tensor %d, linear layer %d: tensors are numbered by layer, then w, x and dy, then "
+                      "linear layer",
+                      (long long)l, r, id);
     }
-    CHECK(tensor_count(3) == next, "%lld tensors", (long long)next);
+    CHECK(tensor_count(3) == next, "tensor_count counts all tensors; it is one more than the largest index, %lld",
+          (long long)next);
     float scales[] = {1, 0.5f, 0};
     CHECK(delayed_is_complete(scales, 2) && !delayed_is_complete(scales, 3), "a scale of 0 counts as not known");
 }

@@ -7,7 +7,7 @@
 
 // ---- Goldens.
 
-// All 65,536 bfloat16 values.
+// Casts all 65,536 bfloat16 values.
 static void test_golden_casts(void) {
     Safetensors st = fp8_golden_open("dev/reference/goldens/fp8_casts.safetensors");
     for (int f = 0; f < 2; f++) {
@@ -19,7 +19,8 @@ static void test_golden_casts(void) {
             nans += fp8_is_nan(got, format);
             if (!fp8_same(got, expected[i], format) && wrong++ == 0) first = i;
         }
-        CHECK(wrong == 0 && nans == 2 * 127, "%s: %d of 65536 differ, first bf16 %04x; %d NaNs",
+        CHECK(wrong == 0 && nans == 2 * 127,
+              "%s: all casts equal torch's (%d of 65536 differ, first bf16 %04x), and 254 are NaN (found %d)",
               fp8_format_name(format), wrong, first, nans);
         free(expected);
     }
@@ -37,16 +38,16 @@ static void test_golden_scales(void) {
         int wrong = 0;
         for (int i = 0; i < 0x7f80; i++)
             wrong += float_bits(fp8_scale(bf16_to_float((bf16_bits)i), format)) != float_bits(expected[i]);
-        CHECK(wrong == 0, "%s: %d of 32640 scales differ", fp8_format_name(format), wrong);
+        CHECK(wrong == 0, "%s: all scales equal torch's; %d of 32640 differ", fp8_format_name(format), wrong);
         CHECK(fp8_scale(INFINITY, format) == special[0] && isnan(fp8_scale(NAN, format)) && isnan(special[1]),
-              "%s: amax of infinity or NaN", fp8_format_name(format));
+              "%s: an amax of infinity or NaN gives torch's scale", fp8_format_name(format));
         free(expected);
         free(special);
     }
     safetensors_close(&st);
 }
 
-// Whole tensors: amax, scale and cast.
+// Tests amax, scale and cast of whole tensors.
 static void test_golden_tensors(void) {
     Safetensors st = fp8_golden_open("dev/reference/goldens/fp8_tensors.safetensors");
     int cases = 0;
@@ -76,8 +77,8 @@ static void test_golden_tensors(void) {
                 wrong += !fp8_same(got, expected[k], format);
             }
             CHECK(wrong == 0 && (s == scale[0] || (isnan(s) && isnan(scale[0]))),
-                  "%s: %lld of %lld differ; scale %.9g, not %.9g", name, (long long)wrong, (long long)elements, s,
-                  scale[0]);
+                  "%s: the casts equal torch's (%lld of %lld differ); the scale is %.9g, torch's %.9g", name,
+                  (long long)wrong, (long long)elements, s, scale[0]);
             free(expected);
             free(scale);
         }
@@ -109,7 +110,8 @@ static void test_decode(void) {
             wrong += isnan(expected) ? !isnan(got) : got != expected || !signbit(got) != !signbit(expected);
             if (isfinite(expected)) back += fp8_from_float(got, format) != code;
         }
-        CHECK(wrong == 0 && back == 0, "%s: %d codes decode wrongly, %d change when cast again",
+        CHECK(wrong == 0 && back == 0,
+              "%s: all codes decode to their value (%d do not) and come back when cast again (%d finite ones do not)",
               fp8_format_name(format), wrong, back);
         CHECK(fp8_to_float(format == FP8_E4M3 ? 0x7e : 0x7b, format) == fp8_max(format),
               "the largest code decodes to fp8_max");
@@ -154,7 +156,8 @@ static void test_nearest(void) {
             }
             if (fp8_from_float(x, format) != nearest_code(x, format) && wrong++ == 0) first = x;
         }
-        CHECK(wrong == 0, "%s: %d of 20000 are not the nearest, first %.9g", fp8_format_name(format), wrong, first);
+        CHECK(wrong == 0, "%s: all casts give the nearest code; %d of 20000 do not, first %.9g",
+              fp8_format_name(format), wrong, first);
     }
 }
 
@@ -167,7 +170,7 @@ static void test_bf16(void) {
         const bool is_nan = (i & 0x7fff) > 0x7f80;
         wrong += is_nan ? !isnan(x) || !isnan(bf16_round(x)) : bf16_from_float(x) != i;
     }
-    CHECK(wrong == 0, "%d of 65536 change on the way to fp32 and back", wrong);
+    CHECK(wrong == 0, "all bf16 numbers come back from fp32; %d of 65536 do not", wrong);
     // Nearest with ties to even: between neighbours a < b, values below the middle round to a, values above to b, the
     // middle to the even one.
     for (uint32_t i = 0; i < 0x7f7f; i += 7) {
@@ -177,7 +180,7 @@ static void test_bf16(void) {
         wrong += bf16_from_float(middle) != even || bf16_from_float(nextafterf(middle, 0)) != i ||
                  bf16_from_float(nextafterf(middle, INFINITY)) != i + 1 || bf16_from_float(-middle) != (even | 0x8000);
     }
-    CHECK(wrong == 0, "%d roundings are wrong", wrong);
+    CHECK(wrong == 0, "all roundings to bf16 are right; %d are not", wrong);
     CHECK(bf16_from_float(3.4e38f) == 0x7f80 && bf16_from_float(-INFINITY) == 0xff80 &&
               isnan(bf16_round(float_from_bits(0x7f800001u))),
           "3.4e38 and -infinity become infinities in bf16, and NaN stays NaN");
@@ -198,19 +201,20 @@ static void test_stochastic_rounding(void) {
             sum += y;
         }
         CHECK(foreign == 0 && fabs(sum / 65536 - x) <= 1e-15 * fabs(x),
-              "%.9g: mean %.17g, %d results are not neighbours", x, sum / 65536, foreign);
+              "%.9g: the mean of all roundings is the value; found %.17g, and %d results that are no neighbours", x,
+              sum / 65536, foreign);
     }
     CHECK(bf16_from_float_stochastic(1.001f, 0xabcd0000u) == bf16_from_float_stochastic(1.001f, 0),
           "only the lower 16 random bits count");
     CHECK(bf16_from_float_stochastic(INFINITY, 65535) == 0x7f80 &&
               isnan(bf16_to_float(bf16_from_float_stochastic(NAN, 65535))),
           "stochastic rounding keeps infinity and NaN");
-    // 1000 additions of a tenth of a bf16 step end near the true sum, while rounding to nearest never leaves 1. Each
+    // 1000 additions of a tenth of a bf16 spacing end near the true sum, while rounding to nearest never leaves 1. Each
     // addition has a variance of 0.1 * 0.9 spacings^2, so sigma of the sum is 0.3 * 2^-7 * sqrt(1000) = 0.074.
     float sum = 1;
     for (uint64_t i = 0; i < 1000; i++)
         sum = bf16_to_float(bf16_from_float_stochastic(sum + 0.00078125f, (uint32_t)rng_u64(9, i)));
-    CHECK(fabsf(sum - 1.78125f) < 4 * 0.074f, "%g, not about 1.78", sum);
+    CHECK(fabsf(sum - 1.78125f) < 4 * 0.074f, "the sum is about 1.78; found %g", sum);
     CHECK(bf16_round(1 + 0.00078125f) == 1, "rounding to nearest rounds 1.00078 to 1");
 }
 
@@ -238,9 +242,11 @@ static void test_uniform(void) {
         }
         // 255 degrees of freedom: mean 255, sigma 22.6. The bound is five sigma either way. Overlapping pairs vary a
         // little more.
-        CHECK(chi > 142 && chi < 368 && chi_pairs > 130 && chi_pairs < 380, "stream %llu: chi-square %.1f, pairs %.1f",
+        CHECK(chi > 142 && chi < 368 && chi_pairs > 130 && chi_pairs < 380,
+              "stream %llu: single numbers and pairs are evenly distributed; found chi-squares of %.1f and %.1f",
               (unsigned long long)stream, chi, chi_pairs);
-        CHECK(low >= 0 && low < 1e-4f && high < 1 && high > 0.9999f, "range %g..%g", low, high);
+        CHECK(low >= 0 && low < 1e-4f && high < 1 && high > 0.9999f, "uniform numbers cover [0, 1); found %g to %g",
+              low, high);
     }
 }
 
@@ -257,19 +263,21 @@ static void test_normal(void) {
         for (int t = -3; t <= 3; t++) below[t + 3] += x < t;
         largest = fmax(largest, fabs(x));
     }
-    // Five sigma of each estimate: sqrt(1, 2, 15, 96) / sqrt(n).
+    // The bounds are five sigma of each estimate. For n numbers, sigma is the square root of 1/n, 2/n, 15/n and 96/n.
     const double s = 5 / sqrt((double)n);
     CHECK(fabs(moment[1]) < s && fabs(moment[2] - 1) < s * sqrt(2) && fabs(moment[3]) < s * sqrt(15) &&
               fabs(moment[4] - 3) < s * sqrt(96),
-          "moments %.5f %.5f %.5f %.5f", moment[1], moment[2], moment[3], moment[4]);
-    CHECK(fabs(neighbours) < s && fabs(streams) < s, "correlations %.5f %.5f", neighbours, streams);
+          "the moments are those of a normal distribution; found %.5f, %.5f, %.5f, %.5f", moment[1], moment[2],
+          moment[3], moment[4]);
+    CHECK(fabs(neighbours) < s && fabs(streams) < s, "neighbours and streams are uncorrelated; found %.5f and %.5f",
+          neighbours, streams);
     for (int t = -3; t <= 3; t++) {
         const double expected = 0.5 * erfc(-t / sqrt(2)), got = (double)below[t + 3] / (double)n;
-        CHECK(fabs(got - expected) < s * sqrt(expected * (1 - expected)), "P(x < %d) is %.6f, not %.6f", t, got,
+        CHECK(fabs(got - expected) < s * sqrt(expected * (1 - expected)), "P(x < %d) is %.6f; expected %.6f", t, got,
               expected);
     }
-    CHECK(largest > 4.2 && largest < 5.8, "largest of 2^20: %.2f",
-          largest);  // 24-bit uniforms end at sqrt(48 ln 2) = 5.77
+    CHECK(largest > 4.2 && largest < 5.8, "the largest of 2^20 numbers is between 4.2 and 5.8; found %.2f",
+          largest);  // numbers from 24 uniform bits end at sqrt(48 ln 2) = 5.77
 }
 
 static void test_elementary_functions(void) {
@@ -282,7 +290,7 @@ static void test_elementary_functions(void) {
             worst_cos = fmax(worst_cos, fabs(rng_cos_turn(u) - cos(2 * 3.14159265358979323846 * (double)u)));
     }
     CHECK(rng_minus_2ln(1.0f) == 0 && worst_log < 1e-6 && worst_cos < 1e-6,
-          "largest errors %.2g and %.2g, but rng.h states 1e-6", worst_log, worst_cos);
+          "errors are below 1e-6, as rng.h states; found %.2g for -2 ln and %.2g for cos", worst_log, worst_cos);
     CHECK(isfinite(rng_minus_2ln(0x1p-24f)), "-2 ln of the smallest uniform number is finite");
 }
 
@@ -298,15 +306,16 @@ static void test_keys(void) {
         }
     for (int i = 0; i < n; i++)
         for (int k = i + 1; k < n; k++) same += keys[i] == keys[k];
-    CHECK(same == 0, "%d equal keys", same);
-    // Pinned values. The numbers must not change between builds, since checkpoints rely on them.
-    CHECK(rng_mix(0x9e3779b97f4a7c15ull) == 0xe220a8397b1dcdafull, "SplitMix64's first output for seed 0: %016llx",
+    CHECK(same == 0, "no two keys or first numbers are equal; found %d pairs", same);
+    // A pinned value: the numbers must not change between builds, since checkpoints rely on them.
+    CHECK(rng_mix(0x9e3779b97f4a7c15ull) == 0xe220a8397b1dcdafull,
+          "rng_mix gives SplitMix64's first output for seed 0; found %016llx",
           (unsigned long long)rng_mix(0x9e3779b97f4a7c15ull));
-    // Each input bit flips about half of the output bits.
+    // Changing an input bit changes about half of the output bits.
     for (int bit = 0; bit < 64; bit += 9) {
         int flips = 0;
         for (uint64_t i = 0; i < 1000; i++) flips += __builtin_popcountll(rng_u64(i, 5) ^ rng_u64(i ^ 1ull << bit, 5));
-        CHECK(flips > 31000 && flips < 33000, "bit %d flips %.2f of 64", bit,
+        CHECK(flips > 31000 && flips < 33000, "changing bit %d changes about 32 of 64 bits; found %.2f", bit,
               flips / 1000.0);  // mean 32, sigma 4 / sqrt(1000)
     }
 }

@@ -3,8 +3,10 @@
 // calls: the linker puts functions of this file in place of CUDA and NCCL (--wrap, see the Makefile), and macros
 // replace the launchers that train_fp8.cu and linear.cuh call. They record the operations of each rank's two streams.
 // Then the streams of all ranks run (order_model.h). Operations on equal memory must be ordered by events, barriers and
-// collectives, a read must find the content that the model needs there, and no stream may wait for ever. The last
-// checks omit one barrier, collective, event or call of the trainer at a time, and the test must detect each.
+// collectives, a read must find the content that the model needs there, and no stream may wait for ever.
+// check_omissions() omits one barrier, collective, event or call of the trainer at a time, and the test must detect
+// each. Other checks are of the embedding's input ranks, the watcher, and the self-test of copy engines
+// (peer_memory.cuh).
 //
 // linear.cuh, batches.cuh, step_stats.cuh, fsdp_report.cuh and train.h come behind the macros, with train_fp8.cu.
 #define TESTING
@@ -43,7 +45,7 @@ typedef struct {
     float *loss;
     Comm comm;
     int64_t step;                  // version of the weights
-    int64_t gradient_step, micro;  // version of the weights, and micro-step, that the gradients are of
+    int64_t gradient_step, micro;  // weights' version, and micro-step, from which the gradients come
     int64_t operation, barriers;   // numbers of the operation being enqueued and of the barrier in it
     bool to_replicas;              // the sum over replicas is being enqueued
 } Rank;
@@ -57,7 +59,7 @@ typedef struct {
 
 static Rank ranks[ORDER_MAX_RANKS], *now;             // the rank whose trainer runs
 static bool creating;                                 // a trainer is being created or destroyed: nothing is recorded
-static int groups[COMM_NUM_GROUPS][ORDER_MAX_RANKS];  // ranks of each communicator
+static int groups[COMM_NUM_GROUPS][ORDER_MAX_RANKS];  // number of ranks of each communicator
 static int64_t events[MAX_EVENTS];                    // number of each event's last record, -1: none
 static int64_t num_events, copied;
 static size_t host_used;                   // bytes of pinned memory
@@ -67,11 +69,12 @@ static bool acts;                                         // calls take effect a
 static CUstreamBatchMemOpParams awaited[PEER_MAX_RANKS];  // with acts: values that streams wait for
 static int64_t num_awaited;
 
-// Content: the weights of a step, for a layer or ROOT.
+// Returns the content that stands for the weights of a layer or ROOT, of version `step`.
 static int64_t weights_of(int64_t step, int64_t l) { return order_content(2 + step * 1000 + l, 0); }
 
-// Content: gradients of a layer or ROOT, of the logits or inputs, or the statistics of a step, summed over some ranks.
+// Numbers in place of a layer's, for gradients_of: gradients of logits and inputs, and a step's loss and norm.
 enum { LOGITS = 996, INPUTS = 997, STATISTICS = 998 };
+// Returns the content that stands for gradients of a layer or ROOT in a micro-step, summed over `over` ranks.
 static int64_t gradients_of(int64_t step, int64_t micro, int64_t l, int64_t over) {
     return order_content((step * 100 + micro) * 1000 + 1 + l, over);
 }
@@ -108,7 +111,7 @@ static bool is_omitted(cudaStream_t s, const char *what, int64_t number) {
            (omission.rank < 0 || rank_of(s) == &ranks[omission.rank]);
 }
 
-// Returns the name of the NCCL or copying operation that is being enqueued.
+// Returns the name of the operation, by NCCL or copy engines, that is being enqueued.
 static const char *operation_name(const Rank *r) { return r->nccl->operations[r->nccl->enqueued % NCCL_PENDING].what; }
 
 static const char *event_name(const Rank *r, cudaEvent_t e) {
@@ -129,7 +132,7 @@ static int64_t nccl_element(ncclDataType_t type) {
     return type == ncclUint8 ? 1 : type == ncclBfloat16 ? 2 : type == ncclFloat64 ? 8 : 4;
 }
 
-// Returns the ranks of a communicator.
+// Returns the group of a communicator: a pointer to its number of ranks.
 static const int *group_of(ncclComm_t communicator) {
     if (!communicator) die("a collective in a group of one rank");
     return (const int *)communicator;
@@ -138,7 +141,7 @@ static const int *group_of(ncclComm_t communicator) {
 static ncclResult_t note_collective(const char *name, bool sums, cudaStream_t s, ncclComm_t communicator,
                                     const void *from, int64_t bytes, void *to, int64_t to_bytes) {
     const int *group = group_of(communicator);
-    if (is_omitted(s, operation_name(rank_of(s)), 0)) {  // omits the operation of this rank only
+    if (is_omitted(s, operation_name(rank_of(s)), 0)) {  // omits this rank's part in the collective
         note_read(s, from, bytes, ORDER_CARRIED);
         note_write(s, to, to_bytes, ORDER_CARRIED);
     } else {
@@ -155,7 +158,7 @@ static bool is_arrival(const Rank *r, const char *at) {
            offset < r->f->transport.peers.ranks * (int64_t)sizeof(uint32_t);
 }
 
-// PeerMemory.enqueue
+// Replaces PeerMemory.enqueue.
 static CUresult note_memory_operations(CUstream s, unsigned count, CUstreamBatchMemOpParams *operations, unsigned) {
     Rank *r = rank_of(s);
     if (r->operation != r->nccl->enqueued) r->operation = r->nccl->enqueued, r->barriers = 0;
@@ -194,8 +197,8 @@ static void note_amax_pass(cudaStream_t s, const TensorSource *source, const Fin
     if (to->tensor) note_write(s, to->tensor, sizeof(uint32_t), ORDER_CARRIED);
 }
 
-// A cast with block scales has no amaxes, and tensor scales are made elsewhere. All other amaxes must be of the weights
-// that are cast.
+// Records a cast. Block scales need no stored amaxes. The scale of a whole tensor may come from an older amax. All
+// other amaxes must be of the weights that are cast.
 static void note_cast(cudaStream_t s, const TensorSource *source, const QTensor *out, int64_t R, int64_t C) {
     const int64_t of_rows = usage_amaxes(out->row_granularity, R), of_columns = usage_amaxes(out->col_granularity, C);
     if (out->row_granularity == PER_TENSOR) note_read(s, out->amax, sizeof(uint32_t), ORDER_ANY);
@@ -227,7 +230,7 @@ static void note_transpose(cudaStream_t s, const uint8_t *col, const uint8_t *ro
     note_write(s, col, bytes, ORDER_CARRIED);
 }
 
-// The sum over ranks of this rank's own values and the received ones.
+// Records a sum over ranks, of this rank's own values and the received ones.
 static void note_rank_sum(cudaStream_t s, const void *to, int64_t to_element, const bf16 *own, const bf16 *others,
                           int64_t summed, int64_t n, const GradientSum *how) {
     note_read(s, others, (summed - 1) * n * (int64_t)sizeof(bf16), ORDER_CARRIED);
@@ -255,7 +258,7 @@ static bool is_amax_pass(const void *function) {
 #define INTEGER(i) (*(int64_t *)arguments[i])
 #define POINTER(type, i) (*(type **)arguments[i])
 
-// Kernels that add gradients to sums.
+// Records a kernel that adds gradients to sums. Returns false if it is another kernel.
 static bool note_sum_kernel(cudaStream_t s, const void *function, void **arguments) {
     for (int fp32 = 0; fp32 < 2; fp32++) {
         const int64_t element = fp32 ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16);
@@ -350,7 +353,7 @@ cudaError_t __wrap_cudaMemset2DAsync(void *to, size_t pitch, int, size_t width, 
     for (size_t row = 0; row < height; row++) note_write(s, (char *)to + row * pitch, (int64_t)width, ORDER_UNWRITTEN);
     return cudaSuccess;
 }
-static bool writes_pending;  // to the memory of a peer
+static bool writes_pending;  // true: a stream may still write to the memory of a peer
 static int64_t closed,
     closed_early;  // mappings of peer memory that were closed; closed while a write could still use them
 cudaError_t __wrap_cudaStreamSynchronize(cudaStream_t) {
@@ -443,14 +446,14 @@ ncclResult_t __wrap_ncclAllReduce(const void *from, void *to, size_t count, nccl
 // will be.
 typedef enum { WEIGHT, WRITTEN, NUM_TABLES } TensorTable;
 
-// layer: the layer that the trainer got last, whose content it expects there.
+// layer: for which layer the trainer got this address last. It expects that layer's content there.
 typedef struct {
     const void *at;
     int64_t bytes, layer;  // NO_LAYER: gradient of the inputs
     int64_t trainer;       // number of its trainer
 } Tensor;
 
-// Tensors of a unit that are contiguous: offset from the start of the segment.
+// Contiguous tensors of a unit. offset: elements from the start of the segment.
 typedef struct {
     int segment;
     int64_t offset, elements;
@@ -462,7 +465,7 @@ static int64_t num_trainers;                     // number of trainers so far, w
 static Part parts[2][MAX_PARTS];                 // parts of the root and of a layer
 static int num_parts[2];
 
-// Returns the tensor's entry, or a free one.
+// Returns the tensor's entry, or a free one for it.
 static Tensor *tensor_place(TensorTable table, const void *at) {
     Tensor *all = tensors[table];
     uint64_t i = ((uint64_t)(uintptr_t)at * 0x9e3779b97f4a7c15ull) >> 54;
@@ -568,7 +571,7 @@ struct Argument<RmsnormSource> {
     static void write(RmsnormSource) {}
 };
 
-// Launchers return bytes moved or FLOPs for the profile, or nothing.
+// Records a launcher's call. Returns 0 in place of bytes moved or FLOPs, which launchers return for the profile.
 template <class R, class... P>
 static R called(R (*)(P...), typename AsDeclared<P>::type... arguments) {
     (Argument<P>::read(arguments), ...);
@@ -576,7 +579,7 @@ static R called(R (*)(P...), typename AsDeclared<P>::type... arguments) {
     return R();
 }
 
-// Passes an argument through a template, in which NULL has become an integer.
+// Turns an integer back into a pointer: NULL becomes an integer when a template passes it on.
 struct GivenInteger {
     long value;
     template <class T>
@@ -631,7 +634,7 @@ static int64_t called_cross_entropy_gradient(float *, bf16 *, const int32_t *, i
     return 0;
 }
 
-// An embedding's gradient is added or made. If tied, lm_head's gradient must be there.
+// Records that an embedding's gradient is made, or added. If the embedding is tied, lm_head's gradient must be there.
 template <class Sum>
 static int64_t called_embedding(Sum *to, EmbeddingPart part, const bf16 *dx, const int32_t *, int64_t R, int64_t C,
                                 GradientSum, cudaStream_t) {
@@ -785,7 +788,7 @@ static void trainer_nccl_open(Nccl *n, const Comm *c) {
     for (int i = 0; i < NCCL_PENDING; i++) event_create(&n->operations[i].begun), event_create(&n->operations[i].done);
 }
 
-// Replaces peer_memory_open on a machine where copy engines work.
+// Replaces transport_open_peers, as on a machine where copy engines work.
 static bool trainer_open_peers(Transport *t, const Comm *c, char *, int64_t, char *, size_t) {
     PeerMemory *p = &t->peers;
     p->ranks = c->shard_size, p->rank = c->shard_rank;
@@ -899,7 +902,7 @@ typedef struct {
 
 static Trainer trainers[ORDER_MAX_RANKS];
 
-// Returns the rank's buffer that contains an address.
+// Returns the name of the rank's buffer that contains an address.
 static const char *buffer_name(int64_t rank, const char *address) {
     const Trainer *t = &trainers[rank];
     const Fsdp *f = &t->fsdp;
@@ -960,7 +963,8 @@ static void destroy_rank(int64_t rank) {
     creating = false;
 }
 
-// A run like that of the trainer: loaded weights, three steps, a sample after the first, a validation after the second.
+// Enqueues a run like the trainer's: loaded weights, three steps, a sample after the first, a validation after the
+// second.
 static void enqueue_steps(Rank *r, const Options *o) {
     static Run run;
     run.ops = &trainer_ops, run.trainer = &trainers[r - ranks], run.options = *o, run.comm = r->comm;
@@ -1009,14 +1013,15 @@ static void check_case(const Case *c) {
     CHECK(order.races == 0 && order.wrong == 0 && order.stuck == 0,
           "precision %d, recipe %d, filter \"%s\", sharding %d, gather %d, reduce %d, recompute %d, cache %d, copies "
           "%d, %lld ranks, %lld layers, accumulation %lld, untied %d, many tokens %d, norm first %d, in backward %d: "
-          "%lld races, %lld wrong contents, %lld streams stuck; %s",
+          "no race, wrong content or stuck stream (found %lld, %lld, %lld); %s",
           c->precision, c->recipe, c->filter, c->sharding, c->gather, c->reduce, c->recompute, c->cache, c->copies,
           (long long)c->world, (long long)c->layers, (long long)c->accumulation, c->untied, c->many_tokens,
           c->norm_first, c->in_backward, (long long)order.races, (long long)order.wrong, (long long)order.stuck,
           order.problem);
     if (c->sharding != SHARDING_FULL && c->sharding != SHARDING_HYBRID) return;
-    CHECK((copied > 0) == (c->copies == ON), "--copy-engines %d, but %lld copies to peers", c->copies,
-          (long long)copied);
+    CHECK((copied > 0) == (c->copies == ON),
+          "ranks copy from peers exactly with --copy-engines on; --copy-engines is %d, and there are %lld copies",
+          c->copies, (long long)copied);
 }
 
 // Checks every sharding strategy with one precision. `gather_most`: OFF tests --fp8-all-gather off, ON tests off and
@@ -1044,11 +1049,11 @@ static void check_noticed(const Case *c, Omission left_out, uint64_t seed) {
     omission = left_out;
     run_case(c, seed);
     CHECK(order.races + order.wrong + order.stuck > 0,
-          "sharding %d, copies %d: it is not noticed that \"%s\" %lld is left out", c->sharding, c->copies,
+          "sharding %d, copies %d: the test notices that \"%s\" %lld is left out", c->sharding, c->copies,
           omission.what, (long long)omission.number);
 }
 
-// An omitted operation is detected, in any order of running.
+// The test detects an omitted operation in each of three orders of running.
 static void check_omissions(void) {
     const struct {
         Omission omission;
@@ -1080,7 +1085,7 @@ static void check_omissions(void) {
         {{"reduced", 0, 3},
          SHARDING_GRAD_OP,
          ON,
-         false},  // with --sharding full, arrivals in the backward pass order it too
+         false},  // with --sharding full, arrivals in the backward pass order these accesses too
         {{"handover", 0, -1}, SHARDING_FULL, OFF, false},
         {{"handover", 0, 3}, SHARDING_HYBRID, ON, false},
         {{"handover", 0, 0}, SHARDING_HYBRID, OFF, false},
@@ -1088,7 +1093,7 @@ static void check_omissions(void) {
         {{"handover to the replicas", 0, 1}, SHARDING_HYBRID, OFF, false},
         {{"handover to the replicas", 0, -1}, SHARDING_NONE, OFF, false},
         {{"fsdp_unshard", 0, -1}, SHARDING_FULL, ON, false},
-        {{"fsdp_unshard", 0, 3}, SHARDING_GRAD_OP, OFF, false},  // like the case before, a call
+        {{"fsdp_unshard", 0, 3}, SHARDING_GRAD_OP, OFF, false},  // a call of the trainer, as in the case before
         {{"fsdp_reshard", 0, -1}, SHARDING_FULL, ON, false},
         {{"fsdp_reshard", 0, 2}, SHARDING_FULL, OFF, false},
         {{"fsdp_begin_gradients", 0, -1}, SHARDING_FULL, OFF, false},
@@ -1125,7 +1130,7 @@ static void check_omissions(void) {
     memset(&omission, 0, sizeof omission);
 }
 
-// Input gradients are gathered only if they are smaller than the embedding.
+// The embedding's output gradients are gathered only if they are not larger than the embedding.
 static void check_embedding_ranks(void) {
     static const struct {
         const char *model;
@@ -1143,8 +1148,9 @@ static void check_embedding_ranks(void) {
         Precision precision = precision_plan(&o, "", &m, &table, true);
         Fsdp f;
         fsdp_describe(&f, &table, &precision, &o, cases[i].world, cases[i].world - 1);
-        CHECK(fsdp_input_ranks(&f) == cases[i].ranks, "%s, %lld ranks, T %lld: inputs of %lld ranks", cases[i].model,
-              (long long)cases[i].world, (long long)cases[i].T, (long long)fsdp_input_ranks(&f));
+        CHECK(fsdp_input_ranks(&f) == cases[i].ranks,
+              "%s, %lld ranks, T %lld: the embedding's gradient is computed from gradients of %lld ranks",
+              cases[i].model, (long long)cases[i].world, (long long)cases[i].T, (long long)fsdp_input_ranks(&f));
         fsdp_destroy(&f);
         precision_free(&precision);
         parameter_table_free(&table);
@@ -1172,7 +1178,8 @@ static void check_watch(void) {
     Activity last = activity_now();
     CHECK(last.changes > before.changes && last.pending == 1 && last.pending_layer == 1,
           "fsdp reports an operation that is enqueued");
-    CHECK(strcmp(last.pending_what, "all-gather of the weights") == 0, "%s", last.pending_what);
+    CHECK(strcmp(last.pending_what, "all-gather of the weights") == 0,
+          "the watcher learns the name of the operation: %s", last.pending_what);
     for (int begun = 0; begun < 2; begun++) {
         first_pending = 1 + begun;  // the first operation's events are numbers 1 and 2
         nccl_watch(n);
@@ -1235,7 +1242,8 @@ static const char *proof_reads(const PeerMemory *peers, int64_t place) {
     *reason = 0;
     const bool right = peer_check_patterns(&peers[place], PROOF_FIRST + place, proof_memory[place].room, PROOF_BYTES,
                                            NULL, reason, sizeof reason);
-    CHECK(right == !*reason, "a proof that %s has the reason \"%s\"", right ? "holds" : "fails", reason);
+    CHECK(right == !*reason, "a proof has a reason exactly if it fails: it %s, with the reason \"%s\"",
+          right ? "holds" : "fails", reason);
     return reason;
 }
 
@@ -1243,24 +1251,24 @@ static void check_proof_of_reads(void) {
     PeerMemory peers[PROOF_RANKS];
     proof_begin(peers);
     for (int64_t place = 0; place < PROOF_RANKS; place++)
-        CHECK(!*proof_reads(peers, place), "%s", proof_reads(peers, place));
+        CHECK(!*proof_reads(peers, place), "the proof holds for equal patterns: %s", proof_reads(peers, place));
     proof_memory[2].room[PROOF_BYTES - 3] ^= 4;  // one bit of the last word
     CHECK(
         strstr(proof_reads(peers, 0), "rank 8's GPU gives wrong data to rank 6's GPU, first at byte 4092 of 4096: 0x"),
-        "%s", proof_reads(peers, 0));
+        "a changed bit is reported with its place: %s", proof_reads(peers, 0));
     CHECK(!*proof_reads(peers, 2), "a rank does not check its own memory: %s", proof_reads(peers, 2));
     proof_begin(peers);
     peers[1].base[0] = peers[1].base[2];  // another rank's memory
-    CHECK(strstr(proof_reads(peers, 1), "rank 6's GPU gives wrong data to rank 7's GPU, first at byte 0 of"), "%s",
-          proof_reads(peers, 1));
+    CHECK(strstr(proof_reads(peers, 1), "rank 6's GPU gives wrong data to rank 7's GPU, first at byte 0 of"),
+          "another rank's memory in place of a peer's is reported: %s", proof_reads(peers, 1));
     proof_begin(peers);
-    memset(proof_memory[1].room, 0, 64);  // the content before
+    memset(proof_memory[1].room, 0, 64);  // as it was before the pattern
     CHECK(strstr(proof_reads(peers, 2),
                  "rank 7's GPU gives wrong data to rank 8's GPU, first at byte 0 of 4096: 0x00000000 instead"),
-          "%s", proof_reads(peers, 2));
+          "memory that lacks the pattern is reported: %s", proof_reads(peers, 2));
 }
 
-// NCCL_P2P_DISABLE turns copy engines off. Without it, rank 1 of 2 reports that its memory cannot be opened here.
+// NCCL_P2P_DISABLE=1 turns copy engines off. If it is 0 or not set, the reason is that rank 7 has no memory to read.
 static void check_disabled(void) {
     static const struct {
         const char *value, *reason;
@@ -1277,7 +1285,7 @@ static void check_disabled(void) {
         if (cases[i].value) setenv("NCCL_P2P_DISABLE", cases[i].value, 1);
         else unsetenv("NCCL_P2P_DISABLE");
         CHECK(!peer_memory_try(&p, &comm, offers, NULL, reason, sizeof reason) && strstr(reason, cases[i].reason),
-              "NCCL_P2P_DISABLE=%s: %s", cases[i].value ? cases[i].value : "(none)", reason);
+              "NCCL_P2P_DISABLE=%s gives the expected reason: %s", cases[i].value ? cases[i].value : "(none)", reason);
     }
 }
 
@@ -1294,9 +1302,10 @@ static void check_fallback(void) {
     closed = closed_early = 0;
     const bool open = peer_memory_open(&p, &comm, memory, sizeof memory, arrivals, memory + 1024, PROOF_BYTES, NULL,
                                        reason, sizeof reason);
-    CHECK(!open && p.ranks == 0, "open %d, %lld ranks: %s", open, (long long)p.ranks, reason);
-    CHECK(closed == 1 && closed_early == 0, "%lld mappings closed, %lld too early", (long long)closed,
-          (long long)closed_early);
+    CHECK(!open && p.ranks == 0, "copy engines are not used; open %d, %lld ranks: %s", open, (long long)p.ranks,
+          reason);
+    CHECK(closed == 1 && closed_early == 0, "one mapping is closed, and none too early; found %lld and %lld",
+          (long long)closed, (long long)closed_early);
 }
 
 static void prove_lost_barrier(void *context) {
@@ -1310,30 +1319,32 @@ static void check_proof_of_barrier(void) {
     char reason[256] = "", output[512];
     proof_begin(peers);
     for (int64_t place = 1; place < PROOF_RANKS; place++) peer_barrier(&peers[place], NULL);
-    CHECK(peer_prove_barrier(&peers[0], PROOF_FIRST, 0.01, NULL, reason, sizeof reason) && !*reason, "%s", reason);
+    CHECK(peer_prove_barrier(&peers[0], PROOF_FIRST, 0.01, NULL, reason, sizeof reason) && !*reason,
+          "a barrier that all ranks reach completes: %s", reason);
     for (int64_t place = 0; place < PROOF_RANKS; place++)
         for (int64_t from = 0; from < PROOF_RANKS; from++)
-            CHECK(proof_memory[place].arrivals[from] == (from != place) && peers[place].barriers == 1,
-                  "place %lld has %u arrivals of %lld, and %u barriers", (long long)place,
-                  proof_memory[place].arrivals[from], (long long)from, peers[place].barriers);
+            CHECK(
+                proof_memory[place].arrivals[from] == (from != place) && peers[place].barriers == 1,
+                "place %lld has one arrival from each other place, after one barrier; found %u from %lld, %u barriers",
+                (long long)place, proof_memory[place].arrivals[from], (long long)from, peers[place].barriers);
     proof_begin(peers);
     peer_barrier(&peers[1], NULL);  // place 2 does not come
     num_awaited = 0;                // waits on the stream of place 0
     CHECK(!peer_prove_barrier(&peers[0], PROOF_FIRST, 0.01, NULL, reason, sizeof reason) &&
               strstr(reason, "did not complete on rank 6 within 0.01 s"),
-          "a barrier that one rank misses: %s", reason);
+          "a barrier that one rank misses is reported: %s", reason);
     CHECK(__wrap_cudaStreamQuery(NULL) == cudaSuccess, "the stream goes on after the barrier failed");
     proof_begin(peers);
     peers[0].enqueue = lose_memory_operations;
     CHECK(check_dies(prove_lost_barrier, &peers[0], "cannot be released; --copy-engines off", output, sizeof output),
-          "%s", output);
+          "a barrier that cannot be released ends the run: %s", output);
 }
 
 int main(void) {
     mallopt(M_TRIM_THRESHOLD, 1 << 28);  // keeps heap memory between cases
     for (int64_t world = 2; world <= 4; world++) {
         check_all(world, PRECISION_BF16, RECIPE_TENSORWISE, "", OFF, RECOMPUTE_NONE, ON);
-        for (int recompute : {RECOMPUTE_NONE, RECOMPUTE_LAYER}) {  // the others read weights as one of these
+        for (int recompute : {RECOMPUTE_NONE, RECOMPUTE_LAYER}) {  // other choices read weights like one of these
             check_all(world, PRECISION_FP8, RECIPE_TENSORWISE, "", ON, recompute, ON);
             check_all(world, PRECISION_FP8, RECIPE_TENSORWISE, "first,last", ON, recompute, ON);
             check_all(world, PRECISION_FP8, RECIPE_TENSORWISE, "mlp", ON, recompute, ON);

@@ -1,6 +1,6 @@
 // Tests the whole GPU trainer: its FP8 casts against torch's bytes, its model against goldens of transformers, and
-// against itself (recompute, accumulation, repetition, the check for non-finite gradients). gpu_runs.sh compares whole
-// runs with the CPU trainer.
+// against itself (recompute, repetition, skipped steps, values that are not finite). gpu_runs.sh compares whole runs
+// with the CPU trainer.
 #define TESTING
 #include "../../train_fp8.cu"
 
@@ -44,8 +44,9 @@ static void test_casts(Fp8Format format, const char *tensor) {
         wrong += is_nan ? !isnan(fp8_to_float(row[i], format)) : row[i] != expected[i];
         wrong_transpose += row[i] != col[i % 256 * 256 + i / 256];
     }
-    CHECK(wrong == 0, "%s: %d of 65536 bytes differ from torch's", tensor, wrong);
-    CHECK(wrong_transpose == 0, "%s: %d bytes of the transpose differ", tensor, wrong_transpose);
+    CHECK(wrong == 0, "%s: all bytes equal torch's; %d of 65536 differ", tensor, wrong);
+    CHECK(wrong_transpose == 0, "%s: the columnwise bytes are the rowwise ones, transposed; %d differ", tensor,
+          wrong_transpose);
     CUDA_CHECK(cudaFree(memory));
     safetensors_close(&g.st);
 }
@@ -125,8 +126,9 @@ static double mean_loss(Trainer *t) {
     return sum / (double)t->d.R;
 }
 
-// Compares the loss and every gradient with an fp32 run of transformers. FP8 rounds every operand of every GEMM to 3 or
-// 2 bits of mantissa, so the bounds are wide here. gpu_runs.sh compares closely with the CPU trainer's emulation.
+// Compares the loss and every gradient with an fp32 run of transformers. FP8 rounds the operands of linear layers'
+// GEMMs to 3 or 2 bits of mantissa, so the bounds are wide here. gpu_runs.sh compares closely with the CPU trainer's
+// emulation.
 static void test_golden(const char *name, int precision, int recompute, double loss_tolerance,
                         double gradient_tolerance) {
     Golden g = golden_open(goldens, scratch, name);
@@ -142,18 +144,19 @@ static void test_golden(const char *name, int precision, int recompute, double l
     load_golden_weights(&t, &g);
     int32_t *inputs = (int32_t *)xcalloc((size_t)(2 * t.d.R), sizeof *inputs), *targets = inputs + t.d.R;
     golden_batch(&g, inputs, targets);
-    // NaN in every place where no gradient is written.
+    // Fills gradients with NaN, so that a gradient that is not written is detected.
     CUDA_CHECK(cudaMemset(gradients(&t), 0xff, (size_t)t.table.total * sizeof(bf16)));
     forward_backward(&t, inputs, targets, true);
     const double loss_error = fabs(mean_loss(&t) / golden_number(&g, "loss") - 1);
-    CHECK(loss_error < loss_tolerance, "%s: loss off by %g", name, loss_error);
+    CHECK(loss_error < loss_tolerance, "%s: the loss agrees with transformers'; relative error %g", name, loss_error);
     float *grads = download(gradients(&t), t.table.total);
     double worst = 0;
     for (int64_t i = 0; i < t.table.count; i++) {
         const Parameter *p = &t.table.entries[i];
         float *expected = golden_values(&g, "grad.", p->name, NULL);
         const double error = check_relative_error(grads + p->offset, expected, parameter_elements(p));
-        CHECK(error < gradient_tolerance, "%s: gradient of %s off by %g", name, p->name, error);
+        CHECK(error < gradient_tolerance, "%s: the gradient of %s agrees with transformers'; relative error %g", name,
+              p->name, error);
         if (!(error <= worst)) worst = error;
         free(expected);
     }
@@ -189,7 +192,7 @@ static ModelConfig small_model(ModelFamily family) {
     return m;
 }
 
-// Recomputing a layer gives bits equal to those of a kept one, and so does running a step again.
+// Recomputing a layer changes no bit of loss and gradients, and neither does running a step again.
 static void test_recompute_and_repetition(ModelFamily family, int precision) {
     const ModelConfig m = small_model(family);
     bf16_bits *first = NULL;
@@ -211,8 +214,9 @@ static void test_recompute_and_repetition(ModelFamily family, int precision) {
         } else {
             const int64_t different = different_bits(gradients(&t), first, t.table.total);
             CHECK(loss == first_loss && different == 0,
-                  "family %d precision %d, run %d, --recompute %d: loss %.9g and %.9g, %lld gradients differ", family,
-                  precision, run, o.recompute, loss, first_loss, (long long)different);
+                  "family %d precision %d, run %d, --recompute %d: loss %.9g equals %.9g, and all gradients are equal; "
+                  "%lld differ",
+                  family, precision, run, o.recompute, loss, first_loss, (long long)different);
         }
         free(tokens);
         trainer_destroy(&t);
@@ -220,7 +224,8 @@ static void test_recompute_and_repetition(ModelFamily family, int precision) {
     free(first);
 }
 
-// A non-finite gradient is found and named. A skipped step changes neither weights nor optimizer state.
+// A gradient that is not finite is found. A step that is skipped because of it changes neither weights nor optimizer
+// state.
 static void test_nonfinite_gate(int on_nonfinite) {
     const ModelConfig m = small_model(FAMILY_LLAMA);
     Options o = test_options(PRECISION_BF16, 1, 128);
@@ -248,20 +253,21 @@ static void test_nonfinite_gate(int on_nonfinite) {
             const int64_t position = nonfinite_position(&t.table, &t.fsdp.plan, what.position);
             const int64_t found = backward_position(backward_order(&t.table), position);
             CHECK(stats.control.nonfinite && what.magnitude == 0x7f800000u && found == bad,
-                  "nonfinite %u, bad element %lld, expected %lld", stats.control.nonfinite, (long long)found,
-                  (long long)bad);
+                  "the first gradient that is not finite, in backward order, is found: nonfinite %u, element %lld, "
+                  "expected %lld",
+                  stats.control.nonfinite, (long long)found, (long long)bad);
             for (int k = 0; k < 3; k++) {
                 bf16_bits now[2];  // room for an fp32 number, as state_read would write with FP16 masters
                 state_read(&t, kinds[k], bad, 1, now);
-                CHECK(now[0] == (k ? 0 : before[bad]), "the element with an infinite gradient: array %d holds %04x", k,
-                      now[0]);
+                CHECK(now[0] == (k ? 0 : before[bad]),
+                      "the element with an infinite gradient does not change; array %d holds %04x", k, now[0]);
             }
             if (on_nonfinite == NONFINITE_SKIP)
-                CHECK(moved == 0, "%lld weights changed in a skipped step", (long long)moved);
+                CHECK(moved == 0, "a skipped step changes no weight; %lld changed", (long long)moved);
         } else {
             CHECK(!stats.control.nonfinite && moved > 0,
-                  "an ordinary step after a skipped one: nonfinite %u, %lld weights changed", stats.control.nonfinite,
-                  (long long)moved);
+                  "an ordinary step after a skipped one changes weights: nonfinite %u, %lld weights changed",
+                  stats.control.nonfinite, (long long)moved);
         }
     }
     free(before);
@@ -277,7 +283,8 @@ static uint32_t *download_delayed(const Trainer *t) {
     return words;
 }
 
-// Takes a step of two micro-steps on synthetic tokens. With `refuse`, one gradient makes the trainer refuse it.
+// Takes a step of two micro-steps on synthetic tokens. With `refuse`, one gradient is infinite, so that the trainer
+// skips the step.
 static void delayed_step(Trainer *t, int64_t step, bool refuse) {
     int32_t *tokens = (int32_t *)xcalloc((size_t)(2 * t->d.R), sizeof *tokens);
     for (int64_t i = 0; i < 2 * t->d.R; i++) tokens[i] = (int32_t)(rng_u64(7 + (uint64_t)step, (uint64_t)i) % 320);
@@ -295,8 +302,8 @@ static void delayed_step(Trainer *t, int64_t step, bool refuse) {
     free(tokens);
 }
 
-// Delayed scaling with --on-nonfinite skip: refused steps, even the first one, do not change amax histories and scales.
-// A later step equals that of a trainer without refused steps.
+// Delayed scaling with --on-nonfinite skip: skipped steps, even the first one, do not change amax histories and scales.
+// A later step equals that of a trainer without skipped steps.
 static void test_delayed_skip(int recompute) {
     const ModelConfig m = small_model(FAMILY_LLAMA);
     Options o = test_options(PRECISION_FP8, 1, 128);
@@ -310,21 +317,23 @@ static void test_delayed_skip(int recompute) {
     uint32_t *start = download_delayed(&t);
     delayed_step(&t, 0, true);
     uint32_t *refused = download_delayed(&t);
-    CHECK(memcmp(start, refused, bytes) == 0, "a refused first step leaves histories and scales unchanged");
+    CHECK(memcmp(start, refused, bytes) == 0, "a skipped first step leaves histories and scales unchanged");
     for (int64_t step = 1; step < 3; step++) {
         delayed_step(&t, step, false), delayed_step(&without, step, false);
         uint32_t *good = download_delayed(&t), *want = download_delayed(&without);
-        CHECK(memcmp(start, good, bytes) != 0, "step %lld changes no history", (long long)step);
-        CHECK(memcmp(want, good, bytes) == 0, "step %lld after a refused step has other histories or scales",
+        CHECK(memcmp(start, good, bytes) != 0, "step %lld, which is taken, changes histories or scales",
+              (long long)step);
+        CHECK(memcmp(want, good, bytes) == 0,
+              "step %lld after a skipped step has the histories and scales of a trainer that skipped none",
               (long long)step);
         bf16_bits *weights = (bf16_bits *)xcalloc((size_t)t.table.total, sizeof *weights);
         CUDA_CHECK(cudaMemcpy(weights, without.params.weights, (size_t)t.table.total * sizeof *weights,
                               cudaMemcpyDeviceToHost));
         CHECK(different_bits(t.params.weights, weights, t.table.total) == 0,
-              "step %lld after a refused step has other weights", (long long)step);
+              "step %lld after a skipped step has the weights of a trainer that skipped none", (long long)step);
         delayed_step(&t, step, true);
         uint32_t *after = download_delayed(&t);
-        CHECK(memcmp(good, after, bytes) == 0, "a refused step leaves histories and scales unchanged");
+        CHECK(memcmp(good, after, bytes) == 0, "a skipped step leaves histories and scales unchanged");
         free(good), free(want), free(weights), free(after);
         // The trainer sets this flag after each step that it does not skip. delayed_step does not.
         t.linears.scales.scales_ready = without.linears.scales.scales_ready = true;
@@ -347,7 +356,8 @@ static void test_bad_norm(int recompute) {
     CUDA_CHECK(cudaMemset(&t.step.stats->bad_norm, 0xff, sizeof t.step.stats->bad_norm));
     forward_backward(&t, tokens, tokens + t.d.R, false);
     const StepStats stats = download_stats(&t);
-    CHECK(stats.bad_norm == (uint32_t)nonfinite_norm(1, false), "norm %u is reported", stats.bad_norm);
+    CHECK(stats.bad_norm == (uint32_t)nonfinite_norm(1, false), "the first norm of layer 1 is reported; found norm %u",
+          stats.bad_norm);
     free(tokens);
     trainer_destroy(&t);
 }

@@ -1,13 +1,13 @@
-// Tests the readings of a GPU (gpu_monitor.h) with functions of our own in place of NVML's: the energy counts on
-// between readings and never falls, and a value that the GPU does not report is NAN.
+// Tests the readings of a GPU (gpu_monitor.h) with functions of our own in place of NVML's. The energy counts on
+// between readings and never falls. A value that the GPU does not report is NAN.
 #define GPU_MONITOR_SECONDS 0.1  // so that the test is short
 #include "../../llmc/dist/gpu_monitor.h"
 #include "lib/check.h"
 
-static double fake_watts, fake_joules_from;  // the fake GPU uses fake_watts since the time fake_joules_from
-static double fake_joules_lump = 0.001;      // its counter grows by this much at a time
+static double fake_watts, fake_joules_from;  // the fake GPU has used fake_watts since the time fake_joules_from
+static double fake_joules_lump = 0.001;      // its energy counter grows by this much at a time
 static int64_t fake_readings;
-static bool fake_is_silent;  // it reports no value
+static bool fake_is_silent;  // the fake GPU reports no values
 
 static int fake_init(void) { return 0; }
 
@@ -69,14 +69,17 @@ static void test_readings(void) {
     for (int i = 0; i < 50; i++) {  // 0.5 s
         const GpuReading r = gpu_monitor_read(&m);
         const double want = 500 * (seconds_now() - fake_joules_from);
-        CHECK(r.present && r.watts == 500 && r.sm_mhz == 1755 && r.celsius == 61 && r.throttle == 4, "reading %d", i);
-        CHECK(fabs(r.joules - want) < 1 && r.joules >= before, "%g joules after %g, not %g", r.joules, before, want);
+        CHECK(r.present && r.watts == 500 && r.sm_mhz == 1755 && r.celsius == 61 && r.throttle == 4,
+              "reading %d has power, clock, temperature and throttle reasons of the fake GPU", i);
+        CHECK(fabs(r.joules - want) < 1 && r.joules >= before, "the energy is %g J after %g J; expected %g J", r.joules,
+              before, want);
         before = r.joules;
         sleep_seconds(0.01);
     }
-    CHECK(fake_readings >= 3 && fake_readings <= 12, "%lld readings in half a second", (long long)fake_readings);
+    CHECK(fake_readings >= 3 && fake_readings <= 12, "the GPU is read 3 to 12 times in half a second; found %lld",
+          (long long)fake_readings);
 
-    // The counter turns out to be lower than the energy that was reported: the energy stands still.
+    // The counter now has less energy than was already reported. The reported energy stands still.
     fake_joules_from = seconds_now() - 9;
     sleep_seconds(0.25);
     CHECK(gpu_monitor_read(&m).joules >= before, "energy never falls");
@@ -86,7 +89,7 @@ static void test_readings(void) {
     CHECK(fake_readings == readings && !gpu_monitor_read(&m).present, "a closed monitor reads no more");
 }
 
-// The counter grows by 100 J at a time, and steps take 5 J: each step gets about 5 J all the same.
+// The counter grows by 100 J at a time, and a step uses 5 J. Still, the energy of each step is about 5 J.
 static void test_lumps(void) {
     GpuMonitor m = fake_monitor();
     fake_watts = 500, fake_joules_from = seconds_now() - 10, fake_joules_lump = 100;
@@ -96,12 +99,12 @@ static void test_lumps(void) {
     for (int i = 0; i < 100; i++) {
         sleep_seconds(0.01);
         const double joules = gpu_monitor_read(&m).joules, now = seconds_now(), want = 500 * (now - at);
-        CHECK(joules - before > 0.5 * want && joules - before < 1.5 * want, "step %d: %g J, not %g", i, joules - before,
-              want);
+        CHECK(joules - before > 0.5 * want && joules - before < 1.5 * want,
+              "step %d: the energy is %g J; expected about %g J", i, joules - before, want);
         before = joules, at = now;
     }
-    CHECK(fabs(before - first - 500 * (at - first_at)) < 120, "%g J in all, not %g", before - first,
-          500 * (at - first_at));
+    CHECK(fabs(before - first - 500 * (at - first_at)) < 120, "the energy of all steps is %g J; expected about %g J",
+          before - first, 500 * (at - first_at));
     gpu_monitor_close(&m);
     fake_joules_lump = 0.001;
 }
@@ -112,7 +115,7 @@ static void test_silent(void) {
     CHECK(gpu_monitor_start(&m, "0000:01:00.0"), "the monitor starts for a GPU that reports no power");
     const GpuReading r = gpu_monitor_read(&m);
     CHECK(r.present && isnan(r.joules) && isnan(r.watts) && isnan(r.sm_mhz) && isnan(r.celsius) && r.throttle == 0,
-          "a value that the GPU does not report is NAN");
+          "values that the GPU does not report are NAN, and there are no throttle reasons");
     gpu_monitor_close(&m);
     fake_is_silent = false;
 }

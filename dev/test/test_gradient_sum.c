@@ -1,5 +1,5 @@
-// Tests sums of gradients over micro-steps (llmc/reference/gradient_sum.h): bits that depend only on seed, step, part
-// and position, no bias, and as much noise as documented.
+// Tests sums of gradients over micro-steps (llmc/reference/gradient_sum.h). Their bits depend only on seed, step, part
+// (number of the addition in its step) and position. Rounding has no bias, and as much noise as documented.
 #include "../../llmc/reference/gradient_sum.h"
 
 #include "lib/check.h"
@@ -17,7 +17,7 @@ static float *values(float x) {
     return v;
 }
 
-// Pieces of any length and position give the bits of the whole. Another seed, step or part gives other bits.
+// A sum that is added in pieces has the bits of one that is added as a whole. Another seed, step or part gives others.
 static void test_bits(void) {
     float *whole = values(1), *pieces = values(1), *others[3] = {values(1), values(1), values(1)}, *g = values(0x1p-9f);
     const GradientSum sum = later_part(42, 7, 3),
@@ -25,40 +25,47 @@ static void test_bits(void) {
     gradient_sum_reference(whole, g, 0, N, false, &sum);
     for (int64_t first = 0, n = 1; first < N; first += n, n = min_i64(n + 13, N - first)) {
         GradientSum at = sum;
-        at.flat = first / 8 * 8;  // a rank's part, and an element of it
+        at.flat = first / 8 * 8;  // a rank's range begins at a multiple of 8
         gradient_sum_reference(pieces + first, g + first, first % 8, n, false, &at);
     }
-    CHECK(memcmp(whole, pieces, N * sizeof *whole) == 0, "a sum in pieces has other bits than the whole");
+    CHECK(memcmp(whole, pieces, N * sizeof *whole) == 0, "a sum in pieces has the bits of the whole sum");
     for (int k = 0; k < 3; k++) {
         int64_t same = 0;
         gradient_sum_reference(others[k], g, 0, N, false, &other[k]);
         for (int64_t i = 0; i < N; i++) same += others[k][i] == whole[i];
-        // Rounded up with probability 1/4: two independent draws agree in 10 of 16 cases. 5 standard deviations are
-        // 620.
-        CHECK(llabs(same - N * 10 / 16) < 620, "key %d: %lld of %d elements are rounded alike", k, (long long)same, N);
+        // A sum is rounded up with probability 1/4, so two independent draws agree in 10 of 16 cases. 5 standard
+        // deviations are
+        // 620 elements.
+        CHECK(llabs(same - N * 10 / 16) < 620, "key %d: about 10 of 16 elements are rounded alike; found %lld of %d", k,
+              (long long)same, N);
         free(others[k]);
     }
     static const int up[8] = {0, 0, 0, 0, 0, 0, 1, 0};
-    for (int i = 0; i < 8; i++) CHECK(whole[i] == (up[i] ? 1 + 0x1p-7f : 1), "element %d is %.9g", i, (double)whole[i]);
+    for (int i = 0; i < 8; i++)
+        CHECK(whole[i] == (up[i] ? 1 + 0x1p-7f : 1), "element %d is rounded as pinned; found %.9g", i,
+              (double)whole[i]);
     free(whole), free(pieces), free(g);
 }
 
-// A gradient that replaces a sum, or is added to an fp32 sum, is not rounded stochastically. A non-finite one stays so.
+// A gradient that replaces a sum, or is added to an fp32 sum, is not rounded stochastically. An infinity stays
+// infinite.
 static void test_kinds(void) {
     const float x[4] = {1 + 0x1p-8f + 0x1p-20f, INFINITY, 0x1.fep127f, -0x1p-133f};
     const GradientSum replaces = {false, false, 5, 0}, joins = later_part(1, 2, 3);
     float sum[4] = {9, 9, 9, 9}, fp32[4] = {0x1p-30f, 1, -1, 0};
     gradient_sum_reference(sum, x, 0, 4, false, &replaces);
     for (int i = 0; i < 4; i++)
-        CHECK(sum[i] == bf16_round(x[i]), "replaced: %.9g for %.9g", (double)sum[i], (double)x[i]);
+        CHECK(sum[i] == bf16_round(x[i]), "a replaced sum is the gradient, rounded to nearest: found %.9g for %.9g",
+              (double)sum[i], (double)x[i]);
     gradient_sum_reference(fp32, x, 0, 4, true, &joins);
     CHECK(fp32[0] == x[0] + 0x1p-30f && fp32[1] == INFINITY && fp32[2] == x[2] - 1 && fp32[3] == x[3],
-          "an fp32 sum: %.9g", (double)fp32[0]);
+          "an fp32 sum is the sum in fp32; the first element is %.9g", (double)fp32[0]);
     gradient_sum_reference(sum, x, 0, 4, false, &joins);
-    CHECK(sum[1] == INFINITY && isfinite(sum[3]), "a sum with infinity: %.9g", (double)sum[1]);
+    CHECK(sum[1] == INFINITY && isfinite(sum[3]),
+          "a sum with an infinity is infinite, and other elements are finite; found %.9g", (double)sum[1]);
 }
 
-// Adds one small gradient 1,024 times: rounding to nearest would stop at 256 times it. Also measures the noise of
+// Adds gradients of 1 in 1,024 parts: rounding to nearest would stop at a sum of 256. Also measures the noise of
 // gradients with random signs.
 static void test_sums(void) {
     enum { PARTS = 1024 };
@@ -78,14 +85,15 @@ static void test_sums(void) {
         const double off = (double)sum[i] - exact[i];
         exact_squares += (double)exact[i] * exact[i], noise += off * off, error += off, mean += drift[i];
     }
-    // An element's sum is off by at most 0.042 of itself on average (root of two thirds of 2.7e-6 x 1,024). The bound
-    // is 5 standard deviations of the mean of N.
-    CHECK(fabs(mean / N / PARTS - 1) < 5 * 0.043 / sqrt(N), "the mean of %d sums of %d ones is %.4f", N, PARTS,
-          mean / N);
-    CHECK(fabs(error / N) < 5 * sqrt(noise / N) / sqrt(N), "sums are off by %g on average", error / N);
+    // The noise of an element's sum has a standard deviation of 0.043 of that sum: the root of 1,024 times two thirds
+    // of 2.7e-6. The bound is 5 standard deviations of the mean of N sums.
+    CHECK(fabs(mean / N / PARTS - 1) < 5 * 0.043 / sqrt(N),
+          "the mean of %d sums of %d ones is near their number; found %.4f", N, PARTS, mean / N);
+    CHECK(fabs(error / N) < 5 * sqrt(noise / N) / sqrt(N), "sums have no bias; they are off by %g on average",
+          error / N);
     const double share = noise / exact_squares / PARTS;
-    // N draws of the noise vary by sqrt(2 / N) = 0.6%. The estimate itself assumes that binades are evenly used, which
-    // is true within a few percent.
+    // The sum of N squared errors varies by sqrt(2 / N) = 0.6%. The expected noise assumes that the positions of sums
+    // within their binades are evenly spread, which is true within a few percent.
     CHECK(share > 2.5e-6 && share < 3.0e-6,
           "noise of a micro-step is %.3g of the squared sum; gradient_sum.h states 2.7e-6", share);
     printf("noise of %d bf16 additions: %.3g of the squared sum for each; %d ones add up to %.2f\n", PARTS, share,

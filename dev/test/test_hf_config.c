@@ -48,36 +48,38 @@ static void test_published_llama(void) {
     memcpy(preset.name, m.name, sizeof m.name);
     CHECK(memcmp(&m, &preset, sizeof m) == 0, "the config equals the preset");
     const char *name = strrchr(scratch, '/') + 1;
-    CHECK(strcmp(m.name, name) == 0, "%s", m.name);
+    CHECK(strcmp(m.name, name) == 0, "the model has the name of its folder; found %s", m.name);
     char out[128], trailing[64];
     format_checked(trailing, sizeof trailing, "%s//", scratch);
     hf_folder_name(trailing, out, sizeof out);
-    CHECK(strcmp(out, name) == 0, "%s", out);
+    CHECK(strcmp(out, name) == 0, "slashes at the end of a path do not count; found %s", out);
 }
 
 static void test_defaults(void) {
     ModelConfig m = read_text(LLAMA "}");
     CHECK(m.family == FAMILY_LLAMA && m.num_kv_heads == 4 && m.head_dim == 32 && !m.tie_word_embeddings &&
               !m.qkv_bias && !m.qk_norm,
-          "the fields of a Llama config");
+          "a Llama config without these fields gets transformers' defaults: shape of the heads, no biases, no QK-norm, "
+          "not tied");
     CHECK(m.rms_norm_eps == 1e-6 && m.rope_theta == 10000 && m.rope_scaling.factor == 0 &&
               m.initializer_range == 0.02 && m.max_position_embeddings == 2048,
-          "the fields of a Llama config");
-    CHECK(m.bos_token_id == 1 && m.eos_token_id == 2, "the fields of a Llama config");
+          "a Llama config without these fields gets transformers' defaults: RoPE, norms, initial weights, positions");
+    CHECK(m.bos_token_id == 1 && m.eos_token_id == 2, "a Llama config without token ids gets transformers' defaults");
     m = read_text("{\"model_type\": \"qwen2\", " SIZES ", \"num_key_value_heads\": null}");
     CHECK(m.family == FAMILY_QWEN2 && m.qkv_bias && !m.qk_norm && m.num_kv_heads == 4 && m.head_dim == 32 &&
               m.bos_token_id == -1 && m.max_position_embeddings == 32768,
-          "the fields of a Qwen2 config");
+          "a Qwen2 config has biases, and transformers' defaults for fields that are missing");
     m = read_text(QWEN3 ", \"num_key_value_heads\": 2, \"tie_word_embeddings\": true, \"eos_token_id\": [7, 8], "
                         "\"bos_token_id\": 1000}");
     CHECK(m.family == FAMILY_QWEN3 && !m.qkv_bias && m.qk_norm && m.num_kv_heads == 2 && m.head_dim == 128 &&
               m.tie_word_embeddings,
-          "the fields of a Qwen3 config");
+          "a Qwen3 config has QK-norm, head_dim 128 by default, and the heads and tying that it states");
     CHECK(m.eos_token_id == 7 && m.bos_token_id == -1,
           "eos is the first of a list, and a bos outside the vocabulary is -1");
     m = read_text(QWEN2 ", \"num_key_value_heads\": 2, \"head_dim\": 64, \"sliding_window\": 4096, "
                         "\"use_sliding_window\": false, \"layer_types\": [\"full_attention\"], \"eos_token_id\": []}");
-    CHECK(m.head_dim == 64 && m.eos_token_id == -1, "Qwen2 takes head_dim from its config");
+    CHECK(m.head_dim == 64 && m.eos_token_id == -1,
+          "a Qwen2 config may state head_dim, and an empty list of eos tokens gives -1");
 }
 
 static void test_rope_styles(void) {
@@ -92,12 +94,14 @@ static void test_rope_styles(void) {
         const RopeScaling *s = &m.rope_scaling;
         CHECK(m.rope_theta == 500000 && s->factor == 8 && s->low_freq_factor == 1 && s->high_freq_factor == 4 &&
                   s->original_max_position_embeddings == 8192,
-              "%s", same[i]);
+              "all styles give the same RoPE; this one is %s", same[i]);
     }
     ModelConfig m = read_text(LLAMA ", \"rope_parameters\": {\"rope_theta\": 1e6, \"rope_type\": \"default\"}}");
-    CHECK(m.rope_theta == 1e6 && m.rope_scaling.factor == 0, "rope_theta with rope_parameters of type default");
+    CHECK(m.rope_theta == 1e6 && m.rope_scaling.factor == 0,
+          "rope_parameters give rope_theta, and their type default means no scaling");
     m = read_text(LLAMA ", \"rope_theta\": 1e6, \"rope_scaling\": null}");
-    CHECK(m.rope_theta == 1e6 && m.rope_scaling.factor == 0, "rope_theta without rope_parameters and rope_scaling");
+    CHECK(m.rope_theta == 1e6 && m.rope_scaling.factor == 0,
+          "rope_theta may stand alone, and a rope_scaling of null means no scaling");
 }
 
 static void test_refused(void) {
@@ -158,7 +162,7 @@ static void test_refused(void) {
         {QWEN2 "}", "not a multiple"}};  // transformers' default of 32 key heads does not divide 4
     char output[4096];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
-        CHECK(check_dies(read_action, (void *)cases[i][0], cases[i][1], output, sizeof output), "%s: \"%s\"",
+        CHECK(check_dies(read_action, (void *)cases[i][0], cases[i][1], output, sizeof output), "%s is refused: \"%s\"",
               cases[i][0], output);
 }
 
@@ -176,15 +180,15 @@ static void test_round_trip(void) {
         ModelConfig m, back;
         model_config_preset(&m, name);
         if (!m.vocab_size) m.vocab_size = 512;
-        CHECK(hf_config_write(&m, scratch, "bfloat16", NULL, &failure), "%s", failure.text);
+        CHECK(hf_config_write(&m, scratch, "bfloat16", NULL, &failure), "the config is written: %s", failure.text);
         hf_config_read(&back, scratch);
         memcpy(back.name, m.name, sizeof m.name);
-        CHECK(memcmp(&m, &back, sizeof m) == 0, "%s differs after writing and reading", name);
+        CHECK(memcmp(&m, &back, sizeof m) == 0, "%s is the same after writing and reading", name);
     }
-    CHECK(count == 16, "%d presets", count);
+    CHECK(count == 16, "there are 16 presets; found %d", count);
     CHECK(check_dies(missing_action, (void *)"/no/such/folder", "cannot read /no/such/folder/config.json: No such file",
                      output, sizeof output),
-          "%s", output);
+          "a missing folder is refused: %s", output);
 }
 
 // The config.json files of transformers 5 and 4 for the golden models (dev/reference) give equal models. Run it from
@@ -201,10 +205,10 @@ static void test_goldens(void) {
             read[style] = read_text(text);
             free(text);
         }
-        CHECK(memcmp(&read[0], &read[1], sizeof read[0]) == 0, "%s: the two styles differ", names[i]);
+        CHECK(memcmp(&read[0], &read[1], sizeof read[0]) == 0, "%s: both styles give the same model", names[i]);
         CHECK((read[0].rope_scaling.factor > 0) == (i == 1) && read[0].qkv_bias == (i == 2) &&
                   read[0].qk_norm == (i == 3),
-              "%s", names[i]);
+              "%s has RoPE scaling, biases or QK-norm if its family has them", names[i]);
     }
 }
 

@@ -46,52 +46,54 @@ static void check_first_host(void) {
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         char host[64];
         init_first_host(cases[i][0], host, sizeof host);
-        CHECK(strcmp(host, cases[i][1]) == 0, "%s begins with %s, not %s", cases[i][0], cases[i][1], host);
+        CHECK(strcmp(host, cases[i][1]) == 0, "%s begins with host %s; found %s", cases[i][0], cases[i][1], host);
     }
 }
 
 static void check_environment(void) {
     InitFrom i = join("", "tiny");
     CHECK(i.kind == INIT_ONE && i.world == 1 && i.rank == 0 && i.timeout == INIT_TIMEOUT_SECONDS,
-          "no variables: one rank");
+          "without variables there is one rank");
     i = join("OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=1", "tiny");
-    CHECK(i.kind == INIT_MPI, "mpirun: MPI");
+    CHECK(i.kind == INIT_MPI, "mpirun's variables mean MPI");
     i = join("PMIX_RANK=1 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=a", "tiny");
-    CHECK(i.kind == INIT_MPI, "srun --mpi=pmix: MPI");
+    CHECK(i.kind == INIT_MPI, "variables of srun --mpi=pmix mean MPI");
     i = join("SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=3 SLURM_STEP_NODELIST=a[2-3] SLURM_JOB_ID=17 SLURM_STEP_ID=2",
              "tiny");
     CHECK(i.kind == INIT_TCP && i.world == 3 && i.rank == 1 && strcmp(i.place, "a2") == 0,
-          "srun: TCP on the first node");
-    CHECK(strcmp(i.job, "slurm 17.2.0") == 0 && i.port >= 15000 && i.port < 31000, "srun: %s, port %d", i.job, i.port);
+          "srun's variables mean TCP, with rank 0 on the first node");
+    CHECK(strcmp(i.job, "slurm 17.2.0") == 0 && i.port >= 15000 && i.port < 31000,
+          "srun's variables give a job name and a port from 15000 to 30999; found %s, port %d", i.job, i.port);
     const int port = i.port;
     i = join("SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=3 SLURM_STEP_NODELIST=a[2-3] SLURM_JOB_ID=17 SLURM_STEP_ID=2 "
              "SLURM_RESTART_COUNT=1",
              "--init-from slurm");
-    CHECK(i.port == port && strcmp(i.job, "slurm 17.2.1") == 0, "a requeued job has another name: %s", i.job);
+    CHECK(i.port == port && strcmp(i.job, "slurm 17.2.1") == 0,
+          "a requeued job has another name, and keeps its port; found %s", i.job);
     i = join("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=3 SLURM_STEP_NODELIST=a SLURM_JOB_ID=18 SLURM_STEP_ID=2", "tiny");
     CHECK(i.port != port, "another job has another port");
     i = join("RANK=1 WORLD_SIZE=2 MASTER_ADDR=node MASTER_PORT=29500", "tiny");
     CHECK(i.kind == INIT_TCP && i.rank == 1 && i.world == 2 && i.port == 29500 && strcmp(i.place, "node") == 0,
-          "PyTorch's variables");
+          "PyTorch's variables mean TCP");
     i = join("RANK=1 WORLD_SIZE=2", "tiny");
-    CHECK(i.kind == INIT_ONE && i.world == 1, "half of PyTorch's variables: one rank");
+    CHECK(i.kind == INIT_ONE && i.world == 1, "without MASTER_ADDR, PyTorch's variables mean one rank");
 }
 
 static void check_arguments(void) {
     InitFrom i = join("RANK=3 WORLD_SIZE=4", "tiny --init-from file:/shared/a --init-timeout=7");
     CHECK(i.kind == INIT_FILE && i.rank == 3 && i.world == 4 && i.timeout == 7 && strcmp(i.place, "/shared/a") == 0,
-          "a file");
+          "--init-from file: gives the file, and RANK and WORLD_SIZE the rank");
     i = join("OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=2", "--init-from=tcp:[fe80::1]:80 --json");
-    CHECK(i.kind == INIT_TCP && i.rank == 2 && i.port == 80 && strcmp(i.place, "fe80::1") == 0, "an IPv6 address: %s",
-          i.place);
+    CHECK(i.kind == INIT_TCP && i.rank == 2 && i.port == 80 && strcmp(i.place, "fe80::1") == 0,
+          "--init-from tcp: takes an IPv6 address in brackets; found %s", i.place);
     i = join("RANK=0 WORLD_SIZE=2 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=9", "--init-from tcp:a:80");
     CHECK(i.rank == 0 && i.world == 2, "RANK and WORLD_SIZE come before Slurm's variables");
     i = join("RANK=0 WORLD_SIZE=2", "--init-from tcp:a:80 --init-from tcp:b:81");
-    CHECK(i.port == 81 && strcmp(i.place, "b") == 0, "the last of two counts");
+    CHECK(i.port == 81 && strcmp(i.place, "b") == 0, "the last of two --init-from counts");
     i = join("", "--init-from mpi");
-    CHECK(i.kind == INIT_MPI, "mpi");
+    CHECK(i.kind == INIT_MPI, "--init-from mpi means MPI");
     i = join("RANK=0 WORLD_SIZE=1", "--init-from tcp:a:80");
-    CHECK(i.kind == INIT_ONE, "one rank of one");
+    CHECK(i.kind == INIT_ONE, "one rank of one needs no connection");
 }
 
 int main(void) {

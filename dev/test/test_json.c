@@ -1,5 +1,5 @@
-// Tests json.h: accepted input, refused input with the error messages, and that no input makes it read or write outside
-// its memory (run it under ASan).
+// Tests json.h: accepted input, refused input with the error messages, and that no input makes the parser read or write
+// outside its memory (run it under ASan).
 #include "../../llmc/base/json.h"
 #include "../../llmc/base/rng.h"
 #include "lib/check.h"
@@ -9,7 +9,7 @@ static void check_refused(const char *text, size_t size, const char *reason) {
     Failure failure = {"", false};
     bool ok = json_parse(&json, "t.json", text, size, &failure);
     CHECK(!ok && strstr(failure.text, reason) && strncmp(failure.text, "t.json: ", 8) == 0,
-          "%.60s -> \"%s\", not \"%s\"", text, ok ? "accepted" : failure.text, reason);
+          "%.60s gives the error \"%s\"; expected \"%s\"", text, ok ? "accepted" : failure.text, reason);
     if (ok) json_free(&json);
 }
 
@@ -69,7 +69,8 @@ static void test_depth(void) {
     Failure failure = {"", false};
     memset(text, '[', 128);
     memset(text + 128, ']', 128);
-    CHECK(json_parse(&json, "t.json", text + 128 - JSON_MAX_DEPTH, 2 * JSON_MAX_DEPTH, &failure), "%s", failure.text);
+    CHECK(json_parse(&json, "t.json", text + 128 - JSON_MAX_DEPTH, 2 * JSON_MAX_DEPTH, &failure),
+          "a depth of JSON_MAX_DEPTH is accepted: %s", failure.text);
     json_free(&json);
     check_refused(text, sizeof text, "nested too deeply");
     char *deep = (char *)xcalloc(1 << 20, 1);
@@ -86,12 +87,14 @@ static const char document[] = "{\"name\": \"a\\\"\\\\\\/\\b\\f\\n\\r\\tb\\u00e9
 static void test_values(void) {
     Json json;
     Failure failure = {"", false};
-    CHECK(json_parse(&json, "t.json", document, strlen(document), &failure), "%s", failure.text);
+    CHECK(json_parse(&json, "t.json", document, strlen(document), &failure), "the document is parsed: %s",
+          failure.text);
     const JsonNode *root = json_root(&json);
-    CHECK(root->type == JSON_OBJECT && root->count == 9 && root->key == NULL, "%lld", (long long)root->count);
+    CHECK(root->type == JSON_OBJECT && root->count == 9 && root->key == NULL,
+          "the root is an object with 9 members; found %lld", (long long)root->count);
     const JsonNode *name = json_require(&json, root, "name", JSON_STRING, &failure);
-    CHECK(name && strcmp(name->text, "a\"\\/\b\f\n\r\tb\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80") == 0, "%s",
-          name ? name->text : failure.text);
+    CHECK(name && strcmp(name->text, "a\"\\/\b\f\n\r\tb\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80") == 0,
+          "all escapes of the string are resolved; found %s", name ? name->text : failure.text);
     CHECK(strcmp(json_member(&json, root, "raw")->text, "\xc3\xa9\xff") == 0,
           "a string keeps bytes that are not UTF-8");
     CHECK(json_member(&json, root, "") && !json_member(&json, root, "absent") && !json_member(&json, name, "x"),
@@ -100,41 +103,42 @@ static void test_values(void) {
     double x = 0;
     bool b = false;
     CHECK(json_int(&json, json_member(&json, root, "int"), INT64_MIN, 0, &i, &failure) && i == -12345678901234567,
-          "%lld", (long long)i);
-    CHECK(json_real(&json, json_member(&json, root, "real"), &x, &failure) && x == 1.5e-3, "%g", x);
-    CHECK(json_int(&json, json_member(&json, root, "whole"), 1, 1 << 20, &i, &failure) && i == 8192, "%lld",
-          (long long)i);
-    CHECK(json_int(&json, json_member(&json, root, "million"), 1, 1 << 20, &i, &failure) && i == 1000000, "%lld",
-          (long long)i);
+          "an integer of 17 digits is read exactly; found %lld", (long long)i);
+    CHECK(json_real(&json, json_member(&json, root, "real"), &x, &failure) && x == 1.5e-3,
+          "a fraction is read; found %g", x);
+    CHECK(json_int(&json, json_member(&json, root, "whole"), 1, 1 << 20, &i, &failure) && i == 8192,
+          "8192.0 is a whole number; found %lld", (long long)i);
+    CHECK(json_int(&json, json_member(&json, root, "million"), 1, 1 << 20, &i, &failure) && i == 1000000,
+          "1E6 is a whole number; found %lld", (long long)i);
     const JsonNode *flags = json_member(&json, root, "flags"), *first = json_first(&json, flags),
                    *second = json_next(&json, first);
     CHECK(flags->count == 3 && json_bool(&json, first, &b, &failure) && b && json_bool(&json, second, &b, &failure) &&
               !b,
-          "the flags are true, false and null");
+          "there are three flags, the first is true and the second false");
     CHECK(json_next(&json, second)->type == JSON_NULL && !json_next(&json, json_next(&json, second)),
-          "null is the last of the flags");
+          "the third flag is null, and there is no fourth");
     const JsonNode *nested = json_member(&json, root, "nested"),
                    *deep = json_next(&json, json_first(&json, json_member(&json, nested, "list")));
     char path[64];
     json_path(&json, json_member(&json, deep, "deep"), path, sizeof path);
-    CHECK(strcmp(path, "nested.list[1].deep") == 0, "%s", path);
+    CHECK(strcmp(path, "nested.list[1].deep") == 0, "the path names all keys and indices; found \"%s\"", path);
     json_path(&json, root, path, sizeof path);
-    CHECK(strcmp(path, "") == 0, "%s", path);
+    CHECK(strcmp(path, "") == 0, "the path of the root is empty; found \"%s\"", path);
     json_path(&json, json_member(&json, deep, "deep"), path, 8);
-    CHECK(strcmp(path, "nested.") == 0, "%s", path);
+    CHECK(strcmp(path, "nested.") == 0, "a path is cut to the size of its buffer; found \"%s\"", path);
 
     CHECK(!json_require(&json, nested, "size", JSON_NUMBER, &failure) &&
               strcmp(failure.text, "t.json: nested has no \"size\"") == 0,
-          "%s", failure.text);
+          "a missing member is an error: %s", failure.text);
     CHECK(!json_require(&json, nested, "list", JSON_OBJECT, &failure) &&
               strcmp(failure.text, "t.json: nested.list: expected an object, found an array") == 0,
-          "%s", failure.text);
+          "a member of another type is an error: %s", failure.text);
     CHECK(!json_int(&json, name, 0, 9, &i, &failure) &&
               strstr(failure.text, "t.json: name: expected a whole number in 0..9, found \"a"),
-          "%s", failure.text);
+          "a string instead of a whole number is an error: %s", failure.text);
     CHECK(!json_int(&json, json_member(&json, root, "real"), 0, 9, &i, &failure) &&
               strstr(failure.text, "found 1.5e-3"),
-          "%s", failure.text);
+          "a fraction instead of a whole number is an error: %s", failure.text);
     CHECK(!json_bool(&json, name, &b, &failure) && !json_real(&json, name, &x, &failure),
           "json_bool and json_real refuse a string");
     json_free(&json);
@@ -151,12 +155,14 @@ static bool int_of(const char *text, int64_t low, int64_t high, int64_t *out) {
 
 static void test_numbers(void) {
     int64_t i = 0;
-    CHECK(int_of("9223372036854775807", 0, INT64_MAX, &i) && i == INT64_MAX, "%lld", (long long)i);
-    CHECK(int_of("-9223372036854775808", INT64_MIN, 0, &i) && i == INT64_MIN, "%lld", (long long)i);
+    CHECK(int_of("9223372036854775807", 0, INT64_MAX, &i) && i == INT64_MAX,
+          "the largest 64-bit integer is read; found %lld", (long long)i);
+    CHECK(int_of("-9223372036854775808", INT64_MIN, 0, &i) && i == INT64_MIN,
+          "the smallest 64-bit integer is read; found %lld", (long long)i);
     CHECK(!int_of("9223372036854775808", 0, INT64_MAX, &i), "an integer past 64 bits is refused");
     CHECK(!int_of("99999999999999999999999999", 0, INT64_MAX, &i), "an integer past 64 bits is refused");
     CHECK(!int_of("1e300", 0, INT64_MAX, &i) && !int_of("1e999", 0, INT64_MAX, &i) && !int_of("1e18", 0, INT64_MAX, &i),
-          "an integer that a double does not hold exactly is refused");
+          "a whole number with an exponent is refused above 2^53");
     CHECK(!int_of("0.5", 0, 9, &i) && !int_of("10", 0, 9, &i) && !int_of("-1", 0, 9, &i) && !int_of("1e1", 0, 9, &i),
           "fractions and numbers outside the range are refused");
     CHECK(int_of("9", 0, 9, &i) && int_of("0", 0, 9, &i) && int_of("-0", 0, 9, &i),
@@ -164,12 +170,13 @@ static void test_numbers(void) {
     Json json;
     Failure failure;
     double x = 0;
-    CHECK(json_parse(&json, "t.json", "1e999", 5, &failure), "%s", failure.text);
-    CHECK(!json_real(&json, json_root(&json), &x, &failure) && strstr(failure.text, "1e999"), "%s", failure.text);
+    CHECK(json_parse(&json, "t.json", "1e999", 5, &failure), "1e999 is valid JSON: %s", failure.text);
+    CHECK(!json_real(&json, json_root(&json), &x, &failure) && strstr(failure.text, "1e999"),
+          "1e999 is refused as a double: %s", failure.text);
     json_free(&json);
 }
 
-// Every cut of a document is refused. A damaged one is refused or parsed, and never crashes.
+// Every prefix of a document is refused. A damaged document is refused or parsed, and never crashes the parser.
 static void test_damage(void) {
     const size_t size = strlen(document);
     Json json;
@@ -182,7 +189,7 @@ static void test_damage(void) {
         accepted_cuts += json_parse(&json, "t.json", cut, n, &failure);
         free(cut);
     }
-    CHECK(accepted_cuts == 0, "%d of %zu cut documents were accepted", accepted_cuts, size);
+    CHECK(accepted_cuts == 0, "no prefix is accepted; %d of %zu were", accepted_cuts, size);
     int refused = 0;
     for (uint64_t round = 0; round < 20000; round++) {
         memcpy(copy, document, size);
@@ -190,7 +197,8 @@ static void test_damage(void) {
         if (json_parse(&json, "t.json", copy, size, &failure)) json_free(&json);
         else refused++;
     }
-    CHECK(refused > 5000 && refused < 20000, "%d of 20000 damaged documents refused", refused);
+    CHECK(refused > 5000 && refused < 20000, "over 5000 of 20000 damaged documents are refused, but not all; found %d",
+          refused);
     free(copy);
 }
 
@@ -219,19 +227,24 @@ static void test_writing(void) {
         const size_t before = out.size + (i > 0);
         json_text_add(&out, "%s", i ? "," : "");
         json_text_add_real(&out, values[i]);
-        if (i < 8) CHECK(strcmp(out.data + before, texts[i]) == 0, "%s", out.data + before);
-        CHECK(strpbrk(out.data + before, ".e"), "%s would be read as an integer", out.data + before);
+        if (i < 8)
+            CHECK(strcmp(out.data + before, texts[i]) == 0,
+                  "the number is written like Python's repr() writes it; found %s", out.data + before);
+        CHECK(strpbrk(out.data + before, ".e"), "the number is not written like an integer; found %s",
+              out.data + before);
     }
     json_text_add(&out, "]}");
     Json json;
     Failure failure = {"", false};
-    CHECK(json_parse(&json, "t.json", out.data, out.size, &failure), "%s in %s", failure.text, out.data);
-    CHECK(strcmp(json_member(&json, json_root(&json), "s")->text, "q\"b\\n\n\x01\xc3\xa9/") == 0, "%s", out.data);
+    CHECK(json_parse(&json, "t.json", out.data, out.size, &failure), "the written text is parsed: %s in %s",
+          failure.text, out.data);
+    CHECK(strcmp(json_member(&json, json_root(&json), "s")->text, "q\"b\\n\n\x01\xc3\xa9/") == 0,
+          "the string is read back from %s", out.data);
     size_t i = 0;
     for (const JsonNode *n = json_first(&json, json_member(&json, json_root(&json), "n")); n;
          n = json_next(&json, n), i++) {
         double x = 0;
-        CHECK(json_real(&json, n, &x, &failure) && x == values[i], "%s is not %.17g", n->text, values[i]);
+        CHECK(json_real(&json, n, &x, &failure) && x == values[i], "%s is read back as %.17g", n->text, values[i]);
     }
     json_free(&json);
     json_text_free(&out);
@@ -253,7 +266,7 @@ static void test_bytes(void) {
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         JsonText out = {NULL, 0, 0};
         json_text_add_string(&out, cases[i][0]);
-        CHECK(strcmp(out.data, cases[i][1]) == 0, "%s, not %s", out.data, cases[i][1]);
+        CHECK(strcmp(out.data, cases[i][1]) == 0, "the bytes are written as %s; expected %s", out.data, cases[i][1]);
         json_text_free(&out);
     }
     check_refused("\"\\udc7f\"", 8, "without the first half");
@@ -273,7 +286,7 @@ static void test_bytes(void) {
         if (parsed) json_free(&json);
         json_text_free(&out);
     }
-    CHECK(wrong == 0, "%d of 2000 strings of bytes are not UTF-8 or not read back", wrong);
+    CHECK(wrong == 0, "strings of any bytes are written as UTF-8 and read back; %d of 2000 are not", wrong);
 }
 
 int main(void) {

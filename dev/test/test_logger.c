@@ -75,16 +75,17 @@ static void test_step_line(void) {
     Logger l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
     StepRecord s = make_step(12, 0.20512);
     char *line = captured(log_step, &l, &s);
-    // 2048 tokens on a GPU in 205.12 ms: 9984 tok/s. 46.639 GFLOP per token give 465.7 TFLOP/s, 47.1% of 989.5. FP8
+    // 2048 tokens on a GPU in 205.12 ms are 9984 tok/s. 46.639 GFLOP per token give 465.7 TFLOP/s, 47.1% of 989.5. FP8
     // GEMMs count half in sol.
     const char *expected = "step   12/1000 | loss 9.123456 | norm 1.2345 | lr 1.000e-05 | 205.12 ms | 9984 tok/s/gpu | "
                            "39938 tok/s | 465.7 TFLOP/s/gpu | mfu 47.1% | sol 25.9% | mem 59.9 GiB\n";
-    CHECK(strcmp(line, expected) == 0, "step line\n%sexpected\n%s", line, expected);
+    CHECK(strcmp(line, expected) == 0, "the step line is\n%sexpected\n%s", line, expected);
     free(line);
     l.run.peak_bf16 = 0, s.skipped = true, s.norm = (double)INFINITY;
     line = captured(log_step, &l, &s);
-    CHECK(strstr(line, "norm inf") && strstr(line, "| mfu n/a | sol n/a | mem") && strstr(line, "SKIPPED"), "%s", line);
-    CHECK(!strstr(line, "%"), "an unknown GPU has no mfu and no sol: %s", line);
+    CHECK(strstr(line, "norm inf") && strstr(line, "| mfu n/a | sol n/a | mem") && strstr(line, "SKIPPED"),
+          "a GPU of unknown peak and a skipped step are named: %s", line);
+    CHECK(!strstr(line, "%"), "a GPU of unknown peak has neither mfu nor sol: %s", line);
     free(line);
     free(captured(log_close, &l, NULL));
     free_run(&r);
@@ -105,19 +106,22 @@ static void test_file(void) {
     l.times.start = 30, l.times.sampling = 2, l.run_joules = 3.6e6;
     logger_save(&l, 31, 0.8, NULL);
     printed = captured(log_validation, &l, NULL);
-    CHECK(strcmp(printed, "validation after step 31 | loss 1.500000\n") == 0, "%s", printed);
+    CHECK(strcmp(printed, "validation after step 31 | loss 1.500000\n") == 0,
+          "the validation is printed with its mean loss; found %s", printed);
     free(printed);
     printed = captured(log_close, &l, NULL);
     CHECK(strstr(printed, "31 steps, 1 skipped") && strstr(printed, "median of the last 21 steps: 110.00 ms") &&
               strstr(printed, "mean of the last 20 2.000000"),
-          "%s", printed);
-    // 10 steps of 5 s, then 2.31 s: 52.31 s, of which 97% count; one step of 5 s was skipped.
+          "the summary counts all steps, and has median time and mean loss of the last ones: %s", printed);
+    // 10 steps of 5 s and 21 of 2.31 s in all take 52.31 s. One step of 5 s was skipped. 97% of the other time (compute
+    // and optimizer) counts as goodput.
     CHECK(strstr(printed, "time: 100.0 s, goodput 45.9%: compute 47.1%, data 0.5%, communication 1.0%, "
                           "optimizer 3.7%, start 30.0%, validation 0.2%, sampling 2.0%, saving 0.8%, other 14.6%\n") &&
               seconds_now() - before < 100.05,
-          "%s", printed);
-    // 2800 W over 0.11 s a step of 4 x 2048 tokens
-    CHECK(strstr(printed, "energy: 0.0376 J/token, 1 kWh of 4 GPUs since the first step\n"), "%s", printed);
+          "the time is split by purpose: %s", printed);
+    // 2800 W for 0.11 s per step of 4 x 2048 tokens
+    CHECK(strstr(printed, "energy: 0.0376 J/token, 1 kWh of 4 GPUs since the first step\n"),
+          "energy per token and of the whole run are printed: %s", printed);
     free(printed);
 
     const char *path = scratch_path("log.jsonl");
@@ -127,51 +131,55 @@ static void test_file(void) {
         Json json;
         Failure failure;
         if (!json_parse(&json, "log.jsonl", line, strlen(line), &failure)) {
-            CHECK(false, "line %d is not JSON: %s", lines + 1, failure.text);
+            CHECK(false, "line %d is JSON: %s", lines + 1, failure.text);
             continue;
         }
         const char *type = json_member(&json, json_root(&json), "type")->text;
         if (lines == 0) {
             const JsonNode *settings = json_member(&json, json_root(&json), "settings");
-            CHECK(strcmp(type, "settings") == 0 && settings, "first line: %s", line);
+            CHECK(strcmp(type, "settings") == 0 && settings, "the first line has the settings: %s", line);
             int64_t options = 0, logged = 0;
             for (const OptionRow *row = option_rows(); row->name; row++) options += option_is_setting(row);
             for (const JsonNode *node = json_first(&json, settings); node; node = json_next(&json, node)) logged++;
-            CHECK(logged == options, "%lld of %lld settings are logged", (long long)logged, (long long)options);
-            CHECK(strcmp(json_member(&json, settings, "train-data")->text, r.o.train_data) == 0, "quotes survive: %s",
-                  line);
-            CHECK(member(&json, "world_size") == 4 && member(&json, "parameters") == 8030261248.0, "%s", line);
+            CHECK(logged == options, "all settings are logged; found %lld of %lld", (long long)logged,
+                  (long long)options);
+            CHECK(strcmp(json_member(&json, settings, "train-data")->text, r.o.train_data) == 0,
+                  "quotes in a setting are read back: %s", line);
+            CHECK(member(&json, "world_size") == 4 && member(&json, "parameters") == 8030261248.0,
+                  "the settings have the number of ranks and of parameters: %s", line);
         }
         if (lines == 1) {
             CHECK(strcmp(type, "step") == 0 && member(&json, "step") == 1 && member(&json, "loss") == 50 &&
                       member(&json, "ms") == 5000,
-                  "%s", line);
-            CHECK(fabs(member(&json, "mfu") - 46.639e9 * 2048 / 5 / 989.5e12) < 1e-4, "%s", line);
+                  "the line of step 1 has its loss and time: %s", line);
+            CHECK(fabs(member(&json, "mfu") - 46.639e9 * 2048 / 5 / 989.5e12) < 1e-4,
+                  "the line of step 1 has its mfu: %s", line);
         }
         if (lines == 4)
             CHECK(json_member(&json, json_root(&json), "norm")->type == JSON_NULL && strstr(line, "\"skipped\": true"),
-                  "NaN is null: %s", line);
+                  "a norm of NaN is written as null, and the step as skipped: %s", line);
         if (lines == 1)
             CHECK(strstr(line, "\"data_ms\": 5e+01, \"communication_ms\": 1e+02, \"optimizer_ms\": 350.0") &&
                       member(&json, "joules") == 14000 && strstr(line, "\"watts\": [7e+02, 650.5, null, 7e+02]") &&
                       strstr(line, "\"sm_mhz\": [1.98e+03, 1755.0, 1.98e+03, 1.98e+03]") &&
                       strstr(line, "\"celsius\": [5e+01, 61.0, 5e+01, 5e+01]") &&
                       strstr(line, "\"throttle\": [\"\", \"power cap, thermal\", \"\", \"hardware slowdown\"]"),
-                  "%s", line);
+                  "the line of step 1 has parts of its time, energy, and readings of each GPU: %s", line);
         if (lines == 32)
-            CHECK(strcmp(type, "save") == 0 && member(&json, "seconds") == 0.8 && !strstr(line, "error"), "%s", line);
+            CHECK(strcmp(type, "save") == 0 && member(&json, "seconds") == 0.8 && !strstr(line, "error"),
+                  "the save has its time and no error: %s", line);
         if (lines == 33)
             CHECK(strcmp(type, "validation") == 0 && member(&json, "loss") == 1.5 &&
                       strstr(line, "\"losses\": [1.0, 2.0, 1.5], \"seconds\": 0.25}"),
-                  "%s", line);
+                  "the validation has all its losses and its time: %s", line);
         if (lines == 34)
             CHECK(strcmp(type, "summary") == 0 && fabs(member(&json, "median_ms") - 110) < 1e-9 &&
                       member(&json, "steps") == 31 && member(&json, "kwh") == 1 &&
                       fabs(member(&json, "joules") - 2800 * 52.31) < 1e-6,
-                  "%s", line);
+                  "the summary has steps, median time and energy: %s", line);
         json_free(&json);
     }
-    CHECK(lines == 35, "log.jsonl has %d lines", lines);
+    CHECK(lines == 35, "log.jsonl has 35 lines; found %d", lines);
     free(text);
 
     // A resumed run continues the file after its last complete line. Other runs start a new file, also if --resume
@@ -209,11 +217,13 @@ static void open_log(void *options) {
 static void test_failures(void) {
     const char *path = scratch_path("log.jsonl");
     char output[1024];
-    CHECK(check_dies(open_log, (void *)"/proc/no/such", "--log-dir", output, sizeof output), "%s", output);
+    CHECK(check_dies(open_log, (void *)"/proc/no/such", "--log-dir", output, sizeof output),
+          "a --log-dir that cannot be made is refused: %s", output);
     if (mkdir(path, 0777)) die("mkdir: %s", strerror(errno));
-    CHECK(check_dies(open_log, scratch, "cannot write", output, sizeof output), "%s", output);
+    CHECK(check_dies(open_log, scratch, "cannot write", output, sizeof output),
+          "a log.jsonl that is a folder is refused: %s", output);
     rmdir(path);
-    // A disk that gets full during the run costs the log, not the run.
+    // A full disk costs the log, not the run.
     if (symlink("/dev/full", path)) die("symlink: %s", strerror(errno));
     Run r = make_run(0);
     fflush(stderr);
@@ -227,13 +237,14 @@ static void test_failures(void) {
     free(captured(log_step, &l, &s));
     CHECK(l.file == NULL, "the log is given up on a full disk");
     char *printed = captured(log_close, &l, NULL);
-    CHECK(strstr(printed, "time:") && !strstr(printed, "energy"), "%s", printed);
+    CHECK(strstr(printed, "time:") && !strstr(printed, "energy"), "the summary is printed, without energy: %s",
+          printed);
     free(printed);
     unlink(path);
     free_run(&r);
 }
 
-// A disk that is full for a while: the file may not grow past `limit` bytes.
+// Files may not grow past `limit` bytes from now on, as on a disk that is full.
 static void limit_files(rlim_t limit) {
     struct rlimit r;
     if (getrlimit(RLIMIT_FSIZE, &r)) die("getrlimit: %s", strerror(errno));
@@ -259,23 +270,25 @@ static void log_through_a_full_disk(void *unused) {
 
 static void test_full_disk(void) {
     char output[1024];
-    CHECK(check_dies(log_through_a_full_disk, NULL, "the run went on", output, sizeof output), "%s", output);
+    CHECK(check_dies(log_through_a_full_disk, NULL, "the run went on", output, sizeof output),
+          "the run goes on to its end: %s", output);
     CHECK(check_count(output,
                       "cannot be written (File too large); the run goes on without the lines that do not fit") == 1 &&
               check_count(output, "warning") == 1,
-          "one warning: %s", output);
+          "there is one warning: %s", output);
     char *save = NULL, *text = read_file(scratch_path("log.jsonl"), NULL), steps[64] = "";
     for (char *line = strtok_r(text, "\n", &save); line; line = strtok_r(NULL, "\n", &save)) {
         Json json;
         Failure failure;
         const bool parsed = json_parse(&json, "log.jsonl", line, strlen(line), &failure);
-        CHECK(parsed, "%s", failure.text);
+        CHECK(parsed, "each line is JSON: %s", failure.text);
         if (!parsed) continue;
         snprintf(steps + strlen(steps), sizeof steps - strlen(steps), " %.2s%.0f",
                  json_member(&json, json_root(&json), "type")->text, member(&json, "step"));
         json_free(&json);
     }
-    CHECK(strcmp(steps, " senan st1 st2 st5 st6 sunan") == 0, "lines of the log:%s", steps);
+    CHECK(strcmp(steps, " senan st1 st2 st5 st6 sunan") == 0,
+          "the lines of steps 3 and 4 are left out, all others are there; found%s", steps);
     free(text);
     unlink(scratch_path("log.jsonl"));
 }
@@ -287,7 +300,8 @@ int main(void) {
     test_failures();
     test_full_disk();
     double odd[] = {3, 1, 2}, even[] = {4, 1, 3, 2};
-    CHECK(logger_median(odd, 3) == 2 && logger_median(even, 4) == 2.5, "the medians of an odd and an even count");
+    CHECK(logger_median(odd, 3) == 2 && logger_median(even, 4) == 2.5,
+          "the medians of an odd and of an even count are right");
     scratch_remove();
     return check_report();
 }

@@ -4,10 +4,10 @@
 
 #define GIB ((int64_t)1 << 30)
 
-// A stand-in: 40 GiB of weights, gradients and moments over the ranks, 4 more for fp32 moments, 8 less for FP8 moments,
-// 8 more for fp32 masters, 4 more for FP16 masters, 2 less with --optimizer-in-backward, 10 for each sequence of a
-// batch, of which --recompute norm, attention, mlp and layer leave 9, 7, 5 and 1, and 6 for an FP8 weight cache.
-// --fp8-activations takes away 3 for each sequence, and --offload moments 3.
+// A stand-in for the memory plan, in GiB. Weights, gradients and moments take 40. fp32 moments add 4, fp32 masters 8,
+// FP16 masters 4. FP8 moments take away 8, --offload moments 3, --optimizer-in-backward 2. With --sharding full, ranks
+// share this sum. Each sequence of a batch takes 10, or 9, 7, 5 and 1 with --recompute norm, attention, mlp and layer;
+// --fp8-activations takes away 3 from each. An FP8 weight cache takes 6.
 static int64_t needed(const Options *o, const ModelConfig *m, const Comm *c) {
     static const int64_t sequence[] = {10, 9, 7, 5, 1};  // indexed by o->recompute
     (void)m;
@@ -49,8 +49,8 @@ static Case case_of(int64_t batch, int64_t available) {
 
 static void check_says(const char *label, Case *c, const char *expected) {
     char output[4096];
-    CHECK(check_dies(require_action, c, expected, output, sizeof output), "%s: \"%s\" is not in: %s", label, expected,
-          output);
+    CHECK(check_dies(require_action, c, expected, output, sizeof output), "%s: the message says \"%s\"; found: %s",
+          label, expected, output);
 }
 
 static void test_single(void) {
@@ -66,7 +66,7 @@ static void test_single(void) {
     c.options.recompute = RECOMPUTE_MLP;
     check_says("recompute more", &c, "and the limit is 44.0 GiB; with --recompute layer it needs 41.0 GiB");
     c = case_of(1, 49);
-    check_says("recompute the norms", &c, "with --optimizer-in-backward it needs 48.0 GiB");
+    check_says("optimizer in the backward pass", &c, "with --optimizer-in-backward it needs 48.0 GiB");
     c.options.grad_clip = 1;
     check_says("recompute the norms", &c, "with --recompute norm it needs 49.0 GiB, and a step takes about 2% longer");
     c = case_of(2, 50);
@@ -96,7 +96,7 @@ static void test_fp8_activations(void) {
     c.available = 46;
     check_says("with norms", &c, "with --recompute norm --fp8-activations on it needs 46.0 GiB");
     c.available = 41;
-    check_says("gate and up are computed again", &c, "with --recompute layer it needs 41.0 GiB");
+    check_says("recompute all, instead of FP8 activations", &c, "with --recompute layer it needs 41.0 GiB");
     c.options.fp8_activations = ON, c.available = 46;
     check_says("FP8 activations are on", &c, "with --recompute norm it needs 46.0 GiB");
     c.options.precision = PRECISION_BF16, c.options.fp8_activations = OFF, c.available = 47;
@@ -127,7 +127,7 @@ static void test_combinations(void) {
     c.available = 0;
     char output[4096];
     CHECK(check_dies(require_action, &c, "smaller model", output, sizeof output) && !strstr(output, "ranks (mpirun"),
-          "no number of ranks is enough: %s", output);
+          "if no number of ranks is enough, the message names none: %s", output);
 }
 
 static void test_backward(void) {
@@ -149,7 +149,7 @@ static void test_backward(void) {
                "with --optimizer-state coat-stochastic --recompute layer --optimizer-in-backward it needs 31.0 GiB");
 }
 
-// --recompute auto takes the cheapest choice that fits.
+// --recompute auto takes the cheapest choice that fits, or layer if none does.
 static void test_auto(void) {
     static const int64_t available[] = {50, 49, 47, 46, 45, 41, 40};
     static const int expected[] = {RECOMPUTE_NONE, RECOMPUTE_NORM,  RECOMPUTE_ATTENTION, RECOMPUTE_MLP,
@@ -161,7 +161,8 @@ static void test_auto(void) {
         c.options.recompute = RECOMPUTE_AUTO;
         const MemoryFit fit = {&c.options, &m, &c.comm, needed, c.available * GIB, true};
         const int got = memory_fit_recompute(&fit);
-        CHECK(got == expected[i], "%lld GiB: --recompute auto is %d", (long long)available[i], got);
+        CHECK(got == expected[i], "%lld GiB: --recompute auto takes the cheapest choice that fits; found %d",
+              (long long)available[i], got);
     }
 }
 
@@ -178,7 +179,7 @@ static void test_ranks(void) {
     char output[4096];
     c.ranks_help = false;
     CHECK(check_dies(require_action, &c, "smaller model", output, sizeof output) && !strstr(output, "ranks (mpirun"),
-          "more ranks do not help: %s", output);
+          "if more ranks do not help, the message names none: %s", output);
 }
 
 int main(void) {

@@ -16,11 +16,11 @@ static void test_parameter_counts(void) {
                      {"qwen2.5-1.5b", 1543714304},  {"qwen2.5-7b", 7615616512}};
     for (size_t i = 0; i < sizeof published / sizeof published[0]; i++) {
         ModelConfig m;
-        CHECK(model_config_preset(&m, published[i].name), "%s is missing", published[i].name);
+        CHECK(model_config_preset(&m, published[i].name), "there is a preset %s", published[i].name);
         model_config_check(&m);
         ParameterTable t = parameter_table(&m);
-        CHECK(t.num_parameters == published[i].parameters, "%s has %lld parameters, not %lld", published[i].name,
-              (long long)t.num_parameters, (long long)published[i].parameters);
+        CHECK(t.num_parameters == published[i].parameters, "%s has %lld parameters; published are %lld",
+              published[i].name, (long long)t.num_parameters, (long long)published[i].parameters);
         parameter_table_free(&t);
     }
 }
@@ -29,28 +29,31 @@ static void test_presets(void) {
     char names[2048];
     int count = 0;
     model_config_preset_names(names, sizeof names);
-    CHECK(strncmp(names, "tiny, small, llama3.2-1b, ", 26) == 0, "%s", names);
+    CHECK(strncmp(names, "tiny, small, llama3.2-1b, ", 26) == 0,
+          "the list of presets begins with tiny, small, llama3.2-1b; found %s", names);
     for (char *name = strtok(names, ", "); name; name = strtok(NULL, ", "), count++) {
         ModelConfig m;
-        CHECK(model_config_preset(&m, name) && strcmp(m.name, name) == 0, "%s", name);
+        CHECK(model_config_preset(&m, name) && strcmp(m.name, name) == 0, "preset %s has its own name", name);
         const bool llama3 = strncmp(name, "llama3", 6) == 0, qwen2 = strncmp(name, "qwen2", 5) == 0,
                    qwen3 = strncmp(name, "qwen3", 5) == 0;
         CHECK(m.family == (qwen2   ? FAMILY_QWEN2
                            : qwen3 ? FAMILY_QWEN3
                                    : FAMILY_LLAMA) &&
                   m.qkv_bias == qwen2 && m.qk_norm == qwen3,
-              "%s: family", name);
+              "%s has the family of its name, with that family's biases and QK-norm", name);
         CHECK((m.rope_scaling.factor > 0) == llama3 && m.rms_norm_eps == (qwen2 || qwen3 ? 1e-6 : 1e-5) &&
                   m.initializer_range == 0.02,
-              "%s: constants", name);
+              "%s has RoPE scaling, norm epsilon and initial weights of its family", name);
         CHECK(m.num_heads % m.num_kv_heads == 0 &&
                   model_qkv_size(&m) == (m.num_heads + 2 * m.num_kv_heads) * m.head_dim,
-              "%s: heads", name);
+              "%s: the number of heads is a multiple of that of key/value heads, and qkv has room for all heads", name);
         // GPU kernels take head_dim 64 and 128. The sizes of all presets are multiples of 64.
-        CHECK(m.head_dim == 64 || m.head_dim == 128, "%s: head_dim %lld", name, (long long)m.head_dim);
-        CHECK(m.hidden_size % 64 == 0 && m.intermediate_size % 64 == 0, "%s: sizes", name);
+        CHECK(m.head_dim == 64 || m.head_dim == 128, "%s: head_dim is 64 or 128; found %lld", name,
+              (long long)m.head_dim);
+        CHECK(m.hidden_size % 64 == 0 && m.intermediate_size % 64 == 0,
+              "%s: hidden size and intermediate size are multiples of 64", name);
     }
-    CHECK(count == 16, "%d presets", count);
+    CHECK(count == 16, "there are 16 presets; found %d", count);
     ModelConfig m;
     CHECK(!model_config_preset(&m, "llama") && !model_config_preset(&m, "") && !model_config_preset(&m, "TINY"),
           "unknown presets are refused");
@@ -89,8 +92,9 @@ static void test_rope(void) {
         model_config_preset(&m, expected[i].model);
         const double got = rope_inverse_frequency(&m, expected[i].pair);
         // transformers computes in float32: a few roundings of 6e-8, and the interpolation cancels one digit.
-        CHECK(fabs(got / expected[i].frequency - 1) < 2e-6, "%s, pair %d: %.10g, not %.10g", expected[i].model,
-              expected[i].pair, got, expected[i].frequency);
+        CHECK(fabs(got / expected[i].frequency - 1) < 2e-6,
+              "%s, pair %d: the inverse frequency is %.10g; expected %.10g", expected[i].model, expected[i].pair, got,
+              expected[i].frequency);
     }
     ModelConfig m;
     model_config_preset(&m, "qwen3-4b");
@@ -105,11 +109,11 @@ static void test_check(void) {
     char output[1024];
     model_config_preset(&good, "llama3.1-8b");
     model_config_check(&good);
-#define BAD(change, message)                                                                            \
-    {                                                                                                   \
-        ModelConfig m = good;                                                                           \
-        change;                                                                                         \
-        CHECK(check_dies(check_action, &m, message, output, sizeof output), "%s: %s", #change, output); \
+#define BAD(change, message)                                                                                       \
+    {                                                                                                              \
+        ModelConfig m = good;                                                                                      \
+        change;                                                                                                    \
+        CHECK(check_dies(check_action, &m, message, output, sizeof output), "%s is refused: %s", #change, output); \
     }
     BAD(m.vocab_size = 0, "vocab_size = 0 is outside 1..16777216")
     BAD(m.hidden_size = -1, "hidden_size = -1 is outside")

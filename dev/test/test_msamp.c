@@ -1,5 +1,5 @@
 // Tests AdamW with MS-AMP's states (msamp.h): 20 steps byte for byte against dev/reference/make_msamp_goldens.py, the
-// scale rule, and FP16 conversions.
+// scale rule, FP16 conversions, and the rounding of bf16 weights.
 #include "../../llmc/reference/adamw_msamp.h"
 #include "lib/check.h"
 #include "lib/fp8_golden.h"
@@ -10,12 +10,13 @@ typedef struct {
     uint8_t exp_avg[MOST];
     fp16_bits exp_avg_sq[MOST], master[MOST];
     float scale[3][TENSORS];          // scales: exp_avg, exp_avg_sq, master
-    float weights[MOST], fp32[MOST];  // the new weights of FP16 masters; fp32 masters
+    float weights[MOST], fp32[MOST];  // weights that FP16 masters stand for; fp32 masters
     float *gradients;                 // [STEPS, n]
     int64_t n, begin[TENSORS + 1];
 } State;
 
-// Pass 1 over elements first .. first + n - 1 of tensor k: the new weights.
+// Runs pass 1 of msamp.h over elements first .. first + n - 1 of tensor k. Updates `weights` and returns the amax of
+// each moment.
 static MsampPair first_pass(State *s, float *weights, int64_t k, const float *gradients, int64_t first, int64_t n,
                             int64_t step) {
     const MsampStep msamp = msamp_step(step, 1e-3, 0.9, 0.95, 1e-8, 0.1);
@@ -64,8 +65,8 @@ static void check_array(const Safetensors *st, const char *name, SafetensorsType
     char *want = (char *)fp8_golden_bytes(st, name, type, STEPS * elements);
     int64_t differ = 0;
     for (int64_t i = 0; i < bytes; i++) differ += ((const char *)got)[i] != want[step * bytes + i];
-    CHECK(differ == 0, "step %lld: %lld of %lld bytes of %s differ", (long long)step + 1, (long long)differ,
-          (long long)bytes, name);
+    CHECK(differ == 0, "after step %lld, %lld of %lld bytes of %s differ from the golden; expected none",
+          (long long)step + 1, (long long)differ, (long long)bytes, name);
     free(want);
 }
 
@@ -116,18 +117,18 @@ static void test_rule(void) {
             printf("  amax %g, scale %g, fp_max %g: %g, not %g\n", (double)columns[0][i], (double)columns[1][i],
                    (double)columns[2][i], (double)got, (double)columns[3][i]);
     }
-    CHECK(n > 1000 && wrong == 0, "%lld of %lld scales differ", (long long)wrong, (long long)n);
+    CHECK(n > 1000 && wrong == 0, "all scales equal the golden's; %lld of %lld differ", (long long)wrong, (long long)n);
     CHECK(msamp_scale(0, 4, 448) == 4 && msamp_scale(NAN, 4, 448) == 4 && msamp_scale(INFINITY, 4, 448) == 0.25f,
           "zero and NaN keep the scale, infinity inverts it");
     CHECK(msamp_scale(448, 1, 448) == 1 && msamp_scale(449, 1, 448) == 0.5f && msamp_scale(224, 1, 448) == 2,
           "the scale is the largest power of two with which the amax does not overflow");
     CHECK(msamp_scale(0x1p-149f, 1, 448) == 0x1p126f && msamp_scale(0x1p127f, 1, FP16_MAX) == 0x1p-112f,
-          "a scale is at most 2^126");
+          "a scale is at most 2^126, and may be as small as 2^-112");
     for (int i = 0; i < 4; i++) free(columns[i]);
     safetensors_close(&st);
 }
 
-// The nearest FP16 number by the definition of the format: 11 significant bits, multiples of 2^-24 at least.
+// Returns the nearest finite FP16 number by the definition of the format: 11 significant bits, and a multiple of 2^-24.
 static double nearest_fp16(double x) {
     int exponent;
     frexp(x, &exponent);
@@ -152,8 +153,9 @@ static void test_fp16(void) {
             const fp16_bits high = sign < 0 ? 0x8000 : 0, even = (fp16_bits)(code + (code & 1));
             ties += fp16_from_float(x) != (high | code) || fp16_from_float(tie) != (high | even);
         }
-    CHECK(wrong == 0, "%lld of %lld casts to FP16 differ", (long long)wrong, (long long)tested);
-    CHECK(ties == 0, "%lld FP16 numbers and ties have another code", (long long)ties);
+    CHECK(wrong == 0, "casts to FP16 give the nearest number; %lld of %lld do not", (long long)wrong,
+          (long long)tested);
+    CHECK(ties == 0, "FP16 numbers keep their codes, and ties go to the even code; %lld do not", (long long)ties);
     CHECK(fp16_from_float(INFINITY) == 0x7c00 && fp16_from_float(-INFINITY) == 0xfc00 &&
               fp16_from_float(NAN) == 0x7e00 && fp16_from_float(1e30f) == 0x7bff && fp16_from_float(-65520) == 0xfbff,
           "infinity and NaN stay, finite values saturate");
@@ -175,7 +177,7 @@ static void test_bf16_weights(void) {
     int wrong = 0;
     for (int i = 0; i < N; i++)
         wrong += weights[i] != bf16_to_float(adamw_round(exact[i], adamw_random(&adamw, 1000 + i).weight));
-    CHECK(wrong == 0, "%d of %d bf16 weights are rounded otherwise", wrong, N);
+    CHECK(wrong == 0, "bf16 weights are rounded with the bits of their flat elements; %d of %d are not", wrong, N);
 }
 
 int main(void) {

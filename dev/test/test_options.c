@@ -43,7 +43,7 @@ static void parse_action(void *text) {
 static void test_defaults(void) {
     Options o = parse("tiny");
     CHECK(strcmp(o.model, "tiny") == 0 && strncmp(o.train_data, "data/", 5) == 0 && *o.checkpoint_dir == 0,
-          "text options have their values");
+          "MODEL is read, and text options have their defaults");
     CHECK(o.seed == 42 && o.learning_rate == 1e-5 && o.weight_decay == 0.01 && o.beta1 == 0.9 && o.beta2 == 0.999 &&
               o.eps == 1e-8 && o.grad_clip == 0,
           "the optimizer's options have their defaults");
@@ -66,14 +66,15 @@ static void test_rows(void) {
             continue;
         }
         rows++;
-        CHECK(strlen(row->name) < 40 && row->help[0] && option_find(row->name, strlen(row->name)) == row, "--%s",
-              row->name);
+        CHECK(strlen(row->name) < 40 && row->help[0] && option_find(row->name, strlen(row->name)) == row,
+              "--%s has a short name and a help text, and is found by its name", row->name);
         for (const OptionRow *other = row + 1; other->name; other++)
-            CHECK(other->kind == OPTION_GROUP || strcmp(row->name, other->name) != 0, "--%s is there twice", row->name);
+            CHECK(other->kind == OPTION_GROUP || strcmp(row->name, other->name) != 0,
+                  "no other option has the name --%s", row->name);
         Options a = options_default(), b = options_default();
         char text[256], again[256];
         if (row->kind == OPTION_INT || row->kind == OPTION_REAL) {
-            CHECK(row->low <= row->initial && row->initial <= row->high, "--%s: the default %g is outside %g..%g",
+            CHECK(row->low <= row->initial && row->initial <= row->high, "--%s: the default %g is in the range %g..%g",
                   row->name, row->initial, row->low, row->high);
             const double values[] = {row->low, row->high, row->initial};
             for (int i = 0; i < 3; i++) {
@@ -82,10 +83,10 @@ static void test_rows(void) {
                 option_format(&a, row, text, sizeof text);
                 option_set(&b, row, text);
                 option_format(&b, row, again, sizeof again);
-                CHECK(strcmp(text, again) == 0, "--%s: %s becomes %s", row->name, text, again);
+                CHECK(strcmp(text, again) == 0, "--%s: %s is read and written again as %s", row->name, text, again);
                 const double kept = row->kind == OPTION_INT ? (double)*(int64_t *)((char *)&b + row->field)
                                                             : *(double *)((char *)&b + row->field);
-                CHECK(fabs(kept - values[i]) <= 1e-8 * fabs(values[i]), "--%s: %.17g becomes %.17g", row->name,
+                CHECK(fabs(kept - values[i]) <= 1e-8 * fabs(values[i]), "--%s: %.17g is kept; found %.17g", row->name,
                       values[i], kept);
             }
         } else if (row->kind == OPTION_CHOICE) {
@@ -93,23 +94,24 @@ static void test_rows(void) {
             for (; option_choice_name(row->text, choices, text, sizeof text); choices++) {
                 option_set(&a, row, text);
                 option_format(&a, row, again, sizeof again);
-                CHECK(*(int *)((char *)&a + row->field) == choices && strcmp(text, again) == 0, "--%s %s", row->name,
-                      text);
+                CHECK(*(int *)((char *)&a + row->field) == choices && strcmp(text, again) == 0,
+                      "--%s %s is read and written", row->name, text);
             }
-            CHECK(choices >= 2 && (int)row->initial < choices, "--%s has %d choices", row->name, choices);
+            CHECK(choices >= 2 && (int)row->initial < choices,
+                  "--%s has two choices or more, and its default is one of them; found %d", row->name, choices);
         } else if (row->kind == OPTION_TEXT) {
             option_set(&a, row, "a b");
             option_format(&a, row, text, sizeof text);
-            CHECK(strcmp(text, "a b") == 0, "--%s", row->name);
+            CHECK(strcmp(text, "a b") == 0, "--%s takes a text with a blank", row->name);
         } else {
             option_format(&a, row, text, sizeof text);
-            CHECK(strcmp(text, "off") == 0, "--%s", row->name);
+            CHECK(strcmp(text, "off") == 0, "--%s is off by default", row->name);
             option_set(&a, row, "");
             option_format(&a, row, text, sizeof text);
-            CHECK(strcmp(text, "on") == 0, "--%s", row->name);
+            CHECK(strcmp(text, "on") == 0, "--%s is on if it is given", row->name);
         }
     }
-    CHECK(rows > 30 && groups >= 6, "%d options in %d groups", rows, groups);
+    CHECK(rows > 30 && groups >= 6, "there are over 30 options, in 6 groups or more; found %d in %d", rows, groups);
 }
 
 // --msamp sets the options that it stands for. Options after it change them.
@@ -136,7 +138,8 @@ static void test_accepted(void) {
               o.eps == 1e-6,
           "options and MODEL are read in any order, with a space or =");
     o = parse("tiny --log-dir=a=b --seed=4294967295 --shuffle off --seed 7");
-    CHECK(strcmp(o.log_dir, "a=b") == 0 && o.seed == 7 && o.shuffle == OFF, "the last of two values counts");
+    CHECK(strcmp(o.log_dir, "a=b") == 0 && o.seed == 7 && o.shuffle == OFF,
+          "a value may hold '=', and the last of two values counts");
     o = parse("tiny --grad-clip 0 --learning-rate +.5e0 --master-weights fp32");
     CHECK(o.learning_rate == 0.5 && o.master_weights == STORAGE_FP32, "numbers and choices are read");
 }
@@ -212,14 +215,14 @@ static void test_refused(void) {
         {"tiny --recipe rowwise", "unknown option --recipe; the nearest is --"}};
     char output[4096];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
-        CHECK(check_dies(parse_action, (void *)cases[i][0], cases[i][1], output, sizeof output), "%s: \"%s\"",
-              cases[i][0], output);
+        CHECK(check_dies(parse_action, (void *)cases[i][0], cases[i][1], output, sizeof output),
+              "%s is refused: \"%s\"", cases[i][0], output);
     CHECK(option_edit_distance("", "abc") == 3 && option_edit_distance("kitten", "sitting") == 3 &&
               option_edit_distance("same", "same") == 0 && option_edit_distance("ab", "ba") == 2,
-          "option_edit_distance counts insertions, deletions and exchanges");
+          "option_edit_distance counts insertions, deletions and substitutions");
 }
 
-// FP8 options, and a part of the message that refuses their combination; "" if it is allowed.
+// Each case has FP8 options and a part of the message that refuses them together, or "" if they are allowed.
 static void test_fp8_conflicts(void) {
     static const char *const cases[][2] = {
         // recipes need batch-size x sequence-length to be a multiple of their block
@@ -272,11 +275,13 @@ static void test_fp8_conflicts(void) {
         format_checked(line, sizeof line, "tiny --precision fp8 %s", cases[i][0]);
         Options o = parse(line);
         options_conflict(&o, message, sizeof message);
-        CHECK(*cases[i][1] ? strstr(message, cases[i][1]) != NULL : *message == 0, "%s: \"%s\"", line, message);
+        CHECK(*cases[i][1] ? strstr(message, cases[i][1]) != NULL : *message == 0,
+              "%s is refused or allowed as expected: \"%s\"", line, message);
     }
 }
 
-// Options that --optimizer-in-backward excludes, and a part of the message; "" if it is allowed.
+// Each case has an option beside --optimizer-in-backward and a part of the message that refuses both, or "" if they are
+// allowed.
 static void test_backward_conflicts(void) {
     static const char *const cases[][2] = {
         {"", ""},
@@ -292,14 +297,16 @@ static void test_backward_conflicts(void) {
         format_checked(line, sizeof line, "tiny --optimizer-in-backward %s", cases[i][0]);
         Options o = parse(line);
         options_conflict(&o, message, sizeof message);
-        CHECK(*cases[i][1] ? strstr(message, cases[i][1]) != NULL : *message == 0, "%s: \"%s\"", line, message);
+        CHECK(*cases[i][1] ? strstr(message, cases[i][1]) != NULL : *message == 0,
+              "%s is refused or allowed as expected: \"%s\"", line, message);
         o.optimizer_in_backward = false;
-        CHECK(*options_conflict(&o, message, sizeof message) == 0, "%s, but without --optimizer-in-backward: \"%s\"",
-              line, message);
+        CHECK(*options_conflict(&o, message, sizeof message) == 0,
+              "%s is allowed if --optimizer-in-backward is left out: \"%s\"", line, message);
     }
 }
 
-// FP8 options without FP8: each is named, with the remedy. Values that switch nothing on are accepted.
+// FP8 options are refused without --precision fp8, and the message says what to change. Defaults and --fp8-all-gather
+// off are accepted.
 static void test_stray_fp8(void) {
     static const char *const strays[] = {"recipe mxfp8", "recipe rowwise",  "format e4m3",  "filter first",
                                          "filter auto",  "amax-history 16", "margin 1",     "fast-accum none",
@@ -316,20 +323,22 @@ static void test_stray_fp8(void) {
                            "leave --fp8-%.*s out",
                            n, strays[i], fp32 ? "fp32" : "bf16", n, strays[i]);
             Options o = parse(line);
-            CHECK(strcmp(options_conflict(&o, message, sizeof message), expected) == 0, "%s: \"%s\"", line, message);
+            CHECK(strcmp(options_conflict(&o, message, sizeof message), expected) == 0,
+                  "%s is refused with the remedy: \"%s\"", line, message);
         }
         for (size_t i = 0; i < sizeof fine / sizeof fine[0]; i++) {
             format_checked(line, sizeof line, "tiny --precision %s --fp8-%s", fp32 ? "fp32" : "bf16", fine[i]);
             Options o = parse(line);
-            CHECK(*options_conflict(&o, message, sizeof message) == 0, "%s: \"%s\"", line, message);
+            CHECK(*options_conflict(&o, message, sizeof message) == 0, "%s is allowed: \"%s\"", line, message);
         }
     }
-    // a very long text must not truncate the expected message
+    // A very long text must not displace the expected words of the message.
     Options o = parse("tiny");
     char *filter = (char *)xcalloc(3001, 1);
     memset(filter, 'x', 3000);
     o.fp8_filter = filter;
-    CHECK(strstr(options_conflict(&o, message, sizeof message), "--fp8-filter is for --precision fp8"), "%s", message);
+    CHECK(strstr(options_conflict(&o, message, sizeof message), "--fp8-filter is for --precision fp8"),
+          "a filter of 3000 characters is refused: %s", message);
     free(filter);
 }
 
@@ -389,7 +398,8 @@ static void test_conflicts(void) {
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Options o = parse(cases[i][0]);
         options_conflict(&o, message, sizeof message);
-        CHECK(*cases[i][1] ? strstr(message, cases[i][1]) != NULL : *message == 0, "%s: \"%s\"", cases[i][0], message);
+        CHECK(*cases[i][1] ? strstr(message, cases[i][1]) != NULL : *message == 0,
+              "%s is refused or allowed as expected: \"%s\"", cases[i][0], message);
     }
 }
 
@@ -397,7 +407,7 @@ static void test_resolve(void) {
     static const struct {
         const char *line;
         int weights, state;
-        int64_t moment_bytes, weight_bytes;  // both moments of 256 elements; a weight in a file
+        int64_t moment_bytes, weight_bytes;  // bytes of both moments of 256 elements; bytes of a weight in a file
     } cases[] = {{"tiny", STORAGE_BF16, MOMENTS_BF16, 1024, 2},
                  {"tiny --precision fp8", STORAGE_BF16, MOMENTS_BF16, 1024, 2},
                  {"tiny --precision fp32", STORAGE_FP32, MOMENTS_FP32, 2048, 4},
@@ -414,7 +424,7 @@ static void test_resolve(void) {
         CHECK(o.master_weights == cases[i].weights && o.optimizer_state == cases[i].state &&
                   options_moment_bytes(&o, 256) == cases[i].moment_bytes &&
                   options_weight_bytes(&o) == cases[i].weight_bytes,
-              "weights and optimizer state of: %s", cases[i].line);
+              "weights and optimizer state have the expected dtypes and sizes: %s", cases[i].line);
     }
 }
 
@@ -437,8 +447,9 @@ static void test_resolve_fp8(void) {
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Options o = parse(cases[i].line), again;
         options_resolve(&o);
-        CHECK(o.fp8_all_gather == cases[i].gather && o.fp8_format == cases[i].format, "%s: gather %d, format %d",
-              cases[i].line, o.fp8_all_gather, o.fp8_format);
+        CHECK(o.fp8_all_gather == cases[i].gather && o.fp8_format == cases[i].format,
+              "%s: auto gives the expected all-gather and format; found %d and %d", cases[i].line, o.fp8_all_gather,
+              o.fp8_format);
         again = o;
         options_resolve(&again);
         CHECK(memcmp(&o, &again, sizeof o) == 0, "%s: resolving again changes nothing", cases[i].line);
@@ -447,14 +458,15 @@ static void test_resolve_fp8(void) {
               cases[i].line, message);
         CHECK(strcmp(options_recipe(&o)->name,
                      o.precision == PRECISION_FP8 ? recipe_row(o.fp8_recipe)->name : "bf16") == 0,
-              "%s: recipe %s", cases[i].line, options_recipe(&o)->name);
+              "%s: the recipe is that of --fp8-recipe, or bf16 without FP8; found %s", cases[i].line,
+              options_recipe(&o)->name);
     }
     // The choices of --fp8-recipe are the rows of the table, in its order.
     const OptionRow *row = option_find("fp8-recipe", 10);
     char name[64];
     for (int i = 0; i < NUM_RECIPES; i++)
         CHECK(option_choice_name(row->text, i, name, sizeof name) && strcmp(name, recipe_row(i)->name) == 0,
-              "recipe %d: %s, %s", i, name, recipe_row(i)->name);
+              "choice %d of --fp8-recipe is the table's row: %s, %s", i, name, recipe_row(i)->name);
     CHECK(!option_choice_name(row->text, NUM_RECIPES, name, sizeof name), "there is no recipe beyond the table");
 }
 
@@ -475,12 +487,13 @@ static void test_sharding(void) {
                  {"tiny --sharding hybrid --shard-size 6", 6, 6}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const Options o = parse(cases[i].line);
-        CHECK(options_shard_group(&o, cases[i].world) == cases[i].group, "%s", cases[i].line);
+        CHECK(options_shard_group(&o, cases[i].world) == cases[i].group,
+              "%s: the shard group has the expected number of ranks", cases[i].line);
     }
     char output[1024];
     CHECK(check_dies(shard_group_action, (void *)"tiny --sharding hybrid --shard-size 4",
                      "--shard-size 4 does not divide the 6 ranks", output, sizeof output),
-          "%s", output);
+          "a shard size that does not divide the number of ranks is refused: %s", output);
     Options o = parse("tiny --precision fp32"), half = parse("tiny --precision fp8");
     options_resolve(&o), options_resolve(&half);
     CHECK(o.reduce_dtype == REDUCE_FP32 && half.reduce_dtype == REDUCE_BF16 && half.fp8_all_gather == ON,
@@ -514,13 +527,15 @@ static void test_gradient_sums(void) {
         Options o = parse(cases[i].line);
         options_resolve(&o);
         CHECK(o.grad_accum_dtype == cases[i].storage && options_fp32_gradients(&o, cases[i].world) == cases[i].fp32,
-              "%s on %lld: sums %d, fp32 gradients %d", cases[i].line, (long long)cases[i].world, o.grad_accum_dtype,
-              options_fp32_gradients(&o, cases[i].world));
-        CHECK(options_fp8_gradients(&o) == (cases[i].storage == SUM_FP8), "%s: FP8 gradients", cases[i].line);
+              "%s on %lld ranks: sums and AdamW's gradients have the expected dtypes; found sums %d, fp32 gradients %d",
+              cases[i].line, (long long)cases[i].world, o.grad_accum_dtype, options_fp32_gradients(&o, cases[i].world));
+        CHECK(options_fp8_gradients(&o) == (cases[i].storage == SUM_FP8),
+              "%s: gradients are FP8 if sums are, and only then", cases[i].line);
     }
 }
 
-// Runs `train ARGUMENTS` and returns its stdout. *status is its exit status.
+// Parses `train ARGUMENTS` and prints the settings, in a child process. Returns its stdout. *status is as from
+// waitpid().
 static char *printed_by(const char *arguments, int *status) {
     char *text = (char *)xcalloc(1 << 16, 1);
     int fds[2];
@@ -547,21 +562,22 @@ static void test_help_and_table(void) {
     char *help = printed_by("--help", &status);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0 && strstr(help, "usage: train MODEL") &&
               strstr(help, "MODEL: tiny, small,"),
-          "%s", help);
+          "--help prints usage and models, with exit status 0: %s", help);
     for (const OptionRow *row = option_rows(); row->name; row++) {
         char name[64];
         format_checked(name, sizeof name, row->kind == OPTION_GROUP ? "\n%s\n" : "  --%s ", row->name);
-        CHECK(strstr(help, name), "--help lacks %s", row->name);
+        CHECK(strstr(help, name), "--help has %s", row->name);
     }
     const char *line = strstr(help, "\ndata\n");  // after the usage, which lists presets
     for (int n = 0; line && *line; line += strspn(line, "\n")) {
         n = (int)strcspn(line, "\n");
-        CHECK(n <= HELP_WIDTH && (n == 0 || line[n - 1] != ' '), "a line of %d columns: %.*s", n, n, line);
+        CHECK(n <= HELP_WIDTH && (n == 0 || line[n - 1] != ' '),
+              "no line of --help is too long or ends with a blank; this one has %d columns: %.*s", n, n, line);
         line += n;
     }
     CHECK(strstr(help, "\n  --fp8-recipe tensorwise|delayed|rowwise|rowwise_with_gw_hp|blockwise|mxfp8\n               "
                        "                                  which values share"),
-          "%s", help);
+          "--help shows the choices of --fp8-recipe: %s", help);
     CHECK(strstr(help, "[1e-05]") && strstr(help, "--precision fp32|bf16|fp8") && strstr(help, "[bf16]"),
           "--help shows defaults and choices");
     free(help);
@@ -572,16 +588,16 @@ static void test_help_and_table(void) {
     char *table = printed_by("tiny --seed 7 --val-data v.bin --resume --checkpoint-dir c", &status);
     CHECK(strstr(table, "model                      tiny\n") && strstr(table, "seed                       7\n") &&
               strstr(table, "resume                     on\n"),
-          "%s", table);
+          "the settings have the values that were given: %s", table);
     CHECK(strstr(table, "val-data                   v.bin\n") && !strstr(table, "log-dir") && !strstr(table, "help") &&
               !strstr(table, "fp8"),
-          "%s", table);
+          "the settings leave out options without a value, and FP8 options without FP8: %s", table);
     free(table);
     table = printed_by("tiny --precision fp8 --fp8-recipe blockwise --fp8-filter first,mlp", &status);
     CHECK(strstr(table, "fp8-recipe                 blockwise\n") &&
               strstr(table, "fp8-filter                 first,mlp\n") &&
               strstr(table, "fp8-emulate                off\n"),
-          "%s", table);
+          "the settings have the FP8 options: %s", table);
     free(table);
 }
 

@@ -27,33 +27,36 @@ static void test_layout(const ModelConfig *m) {
         CHECK(segment == (!p->cols                                                     ? SEGMENT_VECTORS
                           : strstr(p->name, "embed_tokens") && !m->tie_word_embeddings ? SEGMENT_EMBEDDING
                                                                                        : SEGMENT_MATRICES),
-              "%s: segment", p->name);
-        CHECK(p->offset >= end, "%s overlaps the tensor before it", p->name);
+              "%s is in the segment of its kind", p->name);
+        CHECK(p->offset >= end, "%s begins where the tensor before it ends, or later", p->name);
         if (p->flags & PARAM_JOINED)
             CHECK(i > 0 && p->offset == end && p->layer == p[-1].layer && p->cols == p[-1].cols,
-                  "%s is not joined to the tensor before it", p->name);
+                  "%s follows the tensor before it without a gap", p->name);
         else
-            CHECK(p->offset % PARAMETER_ALIGNMENT == 0 && p->offset - end < PARAMETER_ALIGNMENT, "%s starts at %lld",
-                  p->name, (long long)p->offset);
+            CHECK(p->offset % PARAMETER_ALIGNMENT == 0 && p->offset - end < PARAMETER_ALIGNMENT,
+                  "%s starts at the next multiple of PARAMETER_ALIGNMENT; found %lld", p->name, (long long)p->offset);
         ends[segment] = p->offset + parameter_elements(p);
-        CHECK(ends[segment] <= begin + segment_begin(sizes, segment + 1), "%s is outside its segment", p->name);
+        CHECK(ends[segment] <= begin + segment_begin(sizes, segment + 1), "%s ends within its segment", p->name);
         for (int k = 0; k < NUM_SEGMENTS && !(i + 1 < t.count && p[1].layer == p->layer); k++)
-            CHECK(begin + segment_begin(sizes, k + 1) - ends[k] < PARAMETER_ALIGNMENT, "%s: more padding than needed",
-                  p->name);
-        CHECK(p->layer == last_layer || p->layer == last_layer + 1, "%s: layer %lld after %lld", p->name,
-              (long long)p->layer, (long long)last_layer);
+            CHECK(begin + segment_begin(sizes, k + 1) - ends[k] < PARAMETER_ALIGNMENT,
+                  "%s: the segments of its unit have no more padding than needed", p->name);
+        CHECK(p->layer == last_layer || p->layer == last_layer + 1,
+              "%s: layers are in order; found layer %lld after %lld", p->name, (long long)p->layer,
+              (long long)last_layer);
         if (p->layer >= 0)
             CHECK(p->offset >= layer_offset(&t, p->layer) &&
                       p->offset + parameter_elements(p) <= layer_offset(&t, p->layer) + t.layer_size,
-                  "%s is outside its unit", p->name);
-        else CHECK(p->offset + parameter_elements(p) <= t.root_size, "%s is outside the root unit", p->name);
-        CHECK(p->rows > 0 && parameter_elements(p) == p->rows * (p->cols ? p->cols : 1), "%s", p->name);
-        CHECK(!(p->flags & PARAM_DECAY) == (p->cols == 0), "%s: decay is for matrices", p->name);
+                  "%s lies in its layer's unit", p->name);
+        else CHECK(p->offset + parameter_elements(p) <= t.root_size, "%s lies in the root unit", p->name);
+        CHECK(p->rows > 0 && parameter_elements(p) == p->rows * (p->cols ? p->cols : 1),
+              "%s has the number of elements of its shape", p->name);
+        CHECK(!(p->flags & PARAM_DECAY) == (p->cols == 0), "%s has weight decay exactly if it is a matrix", p->name);
         CHECK(!(p->flags & PARAM_INIT_ONE) == !strstr(p->name, "norm") &&
                   !(p->flags & PARAM_INIT_ZERO) == !strstr(p->name, "bias"),
-              "%s: initial value", p->name);
-        CHECK(!(p->flags & PARAM_FP8) == !strstr(p->name, "_proj.weight"), "%s: FP8", p->name);
-        CHECK(parameter_find(&t, p->name) == p, "%s is there twice", p->name);
+              "%s starts at 1 exactly if it is a norm's weight, and at 0 exactly if it is a bias", p->name);
+        CHECK(!(p->flags & PARAM_FP8) == !strstr(p->name, "_proj.weight"),
+              "%s may be quantized exactly if it is a weight of a layer's linear layers", p->name);
+        CHECK(parameter_find(&t, p->name) == p, "%s is found by its name, so no other tensor has that name", p->name);
         sum += parameter_elements(p);
         last_layer = p->layer;
     }
@@ -61,7 +64,7 @@ static void test_layout(const ModelConfig *m) {
           "the tensors add up to all layers and parameters");
     for (int k = 0; k < NUM_SEGMENTS; k++)
         CHECK(t.root_segments[k] % PARAMETER_ALIGNMENT == 0 && t.layer_segments[k] % PARAMETER_ALIGNMENT == 0,
-              "segment %d: its size is no multiple of PARAMETER_ALIGNMENT", k);
+              "the size of segment %d is a multiple of PARAMETER_ALIGNMENT", k);
     CHECK(t.root_segments[0] + t.root_segments[1] + t.root_segments[2] == t.root_size &&
               t.layer_segments[0] + t.layer_segments[1] == t.layer_size,
           "the segments of a unit add up to its size");
@@ -82,10 +85,11 @@ static void test_layout(const ModelConfig *m) {
 // Offsets by field equal those of the entries by name, in every layer.
 static void test_fields(const ModelConfig *m) {
     ParameterTable t = parameter_table(m);
-#define X(field, name, ...)                                                                                            \
-    {                                                                                                                  \
-        const Parameter *p = parameter_find(&t, name);                                                                 \
-        CHECK(p ? t.root.field == p->offset : t.root.field == -1, "root." #field " is %lld", (long long)t.root.field); \
+#define X(field, name, ...)                                                                          \
+    {                                                                                                \
+        const Parameter *p = parameter_find(&t, name);                                               \
+        CHECK(p ? t.root.field == p->offset : t.root.field == -1,                                    \
+              "root." #field " is its tensor's offset, or -1; found %lld", (long long)t.root.field); \
     }
     ROOT_PARAMETERS(X)
 #undef X
@@ -96,7 +100,7 @@ static void test_fields(const ModelConfig *m) {
         format_checked(full, sizeof full, "model.layers.%lld.%s", (long long)l, name);                     \
         const Parameter *p = parameter_find(&t, full);                                                     \
         CHECK(p ? p->layer == l && layer_offset(&t, l) + t.layer.field == p->offset : t.layer.field == -1, \
-              "layer." #field " is %lld", (long long)t.layer.field);                                       \
+              "layer." #field " is its tensor's offset, or -1; found %lld", (long long)t.layer.field);     \
     }
         LAYER_PARAMETERS(X)
 #undef X
@@ -109,8 +113,8 @@ static void test_fields(const ModelConfig *m) {
 
 static void check_shape(const ParameterTable *t, const char *name, int64_t rows, int64_t cols) {
     const Parameter *p = parameter_find(t, name);
-    CHECK(p && p->rows == rows && p->cols == cols, "%s is %lld x %lld", name, p ? (long long)p->rows : -1,
-          p ? (long long)p->cols : -1);
+    CHECK(p && p->rows == rows && p->cols == cols, "%s has the shape of transformers' module; found %lld x %lld", name,
+          p ? (long long)p->rows : -1, p ? (long long)p->cols : -1);
 }
 
 // Shapes equal those of transformers' modules.
@@ -129,9 +133,10 @@ static void test_shapes(void) {
     check_shape(&t, "model.layers.0.mlp.gate_proj.weight", 36, 20);
     check_shape(&t, "model.layers.0.mlp.up_proj.weight", 36, 20);
     check_shape(&t, "model.layers.0.mlp.down_proj.weight", 20, 36);
-    CHECK(t.count == 3 + 3 * 12, "%lld tensors", (long long)t.count);
+    CHECK(t.count == 3 + 3 * 12, "there are 3 + 3 x 12 tensors; found %lld", (long long)t.count);
     const int64_t layer = 100 * 20 + 60 * 20 + 3 * 36 * 20;
-    CHECK(matmul_parameters(&t, &m) == 101 * 20 + 3 * layer, "%lld", (long long)matmul_parameters(&t, &m));
+    CHECK(matmul_parameters(&t, &m) == 101 * 20 + 3 * layer,
+          "matmul_parameters() counts all matrices that GEMMs read; found %lld", (long long)matmul_parameters(&t, &m));
     parameter_table_free(&t);
     m = model(FAMILY_QWEN3, true);
     t = parameter_table(&m);

@@ -1,13 +1,13 @@
 // Tests the memory placement of the GPU trainer, without a GPU: no tensor may overwrite memory that is still needed.
-// place() returns addresses in an arena that is never accessed. This file knows the size of each tensor, and the first
-// and the last moment of a step at which it is needed, and compares all pairs.
+// place() gives tensors addresses in an arena that is never accessed. This file knows the size of each tensor, and the
+// first and the last moment of a step at which it is needed, and compares all pairs. Also tests the memory planned for
+// NCCL, the check that ranks have different GPUs, and the number for CUDA_ARCH.
 #define TESTING
 #include "../../train_fp8.cu"
 
 #include "lib/check.h"
 
-// Moments of a step, in order: moment l is the forward pass of layer l, then come the moments below, then the backward
-// pass of layer l.
+// Moments of a step are numbered in order. The forward pass of layer l is moment l. Functions give the later moments.
 typedef struct {
     int64_t L;
 } Moments;
@@ -37,7 +37,9 @@ static void needed(const char *name, const void *at, int64_t bytes, int64_t from
     pieces[num_pieces++] = p;
 }
 
-// Needed in both passes of a layer, but not during the loss. The final norm reads the output of a layer's last GEMM.
+// Adds a piece that every layer needs in its forward and in its backward pass, but that the loss does not need. The
+// final
+// norm reads the output of a layer's last GEMM.
 static void needed_by_layers(Moments m, const char *name, const void *at, int64_t bytes) {
     needed(name, at, bytes, 0, final_norm(m));
     needed(name, at, bytes, backward(m, m.L - 1), backward(m, 0));
@@ -63,8 +65,8 @@ static void list_state(const Trainer *t, Moments m) {
     needed_always(m, "weights", t->params.weights, 2 * n);
     needed_always(m, "fp32 master weights", t->params.master, 4 * n);
     needed_always(m, "FP16 master weights", t->params.scaled.master, 2 * n);
-    needed_always(m, "first moment", t->params.exp_avg, fp32 ? 4 * n : msamp ? n : 2 * n);
-    needed_always(m, "second moment", t->params.exp_avg_sq, fp32 ? 4 * n : 2 * n);
+    needed_always(m, "AdamW's first moment", t->params.exp_avg, fp32 ? 4 * n : msamp ? n : 2 * n);
+    needed_always(m, "AdamW's second moment", t->params.exp_avg_sq, fp32 ? 4 * n : 2 * n);
     needed_always(m, "scales of states", t->params.scaled.scales, scales);
     needed_always(m, "new scales of states", t->params.scaled.new_scales, scales);
     needed_always(m, "amaxes of states", t->params.scaled.amaxes, scales);
@@ -89,7 +91,7 @@ static void list_state(const Trainer *t, Moments m) {
     needed_always(m, "alpha of emulated GEMMs", ln->gemm.alpha, 4);
 }
 
-// Adds gradients: each is needed from the moment it is written, or always if micro-steps add to it.
+// Adds the gradients: each is needed from the moment it is written, or always if micro-steps add to it.
 static void list_gradients(const Trainer *t, Moments m) {
     const Fsdp *f = &t->fsdp;
     const int64_t *root = t->table.root_segments;
@@ -106,7 +108,8 @@ static void list_gradients(const Trainer *t, Moments m) {
         const int64_t n = shard_begin(&f->plan, f->sum_layers);
         needed_always(m, "gradients", sums, sums ? n * 2 : 0);
         needed_always(m, "fp32 gradients", sums_fp32, fp32 ? n * 4 : 0);
-        CHECK(fp32 ? sums_fp32 && !sums : sums && !sums_fp32, "gradients have %s place", sums ? "more than one" : "no");
+        CHECK(fp32 ? sums_fp32 && !sums : sums && !sums_fp32,
+              "gradients have one place, of the sums' dtype; found %s place", sums ? "more than one" : "no");
         return;
     }
     const bf16 *embedding = f->transport.sums + segment_begin(root, SEGMENT_EMBEDDING);
@@ -198,7 +201,7 @@ static void list_layer(const Trainer *t, Moments m, int64_t l) {
         {"scales of columnwise norm1", norm1.columnwise_scale_inv, norm1.columnwise ? scales : 0, shared.norms},
         {"scales of columnwise att", att.columnwise_scale_inv, att.columnwise ? att_scales : 0, shared.attention},
         {"scales of columnwise norm2", norm2.columnwise_scale_inv, norm2.columnwise ? scales : 0, shared.norms}};
-    CHECK(att.data, "layer %lld: attention's output has no place", (long long)l);
+    CHECK(att.data, "layer %lld: attention's output has a place", (long long)l);
     for (size_t i = 0; i < sizeof kept / sizeof kept[0]; i++) {
         if (!kept[i].shared) needed(kept[i].name, kept[i].at, kept[i].bytes, l, backward(m, l));
         else if (l == 0) needed_by_layers(m, kept[i].name, kept[i].at, kept[i].bytes);
@@ -215,9 +218,9 @@ static void list_activations(const Trainer *t, Moments m) {
         needed("x", acts->layer[l].x, d->R * d->C * 2, l, backward(m, l));
         list_layer(t, m, l);
         CHECK(acts->rotated_is_shared ? rotated == acts->layer[0].rotated : rotated == acts->layer[l].qkv,
-              "layer %lld: `rotated` is at another address", (long long)l);
+              "layer %lld: `rotated` is at the shared address, or at the layer's qkv", (long long)l);
     }
-    // rowwise data belong to one layer at a time; a layer with only bf16 linears has none
+    // Rowwise data belong to one layer at a time. A layer with only bf16 linears has none.
     const QTensor *row = norm1->rowwise ? norm1 : &h;
     needed_by_layers(m, "rowwise data of an input", row->rowwise, d->R * widest);
     needed_by_layers(m, "scales of an input's rowwise data", row->rowwise_scale_inv,
@@ -265,7 +268,8 @@ static bool in_each_others_way(const Piece *a, const Piece *b) {
     return a->at < b->at + b->bytes && b->at < a->at + a->bytes && a->from <= b->to && b->from <= a->to;
 }
 
-// Returns an error if two pieces need equal bytes at one moment, or if one leaves the arena. NULL: none.
+// Returns an error if two pieces need equal bytes at one moment, or if a piece leaves the arena or is not aligned to 16
+// bytes. Returns NULL if there is none.
 static const char *find_trouble(const char *base, int64_t size) {
     static char trouble[256];
     for (int i = 0; i < num_pieces; i++) {
@@ -286,7 +290,8 @@ static const char *find_trouble(const char *base, int64_t size) {
     return NULL;
 }
 
-// Operands and result of the largest bf16 GEMM. linears_plan_gemm() puts them at the start of the arena to time it.
+// Returns the bytes of operands and result of the largest bf16 GEMM. linears_plan_gemm() puts them at the start of the
+// arena to time the GEMM.
 static int64_t largest_product(const Trainer *t) {
     int64_t most = 0;
     for (int id = 0; id <= NUM_LINEARS; id++) {
@@ -316,12 +321,12 @@ static void check_run(const char *label, Options o, const ModelConfig *model, in
     list_activations(&t, m);
     list_backward(&t, m);
     const char *trouble = find_trouble(base, arena.used);
-    CHECK(!trouble, "%s: %s", label, trouble);
+    CHECK(!trouble, "%s: every piece keeps its memory: %s", label, trouble);
     CHECK(largest_product(&t) <= (char *)t.linears.gemm.workspace - base,
-          "%s: a GEMM of %lld bytes reaches its workspace at %lld", label, (long long)largest_product(&t),
-          (long long)((char *)t.linears.gemm.workspace - base));
-    CHECK(plan.used == arena.used, "%s: %lld bytes planned, %lld placed", label, (long long)plan.used,
-          (long long)arena.used);
+          "%s: a GEMM of %lld bytes ends before its workspace, which begins at %lld", label,
+          (long long)largest_product(&t), (long long)((char *)t.linears.gemm.workspace - base));
+    CHECK(plan.used == arena.used, "%s: the plan has as many bytes as are placed; found %lld and %lld", label,
+          (long long)plan.used, (long long)arena.used);
     fsdp_destroy(&t.fsdp);
     precision_free(&t.precision);
     parameter_table_free(&t.table);
@@ -337,7 +342,7 @@ typedef struct {
     int64_t shard_size;  // with hybrid
 } Ranks;
 
-// All ways to run one model at one sequence length.
+// Checks combinations of options for one model, batch size and sequence length.
 static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
     ModelConfig model;
     if (!model_config_preset(&model, name)) die("no preset %s", name);
@@ -372,14 +377,14 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
         }
 }
 
-// The comparison detects pieces that overlap.
+// find_trouble() detects pieces that overlap.
 static void test_comparison(void) {
     char *const base = (char *)((intptr_t)1 << 40);
     num_pieces = 0;
     needed("a", base, 256, 0, 3);
     needed("b", base + 256, 256, 0, 3);
     needed("c", base, 512, 4, 5);
-    CHECK(!find_trouble(base, 512), "%s", find_trouble(base, 512));
+    CHECK(!find_trouble(base, 512), "pieces that do not overlap are accepted: %s", find_trouble(base, 512));
     CHECK(find_trouble(base, 511), "a piece that leaves the arena is found");
     pieces[1].at = base + 240;
     CHECK(find_trouble(base, 512), "two pieces that overlap are found");
@@ -398,14 +403,16 @@ static void test_communicators(void) {
         comm_assume(&comm, cases[i].world);
         comm_split(&comm, cases[i].group);
         const int64_t got = memory_overhead(&comm) - CUDA_OVERHEAD_BYTES;
-        CHECK(got == cases[i].communicators * NCCL_OVERHEAD_BYTES, "%lld ranks in groups of %lld: %lld bytes for NCCL",
+        CHECK(got == cases[i].communicators * NCCL_OVERHEAD_BYTES,
+              "%lld ranks in groups of %lld get the expected memory for NCCL; found %lld bytes",
               (long long)cases[i].world, (long long)cases[i].group, (long long)got);
     }
 }
 
 static void call_require_own_gpus(void *gpus) { require_own_gpus((const RankGpu *)gpus, 4); }
 
-// Four ranks on two hosts, each with GPUs 1 and 2. Hosts are told apart, and a GPU that two ranks have is named.
+// Four ranks on two hosts, each host with GPUs 1 and 2. GPUs of different hosts are different, and a GPU that two ranks
+// have is named.
 static void test_gpus(void) {
     char output[512];
     RankGpu gpus[4];
@@ -415,12 +422,14 @@ static void test_gpus(void) {
         gpus[i].uuid.bytes[15] = (char)(1 + i % 2), gpus[i].visible = 1;
     }
     int64_t i, j;
-    CHECK(!find_shared_gpu(gpus, 4, &i, &j), "ranks %lld and %lld", (long long)i, (long long)j);
+    CHECK(!find_shared_gpu(gpus, 4, &i, &j), "no two ranks have the same GPU; found ranks %lld and %lld", (long long)i,
+          (long long)j);
     CHECK(!find_shared_gpu(gpus, 1, &i, &j), "one rank shares its GPU with no other");
     gpus[3].uuid.bytes[15] = 1, gpus[3].visible = 2;
     const char *message = "ranks 2 and 3 on b have the same GPU, GPU-00000000-0000-0000-0000-000000000001: rank 2 "
                           "sees 1 there and rank 3 sees 2; every rank needs its own GPU: use mpirun -np 2";
-    CHECK(check_dies(call_require_own_gpus, gpus, message, output, sizeof output), "%s", output);
+    CHECK(check_dies(call_require_own_gpus, gpus, message, output, sizeof output),
+          "ranks with the same GPU are refused: %s", output);
 }
 
 static void test_cuda_arch(void) {
@@ -431,7 +440,8 @@ static void test_cuda_arch(void) {
     } all[] = {{8, 0, "80"}, {8, 9, "89"}, {9, 0, "90a"}, {10, 0, "100"}, {12, 1, "121"}};
     for (size_t n = 0; n < sizeof all / sizeof all[0]; n++) {
         format_cuda_arch(output, sizeof output, all[n].major, all[n].minor);
-        CHECK(strcmp(output, all[n].arch) == 0, "CUDA_ARCH=%s for %d.%d", output, all[n].major, all[n].minor);
+        CHECK(strcmp(output, all[n].arch) == 0, "CUDA_ARCH=%s is the name for %d.%d", output, all[n].major,
+              all[n].minor);
     }
 }
 

@@ -39,7 +39,7 @@ static void describe(const Precision *p, char *out) {
     }
 }
 
-// Words of the filter on a model of 4 layers: "qkv attn_out gate_up down" of each.
+// Tests the filter's words on a model of 4 layers. Each layer has a character for qkv, attn_out, gate_up and down.
 static void test_filters(void) {
     static const char *const cases[][2] = {{"", "8888 8888 8888 8888"},
                                            {"first", "---- 8888 8888 8888"},
@@ -70,22 +70,26 @@ static void test_filters(void) {
         char text[64];
         Plan x = make_plan("small", RECIPE_TENSORWISE, cases[i][0]);
         describe(&x.p, text);
-        CHECK(strcmp(text, cases[i][1]) == 0, "--fp8-filter \"%s\": %s, expected %s", cases[i][0], text, cases[i][1]);
+        CHECK(strcmp(text, cases[i][1]) == 0, "--fp8-filter \"%s\" gives %s; expected %s", cases[i][0], text,
+              cases[i][1]);
         CHECK(x.p.any_fp8 == (strchr(text, '8') != NULL) && x.p.any_bf16 == (strchr(text, '-') != NULL),
-              "\"%s\": any_fp8 %d, any_bf16 %d", cases[i][0], x.p.any_fp8, x.p.any_bf16);
+              "\"%s\": any_fp8 and any_bf16 tell if there are such layers; found %d and %d", cases[i][0], x.p.any_fp8,
+              x.p.any_bf16);
         CHECK(x.p.filter_open == (strcmp(cases[i][0], "auto") == 0), "\"%s\": only auto leaves the filter open",
               cases[i][0]);
         for (int64_t l = 0; l < 4; l++)
             CHECK(precision_layer_is_fp8(&x.p, l) == (strncmp(text + 5 * l, "8888", 4) == 0),
-                  "\"%s\": weights of layer %lld", cases[i][0], (long long)l);
+                  "\"%s\": precision_layer_is_fp8 is true exactly if all of layer %lld is FP8", cases[i][0],
+                  (long long)l);
         free_plan(&x);
     }
-    // the result of auto, while the option still is auto
+    // auto has found a filter, while the option still is auto.
     Plan x = make_plan("small", RECIPE_TENSORWISE, "auto");
     Precision found = precision_plan(&x.o, "attn_out,down", &x.m, &x.t, true);
     char text[64];
     describe(&found, text);
-    CHECK(strcmp(text, "8-8- 8-8- 8-8- 8-8-") == 0 && !found.filter_open, "what auto has found: %s", text);
+    CHECK(strcmp(text, "8-8- 8-8- 8-8- 8-8-") == 0 && !found.filter_open,
+          "the filter that auto has found is used; found %s", text);
     precision_free(&found);
     free_plan(&x);
 }
@@ -116,7 +120,7 @@ static void test_refused(void) {
     char output[2048];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
         CHECK(check_dies(plan_action, (void *)cases[i][0], cases[i][1], output, sizeof output),
-              "--fp8-filter %s: \"%s\"", cases[i][0], output);
+              "--fp8-filter %s is refused: \"%s\"", cases[i][0], output);
 }
 
 // `tiny` has hidden size 64 and intermediate size 192. N and K of every linear layer are multiples of 64, but not both
@@ -131,11 +135,12 @@ static void test_sizes(void) {
         char text[64];
         Plan x = make_plan("tiny", cases[i].recipe, "");
         describe(&x.p, text);
-        CHECK(strcmp(text, cases[i].expected) == 0, "tiny, %s: %s", x.p.recipe->name, text);
+        CHECK(strcmp(text, cases[i].expected) == 0, "tiny, %s: the sizes decide which layers are FP8; found %s",
+              x.p.recipe->name, text);
         free_plan(&x);
     }
-    // A size that does not fit keeps its linear layers in bf16; the others stay FP8. The fused gate_up has twice the
-    // rows: 1552 = 16 x 97.
+    // An intermediate size that does not fit the recipe keeps its linear layers in bf16; others stay FP8. The fused
+    // gate_up has twice as many rows: 1552 = 16 x 97 fits, though 776 does not.
     static const struct {
         int64_t intermediate;
         const char *expected;
@@ -147,7 +152,8 @@ static void test_sizes(void) {
         ParameterTable t = parameter_table(&x.m);
         Precision p = precision_plan(&x.o, "", &x.m, &t, true);
         describe(&p, text);
-        CHECK(strcmp(text, odd[i].expected) == 0, "intermediate size %lld: %s", (long long)odd[i].intermediate, text);
+        CHECK(strcmp(text, odd[i].expected) == 0, "intermediate size %lld decides which layers are FP8; found %s",
+              (long long)odd[i].intermediate, text);
         precision_free(&p);
         parameter_table_free(&t);
     }
@@ -160,7 +166,8 @@ static void test_sizes(void) {
     free_plan(&x);
 }
 
-// Each linear layer's weight begins at the parameter table's first part of it. Every recipe has its formats.
+// The weight of a fused linear layer begins at the first of its tensors in the parameter table. Each recipe has its
+// formats.
 static void test_shapes_and_formats(void) {
     Plan x = make_plan("llama3.1-8b", RECIPE_TENSORWISE, "");
     static const struct {
@@ -175,7 +182,8 @@ static void test_shapes_and_formats(void) {
         const int64_t matrices = layer_offset(&x.t, 0) + x.t.layer_segments[SEGMENT_VECTORS];
         CHECK(s->N == parts[id].N && s->K == parts[id].K &&
                   parameter_find(&x.t, parts[id].first)->offset == matrices + s->offset,
-              "%s: [%lld, %lld] at %lld", s->name, (long long)s->N, (long long)s->K, (long long)s->offset);
+              "%s has the expected N and K, and begins at its first tensor; found [%lld, %lld] at %lld", s->name,
+              (long long)s->N, (long long)s->K, (long long)s->offset);
     }
     CHECK(precision_format(&x.p, TENSOR_X) == FP8_E4M3 && precision_format(&x.p, TENSOR_W) == FP8_E4M3 &&
               precision_format(&x.p, TENSOR_DY) == FP8_E5M2,
@@ -191,7 +199,8 @@ static void test_shapes_and_formats(void) {
     free_plan(&x);
 }
 
-// --fp8-fast-accum on a recipe with fast_accum, on one without, on one with a bf16 GEMM, and with emulation.
+// Tests --fp8-fast-accum with a recipe that has fast_accum, with one that has not, with one that has a bf16 GEMM, and
+// with emulation.
 static void test_fast_sums(void) {
     static const struct {
         int recipe, option;
@@ -213,18 +222,19 @@ static void test_fast_sums(void) {
         Precision p = precision_plan(&o, "", &m, &t, true);
         for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
             CHECK(precision_fast_accum(&p, p.recipe, (GemmKind)gemm) == cases[i].expected[gemm],
-                  "%s, option %d, GEMM %d", recipe_row(cases[i].recipe)->name, cases[i].option, gemm);
+                  "%s, option %d, GEMM %d has fast_accum exactly if recipe and option say so",
+                  recipe_row(cases[i].recipe)->name, cases[i].option, gemm);
         precision_free(&p);
         parameter_table_free(&t);
     }
 }
 
-// Returns the text of precision_print for a plan of 2048 rows.
+// Returns the text of precision_print for 2048 rows, and 1024 rows of lm_head.
 static char *printed(const Plan *x) {
     const CheckCapture capture = check_capture();
     precision_print(&x->p, 2048, 1024, "bf16");
     char *text = check_captured(capture);
-    CHECK(strlen(text) < (1 << 16) - 1, "a table of %zu bytes", strlen(text));
+    CHECK(strlen(text) < (1 << 16) - 1, "the table has less than 64 KiB; found %zu bytes", strlen(text));
     return text;
 }
 
@@ -256,7 +266,7 @@ static void test_golden_table(void) {
         "  lm_head   wgrad    128256     4096     1024  bf16         x bf16\n";
     Plan x = make_plan("llama3.1-8b", RECIPE_ROWWISE_GW_HP, "first,layers=5,layers=7,mlp");
     char *text = printed(&x);
-    CHECK(strcmp(text, expected) == 0, "the table\n%sexpected\n%s", text, expected);
+    CHECK(strcmp(text, expected) == 0, "the table is\n%sexpected\n%s", text, expected);
     free(text);
     free_plan(&x);
 }
@@ -281,10 +291,11 @@ static void test_tables(void) {
     for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++)
         for (int recipe = 0; recipe <= NUM_RECIPES; recipe++) {
             Plan x = make_plan(presets[i], recipe, "");
-            const int shown = x.p.any_fp8 ? recipe : RECIPE_BF16;  // tiny is too small for blockwise
+            const int shown = x.p.any_fp8 ? recipe : RECIPE_BF16;  // no size of tiny fits blockwise
             CHECK(x.p.any_fp8 == (recipe != RECIPE_BF16 && !(recipe == RECIPE_BLOCKWISE && i == 0)) &&
                       !(x.p.any_fp8 && x.p.any_bf16),
-                  "%s, %s: any_fp8 %d, any_bf16 %d", presets[i], recipe_row(recipe)->name, x.p.any_fp8, x.p.any_bf16);
+                  "%s, %s: all layers are FP8, or all are bf16; found any_fp8 %d, any_bf16 %d", presets[i],
+                  recipe_row(recipe)->name, x.p.any_fp8, x.p.any_bf16);
             char *text = printed(&x), line[128];
             const char *const passes[] = {operands[shown].fprop, operands[shown].dgrad, operands[shown].wgrad},
                               *const names[] = {"fprop", "dgrad", "wgrad"};
@@ -293,29 +304,32 @@ static void test_tables(void) {
                     format_checked(line, sizeof line, "\n  %-9s %s ", x.p.linear[id].name, names[gemm]);
                     const char *at = strstr(text, line), *end = at ? strchr(at + 1, '\n') : NULL,
                                *found = at ? strstr(at, passes[gemm]) : NULL;
-                    CHECK(check_count(text, line) == 1 && found && found < end, "%s, %s, %s %s in\n%s", presets[i],
+                    CHECK(check_count(text, line) == 1 && found && found < end,
+                          "%s, %s, %s %s has one line, with the recipe's operands, in\n%s", presets[i],
                           recipe_row(recipe)->name, x.p.linear[id].name, names[gemm], text);
                 }
-            CHECK(check_count(text, "\n") == 18 + (recipe == RECIPE_BLOCKWISE && i == 0), "%s, %s: lines of\n%s",
-                  presets[i], recipe_row(recipe)->name, text);
+            CHECK(check_count(text, "\n") == 18 + (recipe == RECIPE_BLOCKWISE && i == 0),
+                  "%s, %s: there is a line for each GEMM in\n%s", presets[i], recipe_row(recipe)->name, text);
             CHECK(check_count(text, "fast_accum") == (x.p.any_fp8 && x.p.recipe->fast_accum ? NUM_LINEARS : 0),
-                  "%s, %s: sums in\n%s", presets[i], recipe_row(recipe)->name, text);
+                  "%s, %s: fast_accum stands at fprop alone, if the recipe has it, in\n%s", presets[i],
+                  recipe_row(recipe)->name, text);
             free(text);
             free_plan(&x);
         }
 }
 
-// The table's other lines.
+// Tests the notes that the table has in special cases.
 static void test_table_notes(void) {
     Plan x = make_plan("tiny", RECIPE_BLOCKWISE, "");
     char *text = printed(&x);
     CHECK(strstr(text, "x bf16          [256, 64] are not multiples of 128\n") && strstr(text, "no GEMM runs in FP8") &&
               !strstr(text, "recipe"),
-          "%s", text);
+          "the table says why no GEMM is FP8: %s", text);
     free(text), free_plan(&x);
     x = make_plan("small", RECIPE_TENSORWISE, "auto");
     text = printed(&x);
-    CHECK(strstr(text, "--fp8-filter auto measures GEMMs") && !strstr(text, "no GEMM runs"), "%s", text);
+    CHECK(strstr(text, "--fp8-filter auto measures GEMMs") && !strstr(text, "no GEMM runs"),
+          "the table says that auto measures: %s", text);
     free(text);
     x.o.fp8_emulate = true;
     Precision emulated = precision_plan(&x.o, "first", &x.m, &x.t, true);
@@ -324,13 +338,14 @@ static void test_table_notes(void) {
     text = printed(&x);
     CHECK(strstr(text, "recipe tensorwise, emulated by bf16 GEMMs: a scale for each tensor") &&
               !strstr(text, "fast_accum") && strstr(text, "e4m3 tensor   layers 1-3\n"),
-          "%s", text);
+          "the table names the emulation and the FP8 layers: %s", text);
     free(text), free_plan(&x);
     // A list of layers that is too long for the line is cut.
     x = make_plan("llama3.1-405b", RECIPE_TENSORWISE, "");
     for (int64_t l = 0; l < x.p.num_layers; l += 2) x.p.keeps_bf16[l * NUM_LINEARS + QKV_PROJ] = true;
     text = printed(&x);
-    CHECK(strstr(text, "layers 1,3,5,7") && strstr(text, ",...\n") && !strstr(text, ",...,"), "%s", text);
+    CHECK(strstr(text, "layers 1,3,5,7") && strstr(text, ",...\n") && !strstr(text, ",...,"),
+          "a long list of layers is cut at a comma: %s", text);
     free(text), free_plan(&x);
 }
 

@@ -23,7 +23,7 @@ static Matrix golden_matrix(const Safetensors *st, const char *name) {
     return m;
 }
 
-// Rowwise or columnwise FP8 data of a matrix.
+// Rowwise or columnwise FP8 data of a matrix: codes [outer, depth] and scales.
 typedef struct {
     int64_t outer, depth;
     uint8_t *codes;
@@ -48,13 +48,14 @@ static void copy_free(Copy *c) {
 
 static bool same_float(float a, float b) { return float_bits(a) == float_bits(b) || (isnan(a) && isnan(b)); }
 
-// A golden's scale_inv values are in natural order, [outer / height, depth / width].
+// Returns the place of element (i, k)'s scale_inv in a golden, which has them in natural order, [outer / height, depth
+// / width].
 static int64_t natural_place(const Copy *c, ScaleGranularity granularity, int64_t width, int64_t i, int64_t k) {
     const int64_t height = granularity == BLOCK_128X128 ? 128 : 1;
     return is_per_tensor(granularity) ? 0 : i / height * ceil_div(c->depth, width) + k / width;
 }
 
-// Counts the elements whose scale is not the expected one, and the bytes beside the scales that are not zero.
+// Counts the elements whose scale is not the expected one, and the bytes of padding between scales that are not zero.
 static int64_t wrong_scales(const Copy *c, const void *expected, ScaleGranularity granularity, int64_t width) {
     const int64_t size = granularity == BLOCK_1X32 ? 1 : 4;
     uint8_t *left = (uint8_t *)xcalloc((size_t)scale_bytes(granularity, c->outer, c->depth), 1);
@@ -74,7 +75,8 @@ static int64_t wrong_scales(const Copy *c, const void *expected, ScaleGranularit
     return wrong;
 }
 
-// Counts the values that GEMMs read and that differ from the golden's codes times its scale_inv.
+// Counts the values of a GEMM's operand that are not the golden's codes times its scale_inv. GEMMs apply a scale of the
+// whole tensor later, so it is left out.
 static int64_t wrong_values(const Copy *c, const uint8_t *codes, const void *inverse, ScaleGranularity granularity,
                             int64_t width, Fp8Format format) {
     float *values = (float *)xcalloc((size_t)(c->outer * c->depth), sizeof(float));
@@ -111,18 +113,19 @@ static void check_copy(const Safetensors *st, const char *key, const Matrix *m, 
     int64_t wrong = 0, first = -1;
     for (int64_t i = 0; i < c.outer * c.depth; i++)
         if (!fp8_same(c.codes[i], codes[i], format) && wrong++ == 0) first = i;
-    CHECK(wrong == 0, "%s: %lld of %lld codes differ, first at (%lld, %lld)", key, (long long)wrong,
-          (long long)(c.outer * c.depth), (long long)(first / c.depth), (long long)(first % c.depth));
+    CHECK(wrong == 0, "%s: all codes equal the golden's; %lld of %lld differ, the first at (%lld, %lld)", key,
+          (long long)wrong, (long long)(c.outer * c.depth), (long long)(first / c.depth), (long long)(first % c.depth));
     wrong = wrong_scales(&c, inverse, granularity, width);
-    CHECK(wrong == 0, "%s: scales of %lld elements differ, or bytes beside them are not zero", key, (long long)wrong);
+    CHECK(wrong == 0, "%s: all scales equal the golden's, and padding is zero; %lld elements or bytes are wrong", key,
+          (long long)wrong);
     wrong = wrong_values(&c, codes, inverse, granularity, width, format);
-    CHECK(wrong == 0, "%s: %lld values differ", key, (long long)wrong);
+    CHECK(wrong == 0, "%s: all values equal the golden's; %lld differ", key, (long long)wrong);
     copy_free(&c);
     free(codes);
     free(inverse);
 }
 
-// Tests every CASE.GRAIN.USAGE.FORMAT in a file (make_recipe_goldens.py).
+// Tests every tensor CASE.GRAIN.USAGE.FORMAT in a file of make_recipe_goldens.py.
 static void test_golden_copies(const char *path, int expected) {
     static const struct {
         const char *name;
@@ -150,11 +153,12 @@ static void test_golden_copies(const char *path, int expected) {
                 seen++;
             }
     }
-    CHECK(seen == expected, "%s: %d cases, not %d", path, seen, expected);
+    CHECK(seen == expected, "%s has %d cases; expected %d", path, seen, expected);
     safetensors_close(&st);
 }
 
-// One scale for all: rowwise and columnwise data of torchao's tensorwise goldens, also with a given scale.
+// Tests data with one scale for the whole tensor against torchao's tensorwise goldens: rowwise, columnwise, and with a
+// given scale.
 static void test_golden_tensors(void) {
     Safetensors st = fp8_golden_open("dev/reference/goldens/fp8_tensors.safetensors");
     int seen = 0;
@@ -181,13 +185,13 @@ static void test_golden_tensors(void) {
                 wrong += !fp8_same(given.codes[transposed], codes[i], (Fp8Format)f);
             }
             for (int64_t i = 0; i < m.C; i++) wrong += !same_float(((float *)given.scales)[i], 1 / scale[0]);
-            CHECK(wrong == 0, "%s: %lld differ", key, (long long)wrong);
+            CHECK(wrong == 0, "%s: all codes and scales equal the golden's; %lld differ", key, (long long)wrong);
             copy_free(&row), copy_free(&col), copy_free(&given);
             free(codes), free(scale);
         }
         free(m.x);
     }
-    CHECK(seen == 10, "%d cases, not 10", seen);
+    CHECK(seen == 10, "there are 10 cases; found %d", seen);
     safetensors_close(&st);
 }
 
@@ -212,10 +216,10 @@ static void test_golden_scales(void) {
             saturated += amax * fp8_rule_scale(SCALE_MX, amax, format) > fp8_max(format);
             unlike += amax >= 1e-12f && !same_float(fp8_rule_scale(SCALE_TE, amax, format), fp8_scale(amax, format));
         }
-        CHECK(wrong_pow2 == 0 && wrong_mx == 0, "%s: %d of torchao's powers of two and %d of its E8M0 bytes differ",
+        CHECK(wrong_pow2 == 0 && wrong_mx == 0, "%s: scales equal torchao's; %d powers of two and %d E8M0 bytes differ",
               fp8_format_name(format), wrong_pow2, wrong_mx);
         CHECK(saturated == 0 && unlike == 0,
-              "%s: %d amaxes saturate in MX, %d scales of Transformer Engine differ from torchao's",
+              "%s: no amax saturates in MX (%d do), and Transformer Engine's scales are torchao's (%d are not)",
               fp8_format_name(format), saturated, unlike);
         CHECK(fp8_rule_scale(SCALE_TORCHAO_POW2, INFINITY, format) == 0 &&
                   isnan(fp8_rule_scale(SCALE_TORCHAO_POW2, NAN, format)),
@@ -231,7 +235,8 @@ static void test_golden_scales(void) {
             int wrong = 0;
             for (int64_t i = 0; i < count; i++)
                 wrong += !same_float(fp8_rule_scale((ScaleRule)rule, amax[i], format), expected[i]);
-            CHECK(wrong == 0, "%s: %d of %lld differ", name, wrong, (long long)count);
+            CHECK(wrong == 0, "%s: all scales equal Transformer Engine's; %d of %lld differ", name, wrong,
+                  (long long)count);
             free(expected);
         }
         free(pow2), free(bytes), free(amax);
@@ -239,7 +244,7 @@ static void test_golden_scales(void) {
     safetensors_close(&torchao), safetensors_close(&mx), safetensors_close(&te);
 }
 
-// Transformer Engine's E4M3 scales, plain and as powers of two. Values computed by hand.
+// Tests Transformer Engine's E4M3 scales, plain and as powers of two, against values computed by hand.
 static void test_te_scales(void) {
     static const uint32_t cases[][3] = {{0, 0x3f800000, 0x3f800000},          {0x7f800000, 0x3f800000, 0x3f800000},
                                         {0x7fc00000, 0x3f800000, 0x3f800000}, {0x00010000, 0x7f7fffff, 0x7f000000},
@@ -249,14 +254,14 @@ static void test_te_scales(void) {
         const float amax = float_from_bits(cases[i][0]);
         const uint32_t plain = float_bits(fp8_rule_scale(SCALE_TE, amax, FP8_E4M3)),
                        pow2 = float_bits(fp8_rule_scale(SCALE_TE_POW2, amax, FP8_E4M3));
-        CHECK(plain == cases[i][1] && pow2 == cases[i][2], "amax %g: %08x, %08x", amax, plain, pow2);
+        CHECK(plain == cases[i][1] && pow2 == cases[i][2], "amax %g has the expected scales; found %08x and %08x", amax,
+              plain, pow2);
     }
     CHECK(fp8_scale_te(1, FP8_E4M3, 1) == 224 && fp8_scale_te(2, FP8_E5M2, 3) == 3584,
           "a margin divides the scale by a power of two");
 }
 
-// Sequences of passes through one tensor's history. The scale of a tensor without a pass is 0 here; Transformer Engine
-// casts it with 1.
+// Tests sequences of passes over one tensor. Before the first pass the scale is 0 here, and 1 in Transformer Engine.
 static void test_golden_delayed(void) {
     Safetensors st = fp8_golden_open("dev/reference/goldens/recipe_te.safetensors");
     int seen = 0;
@@ -277,15 +282,16 @@ static void test_golden_delayed(void) {
                            strcmp(format, "e4m3") == 0 ? FP8_E4M3 : FP8_E5M2, margin);
             wrong += !same_float(scale, scales[i]) || history[0] != 0;
         }
-        CHECK(wrong == 0, "%s: %lld of %lld differ", name, (long long)wrong, (long long)passes);
+        CHECK(wrong == 0, "%s: all scales equal Transformer Engine's; %lld of %lld differ", name, (long long)wrong,
+              (long long)passes);
         free(amaxes), free(scales), free(history);
         seen++;
     }
-    CHECK(seen == 4, "%d sequences, not 4", seen);
+    CHECK(seen == 4, "there are 4 sequences; found %d", seen);
     safetensors_close(&st);
 }
 
-// ---- Layout.
+// ---- Layout of scales.
 
 static void test_golden_layout(void) {
     static const int64_t sizes[][2] = {{128, 4}, {160, 5}, {96, 9}, {300, 4}};
@@ -301,13 +307,15 @@ static void test_golden_layout(void) {
         for (int64_t i = 0; i < outer; i++)
             for (int64_t b = 0; b < blocks; b++)
                 placed[scale_index(BLOCK_1X32, i, b * 32 + 31, outer, depth)] = scales[i * blocks + b];
-        CHECK(memcmp(placed, tiled, (size_t)scale_bytes(BLOCK_1X32, outer, depth)) == 0, "%s", name);
+        CHECK(memcmp(placed, tiled, (size_t)scale_bytes(BLOCK_1X32, outer, depth)) == 0,
+              "%s: scales lie where torchao puts them", name);
         free(scales), free(placed), free(tiled);
     }
     safetensors_close(&st);
 }
 
-// Orders that cuBLASLt's manual gives: 1x128 blocks column by column, square blocks row by row, each padded to 4.
+// Tests the orders that cuBLASLt's manual gives: 1x128 blocks lie column by column, 128x128 blocks row by row, with
+// each row padded to a multiple of 4 blocks.
 static void test_block_orders(void) {
     CHECK(scale_index(BLOCK_1X128, 5, 300, 200, 640) == 2 * 200 + 5 &&
               scale_bytes(BLOCK_1X128, 200, 640) == 4 * 5 * 200,
@@ -317,7 +325,7 @@ static void test_block_orders(void) {
           "scales of 128x128 blocks have their index and bytes");
 }
 
-// Each block has its own place within scale_bytes(), and all elements of the block share it.
+// Each scale block has its own place within scale_bytes(), and all elements of the block share it.
 static void test_places(void) {
     enum { ALL = 1 << 20 };
     static const struct {
@@ -346,8 +354,9 @@ static void test_places(void) {
             int64_t used = 0;
             for (int64_t p = 0; p < places; p++) used += owner[p] != 0;
             CHECK(wrong == 0 && used == ceil_div(outer, kinds[k].height) * ceil_div(depth, kinds[k].width),
-                  "granularity %d of [%lld, %lld]: %lld elements in a wrong place, %lld places used", (int)g,
-                  (long long)outer, (long long)depth, (long long)wrong, (long long)used);
+                  "granularity %d of [%lld, %lld]: each scale block has one place; %lld elements are wrong, %lld "
+                  "places are used",
+                  (int)g, (long long)outer, (long long)depth, (long long)wrong, (long long)used);
             free(owner);
         }
 }
@@ -358,16 +367,17 @@ static void test_granularities(void) {
     for (int number = 0; number < NUM_GRANULARITIES; number++) {
         const ScaleGranularity g = (ScaleGranularity)number;
         const GranularityTraits *r = granularity_traits(g);
-        CHECK(is_per_tensor(g) == (r->amaxes == AMAX_ONE), "%s: is_per_tensor", r->name);
+        CHECK(is_per_tensor(g) == (r->amaxes == AMAX_ONE), "%s: is_per_tensor agrees with the table", r->name);
         CHECK((g == NO_SCALE) == (r->type == SCALE_TYPE_NONE) && (g == NO_SCALE) == !*r->name,
-              "granularity %d: type or name", number);
-        CHECK(scale_load(g, scales, 0) == (r->type == SCALE_TYPE_E8M0 ? 0x1p-127f : 1), "%s: type of scales", r->name);
+              "granularity %d: type and name agree with the table", number);
+        CHECK(scale_load(g, scales, 0) == (r->type == SCALE_TYPE_E8M0 ? 0x1p-127f : 1),
+              "%s: scale_load reads the table's type of scales", r->name);
         for (int64_t i = 0; r->type != SCALE_TYPE_NONE && i < 300; i++)
             for (int64_t k = 0; k < 300; k++) {
                 const int64_t row = r->rows == WHOLE ? 0 : i / r->rows * r->rows;
                 const int64_t col = r->cols == WHOLE ? 0 : k / r->cols * r->cols;
                 if (scale_index(g, i, k, 300, 300) == scale_index(g, row, col, 300, 300)) continue;
-                CHECK(false, "%s: [%lld, %lld] has the scale of another block", r->name, (long long)i, (long long)k);
+                CHECK(false, "%s: [%lld, %lld] has the scale of its own block", r->name, (long long)i, (long long)k);
                 return;
             }
     }
@@ -380,31 +390,31 @@ static void test_granularities(void) {
 
 // ---- Linear layers of torchao.
 
-// Checks a golden [rows, cols] against a [rows, depth] b^T [cols, depth] times `factor`, computed in double. The sum of
-// the terms' magnitudes gives the tolerance.
+// Checks a golden [rows, cols] against factor * a b^T, computed in double, with a [rows, depth] and b [cols, depth]. A
+// part of the tolerance is proportional to the sum of the terms' magnitudes.
 static void check_product(const Safetensors *st, const char *key, const float *a, const float *b, int64_t rows,
                           int64_t cols, int64_t depth, double factor) {
     Matrix golden = golden_matrix(st, key);
     double worst = 0;
-    CHECK(golden.R == rows && golden.C == cols, "%s: shape", key);
+    CHECK(golden.R == rows && golden.C == cols, "%s has the expected shape", key);
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0; j < cols; j++) {
             double sum = 0, size = 0;
             for (int64_t k = 0; k < depth; k++)
                 sum += (double)a[i * depth + k] * b[j * depth + k],
                     size += fabs((double)a[i * depth + k] * b[j * depth + k]);
-            // Rounding to bfloat16 (8 bits) moves a value by at most 2^-8 of it. A float32 sum moves by far less than
-            // 1e-5 of the sum of magnitudes.
+            // Rounding to bfloat16 (8 significant bits) changes a value by less than 2^-8 of it. Sums in float32 are
+            // off by far less than 1e-5 of the sum of magnitudes.
             const double error = fabs(golden.x[i * cols + j] - sum * factor) /
                                  (0x1p-8 * 1.01 * fabs(sum * factor) + 1e-5 * size * factor + 1e-300);
             worst = error > worst ? error : worst;
         }
-    CHECK(worst <= 1, "%s: largest error is %.3f of the allowed one", key, worst);
+    CHECK(worst <= 1, "%s: the largest error is %.3f of the allowed one", key, worst);
     free(golden.x);
 }
 
-// Returns the operand that a GEMM reads, as values [outer, depth]. The result must still be multiplied by *factor.
-// Codes and scales must equal torchao's.
+// Returns an operand of a GEMM as values [outer, depth]. If one scale_inv holds for the whole tensor, it is multiplied
+// into *factor instead, by which the GEMM's result must be multiplied. Checks codes and scales against torchao's.
 static float *linear_operand(const Safetensors *st, const Recipe *r, const Matrix *m, TensorRole tensor,
                              TensorUsage kind, double *factor) {
     static const char *const names[NUM_TENSORS] = {"w", "x", "dy"};
@@ -454,7 +464,7 @@ static void test_golden_linear(void) {
     safetensors_close(&st);
 }
 
-// ---- Properties of any matrix.
+// ---- Properties that hold for any matrix.
 
 static Matrix random_matrix(uint64_t seed, int64_t R, int64_t C) {
     Matrix m = {(float *)xcalloc((size_t)(R * C), sizeof(float)), R, C};
@@ -463,7 +473,7 @@ static Matrix random_matrix(uint64_t seed, int64_t R, int64_t C) {
     return m;
 }
 
-// True if the codes of one are those of the other, transposed.
+// True if the codes of `col` are those of `row`, transposed.
 static bool transposed(const Copy *row, const Copy *col) {
     for (int64_t i = 0; i < row->outer; i++)
         for (int64_t k = 0; k < row->depth; k++)
@@ -485,7 +495,9 @@ static void test_transposes(void) {
     for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; k++) {
         Copy row = copy_make(&m, ROWWISE, kinds[k].granularity, kinds[k].rule, FP8_E4M3, 0),
              col = copy_make(&m, COLUMNWISE, kinds[k].granularity, kinds[k].rule, FP8_E4M3, 0);
-        CHECK(transposed(&row, &col) == kinds[k].same, "granularity %d", (int)kinds[k].granularity);
+        CHECK(transposed(&row, &col) == kinds[k].same,
+              "granularity %d: codes are transposed exactly if their scales do not depend on the direction",
+              (int)kinds[k].granularity);
         if (kinds[k].granularity == BLOCK_128X128)
             for (int64_t i = 0; i < 200; i += 128)
                 for (int64_t c = 0; c < 330; c += 128) {
@@ -493,7 +505,8 @@ static void test_transposes(void) {
                                   in_col = scale_index(BLOCK_128X128, c, i, 330, 200);
                     const float a = scale_load(BLOCK_128X128, row.scales, in_row),
                                 b = scale_load(BLOCK_128X128, col.scales, in_col);
-                    CHECK(a == b, "square (%lld, %lld): %g and %g", (long long)i, (long long)c, a, b);
+                    CHECK(a == b, "square (%lld, %lld) has the same scale rowwise and columnwise: %g and %g",
+                          (long long)i, (long long)c, a, b);
                 }
         copy_free(&row), copy_free(&col);
     }
@@ -526,7 +539,7 @@ static void test_error_bounds(void) {
                     const double relative = (f ? 0x1p-3 : 0x1p-4) * fabs(x), absolute = (f ? 0x1p-17 : 0x1p-10) * unit;
                     beyond += fabs(values[i * c.depth + j] - x) > (relative > absolute ? relative : absolute);
                 }
-            CHECK(beyond == 0, "granularity %d, %s: %d of %lld are off by more than half a step", (int)g,
+            CHECK(beyond == 0, "granularity %d, %s: no value is off by more than half a step; %d of %lld are", (int)g,
                   fp8_format_name((Fp8Format)f), beyond, (long long)(m.R * m.C));
             copy_free(&c);
         }
@@ -541,7 +554,7 @@ static void test_given_scale(void) {
     Copy c = copy_make(&m, ROWWISE, PER_TENSOR, SCALE_TE, FP8_E4M3, 2.5f);
     int wrong = 0;
     for (int64_t i = 0; i < m.R * m.C; i++) wrong += c.codes[i] != fp8_from_float(m.x[i] * 2.5f, FP8_E4M3);
-    CHECK(wrong == 0 && *(float *)c.scales == 1 / 2.5f, "%d differ", wrong);
+    CHECK(wrong == 0 && *(float *)c.scales == 1 / 2.5f, "all codes are cast with the given scale; %d are not", wrong);
     CHECK(c.codes[3] == 0x7e && c.codes[4] == 0xfe && c.codes[5] == 0x7e && c.codes[6] == 0x7f,
           "values beyond the range saturate and NaN stays NaN");
     copy_free(&c);
@@ -557,14 +570,15 @@ static void test_nan_rules(void) {
     int nans[2] = {0, 0};
     for (int64_t i = 0; i < 4 * 128; i++)
         nans[0] += fp8_is_nan(kept.codes[i], FP8_E4M3), nans[1] += fp8_is_nan(dropped.codes[i], FP8_E4M3);
-    CHECK(nans[0] == 128 && isnan(((float *)kept.scales)[1]), "torchao: %d NaNs, the row's 128 expected", nans[0]);
+    CHECK(nans[0] == 128 && isnan(((float *)kept.scales)[1]),
+          "torchao's rule makes all 128 values of the row NaN; found %d", nans[0]);
     CHECK(nans[1] == 1 && fp8_is_nan(dropped.codes[128 + 7], FP8_E4M3) && isfinite(((float *)dropped.scales)[1]),
-          "Transformer Engine: %d NaNs, one expected", nans[1]);
+          "Transformer Engine's rule leaves one NaN; found %d", nans[1]);
     copy_free(&kept), copy_free(&dropped);
     free(m.x);
 }
 
-// ---- The table.
+// ---- The table of recipes.
 
 static void test_table(void) {
     // Granularities of w, x and dy, rowwise and columnwise.
@@ -581,14 +595,14 @@ static void test_table(void) {
         for (int t = 0; t < NUM_TENSORS; t++)
             for (int copy = 0; copy < 2; copy++)
                 wrong += recipe_granularity(r, (TensorRole)t, (TensorUsage)copy) != expected[i][t][copy];
-        CHECK(wrong == 0, "%s: %d granularities differ", r->name, wrong);
+        CHECK(wrong == 0, "%s: operands have the expected granularities; %d have not", r->name, wrong);
         const bool bf16_wgrad = i == RECIPE_ROWWISE_GW_HP;
         CHECK(recipe_needs_bf16(r, TENSOR_X) == bf16_wgrad && recipe_needs_bf16(r, TENSOR_DY) == bf16_wgrad &&
                   !recipe_needs_bf16(r, TENSOR_W),
-              "%s: tensors kept in bf16", r->name);
+              "%s: x and dy are needed in bf16 exactly if wgrad is a bf16 GEMM, and w never", r->name);
         CHECK(recipe_is_fp8(r, GEMM_FPROP) && recipe_is_fp8(r, GEMM_DGRAD) &&
                   recipe_is_fp8(r, GEMM_WGRAD) != bf16_wgrad,
-              "%s: GEMMs in FP8", r->name);
+              "%s: fprop and dgrad are FP8 GEMMs, and wgrad if the recipe says so", r->name);
     }
     CHECK(tensor_amaxes(PER_TENSOR, PER_TENSOR, 30, 50) == 1 && tensor_amaxes(PER_ROW, PER_ROW, 30, 50) == 80,
           "a scale per tensor needs 1 amax, a scale per row 30 + 50");

@@ -1,6 +1,6 @@
-// Tests every operation of llmc/reference/: forward compared with a plain double-precision version in this file,
-// backward with central differences of that version, rounding, odd sizes, special values, and that results do not
-// depend on the number of threads.
+// Tests the operations of a model in llmc/reference/, AdamW and initial weights: forward compared with a plain
+// double-precision version in this file, backward with central differences of that version, rounding, odd sizes,
+// special values, and that results do not depend on the number of threads.
 #include <omp.h>
 
 #include "../../llmc/reference/adamw.h"
@@ -39,7 +39,7 @@ static void check_operation(const char *name, Forward forward, const void *conte
     forward(y, x, context);
     for (int64_t i = 0; i < num_out; i++) expected[i] = (float)y[i];
     double error = check_relative_error(out, expected, num_out);
-    CHECK(error < FP32_TOLERANCE, "%s forward: relative error %g", name, error);
+    CHECK(error < FP32_TOLERANCE, "%s forward agrees with the version in double; relative error %g", name, error);
     for (int64_t i = 0; i < num_in; i++) {
         const double at = x[i], h = 1e-5;
         double sum[2] = {0, 0};
@@ -52,15 +52,15 @@ static void check_operation(const char *name, Forward forward, const void *conte
         expected[i] = (float)((sum[1] - sum[0]) / (2 * h));
     }
     error = check_relative_error(gradient, expected, num_in);
-    CHECK(error < 2 * FP32_TOLERANCE, "%s backward: relative error %g", name, error);
+    CHECK(error < 2 * FP32_TOLERANCE, "%s backward agrees with central differences; relative error %g", name, error);
     free(x), free(y), free(expected);
 }
 
 static void check_rounded(const char *name, const float *rounded, const float *exact, int64_t n) {
     int64_t wrong = 0;
     for (int64_t i = 0; i < n; i++) wrong += float_bits(rounded[i]) != float_bits(bf16_round(exact[i]));
-    CHECK(wrong == 0, "%s: %lld of %lld values are not the fp32 result rounded once to bf16", name, (long long)wrong,
-          (long long)n);
+    CHECK(wrong == 0, "%s: all values are the fp32 result rounded once to bf16; %lld of %lld are not", name,
+          (long long)wrong, (long long)n);
 }
 
 static void linear_double(double *y, const double *in, const void *context) {
@@ -85,7 +85,7 @@ static void test_linear(int64_t rows, int64_t C, int64_t O) {
     check_operation("linear", linear_double, n, in, num_in, y, g, rows * O, d);
     linear_forward_reference(yr, in, w, b, rows, C, O, ROUND_BF16);
     check_rounded("linear", yr, y, rows * O);
-    // Earlier content does not count.
+    // The weight gradient replaces what was there before.
     float *dw = random_floats(O * C, 3, 1);
     linear_wgrad_reference(dw, g, in, rows, C, O, ROUND_BF16);
     check_rounded("weight gradient", dw, d + rows * C, O * C);
@@ -144,14 +144,15 @@ static void test_swiglu(void) {
     check_operation("swiglu", swiglu_double, n, in, rows * 2 * F, y, g, rows * F, d);
     swiglu_forward_reference(yr, in, rows, F, ROUND_BF16);
     check_rounded("swiglu", yr, y, rows * F);
-    float large[] = {-200, 200, 3, 3}, out[2];  // exp overflows at -200
+    float large[] = {-200, 200, 3, 3}, out[2];  // exp(-x) overflows at x = -200
     swiglu_forward_reference(out, large, 1, 2, ROUND_NONE);
-    CHECK(out[0] == 0 && out[1] == 600, "swiglu of +-200: %g %g", (double)out[0], (double)out[1]);
+    CHECK(out[0] == 0 && out[1] == 600, "swiglu with a gate of +-200 is 0 and 600; found %g %g", (double)out[0],
+          (double)out[1]);
     float dlarge[4], ones[] = {1, 1};
     swiglu_backward_reference(dlarge, ones, large, 1, 2, ROUND_NONE);
     CHECK(dlarge[0] == 0 && dlarge[1] == 3 && dlarge[2] == 0 && dlarge[3] == 200,
-          "swiglu gradient at +-200: %g %g %g %g", (double)dlarge[0], (double)dlarge[1], (double)dlarge[2],
-          (double)dlarge[3]);
+          "the gradient of swiglu with a gate of +-200 is 0, 3, 0 and 200; found %g %g %g %g", (double)dlarge[0],
+          (double)dlarge[1], (double)dlarge[2], (double)dlarge[3]);
     free(in), free(g), free(y), free(yr), free(d);
 }
 
@@ -207,11 +208,11 @@ static void test_rope(bool norm) {
     qknorm_rope_backward_reference(grad, grad + n, grad + n + d.HD, g, in, q_norm, k_norm, table, &d, 1e-6, ROUND_NONE);
     check_operation(norm ? "QK-norm and RoPE" : "RoPE", rope_double, &context, in, num_in, y, g, n, grad);
     qknorm_rope_forward_reference(yr, in, q_norm, k_norm, table, &d, 1e-6, ROUND_BF16);
-    for (int64_t row = 0; row < d.B * d.T; row++)  // values are copied unchanged: in training they are bf16 already
+    for (int64_t row = 0; row < d.B * d.T; row++)  // v is copied without rounding: in training it is bf16 already
         for (int64_t i = (d.NH + d.NKV) * d.HD; i < (d.NH + 2 * d.NKV) * d.HD; i++)
             yr[row * (d.NH + 2 * d.NKV) * d.HD + i] = bf16_round(yr[row * (d.NH + 2 * d.NKV) * d.HD + i]);
     check_rounded("QK-norm and RoPE", yr, y, n);
-    // In place, the result is equal.
+    // RoPE in place gives the same result.
     float *place = zeros(n);
     memcpy(place, in, (size_t)n * sizeof(float));
     qknorm_rope_forward_reference(place, place, q_norm, k_norm, table, &d, 1e-6, ROUND_NONE);
@@ -261,7 +262,8 @@ static void test_attention(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_
         float *expected = zeros(num_out);
         for (int64_t i = 0; i < num_out; i++) expected[i] = (float)out[i];
         double error = check_relative_error(y, expected, num_out);
-        CHECK(error < FP32_TOLERANCE, "attention forward at T %lld: relative error %g", (long long)T, error);
+        CHECK(error < FP32_TOLERANCE,
+              "attention forward at T %lld agrees with the version in double; relative error %g", (long long)T, error);
         // Directional derivative: moving by h along the gradient's direction changes the loss by h |gradient|.
         double norm = global_norm(grad, n), sum[2] = {0, 0}, h = 1e-4;
         for (int side = 0; side < 2; side++) {
@@ -270,19 +272,20 @@ static void test_attention(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_
             for (int64_t i = 0; i < num_out; i++) sum[side] += out[i] * g[i];
         }
         double slope = (sum[1] - sum[0]) / (2 * h);
-        CHECK(fabs(slope / norm - 1) < 1e-5, "attention backward at T %lld: slope %g, gradient norm %g", (long long)T,
-              slope, norm);
+        CHECK(fabs(slope / norm - 1) < 1e-5,
+              "attention backward at T %lld gives the slope of the loss along the gradient: %g, gradient norm %g",
+              (long long)T, slope, norm);
         free(x), free(out), free(expected);
     }
-    // bf16 operands and results compared with fp32: bf16 keeps 8 bits. P and the result are rounded independently (at
-    // most 2^-9 each).
+    // Compares operands and results in bf16 with fp32. bf16 has 8 significant bits: P and the result are each off by at
+    // most 2^-8 of their value, about 2^-9 in root mean square.
     float *yr = zeros(num_out), *gr = zeros(n);
     attention_forward_reference(yr, lse, in, &d, ROUND_BF16);
     double error = check_relative_error(yr, y, num_out);
-    CHECK(error < 0.004 && error > 0, "attention in bf16: relative error %g", error);
+    CHECK(error < 0.004 && error > 0, "attention in bf16 is near attention in fp32; relative error %g", error);
     attention_backward_reference(gr, g, in, yr, lse, &d, ROUND_BF16);
     error = check_relative_error(gr, grad, n);
-    CHECK(error < 0.008 && error > 0, "attention backward in bf16: relative error %g", error);
+    CHECK(error < 0.008 && error > 0, "attention backward in bf16 is near that in fp32; relative error %g", error);
     free(in), free(g), free(y), free(lse), free(grad), free(yr), free(gr);
 }
 
@@ -307,10 +310,10 @@ static void test_cross_entropy(void) {
     float large[] = {90, -90, 90, 0};  // exp(90) overflows fp32
     int32_t target = 1;
     cross_entropy_forward(y, large, &target, 1, 4);
-    CHECK(fabsf(y[0] - 180.6931472f) < 1e-4f, "loss of logits +-90: %g", (double)y[0]);
+    CHECK(fabsf(y[0] - 180.6931472f) < 1e-4f, "the loss of logits +-90 does not overflow; found %g", (double)y[0]);
     cross_entropy_backward(d, large, &target, 1, 4, 1, ROUND_NONE);
-    CHECK(fabsf(d[0] - 0.5f) < 1e-5f && d[1] == -1 && d[3] < 1e-30f, "gradient of logits +-90: %g %g %g", (double)d[0],
-          (double)d[1], (double)d[3]);
+    CHECK(fabsf(d[0] - 0.5f) < 1e-5f && d[1] == -1 && d[3] < 1e-30f,
+          "the gradient of logits +-90 does not overflow; found %g %g %g", (double)d[0], (double)d[1], (double)d[3]);
     free(in);
 }
 
@@ -318,24 +321,26 @@ static void test_embedding(void) {
     const int32_t tokens[] = {2, 0, 2, 4, 2};
     float *table = random_floats(15, 13, 1), *dx = random_floats(15, 14, 1), x[15], d[15], twice[15];
     embedding_forward_reference(x, table, tokens, 5, 3);
-    for (int i = 0; i < 5; i++) CHECK(memcmp(x + 3 * i, table + 3 * tokens[i], 12) == 0, "embedding of row %d", i);
+    for (int i = 0; i < 5; i++)
+        CHECK(memcmp(x + 3 * i, table + 3 * tokens[i], 12) == 0, "row %d is its token's row of the table", i);
     for (int i = 0; i < 15; i++) d[i] = 77;  // old values; rows of ids that do not occur must become 0
     embedding_backward_reference(d, dx, tokens, 5, 3, 5, false, ROUND_NONE);
     for (int id = 0; id < 5; id++)
         for (int c = 0; c < 3; c++) {
             double sum = 0;
             for (int i = 0; i < 5; i++) sum += tokens[i] == id ? dx[3 * i + c] : 0;
-            CHECK(d[3 * id + c] == (float)sum, "embedding gradient of id %d", id);
+            CHECK(d[3 * id + c] == (float)sum, "the gradient of id %d is the sum over the id's rows", id);
         }
     memcpy(twice, d, sizeof d);
     embedding_backward_reference(twice, dx, tokens, 5, 3, 5, true, ROUND_NONE);
-    for (int i = 0; i < 15; i++) CHECK(fabsf(twice[i] - 2 * d[i]) < 1e-6f, "accumulated embedding gradient %d", i);
+    for (int i = 0; i < 15; i++)
+        CHECK(fabsf(twice[i] - 2 * d[i]) < 1e-6f, "element %d is added to the earlier embedding gradient", i);
     free(table), free(dx);
 }
 
 // ---- GEMMs of every recipe.
 
-// x [rows, K], w [N, K], dy [rows, N]: bf16 values with some outliers. No block of scales divides these sizes.
+// x [rows, K], w [N, K], dy [rows, N]: bf16 values with some outliers. These sizes are no multiples of a scale block.
 typedef struct {
     int64_t rows, N, K;
     float *tensor[NUM_TENSORS];
@@ -357,7 +362,7 @@ static void linear_case_free(LinearCase *c) {
     for (int i = 0; i < NUM_TENSORS; i++) free(c->tensor[i]);
 }
 
-// Rowwise or columnwise operands of a GEMM, and its sizes.
+// A GEMM: its two operands, each of rowwise or columnwise data, and its sizes.
 typedef struct {
     TensorRole a, b;
     TensorUsage copy_a, copy_b;
@@ -386,7 +391,7 @@ static void case_product(float *out, const LinearCase *c, const Recipe *r, int g
     linear_operand_free(&a), linear_operand_free(&b);
 }
 
-// Returns FP8 data as numbers [outer, depth]: each code times its scale_inv.
+// Returns an operand as numbers [outer, depth]: bf16 values, or each FP8 code times its scale_inv.
 static double *copy_values(const LinearCase *c, const Recipe *r, TensorRole tensor, TensorUsage copy) {
     const int64_t rows = tensor == TENSOR_W ? c->N : c->rows, cols = tensor == TENSOR_DY ? c->N : c->K;
     const UsageShape s = usage_shape(rows, cols, copy);
@@ -425,13 +430,16 @@ static void test_recipe_products(int recipe) {
             }
         case_product(got, &c, r, gemm, NULL, ROUND_NONE);
         double error = check_relative_error(got, expected, n);
-        CHECK(error < FP32_TOLERANCE, "%s, GEMM %d: relative error %g", r->name, gemm, error);
+        CHECK(error < FP32_TOLERANCE, "%s, GEMM %d agrees with its operands' product in double; relative error %g",
+              r->name, gemm, error);
         case_product(plain, &c, recipe_row(RECIPE_BF16), gemm, NULL, ROUND_NONE);
         error = check_relative_error(got, plain, n);
-        // E4M3's 3 bits of mantissa cost about 2.5 percent of each operand, E5M2's 2 bits twice that.
+        // E4M3 has 3 bits of mantissa, which cost about 2.5 percent of each operand. E5M2 has 2 bits and costs twice
+        // that.
         if (recipe_is_fp8(r, (GemmKind)gemm))
-            CHECK(error > 0.005 && error < 0.08, "%s, GEMM %d: FP8 has a relative error of %g", r->name, gemm, error);
-        else CHECK(error == 0, "%s, GEMM %d in bf16 differs from the bf16 recipe", r->name, gemm);
+            CHECK(error > 0.005 && error < 0.08, "%s, GEMM %d in FP8 is near bf16, but not equal; relative error %g",
+                  r->name, gemm, error);
+        else CHECK(error == 0, "%s, GEMM %d in bf16 equals that of the bf16 recipe", r->name, gemm);
         case_product(rounded, &c, r, gemm, NULL, ROUND_BF16);
         check_rounded(r->name, rounded, got, n);
         for (int64_t i = 0; i < n; i++) expected[i] = got[i] + bias[i % p.N];
@@ -455,20 +463,23 @@ static void test_bf16_recipe(void) {
     linear_dgrad_reference(want[GEMM_DGRAD], c.tensor[TENSOR_DY], c.tensor[TENSOR_W], c.rows, c.K, c.N, ROUND_BF16);
     linear_wgrad_reference(want[GEMM_WGRAD], c.tensor[TENSOR_DY], c.tensor[TENSOR_X], c.rows, c.K, c.N, ROUND_BF16);
     for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
-        CHECK(memcmp(got[gemm], want[gemm], 400 * sizeof(float)) == 0, "GEMM %d", gemm);
+        CHECK(memcmp(got[gemm], want[gemm], 400 * sizeof(float)) == 0, "the bf16 recipe's GEMM %d has equal bits",
+              gemm);
         free(got[gemm]), free(want[gemm]);
     }
     linear_case_free(&c);
 }
 
-// A given scale is used unchanged and saturates. An operand given only as codes is equal, rowwise and columnwise.
+// A given scale is used unchanged, and larger values saturate. An operand that is made from codes alone is equal,
+// rowwise and columnwise.
 static void test_given_scales(void) {
     LinearCase c = linear_case(9, 13, 20);
     const Recipe *r = recipe_row(RECIPE_DELAYED);
     for (int copy = 0; copy < 2; copy++) {
         LinearOperand q = case_operand(&c, r, TENSOR_W, (TensorUsage)copy, 4096);
         LinearOperand of_codes = linear_operand_of_codes(q.codes, c.N, c.K, (TensorUsage)copy, FP8_E4M3, 4096);
-        CHECK(q.scale_inv == 1.0f / 4096 && of_codes.scale_inv == q.scale_inv, "scale_inv %g", (double)q.scale_inv);
+        CHECK(q.scale_inv == 1.0f / 4096 && of_codes.scale_inv == q.scale_inv,
+              "scale_inv is the inverse of the given scale; found %g", (double)q.scale_inv);
         int64_t wrong = 0, saturated = 0;
         for (int64_t i = 0; i < c.N; i++)
             for (int64_t k = 0; k < c.K; k++) {
@@ -479,15 +490,15 @@ static void test_given_scales(void) {
                 wrong += have != fp8_to_float(fp8_from_float(scaled, FP8_E4M3), FP8_E4M3);
                 saturated += fabsf(scaled) > 464 && fabsf(have) == 448;
             }
-        CHECK(wrong == 0 && saturated > 0, "%s data: %lld wrong, %lld saturated",
+        CHECK(wrong == 0 && saturated > 0, "%s data: all values are right (%lld are not), and some saturate (%lld do)",
               copy == ROWWISE ? "rowwise" : "columnwise", (long long)wrong, (long long)saturated);
         linear_operand_free(&q), linear_operand_free(&of_codes);
     }
     linear_case_free(&c);
 }
 
-// Special values of tensorwise: zeros stay zero. One infinity or NaN makes the whole result NaN (torchao's scale is
-// then 0 or NaN).
+// Tests special values with recipe tensorwise. Zeros stay zero. One infinity or NaN makes the whole result NaN, because
+// torchao's scale is then 0 or NaN.
 static void test_fp8_special(void) {
     const Recipe *r = recipe_row(RECIPE_TENSORWISE);
     float one[] = {1, 1, 1, 1};
@@ -497,9 +508,10 @@ static void test_fp8_special(void) {
         LinearOperand b = linear_operand(one, 1, 4, ROWWISE, PER_TENSOR, r->rule, FP8_E4M3, 0);
         linear_product(out, a, b, 1, 1, 4, NULL, ROUND_BF16);
         if (i == 0)
-            CHECK(out[0] == 0 && a.codes[0] == 0 && a.codes[1] == 0x80, "zeros times ones: %g, codes %02x %02x",
-                  (double)out[0], a.codes[0], a.codes[1]);
-        else CHECK(isnan(out[0]), "%g makes the result NaN, not %g", (double)special[2], (double)out[0]);
+            CHECK(out[0] == 0 && a.codes[0] == 0 && a.codes[1] == 0x80,
+                  "zeros times ones are zero, and zeros keep their sign; found %g, codes %02x %02x", (double)out[0],
+                  a.codes[0], a.codes[1]);
+        else CHECK(isnan(out[0]), "%g makes the result NaN; found %g", (double)special[2], (double)out[0]);
         linear_operand_free(&a), linear_operand_free(&b);
     }
 }
@@ -522,21 +534,22 @@ static void test_adamw(void) {
         }
         worst = fmax(worst, fabs(P - p[i]));
     }
-    CHECK(worst < 2e-8, "AdamW against torch's rule in double: difference %g",
+    CHECK(worst < 2e-8, "AdamW agrees with torch's rule in double; largest difference %g",
           worst);  // half an ulp of 0.1 is 4e-9; the bound is five times that
     // Weights rounded to nearest lose a step of 0.001 on 1.0, since half the spacing above 1 is 2^-8.
     float *w = zeros(N), *w_split = zeros(N);
     const AdamwStep nearest = adamw_step(1, 1e-3, 0.9, 0.999, 1e-8, 0.1, true, 42);
     for (int i = 0; i < N; i++) w[i] = 1, m[i] = v[i] = 0, g[i] = -1;
     adamw_reference(w, m, v, g, 0, N, false, 1, true, true, &nearest);
-    CHECK(array_sum(w, N) == N, "a step of 0.001 moved weights of 1 that are rounded to nearest");
+    CHECK(array_sum(w, N) == N, "weights of 1 that are rounded to nearest do not change by a step of 0.001");
     // Stochastic rounding: a step of 0.001 on 1.0 (bf16 spacing 2^-7) moves the mean by 0.001.
     for (int i = 0; i < N; i++) w[i] = w_split[i] = 1, m[i] = v[i] = 0, g[i] = -1;
     adamw_reference(w, m, v, g, 0, N, false, 1, true, true, &s1);
     const double mean = array_sum(w, N) / N - 1;
-    CHECK(fabs(mean - 0.001) < 6e-5, "mean step %g of 0.001 on bf16 weights",
-          mean);  // deviation of the mean: sqrt(0.001 * 2^-7 / N) = 9e-6
-    // Checks which random bits are used: the upper 16 of the element's word for each.
+    CHECK(fabs(mean - 0.001) < 6e-5,
+          "weights that are rounded stochastically change by %g on average; the step is 0.001",
+          mean);  // standard deviation of the mean: sqrt(0.001 * 2^-7 / N) = 9e-6
+    // Rounding uses the upper 16 bits of the element's random word for its weight, exp_avg and exp_avg_sq.
     int64_t wrong = 0;
     for (int i = 0; i < N; i++) {
         const AdamwElement e = adamw_update((AdamwElement){1, 0, 0}, -1, false, &s1);
@@ -545,7 +558,7 @@ static void test_adamw(void) {
         wrong += m[i] != bf16_to_float(bf16_from_float_stochastic(e.exp_avg, random.exp_avg >> 16));
         wrong += v[i] != bf16_to_float(bf16_from_float_stochastic(e.exp_avg_sq, random.exp_avg_sq >> 16));
     }
-    CHECK(wrong == 0, "%lld stored values are not rounded with the bits they should be", (long long)wrong);
+    CHECK(wrong == 0, "all stored values are rounded with these bits; %lld are not", (long long)wrong);
     for (int i = 0; i < N; i++)
         m[i] = v[i] = 0;  // in two parts the result is equal, because the bits depend only on the flat index
     adamw_reference(w_split, m, v, g, 0, 777, false, 1, true, true, &s1);
@@ -566,15 +579,17 @@ static void test_initialize(void) {
         double x = parameter_initial_value(PARAM_DECAY, 0.02f, 42, 3, i);
         sum += x, squares += x * x;
     }
-    CHECK(fabs(sum / n) < 0.02 * 0.02, "mean of the initial weights %g", sum / n);  // 6 deviations of the mean
-    CHECK(fabs(sqrt(squares / n) - 0.02) < 0.0003, "deviation of the initial weights %g", sqrt(squares / n));
+    CHECK(fabs(sum / n) < 0.02 * 0.02, "the mean of the initial weights is about 0; found %g",
+          sum / n);  // 6 deviations of the mean
+    CHECK(fabs(sqrt(squares / n) - 0.02) < 0.0003,
+          "the standard deviation of the initial weights is about 0.02; found %g", sqrt(squares / n));
     CHECK(parameter_initial_value(0, 1, 42, 3, 0) != parameter_initial_value(0, 1, 42, 4, 0),
           "each tensor draws from its own random stream");
     CHECK(parameter_initial_value(0, 1, 42, 3, 0) != parameter_initial_value(0, 1, 43, 3, 0),
           "different seeds give different initial weights");
 }
 
-// Runs the operations whose work is split over threads. out receives all results.
+// Runs the operations whose work is split over threads. `out` receives all results.
 static void run_threads(int threads, float *out) {
     const Dims d = attention_sizes(2, 70, 4, 2, 16);
     const int64_t n = d.B * d.T * 8 * d.HD, rows = d.B * d.T;
@@ -599,7 +614,8 @@ static void test_threads(void) {
     run_threads(1, one);
     for (int threads = 2; threads <= 5; threads++) {
         run_threads(threads, many);
-        CHECK(memcmp(one, many, (size_t)n * sizeof(float)) == 0, "%d threads give other bits than one", threads);
+        CHECK(memcmp(one, many, (size_t)n * sizeof(float)) == 0, "%d threads give the bits that one thread gives",
+              threads);
     }
     omp_set_num_threads(2);
     free(one), free(many);

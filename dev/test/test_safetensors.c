@@ -25,11 +25,15 @@ static void write_header(const char *name, const char *header, size_t data) {
 
 static void test_hash(void) {
     // Published values of XXH64 with seed 0.
-    CHECK(xxhash64("", 0) == 0xef46db3751d8e999ull, "%016llx", (unsigned long long)xxhash64("", 0));
-    CHECK(xxhash64("a", 1) == 0xd24ec4f1a98c6e5bull, "%016llx", (unsigned long long)xxhash64("a", 1));
-    CHECK(xxhash64("abc", 3) == 0x44bc2cf5ad770999ull, "%016llx", (unsigned long long)xxhash64("abc", 3));
+    CHECK(xxhash64("", 0) == 0xef46db3751d8e999ull, "the hash of an empty text is the published one; found %016llx",
+          (unsigned long long)xxhash64("", 0));
+    CHECK(xxhash64("a", 1) == 0xd24ec4f1a98c6e5bull, "the hash of \"a\" is the published one; found %016llx",
+          (unsigned long long)xxhash64("a", 1));
+    CHECK(xxhash64("abc", 3) == 0x44bc2cf5ad770999ull, "the hash of \"abc\" is the published one; found %016llx",
+          (unsigned long long)xxhash64("abc", 3));
     const char *text = "Nobody inspects the spammish repetition";
-    CHECK(xxhash64(text, 39) == 0xfbcea83c8a378bf1ull, "%016llx", (unsigned long long)xxhash64(text, 39));
+    CHECK(xxhash64(text, 39) == 0xfbcea83c8a378bf1ull, "the hash of 39 bytes is the published one; found %016llx",
+          (unsigned long long)xxhash64(text, 39));
     unsigned char data[1000];
     for (size_t i = 0; i < sizeof data; i++) data[i] = (unsigned char)rng_u64(1, i);
     int same = 0, changed = 0, splits = 0;
@@ -45,7 +49,8 @@ static void test_hash(void) {
         data[n] ^= 0x10;
     }
     CHECK(same == splits && changed == splits,
-          "%d hashes in pieces equal the whole's, %d flipped bits change the hash, of %d each", same, changed, splits);
+          "%d hashes of pieces are those of the whole, and %d flipped bits change the hash, of %d each", same, changed,
+          splits);
 }
 
 // ---- Round trip.
@@ -71,28 +76,28 @@ static bool source(void *context, int64_t tensor, int64_t offset, int64_t count,
 
 static void check_set(const Safetensors *st, int64_t tensors) {
     Failure failure = {"", false};
-    CHECK(st->count == tensors, "%lld tensors", (long long)st->count);
+    CHECK(st->count == tensors, "all tensors are found; found %lld", (long long)st->count);
     for (int64_t s = 0; s < tensors; s++) {
         const Safetensor *t = safetensors_require(st, specs[s].name, specs[s].rows, specs[s].cols, &failure);
-        CHECK(t && t->type == specs[s].type && t->elements == safetensors_spec_elements(&specs[s]), "%s: %s",
-              specs[s].name, failure.text);
+        CHECK(t && t->type == specs[s].type && t->elements == safetensors_spec_elements(&specs[s]),
+              "%s has its dtype and number of elements: %s", specs[s].name, failure.text);
         if (!t) continue;
         float whole[64], part[64];
         bf16_bits bf16[64];
         bool read = safetensors_read(st, t, 0, t->elements, true, whole, &failure) &&
                     safetensors_read(st, t, 0, t->elements, false, bf16, &failure) &&
                     safetensors_read(st, t, t->elements / 3, t->elements - t->elements / 3, true, part, &failure);
-        CHECK(read, "%s", failure.text);
+        CHECK(read, "the whole tensor and its end can be read: %s", failure.text);
         int wrong = 0;
         for (int64_t i = 0; i < t->elements; i++)
             wrong += whole[i] != value_of(s, i) || bf16_to_float(bf16[i]) != value_of(s, i) ||
                      (i >= t->elements / 3 && part[i - t->elements / 3] != value_of(s, i));
-        CHECK(wrong == 0, "%s: %d wrong values", specs[s].name, wrong);
+        CHECK(wrong == 0, "%s: all values are those that were written; %d are not", specs[s].name, wrong);
         CHECK(!safetensors_read(st, t, 1, t->elements, true, whole, &failure) && strstr(failure.text, "cannot read"),
-              "%s", failure.text);
+              "a read beyond the end is refused: %s", failure.text);
         CHECK(!safetensors_read(st, t, -1, 1, true, whole, &failure) &&
                   !safetensors_read(st, t, 0, -1, true, whole, &failure),
-              "%s", failure.text);
+              "a negative offset or count is refused: %s", failure.text);
     }
 }
 
@@ -103,30 +108,30 @@ static void test_round_trip(void) {
     int calls = 0;
     CHECK(safetensors_save(scratch, "model", specs, NUM_TENSORS, SAFETENSORS_SHARD_BYTES, source, &calls, &list,
                            &failure),
-          "%s", failure.text);
+          "the file is written: %s", failure.text);
     CHECK(list.count == 1 && strcmp(list.records[0].name, "model.safetensors") == 0 && calls == NUM_TENSORS,
-          "%lld files", (long long)list.count);
+          "there is one file, whose source was called once per tensor; found %lld files", (long long)list.count);
     int64_t bytes = 0;
     uint64_t hash = 0;
-    CHECK(file_size(scratch_path("model.safetensors"), &bytes, &failure) && bytes == list.records[0].bytes, "%s",
-          failure.text);
-    CHECK(file_hash(scratch_path("model.safetensors"), bytes, &hash, &failure) && hash == list.records[0].hash, "%s",
-          failure.text);
-    CHECK(safetensors_open_folder(&st, scratch, "model", &failure), "%s", failure.text);
+    CHECK(file_size(scratch_path("model.safetensors"), &bytes, &failure) && bytes == list.records[0].bytes,
+          "the file has the size of its record: %s", failure.text);
+    CHECK(file_hash(scratch_path("model.safetensors"), bytes, &hash, &failure) && hash == list.records[0].hash,
+          "the file has the hash of its record: %s", failure.text);
+    CHECK(safetensors_open_folder(&st, scratch, "model", &failure), "the file is opened: %s", failure.text);
     check_set(&st, NUM_TENSORS);
-    CHECK(st.tensors[0].offset % 8 == 0, "the data starts at byte %lld, not a multiple of 8",
+    CHECK(st.tensors[0].offset % 8 == 0, "the data starts at a multiple of 8 bytes; found byte %lld",
           (long long)st.tensors[0].offset);
 
     CHECK(!safetensors_require(&st, "absent", 4, 3, &failure) &&
               strstr(failure.text, "model.safetensors has no tensor absent"),
-          "%s", failure.text);
+          "a missing tensor is an error: %s", failure.text);
     CHECK(!safetensors_require(&st, "a.weight", 3, 4, &failure) &&
               strstr(failure.text, "tensor a.weight has shape [4, 3]; the model needs [3, 4]"),
-          "%s", failure.text);
-    CHECK(!safetensors_require(&st, "a.weight", 12, 0, &failure) && strstr(failure.text, "needs [12]"), "%s",
-          failure.text);
-    CHECK(!safetensors_require(&st, "one", 1, 1, &failure) && strstr(failure.text, "has shape [1]"), "%s",
-          failure.text);
+          "another shape is an error: %s", failure.text);
+    CHECK(!safetensors_require(&st, "a.weight", 12, 0, &failure) && strstr(failure.text, "needs [12]"),
+          "a vector in place of a matrix is an error: %s", failure.text);
+    CHECK(!safetensors_require(&st, "one", 1, 1, &failure) && strstr(failure.text, "has shape [1]"),
+          "a matrix in place of a vector is an error: %s", failure.text);
     safetensors_close(&st);
     file_list_free(&list);
     unlink(scratch_path("model.safetensors"));
@@ -137,22 +142,23 @@ static void test_sharded(void) {
     Failure failure = {"", false};
     FileList list = {NULL, 0};
     int calls = 0;
-    // 48 + 14 | 20 + 4 | 128 bytes: a tensor larger than the limit gets its own file.
-    CHECK(safetensors_save(scratch, "set", specs, NUM_TENSORS, 64, source, &calls, &list, &failure), "%s",
-          failure.text);
+    // The files get 48 + 14, 20 + 4 and 128 bytes of data. A tensor larger than the limit gets a file of its own.
+    CHECK(safetensors_save(scratch, "set", specs, NUM_TENSORS, 64, source, &calls, &list, &failure),
+          "the files are written: %s", failure.text);
     CHECK(list.count == 4 && strcmp(list.records[0].name, "set-00001-of-00003.safetensors") == 0 &&
               strcmp(list.records[3].name, "set.safetensors.index.json") == 0,
-          "%lld files", (long long)list.count);
+          "three files and an index are written; found %lld", (long long)list.count);
     CHECK(list.records[2].bytes > list.records[1].bytes,
           "the file of the large tensor is larger than the file before it");
     file_list_free(&list);
     // A quote in a name must be escaped in the index too. The third tensor has one.
-    CHECK(safetensors_open_folder(&st, scratch, "set", &failure), "%s", failure.text);
-    CHECK(st.num_files == 3, "%d files", st.num_files);
+    CHECK(safetensors_open_folder(&st, scratch, "set", &failure), "the files are opened by their index: %s",
+          failure.text);
+    CHECK(st.num_files == 3, "the index names 3 files; found %d", st.num_files);
     check_set(&st, NUM_TENSORS);
     CHECK(!safetensors_require(&st, "absent", 1, 0, &failure) &&
               strstr(failure.text, "and the files beside it has no tensor"),
-          "%s", failure.text);
+          "a missing tensor is an error: %s", failure.text);
     safetensors_close(&st);
 
     static const char *const bad[][2] = {
@@ -173,9 +179,9 @@ static void test_sharded(void) {
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         write_bytes("bad.safetensors.index.json", bad[i][0], strlen(bad[i][0]));
         bool ok = safetensors_open_folder(&st, scratch, "bad", &failure);
-        CHECK(!ok && strstr(failure.text, bad[i][1]), "%s: %s", bad[i][0], ok ? "accepted" : failure.text);
+        CHECK(!ok && strstr(failure.text, bad[i][1]), "%s is refused: %s", bad[i][0], ok ? "accepted" : failure.text);
     }
-    // One tensor is in two files.
+    // Tensor b.bias is in two files.
     size_t size;
     char *copy = read_file(scratch_path("set-00001-of-00003.safetensors"), &size);
     write_bytes("copy.safetensors", copy, size);
@@ -183,11 +189,11 @@ static void test_sharded(void) {
     const char *twice =
         "{\"weight_map\": {\"a.weight\": \"copy.safetensors\", \"b.bias\": \"set-00001-of-00003.safetensors\"}}";
     write_bytes("bad.safetensors.index.json", twice, strlen(twice));
-    CHECK(!safetensors_open_folder(&st, scratch, "bad", &failure) && strstr(failure.text, "is in both"), "%s",
-          failure.text);
+    CHECK(!safetensors_open_folder(&st, scratch, "bad", &failure) && strstr(failure.text, "is in both"),
+          "a tensor in two files is refused: %s", failure.text);
     CHECK(!safetensors_open_folder(&st, scratch, "nothing", &failure) &&
               strstr(failure.text, "has neither nothing.safetensors nor"),
-          "%s", failure.text);
+          "a folder without weights is refused: %s", failure.text);
 }
 
 // ---- Files of other programs.
@@ -239,8 +245,8 @@ static void test_hostile_headers(void) {
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         write_header("x.safetensors", cases[i].header, cases[i].data);
         bool ok = safetensors_open(&st, scratch_path("x.safetensors"), &failure);
-        CHECK(!ok && strstr(failure.text, cases[i].reason) && strstr(failure.text, "x.safetensors"), "%s: %s",
-              cases[i].header, ok ? "accepted" : failure.text);
+        CHECK(!ok && strstr(failure.text, cases[i].reason) && strstr(failure.text, "x.safetensors"),
+              "%s is refused: %s", cases[i].header, ok ? "accepted" : failure.text);
         if (ok) safetensors_close(&st);
     }
     static const unsigned char lengths[][8] = {
@@ -249,12 +255,13 @@ static void test_hostile_headers(void) {
                                           "cut short"};
     for (int i = 0; i < 4; i++) {
         write_bytes("x.safetensors", lengths[i], 8);
-        CHECK(!safetensors_open(&st, scratch_path("x.safetensors"), &failure) && strstr(failure.text, reasons[i]), "%s",
-              failure.text);
+        CHECK(!safetensors_open(&st, scratch_path("x.safetensors"), &failure) && strstr(failure.text, reasons[i]),
+              "a wrong length of the header is refused: %s", failure.text);
     }
-    CHECK(!safetensors_open(&st, scratch, &failure) && strstr(failure.text, "is not a file"), "%s", failure.text);
-    CHECK(!safetensors_open(&st, scratch_path("none"), &failure) && strstr(failure.text, "No such file"), "%s",
-          failure.text);
+    CHECK(!safetensors_open(&st, scratch, &failure) && strstr(failure.text, "is not a file"),
+          "a folder in place of the file is refused: %s", failure.text);
+    CHECK(!safetensors_open(&st, scratch_path("none"), &failure) && strstr(failure.text, "No such file"),
+          "a missing file is refused: %s", failure.text);
 }
 
 static void test_foreign_files(void) {
@@ -270,21 +277,21 @@ static void test_foreign_files(void) {
     FILE *f = fopen(scratch_path("x.safetensors"), "ab");
     fwrite(half, 2, 8, f);
     fclose(f);
-    CHECK(safetensors_open(&st, scratch_path("x.safetensors"), &failure), "%s", failure.text);
+    CHECK(safetensors_open(&st, scratch_path("x.safetensors"), &failure), "the file is opened: %s", failure.text);
     float out[4] = {0};
     const Safetensor *h = safetensors_find(&st, "h"), *s = safetensors_find(&st, "s");
     CHECK(st.count == 3 && h && s && s->rank == 0 && s->elements == 1 && !safetensors_find(&st, "__metadata__"),
-          "%lld tensors", (long long)st.count);
+          "three tensors are found, one of them a scalar, and no __metadata__; found %lld", (long long)st.count);
     CHECK(safetensors_read(&st, h, 0, 4, true, out, &failure) && out[0] == 1 && out[1] == -2.5f && out[2] == 0x1p-24f &&
               out[3] == 65504,
-          "%g %g %g %g", out[0], out[1], out[2], out[3]);
+          "FP16 values are read; found %g %g %g %g", out[0], out[1], out[2], out[3]);
     CHECK(!safetensors_read(&st, s, 0, 1, true, out, &failure) &&
               strstr(failure.text, "tensor s has dtype I64; weights must be F32, BF16 or F16"),
-          "%s", failure.text);
+          "an integer tensor is not read as weights: %s", failure.text);
     safetensors_close(&st);
 }
 
-// Compares every half-precision value with the definition of the format.
+// Compares every FP16 value with the definition of the format.
 static void test_half(void) {
     int wrong = 0;
     for (uint32_t code = 0; code < 65536; code++) {
@@ -295,7 +302,7 @@ static void test_half(void) {
         const float expected = (float)(code & 0x8000 ? -magnitude : magnitude), got = fp16_to_float((fp16_bits)code);
         wrong += isnan(expected) ? !isnan(got) : float_bits(got) != float_bits(expected);
     }
-    CHECK(wrong == 0, "%d of 65536 half values differ", wrong);
+    CHECK(wrong == 0, "all FP16 values are converted; %d of 65536 differ", wrong);
 }
 
 static void test_rounding(void) {
@@ -303,11 +310,12 @@ static void test_rounding(void) {
     const float in[3] = {1.00390625f, 1.01171875f, 1e38f};
     bf16_bits out[3];
     safetensors_convert(ST_F32, in, 3, false, out);
-    CHECK(out[0] == 0x3f80 && out[1] == 0x3f82 && out[2] == bf16_from_float(1e38f), "%x %x", out[0], out[1]);
+    CHECK(out[0] == 0x3f80 && out[1] == 0x3f82 && out[2] == bf16_from_float(1e38f),
+          "ties go to the even bf16 number; found %x and %x", out[0], out[1]);
 }
 
-// A valid file that is cut, at many places, is refused. With a changed byte in its first 560, at random, it is refused
-// or read within bounds, without a crash.
+// A valid file that is cut, at many places, is refused. If a random one of its first 560 bytes is changed, it is
+// refused or read within bounds.
 static void test_damage(void) {
     Safetensors st;
     Failure failure;
@@ -315,7 +323,7 @@ static void test_damage(void) {
     int calls = 0;
     CHECK(safetensors_save(scratch, "whole", specs, NUM_TENSORS, SAFETENSORS_SHARD_BYTES, source, &calls, &list,
                            &failure),
-          "%s", failure.text);
+          "the file is written: %s", failure.text);
     file_list_free(&list);
     size_t size;
     char *data = read_file(scratch_path("whole.safetensors"), &size);
@@ -324,11 +332,11 @@ static void test_damage(void) {
         write_bytes("cut.safetensors", data, n);
         if (safetensors_open(&st, scratch_path("cut.safetensors"), &failure)) accepted++, safetensors_close(&st);
     }
-    CHECK(accepted == 0, "%d cut files were accepted", accepted);
+    CHECK(accepted == 0, "no cut file is accepted; %d were", accepted);
     write_bytes("cut.safetensors", data, size + 1);  // one byte too many: read_file adds a zero byte
     CHECK(!safetensors_open(&st, scratch_path("cut.safetensors"), &failure) &&
               strstr(failure.text, "the tensors end at byte"),
-          "%s", failure.text);
+          "a file with one more byte is refused: %s", failure.text);
     float values[64];
     for (uint64_t round = 0; round < 1500; round++) {
         const size_t at = (size_t)(rng_u64(5, round) % 560);
@@ -343,12 +351,14 @@ static void test_damage(void) {
     }
     // A file that shrinks after it was opened.
     write_bytes("cut.safetensors", data, size);
-    CHECK(safetensors_open(&st, scratch_path("cut.safetensors"), &failure), "%s", failure.text);
-    CHECK(truncate(scratch_path("cut.safetensors"), (off_t)size - 100) == 0, "%s", strerror(errno));
+    CHECK(safetensors_open(&st, scratch_path("cut.safetensors"), &failure), "the whole file is opened: %s",
+          failure.text);
+    CHECK(truncate(scratch_path("cut.safetensors"), (off_t)size - 100) == 0, "the file is truncated: %s",
+          strerror(errno));
     const Safetensor *last = safetensors_find(&st, "d.weight");
     CHECK(!safetensors_read(&st, last, 0, 64, true, values, &failure) &&
               strstr(failure.text, "before the 128 bytes wanted"),
-          "%s", failure.text);
+          "a file that shrinks after it was opened is an error: %s", failure.text);
     safetensors_close(&st);
     free(data);
 }
@@ -360,15 +370,15 @@ static void test_failing_writes(void) {
     Failure failure = {"", false};
     FileList list = {NULL, 0};
     int calls = 0;
-    CHECK(output_file_open(&file, "/dev/full", &failure), "%s", failure.text);
+    CHECK(output_file_open(&file, "/dev/full", &failure), "/dev/full is opened: %s", failure.text);
     CHECK(!output_file_write(&file, "abc", 3, &failure) &&
               strstr(failure.text, "cannot write /dev/full after 0 bytes: No space left on device"),
-          "%s", failure.text);
+          "a full disk is an error: %s", failure.text);
     close(file.fd);
     CHECK(!output_file_open(&file, scratch_path("no/such/file"), &failure) && strstr(failure.text, "cannot create"),
-          "%s", failure.text);
+          "a file in a missing folder is an error: %s", failure.text);
 
-    // A limit on file sizes replaces a disk that gets full in the middle of a file.
+    // A limit on file sizes stands in for a disk that gets full in the middle of a file.
     struct rlimit before, small = {300, RLIM_INFINITY};
     signal(SIGXFSZ, SIG_IGN);
     getrlimit(RLIMIT_FSIZE, &before);
@@ -381,7 +391,7 @@ static void test_failing_writes(void) {
               strstr(failure.text, "full.safetensors after 300 bytes: File too large: this process may write files "
                                    "of 300 bytes at most") &&
               list.count == 0,
-          "%s", failure.text);
+          "a file that reaches the limit is an error: %s", failure.text);
 }
 
 static void test_folders(void) {
@@ -389,27 +399,29 @@ static void test_folders(void) {
     char a[PATH_CAPACITY], b[PATH_CAPACITY];
     format_checked(a, sizeof a, "%s/a", scratch);
     format_checked(b, sizeof b, "%s/b", scratch);
-    CHECK(folder_create(scratch_path("made/with/parents"), true, &failure), "%s", failure.text);
+    CHECK(folder_create(scratch_path("made/with/parents"), true, &failure), "a folder is made with its parents: %s",
+          failure.text);
     CHECK(rmdir(scratch_path("made/with/parents")) == 0 && rmdir(scratch_path("made/with")) == 0 &&
               rmdir(scratch_path("made")) == 0,
-          "%s", strerror(errno));
+          "the folder and its parents are removed: %s", strerror(errno));
     CHECK(!folder_create(scratch_path("x/y/z"), false, &failure) &&
               strstr(failure.text, "its parent folder must exist"),
-          "%s", failure.text);
-    CHECK(folder_begin(a, &failure) && folder_create(a, true, &failure) && !folder_create(a, false, &failure), "%s",
-          failure.text);
+          "a missing parent is an error: %s", failure.text);
+    CHECK(folder_begin(a, &failure) && folder_create(a, true, &failure) && !folder_create(a, false, &failure),
+          "folder_begin makes a folder; folder_create accepts it only with `parents`: %s", failure.text);
     CHECK(file_write(a, "new", "1", 1, NULL, &failure) && folder_begin(b, &failure) &&
               file_write(b, "old", "2", 1, NULL, &failure),
-          "%s", failure.text);
+          "both folders get a file: %s", failure.text);
     CHECK(folder_replace(a, b, &failure) && !path_exists(a) && path_exists(scratch_path("b/new")) &&
               !path_exists(scratch_path("b/old")),
-          "%s", failure.text);
+          "folder_replace puts folder a in place of b: %s", failure.text);
     CHECK(mkdir(scratch_path("b/inner"), 0777) == 0 && !folder_remove(b, &failure) &&
               path_exists(scratch_path("b/inner")),
-          "%s", failure.text);
-    CHECK(rmdir(scratch_path("b/inner")) == 0 && folder_remove(b, &failure) && !path_exists(b), "%s", failure.text);
-    CHECK(!folder_remove(b, &failure) && !folder_sync(b, &failure) && folder_sync(scratch, &failure), "%s",
-          failure.text);
+          "a folder that holds another one is not removed: %s", failure.text);
+    CHECK(rmdir(scratch_path("b/inner")) == 0 && folder_remove(b, &failure) && !path_exists(b),
+          "a folder with files alone is removed: %s", failure.text);
+    CHECK(!folder_remove(b, &failure) && !folder_sync(b, &failure) && folder_sync(scratch, &failure),
+          "a missing folder can be neither removed nor synced: %s", failure.text);
 }
 
 // Folders without the mark, and the targets of links, are not removed.
@@ -425,30 +437,33 @@ static void test_foreign_folders(void) {
               folder_kind(loop) == FOLDER_FOREIGN,
           "folder_kind() tells an empty folder from links");
     if (!file_write(home, "thesis", "x", 1, NULL, &failure)) die("%s", failure.text);
-    CHECK(folder_kind(home) == FOLDER_FOREIGN, "kind %d", (int)folder_kind(home));
-    CHECK(!folder_remove(home, &failure) && strstr(failure.text, "has no file .train_fp8"), "%s", failure.text);
+    CHECK(folder_kind(home) == FOLDER_FOREIGN, "a folder with a foreign file and no mark is foreign; found %d",
+          (int)folder_kind(home));
+    CHECK(!folder_remove(home, &failure) && strstr(failure.text, "has no file .train_fp8"),
+          "a folder without the mark is not removed: %s", failure.text);
     CHECK(folder_mark(home, &failure) && folder_kind(home) == FOLDER_MARKED && folder_kind(link) == FOLDER_FOREIGN,
-          "%s", failure.text);
-    CHECK(!folder_remove(link, &failure) && strstr(failure.text, "link is not removed: it is a link to home"), "%s",
-          failure.text);
-    CHECK(!folder_remove(loop, &failure) && strstr(failure.text, "it is a link to loop, which leads nowhere"), "%s",
-          failure.text);
+          "a folder with the mark is ours, and a link to it is not: %s", failure.text);
+    CHECK(!folder_remove(link, &failure) && strstr(failure.text, "link is not removed: it is a link to home"),
+          "a link is not removed: %s", failure.text);
+    CHECK(!folder_remove(loop, &failure) && strstr(failure.text, "it is a link to loop, which leads nowhere"),
+          "a link that leads nowhere is not removed: %s", failure.text);
     CHECK(path_exists(scratch_path("home/thesis")) && path_exists(link) && path_exists(loop),
           "no link or linked file is removed");
     CHECK(!file_write(scratch, "link", "x", 1, NULL, &failure), "a file is not written through a link");
 
-    // The error names the file that is in the way of a new folder.
+    // The error names what is in the way of a new folder.
     CHECK(!folder_create(loop, true, &failure) && strstr(failure.text, "it is there already and is a link to loop"),
-          "%s", failure.text);
-    CHECK(!folder_create(scratch_path("home/thesis"), true, &failure) && strstr(failure.text, "and is a file"), "%s",
-          failure.text);
+          "a link to itself is in the way: %s", failure.text);
+    CHECK(!folder_create(scratch_path("home/thesis"), true, &failure) && strstr(failure.text, "and is a file"),
+          "a file is in the way: %s", failure.text);
     CHECK(!folder_create(scratch_path("home/thesis/x"), true, &failure) &&
               strstr(failure.text, "home/thesis is a file"),
-          "%s", failure.text);
-    CHECK(folder_create(link, true, &failure), "a link to a folder: %s", failure.text);
+          "a file in place of the parent is in the way: %s", failure.text);
+    CHECK(folder_create(link, true, &failure), "a link to a folder counts as the folder: %s", failure.text);
 
-    CHECK(folder_remove(home, &failure) && !path_exists(home), "%s", failure.text);
-    CHECK(!folder_create(link, true, &failure) && strstr(failure.text, "which leads nowhere"), "%s", failure.text);
+    CHECK(folder_remove(home, &failure) && !path_exists(home), "a folder with the mark is removed: %s", failure.text);
+    CHECK(!folder_create(link, true, &failure) && strstr(failure.text, "which leads nowhere"),
+          "a link that leads nowhere is in the way: %s", failure.text);
     unlink(link), unlink(loop);
 }
 
@@ -467,13 +482,13 @@ static void test_printable(void) {
     char out[32], cut[7];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         text_printable(cases[i][0], out, sizeof out);
-        CHECK(strcmp(out, cases[i][1]) == 0, "case %zu: \"%s\"", i, out);
+        CHECK(strcmp(out, cases[i][1]) == 0, "case %zu is printed as expected; found \"%s\"", i, out);
     }
     text_printable("ab\x1b\x1b", cut, sizeof cut);
-    CHECK(strcmp(cut, "ab\\x1b") == 0, "\"%s\"", cut);
+    CHECK(strcmp(cut, "ab\\x1b") == 0, "a text that is too long is cut before an escape; found \"%s\"", cut);
     Failure failure = {"", false};
-    CHECK(!fail(&failure, "tensor %s", "\x1b[2J") && strcmp(failure.text, "tensor \\x1b[2J") == 0, "\"%s\"",
-          failure.text);
+    CHECK(!fail(&failure, "tensor %s", "\x1b[2J") && strcmp(failure.text, "tensor \\x1b[2J") == 0,
+          "failures are printable; found \"%s\"", failure.text);
 }
 
 int main(void) {

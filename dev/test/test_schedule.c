@@ -11,7 +11,8 @@ static Options schedule_options(int schedule, int64_t warmup, int64_t steps) {
 static void check_at(int schedule, int64_t warmup, int64_t steps, int64_t step, double expected) {
     const Options o = schedule_options(schedule, warmup, steps);
     const double rate = schedule_learning_rate(&o, step);
-    CHECK(fabs(rate - expected) < 1e-12, "schedule %d, warm-up %lld of %lld, step %lld: %.9g, expected %.9g", schedule,
+    CHECK(fabs(rate - expected) < 1e-12,
+          "schedule %d, warm-up %lld of %lld steps, step %lld: the rate is %.9g; expected %.9g", schedule,
           (long long)warmup, (long long)steps, (long long)step, rate, expected);
 }
 
@@ -28,9 +29,10 @@ int main(void) {
         const Options o = schedule_options(schedules[i], 10, 110);
         for (int64_t step = 10; step < 110; step++) {
             const double rate = schedule_learning_rate(&o, step);
-            CHECK(rate > 0 && rate <= 2e-3, "schedule %d, step %lld: %g", schedules[i], (long long)step, rate);
-            CHECK(rate >= schedule_learning_rate(&o, step + 1), "schedule %d rises at step %lld", schedules[i],
-                  (long long)step);
+            CHECK(rate > 0 && rate <= 2e-3, "schedule %d, step %lld: the rate is above 0 and at most 2e-3; found %g",
+                  schedules[i], (long long)step, rate);
+            CHECK(rate >= schedule_learning_rate(&o, step + 1), "schedule %d does not rise after step %lld",
+                  schedules[i], (long long)step);
         }
     }
     check_at(SCHEDULE_CONSTANT, 10, 110, 5000, 2e-3);

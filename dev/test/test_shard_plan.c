@@ -18,24 +18,27 @@ static void check_sizes(const ParameterTable *t, int64_t group) {
     const ShardPlan s = shard_plan(t, group, group - 1);
     int64_t end = 0;
     for (int64_t l = ROOT; l < t->num_layers; l++) {
-        CHECK(shard_begin(&s, l) == end, "layer %lld starts at %lld", (long long)l, (long long)shard_begin(&s, l));
+        CHECK(shard_begin(&s, l) == end, "the slices of layer %lld start where those before end; found %lld",
+              (long long)l, (long long)shard_begin(&s, l));
         int64_t flat = layer_offset(t, l), gathered = 0;
         for (int k = 0; k < NUM_SEGMENTS; k++) {
             const ShardSegment g = segment_slice(t, &s, l, k);
             CHECK(g.shard == end && g.flat == flat && g.gathered == gathered,
-                  "layer %lld, segment %d does not follow the one before", (long long)l, k);
+                  "layer %lld, segment %d follows the one before it in the shard, the flat array and the gathered unit",
+                  (long long)l, k);
             CHECK(g.slice % PARAMETER_ALIGNMENT == 0 && group * g.slice >= g.size &&
                       group * g.slice - g.size < group * PARAMETER_ALIGNMENT,
-                  "layer %lld, segment %d: slices of %lld", (long long)l, k, (long long)g.slice);
+                  "layer %lld, segment %d has aligned slices with no more padding than needed; found %lld elements",
+                  (long long)l, k, (long long)g.slice);
             end += g.slice, flat += g.size, gathered += group * g.slice;
         }
         CHECK(gathered_elements(&s, l) == gathered && shard_elements(&s, l) * group == gathered,
-              "gathered size of layer %lld", (long long)l);
+              "gathered and kept elements of layer %lld are sums over its segments", (long long)l);
     }
-    CHECK(end == s.total, "%lld elements, not %lld", (long long)end, (long long)s.total);
+    CHECK(end == s.total, "all slices have %lld elements; the plan says %lld", (long long)end, (long long)s.total);
 }
 
-// Numbers every element by its flat index, takes each rank's parts of all parameters, and gathers them.
+// Numbers every element by its flat index, takes each rank's share of all parameters, and gathers the shares.
 static void check_cover(const ParameterTable *t, int64_t group) {
     int64_t *seen = (int64_t *)xcalloc((size_t)t->total, sizeof *seen), parts = 0;
     ShardPlan s = shard_plan(t, group, 0);
@@ -52,7 +55,7 @@ static void check_cover(const ParameterTable *t, int64_t group) {
                    shard_parameter_at(t, &s, r.shard + r.count - 1) == i;
             CHECK(r.count > 0 && r.first >= 0 && r.first + r.count <= parameter_elements(p) && r.shard >= 0 &&
                       r.shard + r.count <= s.total,
-                  "%s, shard_rank %lld: range", p->name, (long long)place);
+                  "%s, shard_rank %lld: the range lies in the parameter and in the shard", p->name, (long long)place);
             for (int64_t e = 0; e < r.count; e++) {
                 seen[p->offset + r.first + e]++;
                 once = once && shard_to_flat(t, &s, r.shard + e) == p->offset + r.first + e;
@@ -73,7 +76,7 @@ static void check_cover(const ParameterTable *t, int64_t group) {
         for (int64_t e = 0; e < parameter_elements(p); e++)
             whole = whole && shards[(at + e) / g.slice * s.total + g.shard + (at + e) % g.slice] == p->offset + e;
     }
-    CHECK(whole, "gathered slices are the segments");
+    CHECK(whole, "gathered slices are the segments, followed by padding");
     free(seen);
     free(shards);
 }
@@ -84,8 +87,8 @@ static int64_t backward_turn(const ParameterTable *t, const Parameter *p) {
     return p->layer >= 0 ? t->num_layers - p->layer : p->offset == t->root.embedding ? t->num_layers + 1 : 0;
 }
 
-// In order of position, elements of a rank's shard come from parts of the backward pass that never go back. Every
-// element has one position, and every position one element.
+// If a rank's elements are sorted by position, the parts of the backward pass that make them never go back. Every
+// element has one position, and every position has one element.
 static void check_backward_order(const ParameterTable *t, int64_t group, int64_t place) {
     const ShardPlan s = shard_plan(t, group, place);
     const BackwardOrder order = shard_backward_order(t, &s);
@@ -103,9 +106,9 @@ static void check_backward_order(const ParameterTable *t, int64_t group, int64_t
         forward = forward && turn[i] >= last;
         last = turn[i];
     }
-    CHECK(own, "group of %lld, shard_rank %lld: positions and elements are not a bijection", (long long)group,
+    CHECK(own, "group of %lld, shard_rank %lld: positions and elements are a bijection", (long long)group,
           (long long)place);
-    CHECK(forward, "group of %lld, shard_rank %lld: an element of an earlier part of the backward pass comes later",
+    CHECK(forward, "group of %lld, shard_rank %lld: elements are in the order in which the backward pass makes them",
           (long long)group, (long long)place);
     free(turn);
 }
@@ -124,7 +127,7 @@ int main(void) {
         for (int tied = 0; tied < 2; tied++) {
             ModelConfig m = model((ModelFamily)family, tied);
             ParameterTable t = parameter_table(&m);
-            const int64_t groups[] = {1, 2, 3, 4, 7, 64};  // with 64, most vectors are padding on most ranks
+            const int64_t groups[] = {1, 2, 3, 4, 7, 64};  // with 64 ranks, most ranks keep only padding of a vector
             for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++) {
                 check_sizes(&t, groups[i]), check_cover(&t, groups[i]);
                 for (int64_t place = 0; place < groups[i]; place += 3) check_backward_order(&t, groups[i], place);
@@ -135,11 +138,12 @@ int main(void) {
                       backward_order(&t).total == t.total,
                   "one rank's backward order is that of the flat array");
             for (int64_t i = 0; i < t.count; i++)
-                CHECK(shard_parameter(&t, &one, &t.entries[i]).shard == t.entries[i].offset, "one rank: %s moved",
-                      t.entries[i].name);
-            CHECK(check_dies(bad_range, &t, "are outside segment", output, sizeof output), "%s", output);
-            CHECK(check_dies(bad_place, &t, "no shard_rank 2 in a shard group of 2", output, sizeof output), "%s",
-                  output);
+                CHECK(shard_parameter(&t, &one, &t.entries[i]).shard == t.entries[i].offset,
+                      "with one rank, %s keeps its offset", t.entries[i].name);
+            CHECK(check_dies(bad_range, &t, "are outside segment", output, sizeof output),
+                  "a range outside its segment dies: %s", output);
+            CHECK(check_dies(bad_place, &t, "no shard_rank 2 in a shard group of 2", output, sizeof output),
+                  "a shard_rank outside its group dies: %s", output);
             parameter_table_free(&t);
         }
     ModelConfig large;

@@ -58,7 +58,7 @@ static void test_names(void) {
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char path[4096];
         tokenizer_path(path, sizeof path, cases[i][0]);
-        CHECK(strcmp(path, cases[i][1]) == 0, "%s -> %s, not %s", cases[i][0], path, cases[i][1]);
+        CHECK(strcmp(path, cases[i][1]) == 0, "the table of %s is %s; expected %s", cases[i][0], path, cases[i][1]);
     }
 }
 
@@ -67,12 +67,12 @@ static void test_sound_table(void) {
     write_table("ok.tokenizer", &t);
     Tokenizer tok = tokenizer_open_beside(scratch_path("ok_train.bin"));
     size_t length;
-    CHECK(tok.count == 3 && tok.separator == 2, "%lld tokens, separator %lld", (long long)tok.count,
-          (long long)tok.separator);
+    CHECK(tok.count == 3 && tok.separator == 2, "the table has 3 tokens and separator 2; found %lld and %lld",
+          (long long)tok.count, (long long)tok.separator);
     const char *once = tokenizer_decode(&tok, 0, &length);
-    CHECK(length == 4 && memcmp(once, "Once", 4) == 0, "length %zu", length);
-    CHECK(tokenizer_decode(&tok, 1, &length) != NULL && length == 0, "length %zu", length);
-    CHECK(tokenizer_decode(&tok, 2, &length) != NULL && length == 5, "length %zu", length);
+    CHECK(length == 4 && memcmp(once, "Once", 4) == 0, "token 0 is Once; found length %zu", length);
+    CHECK(tokenizer_decode(&tok, 1, &length) != NULL && length == 0, "token 1 is empty; found length %zu", length);
+    CHECK(tokenizer_decode(&tok, 2, &length) != NULL && length == 5, "token 2 has 5 bytes; found %zu", length);
     CHECK(tokenizer_decode(&tok, 3, &length) == NULL && length == 0, "id 3, past the vocabulary, has no text");
     CHECK(tokenizer_decode(&tok, -1, &length) == NULL && length == 0, "id -1 has no text");
     char *text = NULL;
@@ -81,7 +81,8 @@ static void test_sound_table(void) {
     if (!out) die("open_memstream: %s", strerror(errno));
     for (int64_t id = 0; id < 4; id++) tokenizer_print(&tok, id, out);
     fclose(out);
-    CHECK(strcmp(text, "Once\n\\x1b\\x00\xc3\\x7f[3]") == 0, "printed \"%s\"", text);
+    CHECK(strcmp(text, "Once\n\\x1b\\x00\xc3\\x7f[3]") == 0,
+          "text is printed as it is, other bytes as escapes, and an unknown id in brackets; found \"%s\"", text);
     free(text);
     tokenizer_close(&tok);
 }
@@ -89,8 +90,8 @@ static void test_sound_table(void) {
 static void test_missing_table(void) {
     Tokenizer tok = tokenizer_open_beside(scratch_path("absent_train.bin"));
     size_t length = 1;
-    CHECK(tok.count == 0 && tokenizer_decode(&tok, 0, &length) == NULL && length == 0, "%lld tokens",
-          (long long)tok.count);
+    CHECK(tok.count == 0 && tokenizer_decode(&tok, 0, &length) == NULL && length == 0,
+          "a missing table gives no tokens; found %lld", (long long)tok.count);
     tokenizer_close(&tok);
 }
 
@@ -99,19 +100,19 @@ static void open_table(void *path) { tokenizer_open((const char *)path); }
 static void check_refused(const Table *t, const char *message) {
     char output[8192];
     bool refused = check_dies(open_table, (void *)write_table("bad.tokenizer", t), message, output, sizeof output);
-    CHECK(refused, "\"%s\" expected, got \"%s\"", message, output);
+    CHECK(refused, "the table is refused with \"%s\"; found \"%s\"", message, output);
 }
 
 static void table_set_u32(Table *t, size_t at, uint32_t value) { memcpy(t->bytes + at, &value, sizeof value); }
 
 static void test_damaged_tables(void) {
     Table sound = make_table(), t;
-    // A table cut at any byte is refused. Checked in this process, so that the sanitizers see it.
+    // A table that is cut at any byte is refused. It is parsed in this process, so that sanitizers see it.
     for (size_t size = 0; size < sound.size; size++) {
         Tokenizer tok;
         char *cut = (char *)xcalloc(size, 1);
         memcpy(cut, sound.bytes, size);
-        CHECK(tokenizer_parse(&tok, cut, size) != NULL, "a table cut to %zu bytes was taken", size);
+        CHECK(tokenizer_parse(&tok, cut, size) != NULL, "a table that is cut to %zu bytes is refused", size);
         tokenizer_close(&tok);
     }
     t = sound, t.size = 10;
@@ -135,8 +136,8 @@ static void test_damaged_tables(void) {
     t = sound, t.size = 0;
     check_refused(&t, "truncated");
     char output[8192];
-    CHECK(check_dies(open_table, scratch, "cannot be read: Is a directory", output, sizeof output), "a folder: \"%s\"",
-          output);
+    CHECK(check_dies(open_table, scratch, "cannot be read: Is a directory", output, sizeof output),
+          "a folder is refused: \"%s\"", output);
 }
 
 int main(void) {

@@ -37,8 +37,8 @@ static void check_bytes(const char *what, double got, double want) {
     CHECK(fabs(got / want - 1) < 1e-9 || got == want, "%s: %.0f bytes, expected %.0f", what, got, want);
 }
 
-// llama3.1-8b: 32 layers with 218,103,808 weights in matrices and 8,192 in norms; embedding and lm_head of 128256 x
-// 4096 each; a final norm of 4096.
+// llama3.1-8b has 32 layers, each with 218,103,808 weights in matrices and 8,192 in norms. Embedding and lm_head have
+// 128256 x 4096 weights each, and the final norm has 4096.
 static void test_full(void) {
     const double matrices = 218103808, norms = 8192, table = 128256 * 4096.0, inputs = 8192 * 4096.0;
     Plan p = plan_of("llama3.1-8b", true, 8192, 1);
@@ -83,7 +83,8 @@ static void test_replicas(void) {
     CHECK(t.network[TRAFFIC_FORWARD] == 0 && t.received[TRAFFIC_FORWARD] > 0, "gathers stay in a host");
     t = traffic_for(&p, false, 4, 1, 4);
     check_bytes("--sharding none on one host", t.received[TRAFFIC_REPLICAS], 2 * 3.0 / 4 * all * 2);
-    CHECK(t.network[TRAFFIC_REPLICAS] == 0 && t.received[TRAFFIC_GRADIENTS] == 0, "one host, no shards");
+    CHECK(t.network[TRAFFIC_REPLICAS] == 0 && t.received[TRAFFIC_GRADIENTS] == 0,
+          "on one host without shards, nothing crosses the network and no gradients are scattered");
     p.options.reduce_dtype = REDUCE_FP8;
     t = traffic_for(&p, true, 4, 1, 4);
     const double in_fp8 = 32 * 218103808.0;
@@ -91,7 +92,7 @@ static void test_replicas(void) {
     plan_free(&p);
 }
 
-// One measured step: tokens per second of each GPU.
+// Measured speed of a run: tokens per second of each GPU.
 typedef struct {
     const char *model;
     int64_t T, batch, gpus;
@@ -114,7 +115,7 @@ static const Measured measured[] = {
     {"llama3.1-8b", 2048, 1, 4, GPU_H200, 10567, 15539}, {"llama3.1-8b", 8192, 1, 4, GPU_H200, 11047, 15900},
     {"qwen3-14b", 2048, 1, 4, GPU_H200, 5807, 8731},     {"qwen3-14b", 8192, 1, 4, GPU_H200, 6247, 9073}};
 
-// Estimates are within 10% of the measured steps.
+// Estimates of times are within 10% of the measured ones.
 static void test_estimates(void) {
     double worst = 0;
     for (size_t i = 0; i < sizeof measured / sizeof measured[0]; i++)
@@ -174,21 +175,22 @@ static void test_rules(void) {
     const StepEstimate slow = estimate_step(&t, &p.options, &p.model, &p.table, &p.precision);
     CHECK(slow.total > traffic_sum(t.network) / 125e6 * 0.9 && slow.total < 1.1 * slow.exchange &&
               fast.total < slow.total / 20,
-          "at 1 Gbit/s the network decides: %g s of %g", slow.exchange, slow.total);
+          "at 1 Gbit/s the network decides the step's time: %g s of %g s", slow.exchange, slow.total);
     p.options.recompute = RECOMPUTE_LAYER;
     p.options.network_gbps = 400;
     const StepEstimate again = estimate_step(&t, &p.options, &p.model, &p.table, &p.precision);
-    CHECK(again.work > 1.1 * fast.work && again.work < 1.35 * fast.work, "recomputation: %g s instead of %g",
-          again.work, fast.work);
+    CHECK(again.work > 1.1 * fast.work && again.work < 1.35 * fast.work,
+          "recomputation adds 10 to 35 percent of work: %g s, and %g s without", again.work, fast.work);
     p.options.recompute = RECOMPUTE_NONE, p.options.step_ms = 100;
     const StepEstimate given = estimate_step(&t, &p.options, &p.model, &p.table, &p.precision);
-    CHECK(given.work < 0.1 && given.work > 0.05, "--step-ms 100: the rank's own work is %g s, less the sharded AdamW",
+    CHECK(given.work < 0.1 && given.work > 0.05,
+          "with --step-ms 100 the rank's own work is 0.1 s less the part of AdamW that sharding saves; found %g s",
           given.work);
     t = traffic_for(&p, true, 2, 2, 1);
     CHECK(estimate_known(&t, &p.options), "with --step-ms CPU ranks have an estimate");
     const StepEstimate cpu = estimate_step(&t, &p.options, &p.model, &p.table, &p.precision);
-    CHECK(fabs(cpu.total - 0.1 - traffic_sum(t.network) * 8 / 400e9) < 1e-9, "the CPU trainer overlaps nothing: %g s",
-          cpu.total);
+    CHECK(fabs(cpu.total - 0.1 - traffic_sum(t.network) * 8 / 400e9) < 1e-9,
+          "the CPU trainer's communication adds to --step-ms; found %g s", cpu.total);
     p.options.step_ms = 0;
     CHECK(!estimate_known(&t, &p.options), "without --step-ms CPU ranks have no estimate");
     plan_free(&p);

@@ -10,7 +10,7 @@
 #include "lib/golden.h"
 #include "lib/scratch.h"
 
-// Sanitizers make GEMMs a hundred times slower. One step finds there what three steps find.
+// Sanitizers make GEMMs a hundred times slower. With them, some tests take one step instead of three.
 #ifdef __SANITIZE_ADDRESS__
 enum { SANITIZED = 1 };
 #else
@@ -97,23 +97,31 @@ static void test_golden(const char *name, int precision, Tolerances tolerance) {
         if (step == 0) {
             const double loss_error = fabs(batch_loss(&t) / loss - 1),
                          error = check_relative_error(t.acts.logits, logits, t.d.R * t.d.V);
-            CHECK(error < tolerance.logits, "%s %s: logits off by %g", name, precision_name, error);
-            CHECK(loss_error < tolerance.loss, "%s %s: loss off by %g", name, precision_name, loss_error);
+            CHECK(error < tolerance.logits, "%s %s: logits agree with transformers'; relative error %g", name,
+                  precision_name, error);
+            CHECK(loss_error < tolerance.loss, "%s %s: the loss agrees with transformers'; relative error %g", name,
+                  precision_name, loss_error);
             printf("%-12s %s: loss %.2e, logits %.2e", name, precision_name, loss_error, error);
         }
         model_forward_backward(&t, &t.batch, (float)(1.0 / (double)(B * T)));
         if (step == 0) {
             const double error = worst_tensor(&t, &g, "grad.", t.params.gradients, &worst),
                          norm_error = fabs(global_norm(t.params.gradients, t.table.total) / norm - 1);
-            CHECK(error < tolerance.gradients, "%s %s: gradient of %s off by %g", name, precision_name, worst, error);
-            CHECK(norm_error < tolerance.gradients, "%s %s: gradient norm off by %g", name, precision_name, norm_error);
+            CHECK(error < tolerance.gradients,
+                  "%s %s: all gradients agree with transformers'; the worst is %s with relative error %g", name,
+                  precision_name, worst, error);
+            CHECK(norm_error < tolerance.gradients,
+                  "%s %s: the gradient norm agrees with transformers'; relative error %g", name, precision_name,
+                  norm_error);
             printf(", gradients %.2e (%s)", error, worst);
         }
         if (tolerance.weights > 0) weights_update(&t, step, global_norm(t.params.gradients, t.table.total));
     }
     if (tolerance.weights > 0) {
         const double error = worst_tensor(&t, &g, "after3.", t.params.master, &worst);
-        CHECK(error < tolerance.weights, "%s %s: %s off by %g after 3 steps", name, precision_name, worst, error);
+        CHECK(error < tolerance.weights,
+              "%s %s: all weights agree with transformers'; the worst is %s with relative error %g after 3 steps", name,
+              precision_name, worst, error);
         printf(", weights after 3 steps %.2e (%s)", error, worst);
     }
     printf("\n");
@@ -124,7 +132,7 @@ static void test_golden(const char *name, int precision, Tolerances tolerance) {
 
 static void test_goldens(void) {
     static const char *const names[] = {"llama_tiny", "llama31_tiny", "qwen2_tiny", "qwen3_tiny"};
-    // fp32: only the order of sums differs. bf16: each tensor keeps 8 bits (an error of 2^-9 = 0.2% per rounding), over
+    // fp32: only the order of sums differs. bf16: each tensor keeps 8 bits (an rms error of 0.2% per rounding), over
     // some ten roundings. fp8: E4M3 keeps 4 bits (up to 6% per value, 2-3% rms) and E5M2 3 bits (12%, 5-6% rms), over
     // two layers.
     const Tolerances fp32 = {1e-5, 1e-5, 1e-4, 1e-5};
@@ -157,8 +165,8 @@ static void fill_tokens(Trainer *t, uint64_t key) {
     }
 }
 
-// Moving all weights by h along the gradient changes the loss by h times the gradient's norm. Checks odd sizes, every
-// model family, T = 1 and T above a query block.
+// Moving the weights by a distance h along their gradient changes the loss by h times the gradient's norm. Tests odd
+// sizes, every model family, T = 1 and T above a query block.
 static void test_slope(ModelFamily family, int64_t B, int64_t T) {
     Options o = small_options(PRECISION_FP32, B, T);
     ModelConfig m = odd_model(family);
@@ -178,8 +186,8 @@ static void test_slope(ModelFamily family, int64_t B, int64_t T) {
     }
     const double slope = (loss[1] - loss[0]) / (2 * h);
     // fp32 losses of about 4 resolve 5e-7 / 2h = 1e-4 of the slope. The third derivative adds h^2.
-    CHECK(fabs(slope / norm - 1) < 2e-3, "family %d, B %lld, T %lld: slope %g, gradient norm %g", (int)family,
-          (long long)B, (long long)T, slope, norm);
+    CHECK(fabs(slope / norm - 1) < 2e-3, "family %d, B %lld, T %lld: the slope of the loss is %g, the gradient norm %g",
+          (int)family, (long long)B, (long long)T, slope, norm);
     free(start);
     trainer_free(&t);
 }
@@ -193,9 +201,7 @@ static ModelConfig fp8_model(void) {
     return m;
 }
 
-// Trains some steps on synthetic tokens, with the global batch as `micro_steps` micro-batches. Returns the weights,
-// then the last gradient norm, then the scales of delayed scaling. With FP8 all sequences are equal, so that each
-// micro-batch has the scales of the whole batch.
+// The result of train_some: the weights, then the last gradient norm, then the scales of delayed scaling.
 typedef struct {
     float *values;
     int64_t count, weights;
@@ -203,6 +209,8 @@ typedef struct {
 
 static bool keeps_fp8;  // --fp8-activations of train_some
 
+// Trains some steps on synthetic tokens, with the global batch as `micro_steps` micro-batches. With FP8 all sequences
+// are equal, so that each micro-batch has the scales of the whole batch.
 static Trained train_some(int precision, int recipe, int recompute, int threads, int64_t micro_steps, int steps) {
     const int64_t B = 4, T = precision == PRECISION_FP8 ? 32 : 16;
     Options o = small_options(precision, B / micro_steps, T);
@@ -215,7 +223,7 @@ static Trained train_some(int precision, int recipe, int recompute, int threads,
     omp_set_num_threads(threads);
     Trainer t;
     trainer_create(&t, &o, &m);
-    CHECK(precision != PRECISION_FP8 || !t.precision.any_bf16, "recipe %d: some linear layers are bf16", recipe);
+    CHECK(precision != PRECISION_FP8 || !t.precision.any_bf16, "recipe %d: all linear layers are FP8", recipe);
     initialize_weights(&t);
     for (int step = 0; step < steps; step++) {
         for (int64_t micro = 0; micro < micro_steps; micro++) {
@@ -244,8 +252,8 @@ static bool same_training(Trained a, Trained b) {
     return a.count == b.count && memcmp(a.values, b.values, (size_t)a.count * sizeof(float)) == 0;
 }
 
-// --fp8-activations changes gradients a little, and no forward pass: gate and up are rounded after it has read them.
-// Recomputing other parts changes nothing more.
+// --fp8-activations changes gradients a little. The forward pass is not changed: it reads gate and up before they are
+// rounded. --recompute attention changes nothing more.
 static void test_fp8_activations(int recipe) {
     const char *name = recipe_row(recipe)->name;
     Trained without = train_some(PRECISION_FP8, recipe, RECOMPUTE_NONE, 2, 1, 1);
@@ -254,13 +262,14 @@ static void test_fp8_activations(int recipe) {
             again = train_some(PRECISION_FP8, recipe, RECOMPUTE_ATTENTION, 1, 1, 1);
     keeps_fp8 = false;
     const double change = fabs(with.values[with.weights] / without.values[with.weights] - 1);
-    CHECK(change > 1e-6 && change < 0.02, "%s: FP8 activations change the gradient norm by %g", name, change);
-    CHECK(same_training(with, again), "%s: --recompute attention changes bits with FP8 activations", name);
+    CHECK(change > 1e-6 && change < 0.02, "%s: FP8 activations change the gradient norm a little, by %g", name, change);
+    CHECK(same_training(with, again), "%s: with FP8 activations, --recompute attention changes no bit", name);
     free(without.values), free(with.values), free(again.values);
 }
 
-// The rounded values of groups: at most half a unit in E4M3's last place from the values, exact in bf16, and equal if
-// they are rounded again.
+// Rounding to groups of FP8 codes changes a value by at most half a unit in E4M3's last place. Results are bf16
+// numbers,
+// and rounding them again changes nothing.
 static void test_fp8_groups(void) {
     enum { N = 5 * FP8_GROUP + 40 };
     float x[N], rounded[N], twice[N];
@@ -277,12 +286,13 @@ static void test_fp8_groups(void) {
         float amax = 0;
         for (int k = group * FP8_GROUP; k < N && k < (group + 1) * FP8_GROUP; k++) amax = fmaxf(amax, fabsf(x[k]));
         if (group == 3 || group == 4) continue;
-        // the smallest numbers of a group are 2^-9 apart, its largest is between 224 and 448
+        // the smallest codes of a group are 2^-9 apart, and its largest is between 224 and 448
         far += !(fabsf(rounded[i] - x[i]) <= fmaxf(fabsf(x[i]) / 16, amax / 224 * 0x1p-10f));
         other += rounded[i] != twice[i], not_bf16 += bf16_round(rounded[i]) != rounded[i];
     }
-    CHECK(far == 0 && other == 0 && not_bf16 == 0, "%d are too far off, %d change again, %d are not bf16", far, other,
-          not_bf16);
+    CHECK(far == 0 && other == 0 && not_bf16 == 0,
+          "rounded values are near (%d are not), stay if they are rounded again (%d do not), and are bf16 (%d are not)",
+          far, other, not_bf16);
     CHECK(isinf(rounded[3 * FP8_GROUP + 5]) && isnan(rounded[4 * FP8_GROUP]) && isnan(rounded[4 * FP8_GROUP + 9]),
           "an infinity stays, and a NaN makes its group NaN: %g, %g", (double)rounded[3 * FP8_GROUP + 5],
           (double)rounded[4 * FP8_GROUP]);
@@ -297,21 +307,23 @@ static void test_invariance(int precision, int recipe) {
     for (int recompute = SANITIZED ? RECOMPUTE_MLP : RECOMPUTE_NORM; recompute <= RECOMPUTE_LAYER; recompute++) {
         const int threads = 2 + recompute % (most_threads - 1);
         Trained many = train_some(precision, recipe, recompute, threads, 1, steps);
-        CHECK(same_training(one, many), "%s: --recompute %d with %d threads gives other bits", name, recompute,
-              threads);
+        CHECK(same_training(one, many), "%s: --recompute %d with %d threads changes no bit", name, recompute, threads);
         free(many.values);
     }
     for (int64_t micro_steps = precision == PRECISION_FP8 ? 4 : 2; micro_steps <= 4; micro_steps *= 2) {
         Trained split = train_some(precision, recipe, RECOMPUTE_NONE, 2, micro_steps, 1),
                 whole = train_some(precision, recipe, RECOMPUTE_NONE, 2, 1, 1);
         const double norm_error = fabs(split.values[split.weights] / whole.values[whole.weights] - 1);
-        // In fp32 only the order of sums differs. In bf16 each micro-step rounds the running sum once more (2^-9).
+        // In fp32 only the order of sums differs. In bf16 each micro-step rounds the running sum once more (2^-9 in
+        // root mean square).
         const double tolerance = precision == PRECISION_FP32 ? 1e-6 : 4e-3;
-        CHECK(norm_error < tolerance, "%s: gradient norm in %lld micro-steps off by %g", name, (long long)micro_steps,
-              norm_error);
+        CHECK(norm_error < tolerance,
+              "%s: the gradient norm in %lld micro-steps is that of one batch; relative error %g", name,
+              (long long)micro_steps, norm_error);
         if (precision == PRECISION_FP32) {
             const double error = check_relative_error(split.values, whole.values, whole.weights);
-            CHECK(error < 1e-4, "weights after a step of %lld micro-steps off by %g", (long long)micro_steps, error);
+            CHECK(error < 1e-4, "weights after a step of %lld micro-steps are those of one batch; relative error %g",
+                  (long long)micro_steps, error);
         }
         free(split.values), free(whole.values);
     }
@@ -331,7 +343,7 @@ static void test_delayed(void) {
     model_forward(&t, &t.batch);  // as in validation
     for (int64_t i = 0; i < d->tensors; i++)
         CHECK(d->scale[i] == 0 && d->history[4 * i + 3] == 0,
-              "a forward pass alone changes the scale or history of tensor %lld", (long long)i);
+              "a forward pass alone changes neither scale nor history of tensor %lld", (long long)i);
     const int64_t w = tensor_index(1, TENSOR_W, DOWN_PROJ), x = tensor_index(0, TENSOR_X, QKV_PROJ),
                   dy = tensor_index(0, TENSOR_DY, GATE_UP_PROJ);
     const float first_weight = float_from_bits(t.scales.amax[w]);
@@ -340,7 +352,7 @@ static void test_delayed(void) {
     micro_step(&t, 1.0f / 32, 0, 0);
     const float first_input = d->history[4 * x + 3], first_scale = d->scale[x];
     CHECK(first_input == float_from_bits(quantize_tensor_amax(t.acts.layer[0].norm1.data, 32 * 128, SCALE_TE)),
-          "amax of an input: %g", (double)first_input);
+          "the history of an input gets the amax of its values; found %g", (double)first_input);
     CHECK(first_scale == 224 / first_input && d->scale[dy] == 28672 / d->history[4 * dy + 3] && d->scale[w] == 0,
           "a micro-step sets the scales of x and dy from their amaxes and leaves that of w");
     micro_step(&t, 1.0f / 32, 0, 1);
@@ -372,7 +384,8 @@ static StepRecord delayed_step(Trainer *t, DataLoader *data, int64_t step, int64
     if (spoil) *norm = INFINITY;
     weights_refresh(t);
     const StepRecord s = train_step(t, data, step, first_sample);
-    CHECK(s.skipped == spoil, "step %lld: norm %g", (long long)step + 1, s.norm);
+    CHECK(s.skipped == spoil, "step %lld is skipped exactly if it was spoiled; the norm is %g", (long long)step + 1,
+          s.norm);
     if (spoil) *norm = kept, weights_refresh(t);
     return s;
 }
@@ -394,22 +407,23 @@ static void test_delayed_skip(void) {
         float *before = delayed_copy(&t);
         delayed_step(&t, &data, step, step + 100, true);
         CHECK(memcmp(before, t.scales.delayed.history, bytes) == 0,
-              "step %lld was skipped, but histories or scales changed", (long long)step + 1);
+              "the skipped step %lld changes neither histories nor scales", (long long)step + 1);
         const StepRecord a = delayed_step(&t, &data, step, step, false),
                          b = delayed_step(&without, &data, step, step, false);
-        CHECK(memcmp(before, t.scales.delayed.history, bytes) != 0, "step %lld changes no history",
-              (long long)step + 1);
+        CHECK(memcmp(before, t.scales.delayed.history, bytes) != 0,
+              "step %lld, which is taken, changes histories or scales", (long long)step + 1);
         CHECK(a.loss == b.loss && a.norm == b.norm &&
                   memcmp(t.scales.delayed.history, without.scales.delayed.history, bytes) == 0 &&
                   memcmp(t.params.master, without.params.master, (size_t)t.table.total * sizeof(float)) == 0,
-              "step %lld after a skipped one: loss %g, and %g without", (long long)step + 1, a.loss, b.loss);
+              "step %lld equals that of a trainer without skipped steps: loss %g, and %g there", (long long)step + 1,
+              a.loss, b.loss);
         free(before);
     }
     dataloader_close(&data);
     trainer_free(&t), trainer_free(&without);
 }
 
-// Returns the message for a step that is not taken.
+// Returns the message that says where the problem of a step that is not taken begins.
 static const char *place_of(Trainer *t, double loss) {
     static char place[640];
     const TrainerState state = trainer_state(t);
@@ -418,8 +432,7 @@ static const char *place_of(Trainer *t, double loss) {
     return place;
 }
 
-// A huge, infinite or NaN weight in each block of the model: the message names the block, and the weight as its
-// largest.
+// A huge, infinite or NaN weight in each part of the model: the message names the part, and the weight as its largest.
 static void test_blocks(ModelFamily family, int precision, int recompute, int masters) {
     static const struct {
         const char *weight, *place;
@@ -461,17 +474,18 @@ static void test_blocks(ModelFamily family, int precision, int recompute, int ma
         const double loss = micro_step(&t, 1.0f / 8, 0, 0);
         format_checked(expected, sizeof expected, "The problem begins %s %s, element %lld", blocks[i].place, p->name,
                        (long long)element);
-        CHECK(strcmp(place_of(&t, loss), expected) == 0, "%s expected, got %s", expected, place_of(&t, loss));
+        CHECK(strcmp(place_of(&t, loss), expected) == 0, "the message is \"%s\"; found \"%s\"", expected,
+              place_of(&t, loss));
     }
     // A forward pass alone, as in validation, does not search for the origin.
     t.bad_norm = NONFINITE_NONE;
     model_forward(&t, &t.batch);
-    CHECK(t.bad_norm == NONFINITE_NONE, "a forward pass alone reports norm %lld", (long long)t.bad_norm);
+    CHECK(t.bad_norm == NONFINITE_NONE, "a forward pass alone reports no norm; found %lld", (long long)t.bad_norm);
     trainer_free(&t);
 }
 
-// Weights with a loaded scale become FP16 with that scale, also if their amax, 2047/2048 of a power of two, would give
-// one that is twice as large. Weights without one get the scale of their amax.
+// Weights whose scale was loaded become FP16 with that scale, even if the scale from their amax, 2047/2048 of a power
+// of two, is twice as large. Other weights get the scale from their amax.
 static void test_fp16_masters(void) {
     ModelConfig m = odd_model(FAMILY_LLAMA);
     Options o = small_options(PRECISION_BF16, 1, 8);
@@ -488,7 +502,7 @@ static void test_fp16_masters(void) {
     state_read(&t, STATE_WEIGHTS, first, 2, read);
     CHECK(*tensor_scale(&t, STATE_MASTER_SCALE, 0) == scale && t.params.fp16_master[first + 1] == 0x77ff &&
               read[1] == largest,
-          "scale %g, code %04x, value %g", (double)*tensor_scale(&t, STATE_MASTER_SCALE, 0),
+          "the loaded scale is used: scale %g, code %04x, value %g", (double)*tensor_scale(&t, STATE_MASTER_SCALE, 0),
           t.params.fp16_master[first + 1], (double)read[1]);
     CHECK(t.params.weights[first] == bf16_round(read[0]) && t.params.weights[first + 1] == bf16_round(largest),
           "the model computes with the masters, rounded to bf16");
@@ -497,7 +511,8 @@ static void test_fp16_masters(void) {
         float amax = 0;
         for (int64_t k = 0; k < parameter_elements(p); k++)
             amax = fmaxf(amax, fabsf(fp16_to_float(t.params.fp16_master[p->offset + k])));
-        CHECK(amax >= 32752 && amax <= 65504, "%s: the largest FP16 is %g", p->name, (double)amax);
+        CHECK(amax >= 32752 && amax <= 65504, "%s: the largest FP16 number is from 32752 to 65504; found %g", p->name,
+              (double)amax);
     }
     trainer_free(&t);
 }
@@ -521,10 +536,9 @@ static void test_overflow(int precision, int sums) {
         const float *arrays[] = {t.params.master, t.params.exp_avg, t.params.exp_avg_sq};
         for (int a = 0; a < 3; a++)
             CHECK(all_finite(arrays[a], t.table.total, ST_F32),
-                  "precision %d, sums %d, step %d, norm %g: array %d is not finite", precision, sums, step + 1, s.norm,
-                  a);
+                  "precision %d, sums %d, step %d, norm %g: array %d is finite", precision, sums, step + 1, s.norm, a);
     }
-    CHECK(large > 0, "precision %d, sums %d: no step was skipped because squares of its gradients overflow", precision,
+    CHECK(large > 0, "precision %d, sums %d: a step is skipped because squares of its gradients overflow", precision,
           sums);
     dataloader_close(&data);
     trainer_free(&t);
@@ -642,14 +656,16 @@ static void test_nonfinite(int sums) {
                    "%sthe first gradient that is not finite, in backward order, is in "
                    "model.layers.1.self_attn.o_proj.weight, element 3%s",
                    layer, weight);
-    CHECK(strcmp(place_of(&t, 1), expected) == 0, "%s", place_of(&t, 1));
-    // The GPU trainer with --optimizer-in-backward knows only a block in which the gradient is.
+    CHECK(strcmp(place_of(&t, 1), expected) == 0, "the message names the first gradient that is not finite: %s",
+          place_of(&t, 1));
+    // The GPU trainer with --optimizer-in-backward knows only a range of 16384 elements in which the gradient lies.
     const TrainerState state = trainer_state(&t);
     NonfiniteStep block = nonfinite_step(&t, 1, (double)NAN);
     block.span = 16384;
     char place[640];
     nonfinite_place(&t.table, &state, &block, place, sizeof place);
-    CHECK(strstr(place, "o_proj.weight, element 3 or one of the 16383 behind it; the largest"), "%s", place);
+    CHECK(strstr(place, "o_proj.weight, element 3 or one of the 16383 behind it; the largest"),
+          "the message names the range: %s", place);
     // Squares that overflow: gradients grow during the backward pass, and the first large one is nearer to the cause
     // than the largest.
     memset(t.params.gradients, 0, bytes);
@@ -659,20 +675,20 @@ static void test_nonfinite(int sums) {
                    "%sgradients reach 4e+21, and the first one above 1/1024 of that, in backward order, is in "
                    "model.layers.1.self_attn.k_proj.weight, element 6%s",
                    layer, weight);
-    CHECK(strcmp(place_of(&t, 1), expected) == 0, "%s", place_of(&t, 1));
+    CHECK(strcmp(place_of(&t, 1), expected) == 0, "the message names the first large gradient: %s", place_of(&t, 1));
     CHECK(strstr(place_of(&t, (double)NAN), "The problem begins in the final norm or lm_head, in the forward pass; "),
-          "a loss that is not finite: %s", place_of(&t, (double)NAN));
+          "a loss that is not finite comes from the forward pass: %s", place_of(&t, (double)NAN));
     CHECK(adamw_accepts(0x1p63) && !adamw_accepts(0x1.0000001p63) && !adamw_accepts((double)INFINITY) &&
               !adamw_accepts((double)NAN),
           "adamw_accepts() takes norms up to 2^63 and no others");
-    // Moments after many steps with the largest accepted gradient and the least averaging.
+    // Takes many steps with the largest gradient that is accepted and with the least averaging.
     AdamwElement largest = {0, 0, 0};
     const AdamwStep step = adamw_step(1, 1, 0, 0, 1e-8, 0, false, 1);
     for (int i = 0; i < 100; i++)
         largest = adamw_update(largest, 0x1p63f, true, &step),
         largest.exp_avg_sq = bf16_to_float(adamw_round(largest.exp_avg_sq, 0xffffffffu));
-    CHECK(isfinite(largest.weight) && isfinite(largest.exp_avg) && isfinite(largest.exp_avg_sq), "moments %g, %g",
-          (double)largest.exp_avg, (double)largest.exp_avg_sq);
+    CHECK(isfinite(largest.weight) && isfinite(largest.exp_avg) && isfinite(largest.exp_avg_sq),
+          "weight and moments stay finite: moments %g and %g", (double)largest.exp_avg, (double)largest.exp_avg_sq);
     free(before);
     dataloader_close(&data);
     trainer_free(&t);
@@ -753,24 +769,26 @@ static void test_resume(const char *name_of_run, const char *precision) {
         SMALL_RUN "--warmup-steps 2 --lr-schedule cosine --num-steps 8 --grad-accumulation-steps 2 --precision";
     char *output;
     format_checked(command, sizeof command, "%s %s --log-dir @/log-%s", common, precision, name_of_run);
-    CHECK(run_program(command, NULL) == 0, "%s: a plain run of 8 steps", precision);
+    CHECK(run_program(command, NULL) == 0, "%s: a plain run of 8 steps ends with status 0", precision);
     format_checked(command, sizeof command, "%s %s --checkpoint-dir @/ck-%s --checkpoint-every 3", common, precision,
                    name_of_run);
-    CHECK(run_program(command, NULL) == 0, "%s: a run that saves", precision);
+    CHECK(run_program(command, NULL) == 0, "%s: a run that saves ends with status 0", precision);
     char folder[PATH_CAPACITY];
     Failure failure;
     format_checked(folder, sizeof folder, "%s/ck-%s/step-00000008", scratch, name_of_run);
-    CHECK(folder_exists(folder) && folder_remove(folder, &failure), "%s: the last checkpoint", precision);
+    CHECK(folder_exists(folder) && folder_remove(folder, &failure),
+          "%s: the last checkpoint is there and can be removed", precision);
     format_checked(command, sizeof command, "%s %s --checkpoint-dir @/ck-%s --resume --log-dir @/log2-%s", common,
                    precision, name_of_run, name_of_run);
-    CHECK(run_program(command, &output) == 0 && strstr(output, "step-00000006"), "%s: resumed from step 6: %s",
+    CHECK(run_program(command, &output) == 0 && strstr(output, "step-00000006"), "%s: the run resumes from step 6: %s",
           precision, output);
     char *whole, *resumed, name[64];
     format_checked(name, sizeof name, "log-%s/log.jsonl", name_of_run);
     whole = loss_lines(name, 7);
     format_checked(name, sizeof name, "log2-%s/log.jsonl", name_of_run);
     resumed = loss_lines(name, 0);
-    CHECK(*whole && strcmp(whole, resumed) == 0, "%s: resumed loss lines differ:\n%s%s", precision, whole, resumed);
+    CHECK(*whole && strcmp(whole, resumed) == 0, "%s: step lines of the whole and of the resumed run are equal:\n%s%s",
+          precision, whole, resumed);
     free(whole), free(resumed), free(output);
 }
 
@@ -782,16 +800,16 @@ static void test_delayed_resume(void) {
     char command[512];
     format_checked(command, sizeof command, "%s --fp8-amax-history 5", common);
     CHECK(run_program(command, &output) == 1 && strstr(output, "--fp8-amax-history is 3 in the checkpoint, 5 now"),
-          "%s", output);
+          "another --fp8-amax-history is refused: %s", output);
     free(output);
     format_checked(state, sizeof state, "%s/ck-delayed/step-00000008/fp8_state.safetensors", scratch);
-    CHECK(path_exists(state), "%s", state);
+    CHECK(path_exists(state), "the checkpoint has %s", state);
     format_checked(command, sizeof command, "%s --fp8-amax-history 3 --keep-checkpoints 1 --export-hf @/delayed-export",
                    common);
-    CHECK(run_program(command, &output) == 0, "%s", output);
+    CHECK(run_program(command, &output) == 0, "the run resumes with its own --fp8-amax-history: %s", output);
     free(output);
     format_checked(state, sizeof state, "%s/delayed-export/fp8_state.safetensors", scratch);
-    CHECK(!path_exists(state), "an export holds %s", state);
+    CHECK(!path_exists(state), "an export has no %s", state);
 }
 
 // Runs 4 steps, and returns their step lines up to the learning rate. The caller frees them.
@@ -801,7 +819,7 @@ static char *run_lines(const char *model, const char *options) {
         command, sizeof command,
         "%s --train-data @/train.bin --sequence-length 64 --batch-size 2 --learning-rate 1e-3 --num-steps 4 %s", model,
         options);
-    CHECK(run_program(command, &output) == 0, "%s: %s", options, output);
+    CHECK(run_program(command, &output) == 0, "the run ends with status 0: %s: %s", options, output);
     for (char *line = strtok(output, "\n"); line; line = strtok(NULL, "\n")) {
         char *speed = strstr(line, "| lr ");
         if (strncmp(line, "step ", 5) != 0 || !speed) continue;
@@ -812,7 +830,7 @@ static char *run_lines(const char *model, const char *options) {
     return lines;
 }
 
-// Returns the largest relative difference of two runs' losses.
+// Returns the largest relative difference of two runs' losses in 4 steps, or NaN if there are not 4.
 static double lines_differ(const char *a, const char *b) {
     double largest = 0;
     int steps = 0;
@@ -832,16 +850,17 @@ static void test_recipes(void) {
         const double difference = lines_differ(lines, bf16);
         // Each operand is off by 2-3% rms (E5M2: 5-6%), at random. That moves a loss, the mean of 128 rows, by some
         // 1e-3, and again in each later step.
-        CHECK(difference > 0 && difference < 0.01, "%s: losses off by %g:\n%s%s", recipe_row(recipe)->name, difference,
-              lines, bf16);
+        CHECK(difference > 0 && difference < 0.01,
+              "%s: losses are near bf16's, but not equal; the largest relative difference is %g:\n%s%s",
+              recipe_row(recipe)->name, difference, lines, bf16);
         printf("%-18s 4 steps of small: losses within %.1e of bf16\n", recipe_row(recipe)->name, difference);
         free(lines);
     }
     free(bf16);
 }
 
-// Checks which options keep GEMMs of the two layers of `tiny` in bf16, which change no result, and which must change
-// it.
+// Tests which options give the results of a bf16 run, which give those of recipe tensorwise, and which give others. The
+// model `tiny` has two layers.
 static void test_filters(void) {
     char *bf16 = run_lines("tiny", "--precision bf16"), *tensorwise = run_lines("tiny", "--precision fp8");
     static const struct {
@@ -863,8 +882,8 @@ static void test_filters(void) {
         format_checked(options, sizeof options, "--precision fp8 %s", filtered[i].options);
         char *lines = run_lines("tiny", options);
         const bool plain = strcmp(lines, bf16) == 0, fp8 = strcmp(lines, tensorwise) == 0;
-        CHECK(plain == (filtered[i].same_as == 0) && fp8 == (filtered[i].same_as == 1), "%s:\n%s", filtered[i].options,
-              lines);
+        CHECK(plain == (filtered[i].same_as == 0) && fp8 == (filtered[i].same_as == 1),
+              "%s gives the results of bf16, of tensorwise, or others, as expected:\n%s", filtered[i].options, lines);
         free(lines);
     }
     free(bf16), free(tensorwise);
@@ -876,8 +895,9 @@ static void test_audit(void) {
     char *output;
     const char *const audited = SMALL_RUN "--num-steps 5 --precision fp8 --fp8-recipe rowwise --fp8-filter last "
                                           "--recompute layer --fp8-audit 2 --log-dir @/audit";
-    CHECK(run_program(audited, &output) == 0, "%s", output);
-    CHECK(strstr(output, "FP8 audit: rowwise") && strstr(output, "lowest SQNR: layer 0"), "%s", output);
+    CHECK(run_program(audited, &output) == 0, "the run ends with status 0: %s", output);
+    CHECK(strstr(output, "FP8 audit: rowwise") && strstr(output, "lowest SQNR: layer 0"), "the table is printed: %s",
+          output);
     free(output);
     char *text = read_file(scratch_path("audit/log.jsonl"), NULL);
     int lines = 0, last = 0, good = 0;
@@ -889,12 +909,13 @@ static void test_audit(void) {
                 atof(db + 11) < 35;  // rounding to E4M3 is off by at most 2^-4 of the value, 2.4% rms: 32 dB
     }
     CHECK(lines == 2 * NUM_LINEARS * 6 && last == 0 && good == lines,
-          "%d lines, %d of the filtered layer, %d with a likely SQNR", lines, last, good);
+          "there are 48 lines (found %d), none of the filtered layer (found %d), all with a likely SQNR (found %d)",
+          lines, last, good);
     free(text);
 }
 
-// Other micro-batches of equal samples: the losses of 6 steps differ only by the order of sums, and the data read are
-// equal.
+// Splits a batch into micro-batches in three ways. The data that 6 steps read are equal, so losses differ only by the
+// order of sums.
 static void test_accumulation(void) {
     static const char *const splits[] = {"--batch-size 4", "--batch-size 2 --grad-accumulation-steps 2",
                                          "--batch-size 1 --grad-accumulation-steps 4"};
@@ -905,21 +926,21 @@ static void test_accumulation(void) {
             command, sizeof command,
             "tiny --train-data @/train.bin --sequence-length 32 --learning-rate 1e-3 --precision fp32 --num-steps 6 %s",
             splits[i]);
-        CHECK(run_program(command, &output) == 0, "%s: %s", splits[i], output);
+        CHECK(run_program(command, &output) == 0, "the run ends with status 0: %s: %s", splits[i], output);
         const char *at = output;
         for (int step = 0; step < 6; step++) {
             at = strstr(at, "| loss ");
             losses[i][step] = at ? atof(at += 7) : (double)NAN;
-            CHECK(fabs(losses[i][step] - losses[0][step]) < 1e-4, "%s: loss of step %d is %g, not %g", splits[i],
-                  step + 1, losses[i][step], losses[0][step]);
+            CHECK(fabs(losses[i][step] - losses[0][step]) < 1e-4, "%s: the loss of step %d is %g; expected %g",
+                  splits[i], step + 1, losses[i][step], losses[0][step]);
         }
         free(output);
     }
 }
 
-// All tokens of a shard with ids below `vocabulary` become `id` during a run. The error names the token, the vocabulary
-// and the cause, and nothing of the step is saved. If `id` is in the vocabulary, the file's time of change reveals it.
-// `data`: the options that name the shard.
+// During a run, all tokens of a shard with ids below `vocabulary` become `id`. The error names the token, the
+// vocabulary and the cause, and nothing of the step is saved. If `id` is in the vocabulary, the file's modification
+// time reveals the change. `data`: the options that name the shard.
 static void test_changed_shard(uint32_t id, int32_t vocabulary, const char *data, const char *message) {
     char command[512], *output = NULL, *words;
     Failure failure;
@@ -946,9 +967,9 @@ static void test_changed_shard(uint32_t id, int32_t vocabulary, const char *data
     free(words);
     waitpid(child, &status, 0);
     output = run_output();
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1 && strstr(output, message), "\"%s\" expected, status %d: %s",
-          message, status, output);
-    CHECK(!strstr(output, "saved checkpoint"), "a step is saved: %s", output);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1 && strstr(output, message),
+          "the run ends with \"%s\" and exit status 1; waitpid() gave %d: %s", message, status, output);
+    CHECK(!strstr(output, "saved checkpoint"), "no step is saved: %s", output);
     free(output);
 }
 
@@ -963,7 +984,7 @@ static void test_skipped_state(void) {
                     "--on-nonfinite skip --checkpoint-dir @/ck-skip --checkpoint-every 1 --keep-checkpoints 1000",
                     &output);
     CHECK(status == EXIT_NONFINITE && strstr(output, "10 steps in a row had a gradient norm that is not finite"),
-          "status %d: %s", status, output);
+          "the run ends after 10 skipped steps in a row; status %d: %s", status, output);
     for (int step = 1;; step++) {
         char warning[64];
         size_t bytes;
@@ -978,7 +999,7 @@ static void test_skipped_state(void) {
         before = state, size = bytes;
     }
     CHECK(skipped >= 9 && moved >= 2 && traces == 0,
-          "%lld skipped steps were saved, %lld of them changed the state; %lld other steps changed it",
+          "%lld skipped steps were saved, of which %lld changed the state (expected none); %lld other steps changed it",
           (long long)skipped, (long long)traces, (long long)moved);
     free(before), free(output);
 }
@@ -988,7 +1009,7 @@ static double run_norm(const char *arguments) {
     char command[512], *output;
     format_checked(command, sizeof command,
                    "tiny --train-data @/train.bin --sequence-length 32 --shuffle off --num-steps 1 %s", arguments);
-    CHECK(run_program(command, &output) == 0, "%s: %s", arguments, output);
+    CHECK(run_program(command, &output) == 0, "the run ends with status 0: %s: %s", arguments, output);
     const char *at = strstr(output, "| norm ");
     const double norm = at ? atof(at + 7) : (double)NAN;
     free(output);
@@ -1015,8 +1036,8 @@ static void test_many_micro_steps(void) {
         format_checked(whole, sizeof whole, "--batch-size 512 %s",
                        strstr(cases[i].options, "fp32 --grad") ? "--precision fp32" : "");
         const double norm = run_norm(cases[i].options), want = run_norm(whole);
-        CHECK(fabs(norm / want - 1) < cases[i].tolerance, "%s: gradient norm %.4f, %.4f as one batch", cases[i].options,
-              norm, want);
+        CHECK(fabs(norm / want - 1) < cases[i].tolerance, "%s: the gradient norm is %.4f; %.4f as one batch",
+              cases[i].options, norm, want);
     }
 }
 
@@ -1037,9 +1058,10 @@ static void test_signal(int signal_number, const char *dir) {
     waitpid(child, &status, 0);
     free(output);
     output = run_output();
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "signal %d: status %d: %s", signal_number, status, output);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0,
+          "signal %d: the run ends with exit status 0; waitpid() gave %d: %s", signal_number, status, output);
     const char *saved = strstr(output, "saved checkpoint after step ");
-    CHECK(saved && !strstr(saved + 1, "saved checkpoint"), "signal %d: one save: %s", signal_number, output);
+    CHECK(saved && !strstr(saved + 1, "saved checkpoint"), "signal %d: there is one save: %s", signal_number, output);
     checkpoint_name(scratch_path(dir), saved ? atoll(saved + 28) : 0, "", folder, sizeof folder);
     Failure failure;
     CHECK(checkpoint_is_whole(folder, true, &failure), "signal %d: the checkpoint is whole", signal_number);
@@ -1052,10 +1074,11 @@ static double run_loss(const char *arguments, double *first) {
     double loss = (double)NAN;
     format_checked(command, sizeof command,
                    SMALL_RUN "--num-steps 120 --warmup-steps 10 --val-data @/train.bin --val-steps 6 %s", arguments);
-    CHECK(run_program(command, &output) == 0, "%s: %s", arguments, output);
+    CHECK(run_program(command, &output) == 0, "the run ends with status 0: %s: %s", arguments, output);
     const char *summary = strstr(output, "loss of the first step "), *mean = strstr(output, "mean of the last 20 ");
     if (summary && mean) *first = atof(summary + 23), loss = atof(mean + 20);
-    CHECK(strstr(output, "validation after step 120 | loss ") != NULL, "%s: validation line: %s", arguments, output);
+    CHECK(strstr(output, "validation after step 120 | loss ") != NULL, "%s: the validation is printed: %s", arguments,
+          output);
     free(output);
     return loss;
 }
@@ -1063,13 +1086,14 @@ static double run_loss(const char *arguments, double *first) {
 static void test_learning(void) {
     double first;
     const double bf16 = run_loss("--precision bf16", &first);
-    CHECK(bf16 < 0.5 * first, "bf16: loss from %g to %g", first, bf16);
+    CHECK(bf16 < 0.5 * first, "bf16 halves the loss: from %g to %g", first, bf16);
     // The entropy of the text is about 0.8 nats, and the losses end near it. Other rounding gives another random path
     // with an equally good end.
     const double fp8 = run_loss("--precision fp8", &first), fp32 = run_loss("--precision fp32", &first),
                  masters = run_loss("--master-weights fp32", &first);
     CHECK(fabs(fp8 / bf16 - 1) < 0.05 && fabs(fp32 / bf16 - 1) < 0.05 && fabs(masters / bf16 - 1) < 0.05,
-          "losses bf16 %g, fp8 %g, fp32 %g, bf16 with fp32 masters %g", bf16, fp8, fp32, masters);
+          "losses are within 5 percent of bf16's: bf16 %g, fp8 %g, fp32 %g, bf16 with fp32 masters %g", bf16, fp8, fp32,
+          masters);
     printf("loss after 120 steps from %.3f: bf16 %.4f, fp8 %.4f, fp32 %.4f, bf16 with fp32 masters %.4f\n", first, bf16,
            fp8, fp32, masters);
 }
@@ -1078,19 +1102,20 @@ static void test_output(void) {
     char *output;
     CHECK(run_program(SMALL_RUN "--num-steps 2 --sample-every 1 --sample-tokens 40 --export-hf @/exported", &output) ==
               0,
-          "run with samples and export: %s", output);
+          "a run with samples and export ends with status 0: %s", output);
     CHECK(strstr(output, "recipe    bf16") && strstr(output, "sample after step 2: ") &&
               strstr(output, "step 1/2 | loss "),
-          "%s", output);
+          "recipe, sample and step are printed: %s", output);
     free(output);
     CHECK(run_program("@/exported --train-data @/train.bin --sequence-length 16 --num-steps 1", &output) == 0,
-          "a run from the exported folder: %s", output);
+          "a run from the exported folder ends with status 0: %s", output);
     free(output);
-    CHECK(run_program("llama3.1-8b --dry-run --precision fp8", &output) == 0, "dry run without data: %s", output);
+    CHECK(run_program("llama3.1-8b --dry-run --precision fp8", &output) == 0,
+          "a dry run without data ends with status 0: %s", output);
     CHECK(strstr(output, "parameters                 8030261248") && strstr(output, "e4m3") &&
               strstr(output, "memory plan, MiB") && strstr(output, "\n  lm_head   wgrad ") &&
               !strstr(output, "step 1/"),
-          "dry run: %s", output);
+          "a dry run prints model, formats and memory plan, and takes no step: %s", output);
     free(output);
 }
 
@@ -1135,10 +1160,11 @@ static void test_refusals(void) {
         char *output;
         const int status = run_program(bad[i].arguments, &output);
         CHECK(status == bad[i].status && strstr(output, bad[i].message) && !strstr(output, "step 1/"),
-              "\"%s\" ended with %d, not %d: %s", bad[i].arguments, status, bad[i].status, output);
+              "\"%s\" is refused with its status: found %d, expected %d: %s", bad[i].arguments, status, bad[i].status,
+              output);
         free(output);
     }
-    // A checkpoint of 2.2 TiB.
+    // The disk has no room for a checkpoint of 2.2 TiB, nor for an export.
     int64_t room;
     Failure failure;
     if (!folder_room(scratch, &room, &failure)) die("%s", failure.text);
@@ -1149,31 +1175,32 @@ static void test_refusals(void) {
     char *output;
     const int status =
         run_program("llama3.1-405b --train-data @/train.bin --sequence-length 32 --checkpoint-dir @/huge", &output);
-    CHECK(status == 1 && strstr(output, "a checkpoint of this model takes 2267.9 GiB"), "ended with %d: %s", status,
-          output);
+    CHECK(status == 1 && strstr(output, "a checkpoint of this model takes 2267.9 GiB"),
+          "a checkpoint that does not fit is refused; status %d: %s", status, output);
     free(output);
     const int export_status =
         run_program("llama3.1-405b --train-data @/train.bin --sequence-length 32 --export-hf @/huge-export", &output);
-    CHECK(export_status == 1 && strstr(output, "the weights take 756.0 GiB"), "ended with %d: %s", export_status,
-          output);
+    CHECK(export_status == 1 && strstr(output, "the weights take 756.0 GiB"),
+          "an export that does not fit is refused; status %d: %s", export_status, output);
     free(output);
 }
 
-// A shard whose tokenizer table is far smaller than the model's vocabulary probably belongs to another model: the run
-// warns. For `tiny` it does not warn, because that takes its vocabulary from the table.
+// If a shard's tokenizer table is far smaller than the model's vocabulary, the shard probably belongs to another model:
+// the run warns. It does not warn for `tiny`, which takes its vocabulary from the table.
 static void test_tokenizer_warning(void) {
     const uint32_t table[] = {TOKENIZER_MAGIC, TOKENIZER_VERSION, 2, 0, 0, 0};
     Failure failure;
     char *output;
     write_shard("other_train.bin", 20000, 61);
-    CHECK(file_write(scratch, "other.tokenizer", (const char *)table, sizeof table, NULL, &failure), "%s",
-          failure.text);
+    CHECK(file_write(scratch, "other.tokenizer", (const char *)table, sizeof table, NULL, &failure),
+          "the table is written: %s", failure.text);
     const int status = run_program("llama3.1-405b --train-data @/other_train.bin --sequence-length 32", &output);
-    CHECK(status == EXIT_MEMORY && strstr(output, "was the shard made for another model?"), "%d: %s", status, output);
+    CHECK(status == EXIT_MEMORY && strstr(output, "was the shard made for another model?"),
+          "a run with a table that is too small warns; status %d: %s", status, output);
     free(output);
     CHECK(run_program("tiny --train-data @/other_train.bin --sequence-length 32 --num-steps 1", &output) == 0 &&
               !strstr(output, "another model"),
-          "%s", output);
+          "a run of tiny does not warn: %s", output);
     free(output);
 }
 

@@ -42,7 +42,7 @@ static void pass(WatchTable *t, int seconds, unsigned heard, unsigned moving) {
 static void check_verdict(const WatchTable *t, WatchFinding finding, int64_t rank, int64_t speaker, const char *name) {
     const WatchVerdict v = watch_verdict(t);
     const bool same = v.finding == finding && (finding == WATCH_GOOD || (v.rank == rank && v.speaker == speaker));
-    CHECK(same, "%s: finding %d, rank %d, speaker %d", name, v.finding, (int)v.rank, (int)v.speaker);
+    CHECK(same, "%s: finding %d, rank %d, speaker %d are as expected", name, v.finding, (int)v.rank, (int)v.speaker);
 }
 
 static void check_silent(void) {
@@ -57,11 +57,11 @@ static void check_silent(void) {
         strcmp(text,
                "rank 2 on host2 has not responded for 15 s (limit 15 s, from --stall-timeout 90); it was last seen in "
                "step 12, training: all-to-all; rank 0 waits for it in step 12, training: all-to-all") == 0,
-        "%s", text);
+        "the message names the silent rank and what was last seen of it: %s", text);
     pass(&t, SILENCE, 0x3, 0);
     check_verdict(&t, WATCH_SILENT, 2, 0, "ranks 2 and 3 are silent");
     watch_message(&t, watch_verdict(&t), text, sizeof text);
-    CHECK(strstr(text, "like 1 more rank") != NULL, "%s", text);
+    CHECK(strstr(text, "like 1 more rank") != NULL, "the message says how many more ranks are silent: %s", text);
     for (int phase = 0; phase < NUM_PHASES; phase++)
         for (int kind = ACTIVITY_COMPUTING; kind <= ACTIVITY_FILE; kind++) {
             t = table_of(0);
@@ -71,18 +71,18 @@ static void check_silent(void) {
         }
 }
 
-// --stall-timeout and the limit for a rank that does not respond.
+// Each case: --stall-timeout, and the limit for a rank that does not respond, in seconds.
 static void check_silence_limit(void) {
     const int64_t cases[][2] = {{5, 5}, {10, 10}, {30, 10}, {60, 10}, {120, 20}, {300, 50}, {86400, 14400}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         WatchTable t = table_of(0);
         t.timeout = cases[i][0];
-        CHECK(watch_silence_limit(&t) == (double)cases[i][1], "--stall-timeout %lld: %g s", (long long)cases[i][0],
-              watch_silence_limit(&t));
+        CHECK(watch_silence_limit(&t) == (double)cases[i][1], "--stall-timeout %lld gives a limit of %g s",
+              (long long)cases[i][0], watch_silence_limit(&t));
     }
 }
 
-// Ranks whose connection broke: the lowest rank left reports the lowest of them.
+// The lowest rank that is left reports the lowest rank whose connection is broken.
 static void check_lost(void) {
     char text[1024];
     WatchTable t = table_of(0);
@@ -95,7 +95,7 @@ static void check_lost(void) {
     watch_message(&t, watch_verdict(&t), text, sizeof text);
     CHECK(strcmp(text, "rank 2 on host2 was killed, has crashed or cannot be reached any more; it was last seen in "
                        "step 12, training: all-to-all; rank 0 is in step 12, training: all-to-all") == 0,
-          "%s", text);
+          "the message names the lost rank and what was last seen of it: %s", text);
     for (int64_t self = 1; self < 3; self++) {
         t = table_of(self);
         ranks[0].broken = true;
@@ -145,12 +145,15 @@ static void check_file(void) {
         check_verdict(&t, WATCH_FILE, 2, 2, "a call on a file does not return");
         char text[1024];
         watch_message(&t, watch_verdict(&t), text, sizeof text);
-        CHECK(strstr(text, "rank 2 on host2: a call on a file has not returned for "), "%s", text);
-        CHECK(strstr(text, "step 12, ") && strstr(text, "pread of /data/a.bin"), "%s", text);
-        CHECK(!strstr(text, "4 times") == (cases[i].limit == TIMEOUT), "%s", text);
+        CHECK(strstr(text, "rank 2 on host2: a call on a file has not returned for "),
+              "the message names rank and host: %s", text);
+        CHECK(strstr(text, "step 12, ") && strstr(text, "pread of /data/a.bin"),
+              "the message names the step and the call: %s", text);
+        CHECK(!strstr(text, "4 times") == (cases[i].limit == TIMEOUT),
+              "the message explains a limit of 4 times --stall-timeout, if it holds: %s", text);
         ranks[2].row.kind = ACTIVITY_WAITING;
         pass(&t, TIMEOUT - 1, 0xf, 0);
-        check_verdict(&t, WATCH_GOOD, 0, 0, "it has returned, and all begin to wait anew");
+        check_verdict(&t, WATCH_GOOD, 0, 0, "the call has returned, and all begin to wait anew");
     }
     // Rank 2 reports its own call when rank 0 tells it to. It does not if the call has returned meanwhile.
     WatchTable t = table_of(2);
@@ -178,7 +181,8 @@ static void check_standing(void) {
     check_verdict(&t, WATCH_STANDING, 1, 0, "all wait, one for NCCL");
     char text[1024];
     watch_message(&t, watch_verdict(&t), text, sizeof text);
-    CHECK(strstr(text, "rank 1 on host1 has finished the fewest collectives: it is in step 12, "), "%s", text);
+    CHECK(strstr(text, "rank 1 on host1 has finished the fewest collectives: it is in step 12, "),
+          "the message names the rank that has finished the fewest collectives: %s", text);
     ranks[1].row.kind = ACTIVITY_FILE, ranks[1].row.idle = 0;
     pass(&t, TIMEOUT - 1, 0xf, 0);
     check_verdict(&t, WATCH_GOOD, 0, 0, "rank 1 reads a file, and others wait for it");
@@ -204,7 +208,7 @@ static void check_alone(void) {
     }
 }
 
-// The state that a rank reports of itself during a marked call.
+// Tests what a rank reports of itself, in marked calls and between them.
 static void check_activity(void) {
     WatchRow row;
     memset(&row, 0, sizeof row);
@@ -212,17 +216,19 @@ static void check_activity(void) {
     watch_note_activity(&row, 1);
     CHECK(row.phase == PHASE_SAVING && row.step == 7 && row.kind == ACTIVITY_COMPUTING && row.idle == 0,
           "a rank reports its phase and step");
-    CHECK(strcmp(row.doing, "computing") == 0, "%s", row.doing);
+    CHECK(strcmp(row.doing, "computing") == 0, "between marked calls a rank reports that it computes: %s", row.doing);
     char path[2 * ACTIVITY_DETAIL];
     memset(path, 'x', sizeof path);
     memcpy(path + sizeof path - 6, "y.bin", 6);
     activity_begin(ACTIVITY_FILE, "pread", path);
     for (int i = 0; i < 3; i++) watch_note_activity(&row, 1);
     const char *last = row.doing + strlen(row.doing) - 5;
-    CHECK(strncmp(row.doing, "pread of x", 10) == 0 && strcmp(last, "y.bin") == 0, "%s", row.doing);
-    CHECK(row.kind == ACTIVITY_FILE && row.idle == 2, "%g s idle in a call on a file", row.idle);
+    CHECK(strncmp(row.doing, "pread of x", 10) == 0 && strcmp(last, "y.bin") == 0,
+          "a path that is too long keeps its begin and its end: %s", row.doing);
+    CHECK(row.kind == ACTIVITY_FILE && row.idle == 2, "a call on a file counts as idle from its begin; found %g s",
+          row.idle);
     watch_note_activity(&row, WATCH_SUSPENDED_SECONDS + 1);
-    CHECK(row.idle == 0, "this process was stopped itself: %g s", row.idle);
+    CHECK(row.idle == 0, "idle time begins anew if this process was stopped itself; found %g s", row.idle);
     errno = 28;
     activity_end();
     CHECK(errno == 28, "activity_end does not change errno");
@@ -231,12 +237,13 @@ static void check_activity(void) {
     watch_note_activity(&row, 1);
     CHECK(row.kind == ACTIVITY_WAITING && row.collectives == collectives,
           "a collective that waits is reported as waiting");
-    CHECK(strcmp(row.doing, "all-to-all") == 0, "%s", row.doing);
+    CHECK(strcmp(row.doing, "all-to-all") == 0, "a rank reports the collective in which it waits: %s", row.doing);
     activity_end();
     activity_operation(2, "all-gather of the weights", 4, false);
     watch_note_activity(&row, 1);
     CHECK(watch_waits(&row) && row.collectives == collectives + 1, "a pending NCCL operation counts as waiting");
-    CHECK(strcmp(row.doing, "all-gather of the weights of layer 4") == 0, "%s", row.doing);
+    CHECK(strcmp(row.doing, "all-gather of the weights of layer 4") == 0,
+          "a rank reports the pending NCCL operation and its layer: %s", row.doing);
     activity_operation(0, "", NO_LAYER, true);
     watch_note_activity(&row, 1);
     CHECK(!watch_waits(&row) && row.collectives == collectives + 2,
@@ -252,20 +259,22 @@ static void check_files(void) {
     scratch_create();
     watch_note_activity(&row, 0);
     const int64_t before = row.changes;
-    CHECK(file_write(scratch, "a", "text", 4, NULL, &failure), "%s", failure.text);
+    CHECK(file_write(scratch, "a", "text", 4, NULL, &failure), "the file is written: %s", failure.text);
     watch_note_activity(&row, 0);
     const int changes = (int)(row.changes - before);
-    CHECK(row.kind == ACTIVITY_COMPUTING && changes == 8, "%d changes in open, write, fsync, close", changes);
+    CHECK(row.kind == ACTIVITY_COMPUTING && changes == 8,
+          "the rank computes again, after 8 changes in open, write, fsync and close; found %d", changes);
     char *text = read_file(scratch_path("a"), &size);
     CHECK(text && strcmp(text, "text") == 0, "read_file returns the text");
     free(text);
-    CHECK(!read_file(scratch_path("none"), &size) && errno == ENOENT, "read_file of nothing: %s", strerror(errno));
+    CHECK(!read_file(scratch_path("none"), &size) && errno == ENOENT, "read_file of a missing file gives ENOENT: %s",
+          strerror(errno));
     watch_note_activity(&row, 0);
     CHECK(row.kind == ACTIVITY_COMPUTING, "the activity is computing after read_file");
     scratch_remove();
 }
 
-// die() in one thread while another holds stdout, as printf does while a full pipe blocks it.
+// Holds stdout, as printf does while a full pipe blocks it. Another thread then calls die().
 static void *hold_stdout(void *context) {
     flockfile(stdout);
     *(volatile bool *)context = true;
@@ -297,6 +306,7 @@ int main(void) {
     check_alone();
     check_activity();
     check_files();
-    CHECK(check_dies(die_beside_printf, NULL, "stdout is held", output, sizeof output), "%s", output);
+    CHECK(check_dies(die_beside_printf, NULL, "stdout is held", output, sizeof output),
+          "die() ends the process while another thread holds stdout: %s", output);
     return check_report();
 }

@@ -1,5 +1,7 @@
 // Counted checks for the test programs. A program ends with `return check_report();`, which prints "N passed, N
 // failed".
+// CHECK prints nothing if its condition is true. Otherwise it prints the label, which says what should hold and mostly
+// what was found.
 #ifndef DEV_TEST_CHECK_H
 #define DEV_TEST_CHECK_H
 
@@ -27,7 +29,7 @@ static CheckCounts check_counts;
         }                                                                 \
     } while (0)
 
-// ||a - b|| / ||b|| in double precision, or ||a - b|| if b is zero. NaN or infinite if any value is not finite.
+// Returns ||a - b|| / ||b|| in double precision, or ||a - b|| if b is zero. NaN or infinite if any value is not finite.
 static inline double check_relative_error(const float *a, const float *b, int64_t n) {
     double difference = 0, norm = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -62,8 +64,8 @@ static inline bool check_dies(void (*action)(void *), void *context, const char 
     return WIFEXITED(status) && WEXITSTATUS(status) != 0 && strstr(output, message) != NULL;
 }
 
-// Between check_capture and check_captured stdout goes to a file. The latter returns what was printed; the caller
-// frees.
+// Between check_capture and check_captured stdout goes to a file. check_captured returns what was printed, which the
+// caller frees.
 typedef struct {
     FILE *file;
     int saved;
@@ -89,7 +91,7 @@ static inline char *check_captured(CheckCapture c) {
     return text;
 }
 
-// How often `word` is in `text`.
+// Counts how often `word` occurs in `text`.
 static inline int check_count(const char *text, const char *word) {
     int n = 0;
     for (; (text = strstr(text, word)) != NULL; text += strlen(word)) n++;

@@ -13,7 +13,8 @@ static inline Safetensors fp8_golden_open(const char *path) {
     return st;
 }
 
-// A whole tensor's bytes, for the caller to free, after a check of type and size (elements < 0: any).
+// Returns a whole tensor's bytes, which the caller frees. Dies if its type or its number of elements is another one. A
+// negative `elements` allows any number.
 static inline void *fp8_golden_bytes(const Safetensors *st, const char *name, SafetensorsType type, int64_t elements) {
     Failure failure;
     const Safetensor *t = safetensors_find(st, name);
@@ -30,7 +31,7 @@ static inline bool fp8_is_nan(uint8_t code, Fp8Format format) {
     return format == FP8_E4M3 ? (code & 0x7f) == 0x7f : (code & 0x7f) > 0x7c;
 }
 
-// NaN bytes are compared by class: torch's differ between CPU and GPU.
+// True if the codes are equal or both are NaN. torch writes different NaN codes on CPU and GPU.
 static inline bool fp8_same(uint8_t a, uint8_t b, Fp8Format format) {
     return fp8_is_nan(b, format) ? fp8_is_nan(a, format) : a == b;
 }

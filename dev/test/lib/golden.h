@@ -5,8 +5,7 @@
 #include "../../../llmc/config/hf_config.h"
 #include "../../../llmc/checkpoint/safetensors.h"
 
-// One golden model: its configuration and its file of tensors (tokens, loss, logits, grad_norm, param.X, grad.X,
-// after3.X).
+// One golden model: its configuration and its file of tensors. make_goldens.py says which tensors that file has.
 typedef struct {
     Safetensors st;
     ModelConfig m;
@@ -22,7 +21,8 @@ static inline const Safetensor *golden_tensor(const Golden *g, const char *prefi
     return t;
 }
 
-// The tensor PREFIX + NAME as fp32, for the caller to free; *count (unless NULL) its number of elements.
+// Returns the tensor PREFIX + NAME as fp32, which the caller frees. Sets *count to its number of elements, unless
+// `count` is NULL.
 static inline float *golden_values(const Golden *g, const char *prefix, const char *name, int64_t *count) {
     Failure failure;
     const Safetensor *t = golden_tensor(g, prefix, name);
@@ -38,8 +38,8 @@ static inline float golden_number(const Golden *g, const char *name) {
     return number;
 }
 
-// Opens GOLDENS/NAME.safetensors and .config.json; `scratch` is a folder in which a model folder NAME is made, as
-// hf_config_read wants one.
+// Opens GOLDENS/NAME.safetensors and reads the model from GOLDENS/NAME.config.json. Copies that file to
+// SCRATCH/NAME/config.json, since hf_config_read reads a folder.
 static inline Golden golden_open(const char *goldens, const char *scratch, const char *name) {
     Golden g;
     Failure failure;
@@ -70,7 +70,7 @@ static inline void golden_close(Golden *g) {
     free(g->tokens);
 }
 
-// inputs and targets, each [B, T].
+// Fills inputs and targets, each [B, T].
 static inline void golden_batch(const Golden *g, int32_t *inputs, int32_t *targets) {
     for (int64_t b = 0; b < g->B; b++)
         for (int64_t i = 0; i < g->T; i++) {

@@ -6,7 +6,7 @@
 
 #include "../../../llmc/base/json.h"
 
-// A number of the root object; NaN if it has none of that name.
+// Returns the number `key` of the root object, or NaN if it has no number of that name.
 static inline double member(const Json *json, const char *key) {
     Failure failure;
     double value = (double)NAN;

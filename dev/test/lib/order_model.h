@@ -2,13 +2,13 @@
 //
 // A test records the operations of each stream: reads and writes of memory, events recorded and waited for, values that
 // streams write and wait for, collectives. Then all streams run, each as far as its waits allow. Every stream has a
-// vector clock: the operations of all streams that have happened before. Events, values and collectives carry clocks to
+// vector clock: how many operations of each stream have happened before. Events, values and collectives carry clocks to
 // other streams. The model counts "races" (two operations on the same memory, at least one of them a write, that the
 // clocks do not order), "wrong" (reads that find other content than expected) and "stuck" (streams that do not reach
 // their end).
 //
-// The next stream to run is chosen at random. Clocks do not depend on that choice, so races do not either, and one
-// order is enough.
+// The next stream to run is chosen at random. Clocks do not depend on that choice, so races do not either: one order of
+// running finds them all.
 #ifndef DEV_TEST_ORDER_MODEL_H
 #define DEV_TEST_ORDER_MODEL_H
 
@@ -28,16 +28,16 @@ enum {
 };
 enum { ORDER_PLACES = 1 << 12 };
 
-// The memory of rank r begins at (r + 1) times this number. These addresses are never accessed.
+// The memory of rank r begins at (r + 1) times this number. No program accesses memory at these addresses.
 #define ORDER_MEMORY_STRIDE (1ll << 40)
 
 // Content of memory: a positive number that the test chooses. Its upper bits hold the number of ranks over which it was
 // summed.
 static const int64_t ORDER_UNWRITTEN = 0, ORDER_MIXED = -1;
-// A read may also expect, and a write may also leave:
+// Other contents that a read may expect or a write may leave:
 static const int64_t ORDER_ANY = -2;  // any content
-// A read of any content. The stream's next write of ORDER_CARRIED writes the content of all such reads since the
-// stream's last such write.
+// A read with ORDER_CARRIED allows any content. The stream's next write with ORDER_CARRIED writes that content, or
+// ORDER_MIXED if there were several such reads and they found different contents.
 static const int64_t ORDER_CARRIED = -3;
 
 static inline int64_t order_content(int64_t what, int64_t summed) { return (summed << 48) + what; }
@@ -46,7 +46,7 @@ static inline int64_t order_sum(int64_t content, int64_t ranks) {
 }
 
 typedef struct {
-    int64_t at[ORDER_MAX_STREAMS];  // operations of each stream that have happened before
+    int64_t at[ORDER_MAX_STREAMS];  // how many operations of each stream have happened before
 } OrderClock;
 
 typedef enum {
@@ -77,11 +77,11 @@ typedef struct {
     bool passed_on;  // `carried` has been written
 } OrderStream;
 
-// A piece of a rank's memory all of whose bytes had equal accesses.
+// A piece of a rank's memory whose bytes have all had the same accesses.
 typedef struct {
     int64_t content;
-    int writer;                        // stream
-    int64_t write;                     // number of the write in that stream; 0: never written
+    int writer;                        // stream that wrote last
+    int64_t write;                     // number of that write in its stream; 0: never written
     int64_t reads[ORDER_MAX_STREAMS];  // number of each stream's last read
 } OrderPiece;
 
@@ -90,7 +90,7 @@ typedef struct {
     const char *begins[ORDER_MAX_PIECES];
     OrderPiece pieces[ORDER_MAX_PIECES];
     int64_t count;
-    int64_t found[ORDER_PLACES];  // by address: the result of its last search
+    int64_t found[ORDER_PLACES];  // by hash of an address: the piece that the last search for it found
 } OrderMemory;
 
 // Values written to one address, on which one stream waits.
@@ -172,8 +172,8 @@ static inline int64_t order_record(int stream) {
 
 static inline void order_wait(int stream, int64_t record) { order_note(stream, ORDER_WAIT, record); }
 
-// order_signal writes a value to an address. order_await waits until that value, or a later one in cyclic order, is
-// there.
+// order_signal writes a value to an address. order_await waits until that value, or one that is later in cyclic order,
+// is there.
 static inline void order_signal(int stream, const void *at, uint32_t value) {
     order_note(stream, ORDER_SIGNAL, value)->to = (const char *)at;
 }
@@ -301,8 +301,8 @@ static inline void order_run_signal(const OrderStream *s, const OrderOperation *
     at->clock[at->count++] = s->clock;
 }
 
-// Later operations of this stream see everything before the first write of a value that is large enough. Later writes
-// may come at any time. One stream writes there, and one waits.
+// Later operations of this stream see everything before the first write of a value that is large enough. Writes of
+// other values may follow at any time. Only one stream writes to an address, and only one waits for its values.
 static inline bool order_run_await(OrderStream *s, const OrderOperation *o) {
     OrderSignal *at = order_signal_at(o->to);
     while (at->seen < at->count && (int32_t)(at->value[at->seen] - (uint32_t)o->value) < 0) at->seen++;
@@ -325,8 +325,8 @@ static inline int order_members(const OrderOperation *o, int members[ORDER_MAX_S
 }
 
 // Runs a collective, or returns false if not all ranks of its group have reached it. Each rank reads and writes its own
-// memory, perhaps before the others have reached it, so these accesses must be ordered by the rank's own clock. Later
-// operations see everything before the collective on all ranks.
+// memory, perhaps before other ranks reach the collective, so these accesses must be ordered by the rank's own clock.
+// Later operations see everything that happened before the collective on all ranks.
 static inline bool order_run_collective(const OrderOperation *o) {
     int members[ORDER_MAX_STREAMS];
     const int count = order_members(o, members);

@@ -10,7 +10,7 @@ static inline void scratch_create(void) {
     if (!mkdtemp(scratch)) die("cannot make %s: %s", scratch, strerror(errno));
 }
 
-// The path of a name in it, good for the next seven calls.
+// Returns the path of a name in the scratch folder. The text stays valid during the next seven calls.
 static inline const char *scratch_path(const char *name) {
     static char paths[8][PATH_CAPACITY];
     static int next;

@@ -1,6 +1,6 @@
-// A slow and lossy network in user space, for kernels without tc's netem. Joins network interfaces like a hub: each
-// frame that one of them receives is sent on all others after a delay, or is lost.
-// Prints a line when it has begun.
+// A slow and lossy network in user space, for Linux kernels without tc's netem. Joins network interfaces like a hub:
+// each frame that one of them receives is sent on all others after a delay, or is lost. Prints a line when it has
+// begun.
 // usage: slow_link DELAY_MS LOSS_PERCENT INTERFACE...
 #include <arpa/inet.h>
 #include <linux/if_packet.h>
@@ -16,7 +16,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_PORTS = 8, MAX_FRAME = 1 << 17 };  // a frame may hold many segments, 64 KiB in all
+enum { MAX_PORTS = 8, MAX_FRAME = 1 << 17 };  // a frame may hold many TCP segments, up to 64 KiB
 
 typedef struct Frame {
     struct Frame *next;
@@ -39,7 +39,7 @@ static double seconds_now(void) {
 
 // Returns a socket that receives the frames that arrive at the interface, not those that leave through it. Each frame
 // begins with a virtio_net header, which says how far checksum and segmentation are done. The header is sent on with
-// the frame, so that the kernel does the rest.
+// the frame, so that the Linux kernel does the rest.
 static int port_open(const char *name) {
     const int fd = socket(AF_PACKET, SOCK_RAW, htons(ETH_P_ALL)), on = 1;
     struct sockaddr_ll address = {.sll_family = AF_PACKET, .sll_protocol = htons(ETH_P_ALL)};

@@ -1,10 +1,10 @@
 // LD_PRELOAD: holds one rank in one call, for stall_cases.sh. gcc -shared -fPIC -o shim.so stall_shim.c -ldl
 //   STALL_RANK   the rank to hold, as mpirun numbers it
 //   STALL_CALL   the function: pread, fsync, or MPI_Bcast (sampling calls it once per token)
-//   STALL_PATH   part of a path: only calls on such files count; not for MPI_Bcast
-//   STALL_COUNT  number of the call to hold, from 1
+//   STALL_PATH   part of a path: only calls on files whose path has it count; ignored for MPI_Bcast
+//   STALL_COUNT  which of these calls to hold, counted from 1
 //   STALL_SLEEP  seconds to sleep before the call; without it the process stops itself (SIGSTOP)
-//   STALL_MARK   a file that then holds the process id
+//   STALL_MARK   a file into which the process id is written just before the call is held
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <signal.h>
@@ -19,7 +19,7 @@ static int is(const char *variable, const char *value) {
     return text && strcmp(text, value) == 0;
 }
 
-// True if the file is one that counts. -1: no file.
+// True if a call on this file counts. fd is -1 for MPI_Bcast, whose calls all count.
 static int counts(int fd) {
     char link[64], path[4096];
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
@@ -29,7 +29,7 @@ static int counts(int fd) {
     return strstr(path, getenv("STALL_PATH")) != NULL;
 }
 
-// Sleeps or stops if this is the call.
+// Sleeps or stops if this is the call to hold.
 static void hold(const char *call, int fd) {
     static int count;
     char *mark = getenv("STALL_MARK"), *seconds = getenv("STALL_SLEEP");
@@ -51,7 +51,7 @@ ssize_t pread(int fd, void *data, size_t bytes, off_t offset) {
     return next(fd, data, bytes, offset);
 }
 
-// A compiler that checks sizes (_FORTIFY_SOURCE) calls this instead.
+// Code that is compiled with _FORTIFY_SOURCE calls this instead of pread.
 ssize_t __pread_chk(int fd, void *data, size_t bytes, off_t offset, size_t room) {
     if (bytes > room) abort();
     return pread(fd, data, bytes, offset);
@@ -64,7 +64,7 @@ int fsync(int fd) {
     return next(fd);
 }
 
-// Open MPI's handles are pointers.
+// Handles are declared as pointers, as in Open MPI.
 int MPI_Bcast(void *data, int count, void *type, int root, void *comm) {
     static int (*next)(void *, int, void *, int, void *);
     if (!next) next = (int (*)(void *, int, void *, int, void *))dlsym(RTLD_NEXT, "MPI_Bcast");
