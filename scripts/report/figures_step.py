@@ -1,4 +1,4 @@
-"""Figures of a step and of a run: where the time went, clocks and events, memory, and which GEMM runs in FP8."""
+"""Figures of a step and of a run: where the time went, memory, clocks and events."""
 import collections
 
 import numpy as np
