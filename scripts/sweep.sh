@@ -289,7 +289,7 @@ enlist() {
     fi
 }
 
-# True if the run is not repeated.
+# True if the run is not started again: it is finished, or it failed in a way that --retry does not repeat.
 is_kept() {
     is_finished || case $kind in
         memory) [ "$retry" != all ] ;;

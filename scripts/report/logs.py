@@ -41,7 +41,8 @@ PER_GPU = ("watts", "sm_mhz", "celsius")
 
 @dataclasses.dataclass
 class Run:
-    """A run. `starts`: its settings records, one for each start; records of a type are in the order of the steps."""
+    """A run. `starts`: its settings records, one for each start. `steps` to `summaries`: its records of the other
+    types, each list in the order of the steps."""
     name: str
     folder: Path
     starts: list = dataclasses.field(default_factory=list)

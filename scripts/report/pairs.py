@@ -1,7 +1,7 @@
 """Pairs FP8 runs with BF16 runs and calls scripts/verdict_stats.py. No statistics are computed here.
 
-A pair has equal model, sequence length, GPUs, seed, rounding seed, data and settings; it may differ in precision and
-fp8 options. A pair that differs in more is refused, by name and with the reason.
+A pair has equal model, sequence length, GPUs, seed, rounding seed, data and settings; it may differ in precision, fp8
+options and the options in IGNORED. A pair that differs in more is refused, by name and with the reason.
 """
 import collections
 import dataclasses
