@@ -1,14 +1,16 @@
 // Generates children's stories and writes them as shards of byte tokens, so that a machine without network can train:
 //   synth_stories --out PREFIX --bytes N --seed S   makes PREFIX_train.bin (N bytes of text or a little more),
-//   PREFIX_val.bin (N/20) and PREFIX.tokenizer
+//   PREFIX_val.bin (N/20 bytes) and PREFIX.tokenizer
 // Token ids 0 ... 255 are bytes, 256 stands before each story. The same options give the same files on every machine.
 //
 // A story follows a plot: a list of beats. Each beat lists alternatives, separated by '|', of one sentence or two, and
 // one of them is taken. A sentence may hold these slots:
 //   {list}            a word of that list, picked anew each time
 //   {list1} {list2}   a word of that list, picked at first use and kept for the whole story; 1 and 2 differ
-//   {hero} {friend}   two different names; {he} {his} {him} the hero's pronouns, {fhe} the friend's; {child} {child2}
-//   "girl" or "boy" {a}               "a" or "an", as the next letter asks
+//   {hero} {friend}   two different names
+//   {he} {his} {him}  the hero's pronouns; {fhe}: "he" or "she" for the friend
+//   {child} {child2}  "girl" or "boy" for the hero, and for the friend
+//   {a}               "a" or "an", as the next letter asks
 // The first letter of a sentence becomes a capital.
 #include <getopt.h>
 

@@ -33,9 +33,9 @@ HUB_FOLDER = "datasets/roneneldan/TinyStories/resolve/main"
 HUB_TRAIN, HUB_VAL = "TinyStories-train.txt", "TinyStories-valid.txt"
 READ_BYTES = 1 << 20
 BATCH_CHARS = 4 << 20  # text encoded in one call: enough to keep all threads busy
-LONGEST_STORY = 64 << 20  # a text that is longer without a separator line is no file of stories
+LONGEST_STORY = 64 << 20  # a file with more text than this before a separator line is refused
 VAL_EVERY = 50  # without validation text, each 50th story is validation
-DOWNLOAD_TRIES = 5  # gives up after this many attempts in a row that bring no byte
+DOWNLOAD_TRIES = 5  # gives up after so many attempts in a row without a new byte; at once while there is no byte at all
 SHARD_HEADER_INTS = 256
 SHARD_U32, SHARD_U16 = (20240801, 7), (20240520, 1)  # magic, version
 SHARD_U32_LONG_VERSION = 8  # 64-bit count in words 2 and 3
@@ -384,7 +384,7 @@ class TableFile(OutputFile):
 
 
 class Progress:
-    """A line on stderr: rewritten on a terminal, else a new one each ten seconds."""
+    """A line on stderr. A terminal rewrites it; elsewhere a new line comes every ten seconds at most."""
 
     def __init__(self, title):
         self.title, self.start, self.shown, self.first = title, time.monotonic(), time.monotonic(), None

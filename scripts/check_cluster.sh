@@ -20,7 +20,7 @@ make -s train_fp8 build/synth_stories || exit 1
 tmp=$(mktemp -d)
 daemons=()
 leave() {
-    if [ ${#daemons[@]} -gt 0 ]; then  # so SLURM_CONF is that of this cluster
+    if [ ${#daemons[@]} -gt 0 ]; then  # SLURM_CONF is set, so scancel reaches this cluster and no other
         scancel --full --signal=KILL --user=root 2>/dev/null
         scancel --user=root 2>/dev/null
         sleep 1
@@ -150,14 +150,15 @@ check_job() {
 say "uninterrupted"
 check "2 ranks train without Slurm" eval 'OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
     mpirun --oversubscribe -np 2 ./train_fp8 "${common[@]}" >"$tmp/whole.out" 2>&1'
-check "they print all steps" equal "$(lines whole | wc -l)" $steps
-check "plain is submitted" submit plain
+check "2 ranks without Slurm print all steps" equal "$(lines whole | wc -l)" $steps
+check "job plain is submitted" submit plain
 check_job plain 0
 
 say "preempted by a job of a partition with a higher priority"
-check "preempted is submitted" submit preempted
+check "job preempted is submitted" submit preempted
 await 60 reached preempted 30
-check "the other job is submitted" sbatch -p high -N2 --exclusive --output "$tmp/high.out" --wrap "sleep 2"
+check "a job of the other partition is submitted" \
+    sbatch -p high -N2 --exclusive --output "$tmp/high.out" --wrap "sleep 2"
 check_job preempted 1
 stop=$(sed -n 's/^stopped by signal 10 after step \([0-9]*\).*/\1/p' "$tmp/preempted.out")
 check "preempted: the signal stopped it after a step" [ "${stop:-0}" -gt 0 ]
@@ -166,7 +167,7 @@ check "preempted: it went on from that step" \
     holds "$tmp/preempted.out" "continuing from $tmp/preempted/step-$(printf %08d "$stop")"
 
 say "a node is lost in mid-step"
-check "lost is submitted" submit lost
+check "job lost is submitted" submit lost
 await 60 reached lost 50
 scontrol update nodename=n2 state=down reason=test
 await 30 pending
@@ -175,10 +176,10 @@ newest=$(ls "$tmp/lost" | grep -E '^step-[0-9]{8}$' | tail -n 1)
 scontrol update nodename=n2 state=resume
 check_job lost 1
 check "lost: it went on from the last whole checkpoint" holds "$tmp/lost.out" "continuing from $tmp/lost/$newest"
-check "lost: that is the checkpoint of step 40 or later ($newest)" [ "$((10#${newest#step-}))" -ge 40 ]
+check "lost: that checkpoint is of step 40 or later ($newest)" [ "$((10#${newest#step-}))" -ge 40 ]
 
 say "a rank is killed"
-check "killed is submitted" submit killed
+check "job killed is submitted" submit killed
 await 60 reached killed 30
 scancel --signal=KILL "$job.0"
 check_job killed 1
@@ -188,21 +189,21 @@ mkdir "$tmp/bin"
 printf '%s\n' '#!/bin/sh' '[ "$*" != --mpi=list ] || { echo "none pmi2"; exit; }' \
     "exec $(command -v srun) \"\$@\"" >"$tmp/bin/srun"
 chmod +x "$tmp/bin/srun"
-check "variables is submitted" eval 'PATH=$tmp/bin:$PATH submit variables'
+check "job variables is submitted" eval 'PATH=$tmp/bin:$PATH submit variables'
 await 60 reached variables 30
 scancel --signal=KILL "$job.0"
 check_job variables 1
 check "variables: the ranks started without PMIx" holds "$tmp/variables.out" "with srun --mpi=none"
 
 say "jobs that end for good"
-check "cancelled is submitted" submit cancelled
+check "job cancelled is submitted" submit cancelled
 await 60 reached cancelled 30
 scancel "$job"
 await 30 ended
-check "cancelled: the job ends" equal "$(state)" CANCELLED
+check "cancelled: the job ends as CANCELLED" equal "$(state)" CANCELLED
 check "cancelled: it was started once" equal "$(starts cancelled)" 1
 every=1000
-check "early is submitted" submit early
+check "job early is submitted" submit early
 await 60 reached early 5
 scancel --signal=KILL "$job.0"
 await 30 ended

@@ -50,8 +50,8 @@ find_nvcc() {
     command -v nvcc >/dev/null
 }
 
-# Finds NCCL's header and library: in NCCL_HOME, in folders of the system or of CUDA, or in the Python package
-# nvidia-nccl, which PyTorch installs. Sets NCCL_HOME for the latter.
+# Finds NCCL: in NCCL_HOME, in folders of the system or of CUDA, or in the Python package nvidia-nccl, which PyTorch
+# installs. Sets NCCL_HOME to the package's folder if NCCL is only there.
 find_nccl() {
     local folder
     [ -n "${NCCL_HOME:-}" ] && return 0

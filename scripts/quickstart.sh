@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh machine (Debian 12, Ubuntu 24.04) to a trained model that tells a story: installs the build tools that
-# are missing, builds, makes story text, trains, and prints a sample. Uses a GPU if there is one (with nvcc), else the
-# CPU. Takes a few minutes. STEPS (steps to train) and OUT (folder of the log) are for the tests.
+# are missing, builds, makes story text, trains, and prints a sample. Uses a GPU if there is one (with nvcc and NCCL),
+# else the CPU. Takes a few minutes. STEPS (steps to train) and OUT (folder of the log) are for the tests.
 set -eu
 cd "$(dirname "$0")/.."
 . scripts/install.sh

@@ -111,8 +111,8 @@ is_done() {
     [ -n "$newest" ] && [ "${newest#step-}" -ge "$(planned num-steps)" ]
 }
 
-# Passes a stop to the ranks as SIGUSR1, the only signal that mpirun forwards without ending them. They finish the step,
-# save, and exit with status 0.
+# Passes a stop to the ranks as SIGUSR1, which mpirun forwards. On SIGINT or SIGTERM mpirun would end the ranks itself.
+# On SIGUSR1 they finish the step, save, and exit with status 0.
 forward_stop() {
     stopping=1
     if [ -n "$child" ]; then kill -USR1 "$child" 2>/dev/null; fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains Llama 3.1 8B on TinyStories from random weights in FP8, with sequences of 8192 tokens. Needs one H200, or
-# several GPUs of 80 GB. See --help.
+# Trains Llama 3.1 8B on TinyStories from random weights in FP8, with sequences of 8192 tokens. Needs one H100 with
+# 80 GB or one H200, or several GPUs. See --help.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/run_common.sh

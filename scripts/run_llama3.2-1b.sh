@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains Llama 3.2 1B on TinyStories from random weights in FP8, with sequences of 4096 tokens. Needs one GPU with FP8
-# and 48 GB. See --help.
+# and 25 GiB of memory. See --help.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/run_common.sh

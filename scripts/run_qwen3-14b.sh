@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains Qwen3 14B on TinyStories from random weights in FP8, with sequences of 8192 tokens. Needs four H200.
+# Trains Qwen3 14B on TinyStories from random weights in FP8, with sequences of 8192 tokens. Needs one H200 or several.
 # See --help.
 set -u
 cd "$(dirname "$0")/.."

@@ -176,8 +176,8 @@ make_command() {
         --sequence-length "$length" --num-steps "$num_steps" --log-dir "$dir" "${words[@]}")
 }
 
-# True if the run's log ends with the summary of all its steps. Its world_size is wrong if mpirun is of another MPI than
-# the trainer.
+# True if the run's log ends with the summary of all its steps. The log's world_size differs from the number of ranks if
+# mpirun is of another MPI than the trainer: such a run is not finished.
 is_finished() {
     [ -f "$dir/log.jsonl" ] && head -n 1 "$dir/log.jsonl" | grep -q "\"world_size\": $gpus," &&
         tail -n 1 "$dir/log.jsonl" | grep -Eq "^\{\"type\": \"summary\", \"steps\": $num_steps, .*\}$"
@@ -230,7 +230,8 @@ run_one() {
     fi
 }
 
-# Ends the current run with SIGTERM, and with SIGKILL after 30 s. It writes no result, so the run starts anew next time.
+# Ends the current run with SIGTERM, and with SIGKILL after 30 s. Then ends this script, with a message. The run gets no
+# result, so it starts anew next time.
 stop() {
     trap '' INT TERM HUP
     if [ -n "${child:-}" ]; then
@@ -288,7 +289,7 @@ enlist() {
     fi
 }
 
-# True if the run is not repeated.
+# True if the run is not started again: it is finished, or it failed in a way that --retry does not repeat.
 is_kept() {
     is_finished || case $kind in
         memory) [ "$retry" != all ] ;;

@@ -7,8 +7,8 @@ commas. Defaults are in parentheses.
 
   --recipes LIST          FP8 recipes: fp8 (tensorwise), fp8:RECIPE, fp8:RECIPE:emulate (fp8,fp8:rowwise)
   --seeds LIST            seeds of initial weights and data order; two are too few for a narrow interval (42,43,44)
-  --rounding-seeds LIST   seeds of stochastic rounding, each with every seed; several show the noise of rounding alone
-                          (each run's seed)
+  --rounding-seeds LIST   seeds of stochastic rounding; each is run with every seed of --seeds; several show the noise
+                          of rounding alone (one: that of --seeds)
   --train-data GLOB       training shards (data/tinystories_llama3_train.bin or ..._qwen_train.bin, by the model's name)
   --val-data GLOB         validation shards (the training shards' name with _val or _valid in place of _train)
   --sequence-length T     tokens in a sequence (2048)
@@ -304,7 +304,7 @@ def visible_gpus():
 
 
 def slots_of(plan):
-    """For each run that may go on side by side, the environment variables that give it its GPUs."""
+    """One entry for each run that goes on at one time: the environment variables that give it its GPUs."""
     wanted = number("--parallel", plan.o["parallel"]) if plan.o["parallel"] else None
     if plan.cpu:
         return [{}] * (wanted or 1)
@@ -317,9 +317,9 @@ def slots_of(plan):
 
 
 def check_folder(plan, runs):
-    """Returns the entries of verdict.json for runs that this start does not have; none if they have other settings.
+    """Returns the entries of verdict.json for runs that this start does not have. If settings differ, returns none.
 
-    Dies if the folder holds finished runs of other settings.
+    Dies if settings differ and a run of the folder is finished.
     """
     path = os.path.join(plan.o["out"], "verdict.json")
     if not os.path.exists(path):

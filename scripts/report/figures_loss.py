@@ -26,7 +26,7 @@ def draw_difference(comparison):
         caption += (f" Grey: 95% of differences between BF16 runs that differ in the {comparison.noise_of} alone are "
                     f"within it ({words.count(noise.degrees, 'degree')} of freedom).")
         if widest > reach:
-            caption += f" It is up to {widest:.4f} wide on either side, beyond the axis."
+            caption += f" The grey band is up to {widest:.4f} wide on either side, beyond the axis."
         axes.fill_between(steps, -noise.half_width, noise.half_width, color=style.GREY, alpha=0.3, linewidth=0,
                           label=f"BF16, other {comparison.noise_of}")
     colour = style.colour(comparison.recipe)

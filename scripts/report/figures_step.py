@@ -1,4 +1,4 @@
-"""Figures of a step and of a run: where the time went, clocks and events, memory, and which GEMM runs in FP8."""
+"""Figures of a step and of a run: where the time went, memory, clocks and events."""
 import collections
 
 import numpy as np
@@ -37,7 +37,7 @@ def first_of_each(runs, names, has):
 
 
 def parts_of(run):
-    """[(name, kind, ms, speed-of-light ms or None)] of the profiled step, longest first, with a rest."""
+    """[(name, kind, ms, speed-of-light ms or None)] of the profiled step, longest first. The shortest parts are one."""
     profile = run.profiles[-1]
     parts = sorted(((p["name"], p.get("kind", "other"), p["ms"], p["speed_of_light_ms"]) for p in profile["parts"]),
                    key=lambda part: -part[2])

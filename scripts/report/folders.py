@@ -38,7 +38,7 @@ def read_verdict(path, found):
 
 
 def result_of(folder):
-    """(kind, message) of a run that scripts/sweep.sh or scripts/verdict.sh started and that has ended; else None."""
+    """(kind, message) from the file `result` that scripts/sweep.sh and scripts/verdict.sh write; None without it."""
     path = folder / "result"
     if not path.is_file():
         return None
@@ -91,14 +91,15 @@ def log_folders(folder, depth):
 
 
 def sweep_command(folder):
-    """scripts/sweep.sh with what all runs of a sweep share."""
+    """The command of a sweep for the receipt: scripts/sweep.sh, and the lines of its settings.txt."""
     path = folder / "settings.txt"
     lines = sweep_folder.read_text(path).split("\n") if path.is_file() else []
     return ", ".join(["scripts/sweep.sh", *(clean(line) for line in lines if line)])
 
 
 def read_folder(folder, found):
-    """Reads all runs of a folder. Returns how many runs it lists, or how many folders in it have a log.jsonl."""
+    """Reads all runs of a folder: those that its runs.txt or verdict.json lists, or else all folders in it that have a
+    log.jsonl. Returns their number."""
     rows = []
     if (folder / "runs.txt").is_file():
         rows = sweep_folder.read_runs(folder)

@@ -14,7 +14,7 @@ from sweep_folder import NUMBER, NUMBER_OR_NULL, OBJECT, TEXT, Damaged, check_fi
 
 WARMUP_STEPS = 10  # SUMMARY_WARMUP_STEPS of llmc/run/logger.h
 
-# Fields that every record of a type has. sweep_folder.FIELDS has those of the other types.
+# Fields that every record of a type has, in addition to those of sweep_folder.FIELDS.
 FIELDS = {
     "step": {"step": NUMBER, "loss": NUMBER_OR_NULL, "lr": NUMBER_OR_NULL, "ms": NUMBER,
              "tokens_per_second": NUMBER_OR_NULL, "memory_bytes": NUMBER_OR_NULL},
@@ -41,7 +41,8 @@ PER_GPU = ("watts", "sm_mhz", "celsius")
 
 @dataclasses.dataclass
 class Run:
-    """A run. `starts`: its settings records, one for each start; records of a type are in the order of the steps."""
+    """A run. `starts`: its settings records, one for each start. `steps` to `summaries`: its records of the other
+    types, each list in the order of the steps."""
     name: str
     folder: Path
     starts: list = dataclasses.field(default_factory=list)

@@ -1,7 +1,7 @@
 """Pairs FP8 runs with BF16 runs and calls scripts/verdict_stats.py. No statistics are computed here.
 
-A pair has equal model, sequence length, GPUs, seed, rounding seed, data and settings; it may differ in precision and
-fp8 options. A pair that differs in more is refused, by name and with the reason.
+A pair has equal model, sequence length, GPUs, seed, rounding seed, data and settings; it may differ in precision, fp8
+options and the options in IGNORED. A pair that differs in more is refused, by name and with the reason.
 """
 import collections
 import dataclasses
@@ -18,7 +18,7 @@ IGNORED = {"log-every", "val-every", "sample-every", "sample-tokens", "log-dir",
 FACTS = ("program", "version", "versions", "device", "model", "parameters", "vocab_size", "world_size")
 DATA = (("train-data", "training_fingerprint", ("training_tokens", "training_sequences")),
         ("val-data", "validation_fingerprint", ()))
-LEAST_SHARE = 0.5  # among runs that are not done: of the steps of the longest pair
+LEAST_SHARE = 0.5  # if no pair is done, pairs count that have this share of the steps of the longest pair
 
 
 def recipe_of(run):
@@ -232,8 +232,8 @@ def steps_of(key, count):
 
 
 def last_steps(comparison):
-    """Steps at the end over which the training difference is averaged: a quarter, and more of short or repeated runs.
-    The noise of repeated data has a longer memory."""
+    """Steps at the end over which the training difference is averaged: a quarter, and more if the run is short or
+    repeats its data, because the noise of repeated data has a longer memory."""
     steps = comparison.steps
     last = max(steps // 4, min(100, steps // 2), 40)
     if comparison.pairs[0].fp8.repeats_data:
@@ -355,7 +355,7 @@ def compare_costs(comparison):
 
 
 def compare(runs, failed, names):
-    """All comparisons with their results; none if no run is in BF16. Without pairs, one has only its refusals.
+    """All comparisons with their results; none if no run is in BF16. A comparison without pairs has only refusals.
 
     failed: (run, reason) of runs that ended early; names: name_recipes of all of them.
     """

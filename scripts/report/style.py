@@ -44,7 +44,7 @@ def new(height=3.0, rows=1, **options):
 
 
 def colour(recipe):
-    """Emulated recipes and those with other options have the colour of their recipe, and another line."""
+    """The colour of a recipe, also of its emulated form and with other options. line_styles() tells these apart."""
     base = recipe.split(" ")[0].removesuffix(":emulate")
     return COLOURS.get(base, YELLOW)
 
