@@ -655,8 +655,9 @@ static void test_lock(void) {
     if (pipe(fds)) die("pipe: %s", strerror(errno));
     const pid_t holder = prepare_child(dir, fds[1]);
     CHECK(read(fds[0], output, 1) == 1, "the first run locks the folder");
-    CHECK(check_dies(prepare_action, dir, "another run is using it; wait until that has ended, or give another folder",
-                     output, sizeof output),
+    CHECK(check_dies(prepare_action, dir,
+                     "another run is using it; wait until that run has ended, or give another folder", output,
+                     sizeof output),
           "%s", output);
     kill(holder, SIGKILL);
     CHECK(prepares(dir), "a run may use the folder of a run that was killed");
