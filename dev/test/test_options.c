@@ -219,7 +219,8 @@ static void test_fp8_conflicts(void) {
         // not every recipe can gather FP8 weights or has fast_accum
         {"--fp8-all-gather on", ""},
         {"--fp8-recipe delayed --fp8-all-gather on", ""},
-        {"--fp8-recipe rowwise --fp8-all-gather on", "--fp8-all-gather on: recipe rowwise scales rows or blocks"},
+        {"--fp8-recipe rowwise --fp8-all-gather on",
+         "--fp8-all-gather on: recipe rowwise has one scale for each row or block"},
         {"--fp8-recipe rowwise_with_gw_hp --fp8-all-gather on", "gathered in bf16; leave it at auto"},
         {"--fp8-recipe blockwise --fp8-all-gather on", "recipe blockwise"},
         {"--fp8-recipe mxfp8 --fp8-all-gather on", "recipe mxfp8"},

@@ -25,7 +25,8 @@ static inline uint64_t gradient_sum_key(uint64_t seed, int64_t step, int64_t par
     return rng_key(rng_key(seed, 0x4753000000000000ull + (uint64_t)step), (uint64_t)part);
 }
 
-// A sum as bf16. group_hash: adamw_random_group of the key and of the element's group of 8 in the flat array.
+// Rounds a sum to bf16 stochastically. group_hash: adamw_random_group of the key and of the element's group of 8 in the
+// flat array; member: the element's number in the group.
 HOST_DEVICE static inline bf16_bits gradient_sum_round(float sum, uint32_t group_hash, uint32_t member) {
     return bf16_from_float_stochastic(sum, adamw_random_word(group_hash, member) * 0x846ca68bu >> 16);
 }

@@ -85,7 +85,7 @@ static inline void matmul(float *c, int64_t ldc, MatrixView a, MatrixView b, int
     float *pb = (float *)xrealloc(NULL, (size_t)(col_panels * K * TILE_COLS) * sizeof(float));
     matrix_pack(pa, a, M, K, TILE_ROWS);
     matrix_pack(pb, matrix_view(b.data, b.col_stride, b.row_stride), N, K, TILE_COLS);
-    enum { GROUP = 8 };  // row panels that one task walks for each column panel
+    enum { GROUP = 8 };  // row panels of a task, which multiplies them by one column panel
     PARALLEL_FOR_UNEVEN
     for (int64_t task = 0; task < ceil_div(row_panels, GROUP) * col_panels; task++) {
         const int64_t p0 = task / col_panels * GROUP, q = task % col_panels, p1 = min_i64(p0 + GROUP, row_panels);
