@@ -1486,8 +1486,8 @@ static void test_foreign_weights(void) {
                      output, sizeof output),
           "%s", output);
     write_weights(dir, &t->table, "", "", "", ST_I32);
-    CHECK(check_dies(load_action, &action, "has dtype I32; weights must be F32, BF16 or F16", output, sizeof output),
-          "%s", output);
+    CHECK(check_dies(load_action, &action, "has dtype I32; it must be F32, BF16 or F16", output, sizeof output), "%s",
+          output);
     // An extra lm_head in a tied model and the RoPE tables of old files are skipped.
     static const char *const allowed[] = {"", "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"};
     for (int i = 0; i < 3; i++) {
