@@ -58,8 +58,8 @@ static inline void arena_add(int64_t *sum, int64_t size) {
 
 #ifdef ARENA_APART
 // Returns zeroed memory for one buffer. compute-sanitizer only knows the bounds of allocations, so with ARENA_APART
-// each buffer is an allocation of its exact size, and no memory is reused. It cannot be used if other GPUs read the
-// arena (--copy-engines).
+// each buffer is an allocation of its exact size, and no memory is reused. ARENA_APART cannot be used if other GPUs
+// read the arena (--copy-engines).
 static inline void *arena_apart(int64_t bytes) {
     void *p;
     if (cudaMalloc(&p, (size_t)max_i64(1, bytes)) != cudaSuccess ||

@@ -2,15 +2,15 @@
 // (Xi and others 2024, arXiv 2410.19313.) The CPU trainer and the CUDA kernel share this file, so that both compute the
 // same bits.
 //
-// The largest number of E4M3 is 2^17.8 times the smallest. The ratio of the largest to the smallest magnitude in a
-// group may be far less, or far more. So a group stores |x| / max to the power k, with the k that makes the group's
-// magnitudes fill the range of E4M3:
+// The largest number of E4M3 is 2^17.8 times the smallest above zero. The ratio of the largest to the smallest
+// magnitude in a group may be far less, or far more. So a group stores |x| / max to the power k, with the k that makes
+// the group's magnitudes fill the range of E4M3:
 //     r = max / min,  k = floor(16 log2(448 * 448 / 2) / log2(r)) / 16,  code = E4M3(448 (|x| / max)^k)
 //     |x| = max (code / 448)^(1 / k)
 // These are COAT's numbers. COAT keeps a scale, k and sqrt(max * min) for each group. They reduce to max and k, which
 // fit one word of 32 bits: the lowest 8 bits are 16 k - 1, and the upper 24 bits are max, rounded up to 15 bits of
-// mantissa. A moment takes 1 + 4 / 128 bytes per element. Three rules differ from COAT, which has no sound answer
-// there:
+// mantissa. A moment takes 1 + 4 / 128 bytes per element. Three rules differ from COAT's, which give no sound answer in
+// these cases:
 //   - k is at most 16; if all magnitudes are equal, COAT divides by log2(1) = 0. k is at least 1/8; the codes above
 //     zero then span 2^142, and smaller magnitudes become zero;
 //   - zeros stay zeros, and do not count for the min; COAT's min counts some of them, by their place in the warp;

@@ -42,7 +42,7 @@ static inline bool export_owns(const char *name) {
 static inline bool export_may_replace(const char *dir, Failure *failure) {
     if (!path_exists(dir)) return true;
     DIR *d = folder_open(dir);
-    if (!d) return fail(failure, "cannot open folder %s: it is %s", dir, path_words(dir).text);
+    if (!d) return fail(failure, "cannot open folder %s, which is %s", dir, path_words(dir).text);
     bool ok = true, empty = true, weights = false;
     for (struct dirent *entry; ok && (entry = readdir(d)) != NULL;) {
         char path[PATH_CAPACITY];

@@ -1,7 +1,7 @@
 // trainer.json, the manifest of a checkpoint: progress, settings, training data, and each file's size and hash.
 //
-// It is written after all files that it lists, and ends with a hash of its own bytes. An export has a similar list of
-// files, train_fp8.json.
+// It is written after all files that it lists, and ends with a hash of all its bytes before that hash. An export has a
+// similar list of files, train_fp8.json.
 #ifndef LLMC_MANIFEST_H
 #define LLMC_MANIFEST_H
 

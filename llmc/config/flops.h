@@ -2,8 +2,8 @@
 //
 //   model FLOPs per token = 6 x (parameters that GEMMs read: with lm_head, without the embedding)
 //                           + 6 x layers x heads x head_dim x T
-// The second term is causal attention: forward has 2 GEMMs over T/2 keys on average, with 2 FLOPs a multiply-add:
-// 2 x NH x HD x T. Backward has twice as many. Recomputation does not count.
+// The second term is causal attention. In a layer, forward has for each token 2 GEMMs over T/2 keys on average, with 2
+// FLOPs a multiply-add: 2 x heads x head_dim x T FLOPs. Backward has twice as many. Recomputation does not count.
 //   mfu = model FLOP/s over the dense BF16 peak of the GPU
 //   sol = time of all GEMMs at the dense peak of their precision (FP8: twice BF16), over the measured time
 // FP8 FLOPs are counted GEMM by GEMM. A linear layer [N, K] has three GEMMs of 2 x N x K FLOPs a token. They count as

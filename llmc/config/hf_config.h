@@ -3,7 +3,8 @@
 // RoPE settings are read in both styles: `rope_theta` and `rope_scaling` (transformers 4), `rope_parameters`
 // (transformers 5). They are written in the first, which both versions read. A missing size (vocab_size, hidden_size,
 // intermediate_size, num_hidden_layers, num_attention_heads) ends the run. Any other missing value gets transformers'
-// default of the class. A value that this program cannot follow ends the run.
+// default of the class, but rope_type llama3 needs all its values. A value that this program cannot follow ends the
+// run.
 #ifndef LLMC_HF_CONFIG_H
 #define LLMC_HF_CONFIG_H
 

@@ -298,7 +298,7 @@ static inline void options_fp8_conflict(const Options *o, char *message, size_t 
         format_checked(
             message, capacity,
             "--fp8-activations on: with --recompute %s backward computes gate and up again, so that there is "
-            "nothing to keep in FP8; leave out one",
+            "nothing to keep in FP8; leave out one of the two",
             o->recompute == RECOMPUTE_MLP ? "mlp" : "layer");
     else if (o->fp8_fast_accum == FAST_ACCUM_ALL && !recipe->fast_accum)
         format_checked(message, capacity,
@@ -322,7 +322,7 @@ static inline void options_rank_conflict(const Options *o, char *message, size_t
     if (o->sharding == SHARDING_HYBRID && !o->shard_size && o->world_size)
         format_checked(message, capacity,
                        "--world-size with --sharding hybrid needs --shard-size, the number of ranks that share one "
-                       "replica of the model: without ranks, the ranks of one host are not known");
+                       "replica of the model: its default, the ranks of one host, is not known in a plan");
     else if (o->sharding != SHARDING_HYBRID && o->shard_size)
         format_checked(message, capacity, "--shard-size is for --sharding hybrid");
     else if (o->copy_engines == ON && alone)
@@ -338,16 +338,17 @@ static inline void options_rank_conflict(const Options *o, char *message, size_t
 
 // Rules of --optimizer-in-backward.
 static inline void options_backward_conflict(const Options *o, char *message, size_t capacity) {
-    const char *first = "--optimizer-in-backward updates the last layer before the gradient of the first is computed";
+    const char *first =
+        "--optimizer-in-backward updates the last layer before the gradient of the first layer is computed";
     if (!o->optimizer_in_backward) return;
     if (o->grad_clip > 0)
-        format_checked(message, capacity, "%s, and --grad-clip needs the norm of all gradients first; leave out one",
-                       first);
+        format_checked(message, capacity,
+                       "%s, and --grad-clip needs the norm of all gradients first; leave out one of the two", first);
     else if (o->on_nonfinite == NONFINITE_SKIP)
         format_checked(
             message, capacity,
             "%s, and --on-nonfinite skip must know that all gradients are finite before it changes a weight; "
-            "leave out one",
+            "leave out one of the two",
             first);
     else if (o->grad_accumulation_steps > 1)
         format_checked(message, capacity,

@@ -98,11 +98,11 @@ typedef struct {
     uint32_t weight, exp_avg, exp_avg_sq;
 } AdamwRandom;
 
-// 48 random bits an element by 32-bit multiplications. (With rng.h's 64-bit ones they took 25 of the GPU's 62
-// instructions for the update of an element.) The rounds, x ^= x >> s; x *= odd number, and their constants are from
-// Wellons 2018, "Prospecting for Hash Functions", and his lists in github.com/skeeto/hash-prospector. The 8 elements
-// from 8 * group on share two rounds, which mix in both halves of the key: that of a step (AdamwStep), or that of a
-// gradient sum (gradient_sum.h).
+// Random bits, 48 for each element, by 32-bit multiplications. (With rng.h's 64-bit ones the bits took 25 of the 62
+// instructions with which the GPU updates an element.) The rounds, x ^= x >> s; x *= odd number, and their constants
+// are from Wellons 2018, "Prospecting for Hash Functions", and his lists in github.com/skeeto/hash-prospector. The 8
+// elements from 8 * group on share two rounds, which mix in both halves of the key: that of a step (AdamwStep), or that
+// of a gradient sum (gradient_sum.h).
 HOST_DEVICE static inline uint32_t adamw_random_group(uint64_t key, int64_t group) {
     uint32_t x = (uint32_t)group ^ (uint32_t)key;
     x = (x ^ x >> 16) * 0x7feb352du + ((uint32_t)(key >> 32) + (uint32_t)(group >> 32) * 0x9e3779b9u);

@@ -1,7 +1,7 @@
 // Causal attention with grouped key/value heads in plain C: S = Q K^T / sqrt(HD), P = softmax(S), O = P V.
 //
 // Each query sees keys up to its own. qkv [B, T, (NH + 2 NKV) * HD] after RoPE, out [B, T, NH * HD],
-// lse [B, NH, T] = log(sum(exp(S))). Works on blocks of queries, so that no T x T matrix is held.
+// lse [B, NH, T] = log(sum(exp(S))). Handles QUERY_BLOCK queries at a time, so that no T x T matrix is held.
 #ifndef LLMC_REFERENCE_ATTENTION_H
 #define LLMC_REFERENCE_ATTENTION_H
 

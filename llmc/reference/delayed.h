@@ -11,7 +11,7 @@ typedef struct {
     int64_t tensors, window;
     float *history;  // [tensors, window] amaxes of earlier passes, the oldest at 1, the newest last; element 0 stays 0
                      // (Transformer Engine keeps the amax of the pass under way there)
-    float *scale;    // [tensors] the scale of the next cast; 0: there was no cast yet, so the next one finds its scale
+    float *scale;  // [tensors] the scale of the next cast; 0: there was no cast yet, and the next one uses its own amax
 } DelayedState;
 
 // True if every tensor has a scale, also tensors that are never cast.

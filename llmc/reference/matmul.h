@@ -55,8 +55,8 @@ static inline void matrix_pack(float *panels, MatrixView m, int64_t count, int64
     }
 }
 
-// tile += a panel [K][TILE_ROWS] times b panel [K][TILE_COLS]. The loops over the tile have constant bounds, so it
-// lives in registers.
+// tile += a panel [K][TILE_ROWS] times b panel [K][TILE_COLS]. The loops over the tile have constant bounds, so the
+// tile lives in registers.
 static inline void matmul_tile(float tile[TILE_ROWS][TILE_COLS], const float *a, const float *b, int64_t K) {
     float sum[TILE_ROWS][TILE_COLS];
     memcpy(sum, tile, sizeof sum);

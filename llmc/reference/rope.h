@@ -1,7 +1,7 @@
 // QK-norm (Qwen3) and rotary position embedding (Su et al. 2021) in plain C, on packed q, k and v.
 //
-// Arguments of all functions: qkv [B, T, (NH + 2 NKV) * HD]; q_norm and k_norm [HD] are the norm's weights, shared by
-// all heads (NULL: no norm); table is what rope_table_fill made.
+// Arguments of all functions: qkv [B, T, (NH + 2 NKV) * HD]; q_norm and k_norm [HD] are the norms' weights, shared by
+// all query heads and by all key heads (NULL: no norm); table is what rope_table_fill made.
 #ifndef LLMC_REFERENCE_ROPE_H
 #define LLMC_REFERENCE_ROPE_H
 
