@@ -22,9 +22,9 @@ typedef struct {
     int64_t samples;  // sequences seen: the data cursor
 } TrainerProgress;
 
-// The checkpoints in a folder, by step.
+// Steps of checkpoints in a folder.
 typedef struct {
-    int64_t *steps;  // newest first
+    int64_t *steps;  // checkpoint_list: newest first
     int64_t count;
 } CheckpointSteps;
 
@@ -39,7 +39,7 @@ typedef struct {
     CheckpointSteps *skipped;
 } CheckpointRun;
 
-// ---- lists of files with their hashes
+// ---- manifests: writing and checking
 
 // File name of an export's manifest.
 #define EXPORT_HASHES "train_fp8.json"

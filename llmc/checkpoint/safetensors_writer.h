@@ -30,7 +30,7 @@ static inline int64_t safetensors_spec_bytes(const SafetensorSpec *spec) {
 static inline JsonText safetensors_header(const SafetensorSpec *specs, int64_t count) {
     JsonText out = {NULL, 0, 0};
     json_text_add(&out, "%8s{\"__metadata__\":{\"format\":\"pt\",\"written_by\":\"%s\"}", "",
-                  SAFETENSORS_WRITER);  // transformers requires this format
+                  SAFETENSORS_WRITER);  // transformers requires "format"
     int64_t end = 0;
     for (int64_t i = 0; i < count; i++) {
         const SafetensorSpec *s = &specs[i];

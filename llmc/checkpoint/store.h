@@ -7,7 +7,7 @@
 //                                     that hold its elements; MS-AMP's have exp_avg_scale.NAME and
 //                                     exp_avg_sq_scale.NAME, and FP16 masters master_scale.NAME, one number each
 //   fp8_state.safetensors             with delayed scaling only: amax_history [tensors, window] and scale [tensors],
-//                                     numbered as tensor_index() does
+//                                     tensors numbered by tensor_index()
 //   trainer.json                      the manifest (manifest.h); written last
 //   .train_fp8                        the marker file (file_io.h), written first; a folder without it is removed
 //                                     only if it is empty or has an undamaged trainer.json
@@ -21,7 +21,7 @@
 #include "manifest.h"
 #include "weights.h"
 
-// ---- names and lists
+// ---- names, lists and removal
 
 static inline void checkpoint_name(const char *dir, int64_t step, const char *suffix, char *out, size_t capacity) {
     format_checked(out, capacity, "%s/step-%08lld%s", dir, (long long)step, suffix);
@@ -231,9 +231,9 @@ static inline void checkpoint_prepare(const char *dir, bool resume) {
 
 // ---- resuming
 
-// Finds the newest undamaged checkpoint in `dir` by checking the hash of every file. Prints its name, and the damaged
-// ones that it skips. Returns false if there is no checkpoint: the run then starts at its first step. Dies if all are
-// damaged.
+// Finds the newest undamaged checkpoint in `dir` by checking the hash of every file. Prints its name, and that of each
+// damaged checkpoint that it skips. Returns false if there is no checkpoint: the run then starts at its first step.
+// Dies if all are damaged.
 static inline bool checkpoint_find_newest(const char *dir, char *path, size_t capacity) {
     CheckpointSteps list;
     Failure failure;

@@ -177,7 +177,7 @@ static inline bool checkpoint_fetch(void *context, int64_t tensor, int64_t offse
 }
 
 // Sets the part of a tensor that this rank writes. Replicas hold the same values and take turns over the tensors;
-// within a replica all ranks hold the same scales, and the first writes them.
+// within a replica all ranks hold the same scales, and its first rank writes them.
 static inline void checkpoint_part(void *context, int64_t tensor, int64_t *first, int64_t *count) {
     const CheckpointSource *source = (const CheckpointSource *)context;
     const Comm *c = source->state->comm;
