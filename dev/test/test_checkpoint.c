@@ -682,8 +682,9 @@ static void test_lock(void) {
     if (pipe(fds)) die("pipe: %s", strerror(errno));
     const pid_t holder = prepare_child(dir, fds[1]);
     CHECK(read(fds[0], output, 1) == 1, "the first run locks the folder");
-    CHECK(check_dies(prepare_action, dir, "another run is using it; wait until that has ended, or give another folder",
-                     output, sizeof output),
+    CHECK(check_dies(prepare_action, dir,
+                     "another run is using it; wait until that run has ended, or give another folder", output,
+                     sizeof output),
           "a second run is refused: %s", output);
     kill(holder, SIGKILL);
     CHECK(prepares(dir), "a run may use the folder of a run that was killed");
@@ -1535,7 +1536,7 @@ static void test_foreign_weights(void) {
                      output, sizeof output),
           "a tensor of another model is refused: %s", output);
     write_weights(dir, &t->table, "", "", "", ST_I32);
-    CHECK(check_dies(load_action, &action, "has dtype I32; weights must be F32, BF16 or F16", output, sizeof output),
+    CHECK(check_dies(load_action, &action, "has dtype I32; it must be F32, BF16 or F16", output, sizeof output),
           "integer weights are refused: %s", output);
     // An extra lm_head in a tied model and the RoPE tables of old files are skipped.
     static const char *const allowed[] = {"", "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"};

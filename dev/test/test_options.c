@@ -240,7 +240,8 @@ static void test_fp8_conflicts(void) {
         // not every recipe can gather FP8 weights or has fast_accum
         {"--fp8-all-gather on", ""},
         {"--fp8-recipe delayed --fp8-all-gather on", ""},
-        {"--fp8-recipe rowwise --fp8-all-gather on", "--fp8-all-gather on: recipe rowwise scales rows or blocks"},
+        {"--fp8-recipe rowwise --fp8-all-gather on",
+         "--fp8-all-gather on: recipe rowwise has one scale for each row or block"},
         {"--fp8-recipe rowwise_with_gw_hp --fp8-all-gather on", "gathered in bf16; leave it at auto"},
         {"--fp8-recipe blockwise --fp8-all-gather on", "recipe blockwise"},
         {"--fp8-recipe mxfp8 --fp8-all-gather on", "recipe mxfp8"},
@@ -286,8 +287,9 @@ static void test_backward_conflicts(void) {
     static const char *const cases[][2] = {
         {"", ""},
         {"--on-nonfinite stop --precision fp8 --sharding none", ""},
-        {"--grad-clip 1", "--grad-clip needs the norm of all gradients first; leave out one"},
-        {"--on-nonfinite skip", "must know that all gradients are finite before it changes a weight; leave out one"},
+        {"--grad-clip 1", "--grad-clip needs the norm of all gradients first; leave out one of the two"},
+        {"--on-nonfinite skip",
+         "must know that all gradients are finite before it changes a weight; leave out one of the two"},
         {"--grad-accumulation-steps 2", "keeps no gradients from one micro-step to the next; use "
                                         "--grad-accumulation-steps 1, and a larger --batch-size or more ranks"},
         {"--grad-accum-dtype fp8", "FP8 would save no memory; leave out --grad-accum-dtype fp8"},

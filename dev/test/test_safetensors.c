@@ -222,7 +222,7 @@ static void test_hostile_headers(void) {
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8,8]}}", 8, "[begin, end]"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[8,0]}}", 8, "a.data_offsets[1]"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,12]}}", 8,
-         "truncated: tensor a ends at byte 12 of the data, but the file has 8"},
+         "truncated: tensor a ends at byte 12 of the data, but the file has 8 of data"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[9223372036854775800,9223372036854775807]}}", 8,
          "truncated: tensor a ends at byte 9223372036854775807"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[-8,0]}}", 8, "a.data_offsets[0]"},
@@ -286,7 +286,7 @@ static void test_foreign_files(void) {
               out[3] == 65504,
           "FP16 values are read; found %g %g %g %g", out[0], out[1], out[2], out[3]);
     CHECK(!safetensors_read(&st, s, 0, 1, true, out, &failure) &&
-              strstr(failure.text, "tensor s has dtype I64; weights must be F32, BF16 or F16"),
+              strstr(failure.text, "tensor s has dtype I64; it must be F32, BF16 or F16"),
           "an integer tensor is not read as weights: %s", failure.text);
     safetensors_close(&st);
 }

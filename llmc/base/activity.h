@@ -1,8 +1,9 @@
 // Records the current activity of this rank for the watcher thread, which must name a stuck rank (watch.h).
-// The main thread writes it; the watcher thread reads it.
+// The main thread writes the activity, and the watcher thread reads it.
 //
-// Every call that may wait for a disk or for other ranks stands between activity_begin and activity_end. Outside them
-// the rank computes. They do not nest.
+// Calls that can wait long for a disk or for other ranks stand between activity_begin and activity_end. Outside such
+// pairs the rank counts as computing. Pairs do not nest. NCCL operations, which run on the GPU meanwhile, are counted
+// apart (activity_operation).
 #ifndef LLMC_ACTIVITY_H
 #define LLMC_ACTIVITY_H
 
@@ -25,20 +26,20 @@ typedef enum {
     NUM_PHASES
 } Phase;
 
-// Bytes of a path that are kept, with its zero byte: of a longer path only the end is shown.
+// Bytes of Activity.detail, with its zero byte. Only the end of a longer path is kept.
 #define ACTIVITY_DETAIL 256
 
 typedef struct {
     Phase phase;
-    int64_t step;  // counted from 1; 0: before the first
+    int64_t step;  // in training the current step, else the last finished one; counted from 1; 0: none
     ActivityKind kind;
     const char *what;              // static text: the call, or what the ranks do together
-    char detail[ACTIVITY_DETAIL];  // the file
+    char detail[ACTIVITY_DETAIL];  // the file's path, or ""
     int64_t changes;               // grows with each sign of progress of this rank
     int64_t collectives;           // finished collectives of MPI, TCP (mesh.h) and NCCL
     int64_t pending;               // NCCL operations that are enqueued and not known to have finished
-    const char *pending_what;      // the oldest of them, static text
-    int64_t pending_layer;         // and its layer, or ROOT or NO_LAYER (parameters.h)
+    const char *pending_what;      // name of the oldest pending operation, static text
+    int64_t pending_layer;         // layer of that operation, or ROOT or NO_LAYER (parameters.h)
 } Activity;
 
 static inline pthread_mutex_t *activity_mutex(void) {
@@ -55,7 +56,7 @@ static inline Activity *activity_lock(void) {
 
 static inline void activity_unlock(void) { pthread_mutex_unlock(activity_mutex()); }
 
-// Sets the phase of the run. `step`: counted from 1; 0: none.
+// Sets the phase of the run. `step`: as in Activity.
 static inline void activity_phase(Phase phase, int64_t step) {
     Activity *a = activity_lock();
     a->phase = phase, a->step = step, a->changes++;
@@ -85,7 +86,8 @@ static inline void activity_moved(void) {
     activity_unlock();
 }
 
-// An NCCL operation was enqueued, or has `finished`. `pending` operations are left; `what` and `layer` name the oldest.
+// Notes that an NCCL operation was enqueued or, with `finished`, has finished. `pending`: operations that are left;
+// `what` and `layer` name the oldest of them.
 static inline void activity_operation(int64_t pending, const char *what, int64_t layer, bool finished) {
     Activity *a = activity_lock();
     a->pending = pending, a->pending_what = what, a->pending_layer = layer;

@@ -1,6 +1,6 @@
 // One allocation for everything: the same code first counts bytes (the memory plan), then hands out addresses.
-// It runs on an arena without memory, which only counts, for the memory plan and --dry-run. Then it runs on the real
-// arena. So the plan and the allocation cannot differ.
+// The code that takes buffers runs on an arena without memory, which only counts, for the memory plan and --dry-run.
+// Then the same code runs on the real arena. So the plan and the allocation cannot differ.
 //
 // Buffers that are never in use at the same time may share memory: see arena_reuse().
 #ifndef LLMC_ARENA_H
@@ -28,7 +28,7 @@ typedef struct {
         const char *name;
         int64_t bytes;
     } groups[ARENA_MAX_GROUPS];
-    int num_groups, group;  // headings, and the current one
+    int num_groups, group;  // number of headings, and index of the current one
 } Arena;
 
 // Later arena_take() calls count under this heading of the memory plan.
@@ -40,8 +40,9 @@ static inline void arena_group(Arena *a, const char *name) {
     a->groups[a->num_groups++].bytes = 0;
 }
 
-// From now on arena_take() hands out memory of `span` again, as far as it fits there. Such bytes count under no
-// heading. span.begin is a multiple of ARENA_ALIGNMENT. Returns the unused rest of the span before it.
+// From now on arena_take() hands out memory of `span` a second time, for each buffer that fits into what is left of it.
+// Such bytes count under no heading. span.begin is a multiple of ARENA_ALIGNMENT. Returns the unused rest of the
+// previous span.
 static inline ArenaRange arena_reuse(Arena *a, ArenaRange span) {
     const ArenaRange left = a->reuse;
     a->reuse = span;
@@ -56,8 +57,9 @@ static inline void arena_add(int64_t *sum, int64_t size) {
 }
 
 #ifdef ARENA_APART
-// For compute-sanitizer, which only knows the bounds of allocations: each range is an allocation of its exact size, and
-// no memory is reused. Not possible if other GPUs read the arena (--copy-engines). Zeroed, as the arena is.
+// Returns zeroed memory for one buffer. compute-sanitizer only knows the bounds of allocations, so with ARENA_APART
+// each buffer is an allocation of its exact size, and no memory is reused. ARENA_APART cannot be used if other GPUs
+// read the arena (--copy-engines).
 static inline void *arena_apart(int64_t bytes) {
     void *p;
     if (cudaMalloc(&p, (size_t)max_i64(1, bytes)) != cudaSuccess ||
@@ -67,7 +69,8 @@ static inline void *arena_apart(int64_t bytes) {
 }
 #endif
 
-// The next `bytes` bytes, 256-byte aligned. On an arena without memory the result must not be read or written.
+// Returns memory of `bytes` bytes, aligned to 256 bytes. On an arena without memory the result must not be read or
+// written.
 static inline void *arena_take(Arena *a, int64_t bytes) {
     const int64_t size = bytes > INT64_MAX - ARENA_ALIGNMENT ? -1 : round_up(bytes, ARENA_ALIGNMENT);
     const bool again = size > 0 && size <= a->reuse.end - a->reuse.begin;
@@ -81,7 +84,7 @@ static inline void *arena_take(Arena *a, int64_t bytes) {
     return p;
 }
 
-// Prints MiB per group and the sum. `other` is memory outside the arena (CUDA context and libraries).
+// Prints the MiB of each heading and the total. `other` is memory outside the arena (CUDA context and libraries).
 static inline void arena_print_plan(const Arena *a, int64_t other) {
     printf("\nmemory plan, MiB\n");
     for (int i = 0; i < a->num_groups; i++)

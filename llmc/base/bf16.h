@@ -26,7 +26,8 @@ HOST_DEVICE static inline float float_from_bits(uint32_t u) {
 #endif
 }
 
-// Returns a b, rounded. A compiler must not fuse it with an addition.
+// Returns a * b, rounded to fp32. The product is never fused with an addition: by __fmul_rn on the GPU, by
+// -ffp-contract=off on the CPU.
 HOST_DEVICE static inline float float_product(float a, float b) {
 #ifdef __CUDA_ARCH__
     return __fmul_rn(a, b);
@@ -47,8 +48,8 @@ HOST_DEVICE static inline bf16_bits bf16_from_float(float x) {
     return (bf16_bits)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-// Stochastic rounding: up with probability (distance to the lower neighbour)/(spacing), given 16 uniformly random bits.
-// Infinities and NaNs stay.
+// Stochastic rounding by 16 uniformly random bits. The magnitude is rounded up with probability (distance to the lower
+// neighbour) / (distance between the neighbours). Infinities and NaNs stay.
 HOST_DEVICE static inline bf16_bits bf16_from_float_stochastic(float x, uint32_t random16) {
     uint32_t u = float_bits(x);
     if ((u & 0x7f800000u) == 0x7f800000u) return bf16_from_float(x);

@@ -2,21 +2,23 @@
 // (Xi and others 2024, arXiv 2410.19313.) The CPU trainer and the CUDA kernel share this file, so that both compute the
 // same bits.
 //
-// E4M3 spans 2^17.8. The magnitudes in a group may span little of it, or much more. So a group stores |x| / max to the
-// power k, and k is such that the group's range of magnitudes fills that of E4M3:
+// The largest number of E4M3 is 2^17.8 times the smallest above zero. The ratio of the largest to the smallest
+// magnitude in a group may be far less, or far more. So a group stores |x| / max to the power k, with the k that makes
+// the group's magnitudes fill the range of E4M3:
 //     r = max / min,  k = floor(16 log2(448 * 448 / 2) / log2(r)) / 16,  code = E4M3(448 (|x| / max)^k)
 //     |x| = max (code / 448)^(1 / k)
 // These are COAT's numbers. COAT keeps a scale, k and sqrt(max * min) for each group. They reduce to max and k, which
-// fit one word of 32 bits: the bits of the max, whose mantissa is rounded up to 16 bits, and in the lowest 8 bits
-// 16 k - 1. A moment takes 1 + 4 / 128 bytes. Where COAT has no sound answer, this differs:
-//   - k is at most 16, where COAT divides by log2(1) = 0 if all magnitudes are equal, and at least 1/8, which spans all
-//     of fp32;
+// fit one word of 32 bits: the lowest 8 bits are 16 k - 1, and the upper 24 bits are max, rounded up to 15 bits of
+// mantissa. A moment takes 1 + 4 / 128 bytes per element. Three rules differ from COAT's, which give no sound answer in
+// these cases:
+//   - k is at most 16; if all magnitudes are equal, COAT divides by log2(1) = 0. k is at least 1/8; the codes above
+//     zero then span 2^142, and smaller magnitudes become zero;
 //   - zeros stay zeros, and do not count for the min; COAT's min counts some of them, by their place in the warp;
-//   - a group whose max is below 2^-100 becomes zero. There AdamW's eps decides.
+//   - a group whose max is below 2^-100 becomes zero. Beside AdamW's eps such moments are negligible.
 //
-// A power differs between a CPU and a GPU. So tables hold, for each k, the magnitudes that codes stand for and those at
-// which rounding moves to the next code, and comparisons with them decide. The GPU guesses a code by powers, and the
-// tables tell whether the guess is right (adamw_coat.cuh).
+// pow() rounds differently on a CPU and on a GPU. So tables hold, for each k, the magnitudes that codes stand for and
+// those at which rounding moves to the next code, and comparisons with them decide. The GPU guesses a code by powers,
+// and the tables tell whether the guess is right (adamw_coat.cuh).
 #ifndef LLMC_COAT_H
 #define LLMC_COAT_H
 
@@ -29,8 +31,8 @@
 #define COAT_POWERS 256               // k = 1/16, 2/16, ... 16
 #define COAT_CODES 127                // magnitudes of E4M3, from 0 to 448
 #define COAT_SIGN 128                 // a code's bit for values below zero
-#define COAT_SPAN 16.614709844115207  // log2(448 * 448 / 2): the range that a group's magnitudes get
-#define COAT_SMALLEST 0x1p-100f       // groups whose max is below are zero
+#define COAT_SPAN 16.614709844115207  // log2(448 * 448 / 2): log2(max / min) of a group after the power k
+#define COAT_SMALLEST 0x1p-100f       // a group whose max is below it becomes zero
 
 // Indexed by 16 k - 1.
 typedef struct {
@@ -54,7 +56,7 @@ static inline void coat_tables_fill(CoatTables *t) {
     }
 }
 
-// log2 and quotient, for a guess that is checked.
+// log2 and quotient, inexact on a GPU. They only make a guess, which coat_word checks.
 HOST_DEVICE static inline float coat_log2(float x) {
 #ifdef __CUDA_ARCH__
     return __log2f(x);
@@ -70,12 +72,14 @@ HOST_DEVICE static inline float coat_quotient(float x, float y) {
 #endif
 }
 
-// True if k = (power + 1) / 16 may be used in a group with these extremes.
+// True if k = (power + 1) / 16 may be used in a group with these extremes. 1/16 and 1/8 always may: their range is
+// infinite.
 HOST_DEVICE static inline bool coat_fits(const CoatTables *t, int power, float max, float smallest) {
-    return max <= float_product(t->range[power], smallest);  // range[0] is infinite
+    return max <= float_product(t->range[power], smallest);
 }
 
-// Returns the word of a group whose largest magnitude is `largest` and whose smallest above zero is `smallest`.
+// Returns the word of a group whose largest magnitude is `largest` and whose smallest magnitude above zero is
+// `smallest`; 0 if the group becomes zero.
 HOST_DEVICE static inline uint32_t coat_word(const CoatTables *t, float largest, float smallest) {
     if (!(largest >= COAT_SMALLEST)) return 0;
     const uint32_t bits = (float_bits(largest) + 255) & ~255u;
@@ -111,14 +115,15 @@ HOST_DEVICE static inline float coat_uniform(uint32_t random) {
 #endif
 }
 
-// Returns true if a magnitude that is `above_code` above the value of a code, with `gap` to that of the next code,
-// rounds up to it, so that the decoded magnitude is right on average.
+// Stochastic rounding of a magnitude between the values of two neighbouring codes. above_code: its distance from the
+// lower value; gap: the distance between the two values. Returns true if the upper code is taken. The decoded magnitude
+// is then right on average.
 HOST_DEVICE static inline bool coat_rounds_up(float above_code, float gap, uint32_t random) {
     return above_code > fmaf(gap, coat_uniform(random), -gap);
 }
 
-// Returns the code of x in a group with this word, which is not 0: the nearest, or, with `stochastic`, one of the two
-// around x, by random bits. inverse_max: 1 / coat_max(word).
+// Returns the code of x in a group with this word, which is not 0: the code that is nearest after the power k, or, with
+// `stochastic`, one of the two codes around x, by random bits. inverse_max: 1 / coat_max(word).
 HOST_DEVICE static inline uint8_t coat_encode(const CoatTables *t, uint32_t word, float inverse_max, float x,
                                               bool stochastic, uint32_t random) {
     const uint32_t bits = float_bits(x), sign = bits >> 24 & COAT_SIGN, row = word & 255;

@@ -21,7 +21,7 @@
 #define IO_CHUNK_BYTES ((int64_t)64 << 20)
 #endif
 
-// Why a call returned false. Long texts are cut, and control characters shown as \xNN.
+// The reason why a call returned false. Long texts are cut, and control characters are shown as \xNN.
 typedef struct {
     char text[2048];
     bool lasting;  // a retry cannot help
@@ -44,7 +44,8 @@ typedef struct {
     char text[512];
 } Words;
 
-// The reason (errno) of the call that has just failed. If a limit of this process is the cause, it names the limit.
+// Returns the reason (errno) of the call that has just failed. If a limit of this process is the cause, the text names
+// the limit.
 static inline Words error_words(void) {
     Words w;
     struct rlimit limit;
@@ -129,7 +130,7 @@ static inline bool output_file_write(OutputFile *file, const void *data, int64_t
     return true;
 }
 
-// Writes the data to disk (fsync) and closes the file, also on failure.
+// Writes the data to disk (fsync) and closes the file, even if fsync fails.
 static inline bool output_file_close(OutputFile *file, Failure *failure) {
     bool ok = true;
     if (FILE_WORK("fsync", file->path, fsync(file->fd)))
@@ -154,7 +155,7 @@ static inline bool file_write(const char *folder, const char *name, const void *
     return ok;
 }
 
-// Reads `bytes` bytes from `offset` of an open file. Fails if the file is shorter than that.
+// Reads `bytes` bytes from `offset` on from an open file. Fails if the file ends before them.
 static inline bool file_read_at(int fd, const char *path, int64_t offset, void *out, int64_t bytes, Failure *failure) {
     for (int64_t done = 0; done < bytes;) {
         ssize_t got = FILE_WORK(
@@ -187,7 +188,7 @@ static inline bool file_write_at(int fd, const char *path, int64_t offset, const
     return true;
 }
 
-// Finds the size of a regular file. Fails if `path` is no such file.
+// Finds the size of a regular file. Fails if `path` does not name one.
 static inline bool file_size(const char *path, int64_t *bytes, Failure *failure) {
     struct stat s;
     if (FILE_WORK("stat", path, stat(path, &s))) return fail(failure, "cannot open %s: %s", path, strerror(errno));
@@ -241,7 +242,7 @@ static inline void path_resolve(const char *path, char *out, size_t capacity) {
     }
 }
 
-// True if a resolved path is `folder` or lies in it.
+// True if `path` is `folder` or lies in it. Both must be resolved.
 static inline bool path_within(const char *path, const char *folder) {
     const size_t n = strlen(folder);
     return strncmp(path, folder, n) == 0 && (!path[n] || path[n] == '/' || strcmp(folder, "/") == 0);
@@ -297,8 +298,8 @@ static inline bool folder_create(const char *folder, bool may_exist, Failure *fa
                 error == ENOENT ? " (its parent folder must exist)" : "");
 }
 
-// The name of the marker file (the mark). Every folder that this program fills has it: it is written first and removed
-// last. The program removes only folders with this file.
+// The name of the marker file (the mark). Every folder of a checkpoint or export has it: it is written first and
+// removed last. The program removes no folder without this file, except an empty one.
 #define FOLDER_MARKER ".train_fp8"
 
 // Writes the marker file into a folder. A crash may leave it empty, so only its name counts.
@@ -353,9 +354,9 @@ static inline Words folder_foreign_words(const char *folder) {
     return w;
 }
 
-// Removes a folder of this program and the files in it. Fails and keeps it if it is FOLDER_FOREIGN or holds a folder.
-// Links are not followed. The marker file is removed last, so that a later run can finish a removal that a crash cut
-// short.
+// Removes a folder of this program and the files in it. Fails, and removes nothing, if the folder is FOLDER_FOREIGN.
+// Fails too if there is a folder in it; some of its files are then removed already. Links are not followed. The marker
+// file is removed last, so that a later run can finish a removal that a crash cut short.
 static inline bool folder_remove(const char *folder, Failure *failure) {
     if (folder_kind(folder) == FOLDER_FOREIGN)
         return fail(failure, "%s is not removed: %s", folder, folder_foreign_words(folder).text);
@@ -398,8 +399,8 @@ static inline bool folders_share_room(const char *a, const char *b) {
 #endif
 
 // Locks a folder against other processes of this host until this process ends, however it ends: the kernel then closes
-// the descriptor. Waits up to `seconds` for a process that is just ending. A second lock of this process is no error.
-// File systems that cannot lock folders (NFS) give a warning and no lock.
+// the descriptor. Waits up to `seconds` for another process to end. This process may lock a folder twice. File systems
+// that cannot lock folders (NFS) give a warning and no lock.
 static inline bool folder_lock(const char *folder, double seconds, Failure *failure) {
     static struct stat held[4];
     static int num_held;
@@ -417,7 +418,7 @@ static inline bool folder_lock(const char *folder, double seconds, Failure *fail
         }
         if (seconds_now() - start >= seconds) {
             close(fd);
-            return fail(failure, "another run is using it; wait until that has ended, or give another folder");
+            return fail(failure, "another run is using it; wait until that run has ended, or give another folder");
         }
         usleep(50000);
     }
@@ -431,15 +432,16 @@ static inline bool folder_lock(const char *folder, double seconds, Failure *fail
 #define FOLDER_TEMPORARY ".tmp"
 #define FOLDER_ASIDE ".old.tmp"
 
-// Exchanges the names of two folders in one step. Sets errno on failure; some file systems cannot do it.
+// Exchanges the names of two folders in one step. Returns false, with errno set, on failure; some file systems cannot
+// exchange names.
 static inline bool folder_exchange(const char *a, const char *b) {
     const unsigned exchange = 2;  // RENAME_EXCHANGE of linux/fs.h
     return FILE_WORK("renameat2", b, syscall(SYS_renameat2, AT_FDCWD, a, AT_FDCWD, b, exchange)) == 0;
 }
 
 // Gives folder `temporary` the name `final`. If `final` exists, both names are exchanged in one step, so that `final`
-// is always a whole folder. On file systems that cannot exchange names, the old folder first gets the suffix
-// FOLDER_ASIDE. Then the old folder is removed; a failure of this removal is only a warning.
+// is always a whole folder. If that fails, as on file systems that cannot exchange names, the old folder first gets the
+// suffix FOLDER_ASIDE. At the end the old folder is removed; a failure of this removal is only a warning.
 static inline bool folder_replace(const char *temporary, const char *final, Failure *failure) {
     if (FILE_WORK("rename", final, rename(temporary, final)) == 0) return true;
     if (errno != EEXIST && errno != ENOTEMPTY)

@@ -53,23 +53,23 @@ HOST_DEVICE static inline float fp8_to_float(uint8_t code, Fp8Format format) {
     return float_from_bits(sign | ((exponent - (uint32_t)bias + 127) << 23) | (fraction << (23 - mantissa)));
 }
 
-// torchao's amax_to_scale: the multiplier that takes a tensor to FP8, s = fp32(MAX / max(fp64(amax), 1e-12)).
-// amax = inf gives 0 (then 1/s = inf, and the product is NaN); amax = NaN gives NaN.
+// torchao's amax_to_scale: the multiplier that takes a tensor to FP8, s = fp32(MAX / max(fp64(amax), 1e-12)). amax =
+// inf gives s = 0, so that scale_inv = 1 / s is infinite and a GEMM gives NaN. amax = NaN gives NaN.
 HOST_DEVICE static inline float fp8_scale(float amax, Fp8Format format) {
     double a = (double)amax;
     if (a < 1e-12) a = 1e-12;  // false for NaN, which passes through
     return (float)((double)fp8_max(format) / a);
 }
 
-// The largest power of two not above x; zero, infinity and NaN stay. torchao's exp2(floor(log2 x)) gives equal values
-// for scales of bfloat16 amaxes.
+// The largest power of two not above x, for x >= 0. Zero, infinity and NaN stay; a subnormal number becomes zero.
+// torchao's exp2(floor(log2 x)) gives equal values for scales of bfloat16 amaxes.
 HOST_DEVICE static inline float fp8_pow2_down(float x) {
     const uint32_t exponent = float_bits(x) & 0x7f800000u;
     return exponent == 0x7f800000u ? x : float_from_bits(exponent);
 }
 
 // Transformer Engine's scale: one fp32 division. An amax of zero, infinity or NaN gives 1. A quotient above the largest
-// float becomes the largest float. `margin`: the scale is divided by 2 to this power.
+// float becomes the largest float. The scale is divided by 2 to the power `margin`.
 HOST_DEVICE static inline float fp8_scale_te(float amax, Fp8Format format, int margin) {
     const uint32_t bits = float_bits(amax);
     if (bits == 0 || bits >= 0x7f800000u) return 1.0f;
@@ -84,7 +84,7 @@ HOST_DEVICE static inline float e8m0_to_float(uint8_t code) {
     return code ? float_from_bits((uint32_t)code << 23) : float_from_bits(0x00400000u);
 }
 
-// The scale_inv of a block in an MX format: amax / MAX as E8M0, rounded up so that nothing saturates (RCEIL:
+// The scale_inv of a block in an MX format: amax / MAX as E8M0, rounded up so that no finite value saturates (RCEIL:
 // Transformer Engine, torchao). Zero gives 0, infinity 0xfe, NaN 0xff.
 HOST_DEVICE static inline uint8_t e8m0_from_amax(float amax, Fp8Format format) {
     const uint32_t u = float_bits(amax * (1.0f / fp8_max(format))), exponent = u >> 23, fraction = u & 0x7fffffu;

@@ -1,14 +1,15 @@
 // Groups of 128 values as E4M3 codes with one E8M0 scale_inv (fp8.h), for activations that are kept for backward.
 // The CPU trainer and a CUDA kernel share these rules, so that both compute the same bits.
 //
-// The scale is a power of two, the largest with which no value of the group saturates. So a decoded value has the four
-// significant bits of E4M3, and bf16 holds it exactly. A NaN makes the whole group NaN, and an infinity stays.
+// The scale is a power of two, the largest with which no value of the group saturates. So a decoded value has at most
+// the four significant bits of E4M3, and bf16 holds it exactly. A NaN makes the whole group NaN, and an infinity stays
+// infinite.
 #ifndef LLMC_FP8_GROUP_H
 #define LLMC_FP8_GROUP_H
 
 #include "fp8.h"
 
-enum { FP8_GROUP = 128 };  // values
+enum { FP8_GROUP = 128 };  // values in a group
 
 // Returns the scale_inv of a group, as E8M0. `amax`: fp32 bits of the largest magnitude; NaN is above infinity.
 HOST_DEVICE static inline uint8_t fp8_group_scale_inv(uint32_t amax) {

@@ -4,7 +4,7 @@
 // must not have a key twice. \u0000 is refused, since strings here end at a zero byte. A byte 0xXX that is not UTF-8
 // (in a path, for example) is written as \udcXX, as Python's "surrogateescape" does (PEP 383), and read back as that
 // byte. So the JSON that this program writes is always UTF-8, and Python's os.fsencode turns the text that json.load
-// reads into the path's bytes. Such a byte in a file that is read is kept too.
+// reads into the path's bytes. A byte that is not UTF-8 in JSON that is read is kept as it is.
 #ifndef LLMC_JSON_H
 #define LLMC_JSON_H
 
@@ -21,8 +21,8 @@ typedef struct {
     JsonType type;
     int64_t parent, next, first;  // indices of nodes; -1: none
     int64_t count;                // children
-    const char *key;              // in an object, else NULL
-    const char *text;             // string without escapes; number as it stood; "true" or "false"
+    const char *key;              // key of a member of an object, else NULL
+    const char *text;             // string without escapes; number as it stood; "true" or "false"; else ""
 } JsonNode;
 
 typedef struct {
@@ -35,7 +35,7 @@ typedef struct {
 typedef struct {
     Json *json;
     const char *start, *at, *end;
-    char *pool;  // next free byte; a text and its zero byte need at most one byte more than in the source
+    char *pool;  // next free byte of json->pool
     Failure *failure;
 } JsonParser;
 
@@ -65,7 +65,7 @@ static inline void json_skip_space(JsonParser *p) {
     while (p->at < p->end && (*p->at == ' ' || *p->at == '\t' || *p->at == '\n' || *p->at == '\r')) p->at++;
 }
 
-// If character c is next: skips it and returns true.
+// Skips character c and returns true if it is next. Else returns false.
 static inline bool json_take(JsonParser *p, char c) {
     if (p->at == p->end || *p->at != c) return false;
     p->at++;
@@ -267,11 +267,11 @@ static inline bool json_parse_value(JsonParser *p, int64_t parent, const char *k
     return ok;
 }
 
-// Parses `size` bytes; `source` names them in messages. The caller frees with json_free if this succeeds.
+// Parses `size` bytes of text; `source` names the text in messages. On success the caller frees *json with json_free.
 static inline bool json_parse(Json *json, const char *source, const char *text, size_t size, Failure *failure) {
     memset(json, 0, sizeof *json);
     json->source = xstrdup(source);
-    json->pool = (char *)xcalloc(size + 1, 1);
+    json->pool = (char *)xcalloc(size + 1, 1);  // a text's zero byte takes the place of a quote or a separator
     JsonParser p = {json, text, text, text + size, json->pool, failure};
     bool ok = json_parse_value(&p, -1, NULL, 0);
     json_skip_space(&p);
@@ -326,7 +326,7 @@ static inline void json_path(const Json *json, const JsonNode *node, char *out, 
     }
 }
 
-// "FILE: path: expected WHAT, found ...". Always false.
+// Fails with "FILE: path: expected WHAT, found ...". Always returns false.
 static inline bool json_expected(const Json *json, const JsonNode *node, const char *what, Failure *failure) {
     char path[256];
     json_path(json, node, path, sizeof path);
@@ -338,7 +338,7 @@ static inline bool json_expected(const Json *json, const JsonNode *node, const c
                 node->text, quote);
 }
 
-// The member `key`, which must exist and have this type; else NULL, and `failure` says why.
+// Returns the member `key`. If it is missing or has another type, returns NULL, and `failure` says why.
 static inline const JsonNode *json_require(const Json *json, const JsonNode *object, const char *key, JsonType type,
                                            Failure *failure) {
     const JsonNode *node = json_member(json, object, key);
@@ -361,7 +361,7 @@ static inline bool json_real(const Json *json, const JsonNode *node, double *out
     return isfinite(*out) || json_expected(json, node, "a number that a double can hold", failure);
 }
 
-// A whole number in low..high; 8192.0 and 1e6 are whole too.
+// Reads a whole number in low..high; 8192.0 and 1e6 are whole too.
 static inline bool json_int(const Json *json, const JsonNode *node, int64_t low, int64_t high, int64_t *out,
                             Failure *failure) {
     char what[96];
@@ -416,8 +416,8 @@ UTILS_PRINTF(2, 3) static inline void json_text_add(JsonText *out, const char *f
     out->size += (size_t)n;
 }
 
-// Number of bytes of the UTF-8 character at `s`; 0 if there is none (RFC 3629: no overlong form, no surrogate, at most
-// U+10FFFF).
+// Returns the number of bytes of the UTF-8 character at `s`; 0 if the bytes there are not UTF-8 (RFC 3629: no overlong
+// form, no surrogate, at most U+10FFFF).
 static inline int json_utf8_length(const char *s) {
     const unsigned char *c = (const unsigned char *)s;
     if (c[0] < 0x80) return 1;

@@ -13,7 +13,7 @@ HOST_DEVICE static inline uint64_t rng_mix(uint64_t z) {
     return z ^ (z >> 31);
 }
 
-// One key per independent sequence, e.g. (seed, optimizer step) or (seed, tensor).
+// Returns the key of an independent sequence, for example of (seed, optimizer step) or (seed, tensor).
 HOST_DEVICE static inline uint64_t rng_key(uint64_t seed, uint64_t stream) {
     return rng_mix(rng_mix(seed + 0x9e3779b97f4a7c15ull) ^ (stream * 0xd1342543de82ef95ull + 1));
 }
@@ -28,8 +28,8 @@ HOST_DEVICE static inline float rng_uniform(uint64_t key, uint64_t index) {
     return (float)(rng_u64(key, index) >> 40) * 0x1p-24f;
 }
 
-// -2 ln(u) for u in (0, 1]: exponent and mantissa apart, ln(1+f) by the atanh series; relative error below 1e-6. Every
-// multiplication is part of an explicit fmaf, so that host and device round alike with any compiler.
+// -2 ln(u) for u in (0, 1]: exponent and mantissa apart, ln(1+f) by the atanh series; relative error below 1e-6. No
+// product is added to anything except by an explicit fmaf, so that host and device round alike with any compiler.
 HOST_DEVICE static inline float rng_minus_2ln(float u) {
     uint32_t bits = float_bits(u);
     int exponent = (int)(bits >> 23) - 127;

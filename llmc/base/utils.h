@@ -1,4 +1,4 @@
-// Small things every file needs: fatal errors, checked allocation and files, rounding of sizes, time.
+// Small things for many files: fatal errors, exit statuses, memory, reading a file, rounding of sizes, time.
 #ifndef LLMC_UTILS_H
 #define LLMC_UTILS_H
 
@@ -24,8 +24,9 @@
 #define HOST_DEVICE
 #endif
 
-// These stand before a loop whose iterations do not depend on each other: OpenMP threads share them, in equal parts or
-// one by one. After PARALLEL_MAX, the variables that it names have the largest values of all threads.
+// A PARALLEL_ macro stands before a loop whose iterations do not depend on each other. OpenMP threads share the
+// iterations, in equal parts, or one by one with PARALLEL_FOR_UNEVEN. After a loop with PARALLEL_MAX, the variables
+// that it names have the largest values of all threads.
 #ifdef _OPENMP
 #define PARALLEL_PRAGMA(text) _Pragma(#text)
 #define PARALLEL_FOR _Pragma("omp parallel for")
@@ -47,7 +48,7 @@
     X(EXIT_MEMORY, 3, "out of memory, of the host or a GPU; also a memory plan that does not fit")              \
     X(EXIT_UNSUPPORTED, 4, "this GPU, trainer or recipe cannot do this model or option")                        \
     X(EXIT_LOST, 6, "a rank or host was lost or is stuck")                                                      \
-    X(EXIT_NONFINITE, 7, "the gradient norm, or a value to be saved, was not finite")
+    X(EXIT_NONFINITE, 7, "the gradient norm was not finite or too large, or a value to be saved was not finite")
 
 #define EXIT_CODE_ID(id, number, meaning) id = number,
 enum { EXIT_CODES(EXIT_CODE_ID) };
@@ -55,7 +56,7 @@ enum { EXIT_CODES(EXIT_CODE_ID) };
 
 // Hooks for a program of several ranks that dies. comm.h sets them.
 typedef struct {
-    char prefix[128];       // "rank 3 on HOST: ", stands before the message
+    char prefix[128];       // stands before the message: "rank 3 on HOST: "
     void (*before)(void);   // called before the message is printed
     void (*end)(int code);  // ends this process and the other ranks, with this status
 } DieHook;
@@ -65,7 +66,7 @@ static inline DieHook *die_hook(void) {
     return &hook;
 }
 
-// True for a control character, which a terminal would act on.
+// True for a control character that a terminal would act on: all but newline and tab.
 static inline bool byte_is_control(char c) { return ((unsigned char)c < 32 && c != '\n' && c != '\t') || c == 127; }
 
 // Copies a text that may come from a file, so that it is safe to print: control characters become \xNN, also C1 ones,
@@ -96,14 +97,14 @@ __attribute__((noreturn)) UTILS_PRINTF(2, 0) static inline void die_list(int cod
     text_printable(given, text, sizeof text);
     flush_stdout();
     if (hook->before) hook->before();
-    fprintf(stderr, "error: %s%s\n", hook->prefix,
-            text);  // at once, so that what other processes write does not come between
+    // one call, so that no output of other processes comes between its parts
+    fprintf(stderr, "error: %s%s\n", hook->prefix, text);
     if (hook->end) hook->end(code);
     exit(code);
 }
 
-// Prints "error: ..." on stderr and ends the process with a status of EXIT_CODES, and with it the other ranks, if there
-// are any. For bad input: say what was given, why it cannot be, and what would work.
+// Prints "error: ..." on stderr. Then ends this process and all other ranks with a status of EXIT_CODES. For bad input
+// the text says what was given, why it cannot be, and what would work.
 __attribute__((noreturn)) UTILS_PRINTF(2, 3) static inline void die_with(int code, const char *format, ...) {
     va_list args;
     va_start(args, format);

@@ -42,7 +42,7 @@ static inline bool export_owns(const char *name) {
 static inline bool export_may_replace(const char *dir, Failure *failure) {
     if (!path_exists(dir)) return true;
     DIR *d = folder_open(dir);
-    if (!d) return fail(failure, "cannot open folder %s: it is %s", dir, path_words(dir).text);
+    if (!d) return fail(failure, "cannot open folder %s, which is %s", dir, path_words(dir).text);
     bool ok = true, empty = true, weights = false;
     for (struct dirent *entry; ok && (entry = readdir(d)) != NULL;) {
         char path[PATH_CAPACITY];
@@ -104,8 +104,9 @@ static inline bool export_restore(const char *path, const char *aside, Failure *
 
 // Tries with an empty folder, `probe`, the renames that folder_replace will do with the export, and undoes them, so
 // that a mount point or a folder of another user is found at the start of the run and not at its end. For a moment the
-// earlier export has the name `probe`; this is not PATH.tmp, which the next run would remove. If a kill or a failure
-// leaves it there, export_restore renames it back, here or at the start of the next run.
+// earlier export has the name `probe`. That name is not PATH.tmp, since the next run would remove a folder of that
+// name. If a kill or a failure leaves the earlier export there, export_restore renames it back, here or at the start of
+// the next run.
 static inline bool export_try(const char *path, const char *probe, Failure *failure) {
     const bool existed = path_exists(path);
     char mark[PATH_CAPACITY];
@@ -131,8 +132,9 @@ static inline bool export_try(const char *path, const char *probe, Failure *fail
     return false;
 }
 
-// Dies if the export to `dir` could not succeed at the end of the run. The run calls it before any work. `model_folder`
-// is the folder of the starting weights (NULL for a preset).
+// Prepares the export to `dir` before any work: renames an earlier export back, removes leftovers, makes the parent
+// folder. Dies if the export could not take its place at `dir`. `model_folder` is the folder of the starting weights
+// (NULL for a preset).
 static inline void model_export_prepare(const char *dir, const char *model_folder) {
     char path[PATH_CAPACITY], temporary[PATH_CAPACITY], aside[PATH_CAPACITY], parent[PATH_CAPACITY],
         other[PATH_CAPACITY];
@@ -170,7 +172,8 @@ static inline bool export_write(const char *folder, const ModelConfig *m, const 
     return ok;  // only rank 0 knows if the last steps failed
 }
 
-// Renames a complete export from `temporary` to `path`, in place of an earlier export. On failure it stays `temporary`.
+// Renames a complete export from `temporary` to `path`, in place of an earlier export. On failure the complete export
+// stays at `temporary`.
 static inline bool export_publish(const char *temporary, const char *path, const char *parent, Failure *failure) {
     Failure cause;
     bool ok = export_may_replace(path, &cause);

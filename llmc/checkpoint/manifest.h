@@ -1,7 +1,7 @@
 // trainer.json, the manifest of a checkpoint: progress, settings, training data, and each file's size and hash.
 //
-// It is written after all files that it lists, and ends with a hash of its own bytes. An export has a similar list of
-// files, train_fp8.json.
+// It is written after all files that it lists, and ends with a hash of all its bytes before that hash. An export has a
+// similar list of files, train_fp8.json.
 #ifndef LLMC_MANIFEST_H
 #define LLMC_MANIFEST_H
 
@@ -22,24 +22,24 @@ typedef struct {
     int64_t samples;  // sequences seen: the data cursor
 } TrainerProgress;
 
-// The checkpoints in a folder, by step.
+// Steps of checkpoints in a folder.
 typedef struct {
-    int64_t *steps;  // newest first
+    int64_t *steps;  // checkpoint_list: newest first
     int64_t count;
 } CheckpointSteps;
 
-// A checkpoint stores this about its run. In a resumed run the model, the MUST_MATCH settings and the training data
-// must be equal.
+// A checkpoint stores the model, options and training data of its run. In a resumed run the model, the MUST_MATCH
+// settings and the training data must be equal.
 typedef struct {
     const ModelConfig *model;
     const Options *options;  // with `auto` values resolved
     DataIdentity data;
     // checkpoints that are never removed: damaged ones that this run skipped when it resumed, and old ones that this
-    // program may not remove; may be NULL
+    // program may not remove; may be NULL; not stored
     CheckpointSteps *skipped;
 } CheckpointRun;
 
-// ---- lists of files with their hashes
+// ---- manifests: writing and checking
 
 // File name of an export's manifest.
 #define EXPORT_HASHES "train_fp8.json"
@@ -50,7 +50,7 @@ typedef struct {
 static_assert(sizeof CHECKPOINT_SEAL_FORMAT - sizeof "%016llx" + 16 == CHECKPOINT_SEAL_BYTES,
               "%016llx prints 16 digits");
 
-// Appends the list of files and the hash to *out, writes it to FOLDER/NAME, and frees *out.
+// Appends the list of files and the hash to *out, writes *out to FOLDER/NAME, and frees it.
 static inline bool checkpoint_write_sealed(const char *folder, const char *name, JsonText *out, const FileList *files,
                                            Failure *failure) {
     json_text_add(out, ",\n  \"files\": [");
@@ -171,8 +171,8 @@ static inline bool checkpoint_check_name(const char *checkpoint, const Json *jso
                                  checkpoint, (long long)step, (long long)step);
 }
 
-// True if a checkpoint is complete and undamaged: it has its original name, and every file that trainer.json lists has
-// the size and, if `hash`, the hash in the list.
+// True if a checkpoint is complete and undamaged: its name fits its step, and every file that trainer.json lists has
+// the listed size and, with `hash`, the listed hash.
 static inline bool checkpoint_is_whole(const char *checkpoint, bool hash, Failure *failure) {
     Json json;
     if (!checkpoint_open_trainer(checkpoint, &json, failure)) return false;
@@ -215,8 +215,8 @@ static inline bool model_verify(const char *folder, int64_t largest, Failure *fa
 // ---- a resumed run against its checkpoint
 
 // Returns the MUST_MATCH settings that differ from the checkpoint, one per line "--name is A in the checkpoint, B now";
-// empty if none differs. A setting that the checkpoint lacks did not exist when it was written: its run worked as with
-// today's default.
+// empty if none differs. A setting that the checkpoint lacks did not exist when the checkpoint was written: that run
+// worked as today's default does.
 static inline JsonText checkpoint_settings_mismatch(const Json *json, const Options *o) {
     JsonText out = {NULL, 0, 0};
     json_text_add(&out, "%s", "");
@@ -243,7 +243,7 @@ static inline JsonText checkpoint_settings_mismatch(const Json *json, const Opti
     return out;
 }
 
-// Appends a line to *out if --train-data holds other data than in the checkpoint: the data cursor would be wrong. The
+// Appends lines to *out if --train-data holds other data than in the checkpoint: the data cursor would be wrong. The
 // path may differ, so that data can be moved. A checkpoint without a data entry matches any data.
 static inline void checkpoint_data_mismatch(const Json *json, const DataIdentity *now, JsonText *out) {
     const JsonNode *data = json_member(json, json_root(json), "training_data");
@@ -313,7 +313,7 @@ static inline JsonText checkpoint_model_mismatch(const ModelConfig *then, const 
     return out;
 }
 
-// Returns the progress of the checkpoint's run. Dies if the model, a MUST_MATCH setting or the training data differ.
+// Returns the progress of the checkpoint's run. Dies if the model, a MUST_MATCH setting or the training data differs.
 // Needs no trainer state, so it can run before anything is allocated.
 static inline TrainerProgress checkpoint_check(const char *checkpoint, const CheckpointRun *run) {
     Failure failure;

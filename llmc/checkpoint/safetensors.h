@@ -89,10 +89,10 @@ static inline void safetensors_close(Safetensors *st) {
     memset(st, 0, sizeof *st);
 }
 
-// ---- reading: the header
+// ---- reading: headers, and sets of files
 
-// Reads type, shape and offset of one tensor from its entry in the header. `data` is the file offset of the first
-// tensor; `limit` is the number of bytes from there to the end of the file.
+// Reads type, shape and offset of one tensor from its entry in the header, and checks them. `data` is the file offset
+// of the first tensor; `limit` is the number of bytes from there to the end of the file.
 static inline bool safetensors_read_entry(const Json *json, const JsonNode *entry, int64_t data, int64_t limit,
                                           Safetensor *t, Failure *failure) {
     const JsonNode *dtype = json_require(json, entry, "dtype", JSON_STRING, failure);
@@ -123,7 +123,7 @@ static inline bool safetensors_read_entry(const Json *json, const JsonNode *entr
         return false;
     if (end > limit)
         return fail(failure,
-                    "%s: truncated: tensor %.200s ends at byte %lld of the data, but the file has %lld; "
+                    "%s: truncated: tensor %.200s ends at byte %lld of the data, but the file has %lld of data; "
                     "copy or download it again",
                     json->source, entry->key, (long long)end, (long long)limit);
     if (end - begin != bytes)
@@ -186,7 +186,7 @@ static inline bool safetensors_read_header(const SafetensorsFile *file, Json *js
     return ok;
 }
 
-// True if this program wrote the file. (A program that changes it writes its own header.)
+// True if this program wrote the file. (Another program that changes the file writes its own header.)
 static inline bool safetensors_is_own(const char *path) {
     SafetensorsFile file = {(char *)path, -1, 0};
     Failure ignored;
@@ -264,7 +264,8 @@ static inline const Safetensor *safetensors_find(const Safetensors *st, const ch
     return NULL;
 }
 
-// Opens the files that the weight_map of an index names. Each must be in the folder of the index.
+// Opens the files that the weight_map of an index names. Fails if a file is not in the folder of the index, or lacks a
+// tensor of the map.
 static inline bool safetensors_add_indexed(Safetensors *st, const char *folder, const Json *index, Failure *failure) {
     const JsonNode *map = json_root(index)->type == JSON_OBJECT
                               ? json_require(index, json_root(index), "weight_map", JSON_OBJECT, failure)
@@ -369,7 +370,7 @@ static inline bool safetensors_read(const Safetensors *st, const Safetensor *t, 
                                     bool to_fp32, void *out, Failure *failure) {
     const SafetensorsFile *file = &st->files[t->file];
     if (t->type != ST_F32 && t->type != ST_BF16 && t->type != ST_F16)
-        return fail(failure, "%s: tensor %s has dtype %s; weights must be F32, BF16 or F16", file->path, t->name,
+        return fail(failure, "%s: tensor %s has dtype %s; it must be F32, BF16 or F16", file->path, t->name,
                     safetensors_type_name(t->type));
     if (!safetensors_in_range(st, t, offset, count, failure)) return false;
     const int64_t element = safetensors_type_bytes(t->type), out_element = to_fp32 ? 4 : 2;

@@ -1,6 +1,6 @@
 // Writes safetensors files: one file, or several with an index, by one process or by several.
 //
-// The writer streams: it computes the header from the specifications, then fetches and writes each tensor in chunks.
+// The writer computes the header from the specifications, then fetches and writes each tensor in chunks.
 #ifndef LLMC_SAFETENSORS_WRITER_H
 #define LLMC_SAFETENSORS_WRITER_H
 
@@ -30,7 +30,7 @@ static inline int64_t safetensors_spec_bytes(const SafetensorSpec *spec) {
 static inline JsonText safetensors_header(const SafetensorSpec *specs, int64_t count) {
     JsonText out = {NULL, 0, 0};
     json_text_add(&out, "%8s{\"__metadata__\":{\"format\":\"pt\",\"written_by\":\"%s\"}", "",
-                  SAFETENSORS_WRITER);  // transformers requires this format
+                  SAFETENSORS_WRITER);  // transformers requires "format"
     int64_t end = 0;
     for (int64_t i = 0; i < count; i++) {
         const SafetensorSpec *s = &specs[i];
@@ -78,8 +78,8 @@ static inline bool safetensors_write_file(const char *folder, const char *name, 
     return ok;
 }
 
-// How a set of tensors is split into files: STEM.safetensors, or STEM-00001-of-0000N.safetensors and so on if one file
-// would exceed a limit. No tensor is split.
+// A set of tensors and its files: STEM.safetensors, or STEM-00001-of-0000N.safetensors and so on if one file would
+// exceed a limit. No tensor is split.
 typedef struct {
     const char *folder, *stem;
     const SafetensorSpec *specs;

@@ -7,21 +7,21 @@
 //                                     that hold its elements; MS-AMP's have exp_avg_scale.NAME and
 //                                     exp_avg_sq_scale.NAME, and FP16 masters master_scale.NAME, one number each
 //   fp8_state.safetensors             with delayed scaling only: amax_history [tensors, window] and scale [tensors],
-//                                     numbered as tensor_index() does
+//                                     tensors numbered by tensor_index()
 //   trainer.json                      the manifest (manifest.h); written last
 //   .train_fp8                        the marker file (file_io.h), written first; a folder without it is removed
-//                                     only if it has an undamaged trainer.json
+//                                     only if it is empty or has an undamaged trainer.json
 // Several ranks write one checkpoint together (tensors.h), and any number of ranks can resume it.
 // A checkpoint is written as step-00000123.tmp, synced to disk (fsync), then renamed: a folder without ".tmp" was
-// complete when it was renamed. A checkpoint may be a link to a folder elsewhere: a run can resume from it and counts
-// it as kept, but never removes the link or the folder.
+// complete when it was renamed. A link to such a folder counts as a checkpoint too: a run can resume from it, and never
+// removes the link or the folder.
 #ifndef LLMC_STORE_H
 #define LLMC_STORE_H
 
 #include "manifest.h"
 #include "weights.h"
 
-// ---- names and lists
+// ---- names, lists and removal
 
 static inline void checkpoint_name(const char *dir, int64_t step, const char *suffix, char *out, size_t capacity) {
     format_checked(out, capacity, "%s/step-%08lld%s", dir, (long long)step, suffix);
@@ -32,7 +32,7 @@ static inline int checkpoint_compare_steps(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-// Lists the checkpoints in `dir`, complete or not. The list is empty if the folder does not exist.
+// Lists the checkpoints in `dir`, newest first, complete or not. The list is empty if the folder does not exist.
 static inline bool checkpoint_list(const char *dir, CheckpointSteps *list, Failure *failure) {
     memset(list, 0, sizeof *list);
     DIR *d = opendir(dir);
@@ -54,8 +54,8 @@ static inline bool checkpoint_is_leftover(const char *name) {
     return suffix && checkpoint_step_of(name, suffix) >= 0 && fnmatch("*" FOLDER_TEMPORARY, suffix, 0) == 0;
 }
 
-// True if this program may remove the folder, because it has the marker file. Old versions wrote no marker file: a
-// folder with an undamaged trainer.json gets it here.
+// True if this program may remove the folder: it has the marker file, or is empty or absent. Old versions wrote no
+// marker file: a folder with an undamaged trainer.json gets one here.
 static inline bool checkpoint_is_own(const char *path) {
     struct stat s;
     Json json;
@@ -83,8 +83,8 @@ static inline bool checkpoint_remove_leftovers(const char *dir, bool tell, Failu
     return true;
 }
 
-// Finds a free name for writing step `step`: step-NNNNNNNN.tmp, or step-NNNNNNNN.2.tmp and so on if something of that
-// name exists and cannot be removed.
+// Finds a name for writing step `step`: step-NNNNNNNN.tmp, or step-NNNNNNNN.2.tmp and so on. Removes what has that
+// name; if that fails, goes on to the next name.
 static inline void checkpoint_temporary(const char *dir, int64_t step, char *path, size_t capacity) {
     Failure ignored;
     char suffix[32] = FOLDER_TEMPORARY;
@@ -95,7 +95,7 @@ static inline void checkpoint_temporary(const char *dir, int64_t step, char *pat
     }
 }
 
-// Makes the name `path` free for a checkpoint. If it exists and belongs to another program, or is a link, renames it to
+// Makes the name `path` free for a checkpoint. If a link or something of another program has that name, renames it to
 // PATH.1, or the next free number.
 static inline bool checkpoint_make_way(const char *path, Failure *failure) {
     char aside[PATH_CAPACITY];
@@ -174,7 +174,7 @@ static inline bool checkpoint_write(const char *folder, const TrainerProgress *p
     return ok;  // only rank 0 knows if the last steps failed
 }
 
-// Saves CHECKPOINT_DIR/step-NNNNNNNN (see the head of this file), then removes all but the newest `keep` checkpoints.
+// Saves CHECKPOINT_DIR/step-NNNNNNNN (see the head of this file), then removes older checkpoints (checkpoint_prune).
 // All ranks call it. On failure it returns false on all ranks, with the reason; earlier checkpoints are untouched.
 static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const TrainerProgress *progress,
                                            const CheckpointRun *run, const ParameterTable *t, const TrainerState *s,
@@ -231,9 +231,9 @@ static inline void checkpoint_prepare(const char *dir, bool resume) {
 
 // ---- resuming
 
-// Finds the newest undamaged checkpoint in `dir` by checking the hash of every file. Prints its name, and the damaged
-// ones that it skips. Returns false if there is no checkpoint: the run then starts at its first step. Dies if all are
-// damaged.
+// Finds the newest undamaged checkpoint in `dir` by checking the hash of every file. Prints its name, and that of each
+// damaged checkpoint that it skips. Returns false if there is no checkpoint: the run then starts at its first step.
+// Dies if all are damaged.
 static inline bool checkpoint_find_newest(const char *dir, char *path, size_t capacity) {
     CheckpointSteps list;
     Failure failure;
@@ -262,7 +262,7 @@ static inline bool checkpoint_find_together(const Comm *c, const char *dir, char
 }
 
 // Loads weights, optimizer state and the state of delayed scaling from a checkpoint that passed checkpoint_check. Dies
-// if a file is damaged or a tensor does not fit the model.
+// if a file cannot be read, or if a tensor does not fit the model or the options, or holds a value that is not finite.
 static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m, const ParameterTable *t,
                                    const TrainerState *s) {
     Safetensors st;

@@ -1,7 +1,8 @@
 // Writes and reads a trainer's arrays as tensors of safetensors files; each rank handles its shard of each tensor.
 // Both trainers give access to their arrays by TrainerState. Several ranks write the same files, byte for byte, as one
 // rank would (shard_plan.h): checkpoints do not depend on the number of ranks. All ranks must call the functions that
-// write or read tensors. Writing and reading fail on values that are NaN or infinite.
+// write or read tensors. Writing and reading fail on values that are NaN or infinite, except an infinite amax that is
+// read.
 #ifndef LLMC_TENSORS_H
 #define LLMC_TENSORS_H
 
@@ -11,9 +12,9 @@
 #include "../dist/comm.h"
 #include "safetensors_writer.h"
 
-// The arrays of a trainer. The words of groups exist only with COAT's moments (coat.h), the scale of each moment only
-// with MS-AMP's (msamp.h), the scale of the master weights only if they are FP16, and STATE_AMAX_HISTORY and
-// STATE_SCALES only with delayed scaling.
+// The arrays of a trainer. STATE_..._GROUPS (words of groups) exist only with COAT's moments (coat.h), scales of the
+// moments only with MS-AMP's moments (msamp.h), scales of the master weights only if those are FP16, and
+// STATE_AMAX_HISTORY and STATE_SCALES only with delayed scaling.
 typedef enum {
     STATE_WEIGHTS,
     STATE_EXP_AVG,
@@ -28,10 +29,10 @@ typedef enum {
     NUM_STATE_KINDS
 } StateKind;
 
-// Access to the trainer's arrays. Weights and moments are this rank's flat shards, laid out by `plan`; a scale of each
-// moment or master is an array of one number for each parameter, in the order of the table, equal on all ranks. read
-// and write copy elements offset .. offset + count - 1 to or from `host`, which has the array's type. One thread calls
-// them, and may reuse `host` when they return.
+// Access to the trainer's arrays. Weights and moments are this rank's flat shards, laid out by `plan`; words of groups
+// lie alike, one for each 128 elements. Scales of moments and masters are arrays with one number for each parameter, in
+// the order of the table, equal on all ranks. read and write copy elements offset .. offset + count - 1 to or from
+// `host`, which has the array's type. One thread calls them, and may reuse `host` when they return.
 typedef struct {
     void *context;
     SafetensorsType types[NUM_STATE_KINDS];  // see state_type()
@@ -64,7 +65,8 @@ static inline bool checkpoint_agree(const Comm *c, bool ok, Failure *failure) {
 
 static inline bool checkpoint_is_leader(const Comm *c) { return !c || c->rank == 0; }
 
-// Context of checkpoint_fetch: specification i is the parameter i % table->count of array kinds[i / table->count].
+// Context of checkpoint_fetch and checkpoint_part: specification i is parameter i % table->count of array kinds[i /
+// table->count].
 typedef struct {
     const ParameterTable *table;
     const TrainerState *state;
@@ -116,7 +118,8 @@ static inline int state_kinds(const TrainerState *s, StateKind first, StateKind 
     return n;
 }
 
-// True if none of n values is NaN or infinite. A group's word has the bits of an fp32 number (coat.h).
+// True if none of n values is NaN or infinite. A word of a group is checked as fp32: its upper bits are an fp32 number
+// (coat.h).
 static inline bool all_finite(const void *values, int64_t n, SafetensorsType type) {
     uint32_t bad = 0;
     for (int64_t i = 0; i < n; i++)
@@ -150,7 +153,7 @@ static inline ShardRange state_range(const ParameterTable *t, const TrainerState
     return state_is_groups(kind) ? state_groups(p, range) : range;
 }
 
-// Fails if a value is not finite: nothing could be trained from such a checkpoint. The failure is `lasting`, because
+// Fails if a value to be saved is not finite: training could not continue from it. The failure is `lasting`, because
 // saving again would fail again.
 static inline bool checkpoint_check_finite(const char *prefix, const char *name, const void *values, int64_t n,
                                            SafetensorsType type, Failure *failure) {
@@ -174,7 +177,7 @@ static inline bool checkpoint_fetch(void *context, int64_t tensor, int64_t offse
 }
 
 // Sets the part of a tensor that this rank writes. Replicas hold the same values and take turns over the tensors;
-// within a replica all ranks hold the same scales, and the first writes them.
+// within a replica all ranks hold the same scales, and its first rank writes them.
 static inline void checkpoint_part(void *context, int64_t tensor, int64_t *first, int64_t *count) {
     const CheckpointSource *source = (const CheckpointSource *)context;
     const Comm *c = source->state->comm;
@@ -212,7 +215,7 @@ static inline bool checkpoint_write_together(const SafetensorsSet *set, const Ch
     return checkpoint_agree(c, ok && (c->rank > 0 || safetensors_write_index(set, list, failure)), failure);
 }
 
-// Sets the shape of a parameter's tensor in an array: that of the parameter, a vector of its groups, or one scale.
+// Sets the shape of a parameter's tensor in an array: the parameter's shape, a vector of its groups, or one scale.
 static inline void state_shape(const Parameter *p, StateKind kind, int64_t *rows, int64_t *cols) {
     const ShardRange whole = {0, parameter_elements(p), 0};
     const bool like_parameter = !state_is_groups(kind) && !state_is_scale(kind);
@@ -220,7 +223,7 @@ static inline void state_shape(const Parameter *p, StateKind kind, int64_t *rows
     *cols = like_parameter ? p->cols : 0;
 }
 
-// Writes the arrays from `first` to `last` that the run has as STEM*.safetensors and adds the files to `list`.
+// Writes those of the arrays `first` to `last` that the run has, as STEM*.safetensors. Adds the files to `list`.
 static inline bool checkpoint_write_tensors(const char *folder, const char *stem, const ParameterTable *t,
                                             const TrainerState *s, StateKind first, StateKind last, int64_t shard_bytes,
                                             FileList *list, Failure *failure) {
@@ -320,8 +323,8 @@ static inline bool checkpoint_write_delayed(const char *folder, const TrainerSta
     return checkpoint_agree(s->comm, ok, failure);
 }
 
-// Fails if a loaded history holds NaN or a negative value, or a scale is not finite. A history may hold infinity: older
-// versions saved it after a step with an infinite amax.
+// Fails if a loaded history holds NaN or a negative value, or if a scale is not finite. A history may hold infinity:
+// older versions saved it after a step with an infinite amax.
 static inline bool checkpoint_check_delayed(const float *history, const float *scales, const TrainerState *s,
                                             const char *path, Failure *failure) {
     for (int64_t i = 0; i < s->delayed_tensors * s->delayed_window; i++)

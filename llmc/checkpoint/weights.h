@@ -59,8 +59,8 @@ static inline bool model_has_weights(const char *folder) {
     return path_exists(path);
 }
 
-// Finds a file with weights in a format that this program does not read, and writes its name. Returns false if there is
-// none. For folders without weights by model_has_weights.
+// For folders in which model_has_weights finds none: finds a file that seems to hold weights, in a format or under a
+// name that this program does not read, and writes its name. Returns false if there is no such file.
 static inline bool model_finds_other_weights(const char *folder, char *name, size_t capacity) {
     static const char *const patterns[] = {
         "*.safetensors",     "*.gguf", "*model*.bin", "*weights*.bin", "*model*.pt", "*weights*.pt", "*model*.pth",
@@ -77,8 +77,8 @@ static inline bool model_finds_other_weights(const char *folder, char *name, siz
     return found;
 }
 
-// Dies unless the safetensors of a Hugging Face folder fit the model. Reads only headers (and a tied lm_head), so it
-// can run before anything is allocated.
+// Dies unless the safetensors of a Hugging Face folder fit the model. Reads only headers (and a tied lm_head with its
+// embedding), so it can run before anything is allocated.
 static inline void model_check_weights(const char *folder, const ModelConfig *m, const ParameterTable *t) {
     Safetensors st;
     Failure failure;

@@ -1,13 +1,14 @@
-// Counting floating-point operations, and what the hardware could do in the same time.
+// Counts a model's floating-point operations per token, and compares them with the hardware's peak (MFU, SOL).
 //
 //   model FLOPs per token = 6 x (parameters that GEMMs read: with lm_head, without the embedding)
 //                           + 6 x layers x heads x head_dim x T
-// The second term is causal attention: forward has 2 GEMMs over T/2 keys on average, with 2 FLOPs a multiply-add:
-// 2 x NH x HD x T. Backward has twice as many. Recomputation does not count.
+// The second term is causal attention. In a layer, forward has for each token 2 GEMMs over T/2 keys on average, with 2
+// FLOPs a multiply-add: 2 x heads x head_dim x T FLOPs. Backward has twice as many. Recomputation does not count.
 //   mfu = model FLOP/s over the dense BF16 peak of the GPU
 //   sol = time of all GEMMs at the dense peak of their precision (FP8: twice BF16), over the measured time
-// FP8 FLOPs are counted GEMM by GEMM. A linear layer [N, K] has three GEMMs of 2 x N x K FLOPs a token. They
-// count as bf16 if a filter or the layer's size keeps them in bf16, if the recipe does (wgrad), or with --fp8-emulate.
+// FP8 FLOPs are counted GEMM by GEMM. A linear layer [N, K] has three GEMMs of 2 x N x K FLOPs a token. They count as
+// bf16 if a filter or the layer's size keeps them in bf16, if the recipe does (wgrad of rowwise_with_gw_hp), or with
+// --fp8-emulate.
 #ifndef LLMC_FLOPS_H
 #define LLMC_FLOPS_H
 
@@ -26,7 +27,8 @@ typedef struct {
     char pci_bus_id[32];            // the GPU's address; "": a CPU
 } DeviceInfo;
 
-// FLOPs of training on sequences of T tokens. lm_head and attention are bf16, the layers' linear layers as in `p`.
+// Returns the FLOPs per token of training on sequences of T tokens. lm_head and attention are bf16, the layers' linear
+// layers as in `p`.
 static inline TokenFlops flops_per_token(const ParameterTable *t, const ModelConfig *m, int64_t T, const Precision *p) {
     TokenFlops f = {6.0 * (double)matmul_parameters(t, m) +
                         6.0 * (double)m->num_layers * (double)m->num_heads * (double)m->head_dim * (double)T,
@@ -42,7 +44,7 @@ static inline TokenFlops flops_per_token(const ParameterTable *t, const ModelCon
 
 static inline double flops_total(TokenFlops f) { return f.bf16 + f.fp8; }
 
-// mfu and sol (see above) at `tokens_per_second` a GPU; NAN if the peak is unknown (peak_bf16 0).
+// These two return mfu and sol (see above) at `tokens_per_second` per GPU; NAN if the peak is unknown (peak_bf16 0).
 static inline double flops_mfu(TokenFlops f, double tokens_per_second, double peak_bf16) {
     return peak_bf16 > 0 ? flops_total(f) * tokens_per_second / peak_bf16 : (double)NAN;
 }
@@ -60,7 +62,7 @@ static inline bool flops_has_word(const char *text, const char *word) {
 }
 
 // Dense BF16 FLOP/s with fp32 accumulation, from NVIDIA's data sheets, most of which print the sparse figure (twice as
-// much). Found by compute capability and the CUDA runtime's name of the GPU: the first row that fits. 0: unknown.
+// much). Takes the first row that fits the compute capability and the CUDA runtime's name of the GPU. 0: unknown.
 static inline double flops_peak_bf16(int major, int minor, const char *name) {
     static const struct {
         int major, minor;

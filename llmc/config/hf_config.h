@@ -3,7 +3,8 @@
 // RoPE settings are read in both styles: `rope_theta` and `rope_scaling` (transformers 4), `rope_parameters`
 // (transformers 5). They are written in the first, which both versions read. A missing size (vocab_size, hidden_size,
 // intermediate_size, num_hidden_layers, num_attention_heads) ends the run. Any other missing value gets transformers'
-// default of the class. A value that this program cannot follow ends the run.
+// default of the class, but rope_type llama3 needs all its values. A value that this program cannot follow ends the
+// run.
 #ifndef LLMC_HF_CONFIG_H
 #define LLMC_HF_CONFIG_H
 
@@ -28,9 +29,9 @@ static inline const HfClass *hf_classes(void) {
     return classes;
 }
 
-// ---- reading: each helper dies with file, key, and what was expected
+// ---- reading: a function that finds a wrong value dies, and names the file and the key
 
-// The member of that name; NULL if it is missing or null.
+// Returns the member `key` of `object`; NULL if it is missing or null.
 static inline const JsonNode *hf_member(const Json *json, const JsonNode *object, const char *key) {
     const JsonNode *node = json_member(json, object, key);
     return node && node->type != JSON_NULL ? node : NULL;
@@ -188,7 +189,7 @@ static inline void hf_read_sizes(const Json *json, const HfClass *c, ModelConfig
     m->intermediate_size = hf_required_int(json, "intermediate_size");
     m->num_layers = hf_required_int(json, "num_hidden_layers");
     m->num_heads = hf_required_int(json, "num_attention_heads");
-    // null means as many as attention heads. Only a missing key gets the default of the class.
+    // null means as many as attention heads. Only a missing key gets the class's default.
     const bool kv_missing = !json_member(json, root, "num_key_value_heads");
     m->num_kv_heads =
         hf_int(json, root, "num_key_value_heads", kv_missing && c->num_kv_heads ? c->num_kv_heads : m->num_heads);
@@ -211,7 +212,7 @@ static inline void hf_folder_name(const char *folder, char *out, size_t capacity
     snprintf(out, capacity, "%.*s", (int)(end - start), folder + start);
 }
 
-// Reads FOLDER/config.json. Dies with file, key, value and what is supported.
+// Reads FOLDER/config.json. Dies, with the reason, if the file cannot be read or the model is not supported.
 static inline void hf_config_read(ModelConfig *m, const char *folder) {
     char path[PATH_CAPACITY];
     Failure failure;
@@ -264,7 +265,8 @@ static inline void hf_add_rope(JsonText *out, const ModelConfig *m) {
                   (long long)s->original_max_position_embeddings);
 }
 
-// The text of config.json, to be freed with json_text_free. `dtype`: of the weights, "bfloat16" or "float32".
+// Returns the text of config.json, to be freed with json_text_free. `dtype`: dtype of the weights, "bfloat16" or
+// "float32".
 static inline JsonText hf_config_text(const ModelConfig *m, const char *dtype) {
     const HfClass *c = hf_classes();
     while (c->family != m->family) c++;

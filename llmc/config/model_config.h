@@ -101,7 +101,7 @@ static inline void model_config_preset_names(char *out, size_t capacity) {
 #undef X
 }
 
-// Checks the rules that every model must keep. Dies with the value and the reason.
+// Checks the rules that every model must keep. Dies with the reason if one is broken.
 static inline void model_config_check(const ModelConfig *m) {
     const struct {
         const char *name;

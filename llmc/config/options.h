@@ -1,4 +1,4 @@
-// Options: reads the command line by the table, prints --help and settings, and checks rules between options.
+// Options: reads the command line by the table, prints --help and settings, checks rules and replaces auto values.
 #ifndef LLMC_OPTIONS_H
 #define LLMC_OPTIONS_H
 
@@ -7,7 +7,7 @@
 #include "../base/coat.h"
 #include "options_table.h"
 
-// Copies choice number `index` of "a|b|c", counted from 0, to `out`. Returns false if there are fewer.
+// Copies choice number `index` of "a|b|c", counted from 0, to `out`. Returns false if there is no such choice.
 static inline bool option_choice_name(const char *choices, int index, char *out, size_t capacity) {
     for (; index > 0; index--) {
         choices = strchr(choices, '|');
@@ -18,7 +18,7 @@ static inline bool option_choice_name(const char *choices, int index, char *out,
     return true;
 }
 
-// The value of one option as text, as the user would type it.
+// Writes the value of one option as the user would type it; a flag's value is "on" or "off".
 static inline void option_format(const Options *o, const OptionRow *row, char *out, size_t capacity) {
     const void *at = (const char *)o + row->field;
     switch (row->kind) {
@@ -232,8 +232,8 @@ static inline void options_print_list(int list, const char *presets) {
         if (row->kind != OPTION_GROUP) printf("%s\n", row->name);
 }
 
-// After options_parse: --list prints names, and --help, or no argument at all, prints the help, which shows `presets`;
-// both end the program. Dies if there is no MODEL.
+// Follows options_parse. With --list it prints names, with --help or without any argument the help, which shows
+// `presets`; then it ends the program. Dies if there is no MODEL.
 static inline void options_require_model(const Options *o, int argc, char **argv, const char *presets) {
     if (o->list && !o->help) {
         options_print_list(o->list, presets);
@@ -246,7 +246,7 @@ static inline void options_require_model(const Options *o, int argc, char **argv
     if (!*o->model) die_with(EXIT_USAGE, "no MODEL given; for example \"tiny\", or one of: %s", presets);
 }
 
-// The recipe of linear layers that no filter names.
+// The recipe of linear layers that neither a filter nor their sizes keep in bf16.
 static inline const Recipe *options_recipe(const Options *o) {
     return recipe_row(o->precision == PRECISION_FP8 ? o->fp8_recipe : RECIPE_BF16);
 }
@@ -256,7 +256,7 @@ static inline bool option_is_fp8(const OptionRow *row) {
 }
 
 // The first option for FP8 that does not have its default; NULL if all have it. --fp8-all-gather off counts as default.
-// For runs without FP8, which refuse such an option.
+// Runs without FP8 refuse such an option.
 static inline const OptionRow *options_stray_fp8(const Options *o) {
     const Options initial = options_default();
     for (const OptionRow *row = option_rows(); row->name; row++) {
@@ -270,7 +270,7 @@ static inline const OptionRow *options_stray_fp8(const Options *o) {
     return NULL;
 }
 
-// True for an option that changes the run, so that logs and tables show it. False for --help, --list and --json.
+// True for the options that logs and tables show: all but --help, --list and --json.
 static inline bool option_is_setting(const OptionRow *row) {
     const size_t f = row->field;
     const bool prints = f == offsetof(Options, help) || f == offsetof(Options, list) || f == offsetof(Options, json);
@@ -305,14 +305,14 @@ static inline void options_fp8_conflict(const Options *o, char *message, size_t 
                        (long long)length);
     else if (o->fp8_all_gather == ON && !recipe_has_tensor_scales(recipe))
         format_checked(message, capacity,
-                       "--fp8-all-gather on: recipe %s scales rows or blocks of the whole weight, so weights are "
-                       "gathered in bf16; leave it at auto",
+                       "--fp8-all-gather on: recipe %s has one scale for each row or block of a weight, so weights "
+                       "are gathered in bf16; leave it at auto",
                        recipe->name);
     else if (o->fp8_activations == ON && (o->recompute == RECOMPUTE_MLP || o->recompute == RECOMPUTE_LAYER))
         format_checked(
             message, capacity,
             "--fp8-activations on: with --recompute %s backward computes gate and up again, so that there is "
-            "nothing to keep in FP8; leave out one",
+            "nothing to keep in FP8; leave out one of the two",
             o->recompute == RECOMPUTE_MLP ? "mlp" : "layer");
     else if (o->fp8_fast_accum == FAST_ACCUM_ALL && !recipe->fast_accum)
         format_checked(message, capacity,
@@ -336,7 +336,7 @@ static inline void options_rank_conflict(const Options *o, char *message, size_t
     if (o->sharding == SHARDING_HYBRID && !o->shard_size && o->world_size)
         format_checked(message, capacity,
                        "--world-size with --sharding hybrid needs --shard-size, the number of ranks that share one "
-                       "replica of the model: without ranks, the ranks of one host are not known");
+                       "replica of the model: its default, the ranks of one host, is not known in a plan");
     else if (o->sharding != SHARDING_HYBRID && o->shard_size)
         format_checked(message, capacity, "--shard-size is for --sharding hybrid");
     else if (o->copy_engines == ON && alone)
@@ -357,16 +357,17 @@ static inline bool options_fp8_gradients(const Options *o) {
 
 // Rules of --optimizer-in-backward.
 static inline void options_backward_conflict(const Options *o, char *message, size_t capacity) {
-    const char *first = "--optimizer-in-backward updates the last layer before the gradient of the first is computed";
+    const char *first =
+        "--optimizer-in-backward updates the last layer before the gradient of the first layer is computed";
     if (!o->optimizer_in_backward) return;
     if (o->grad_clip > 0)
-        format_checked(message, capacity, "%s, and --grad-clip needs the norm of all gradients first; leave out one",
-                       first);
+        format_checked(message, capacity,
+                       "%s, and --grad-clip needs the norm of all gradients first; leave out one of the two", first);
     else if (o->on_nonfinite == NONFINITE_SKIP)
         format_checked(
             message, capacity,
             "%s, and --on-nonfinite skip must know that all gradients are finite before it changes a weight; "
-            "leave out one",
+            "leave out one of the two",
             first);
     else if (o->grad_accumulation_steps > 1)
         format_checked(message, capacity,
@@ -409,7 +410,7 @@ static inline void options_precision_conflict(const Options *o, char *message, s
             stray->name, o->precision == PRECISION_FP32 ? "fp32" : "bf16", stray->name);
 }
 
-// Rules between options. Returns "" if they hold, else the reason and a fix, both in `message`. Pure, for the tests.
+// Checks rules between options. Returns `message`: "" if the rules hold, else the reason and a fix. Tests call it.
 static inline const char *options_conflict(const Options *o, char *message, size_t capacity) {
     message[0] = 0;
     if (o->warmup_steps > o->num_steps)
@@ -430,8 +431,8 @@ static inline const char *options_conflict(const Options *o, char *message, size
     return message;
 }
 
-// Number of ranks, of `world`, that share one replica of the parameters. Dies if the options do not allow `world`
-// ranks.
+// Number of ranks, among `world` ranks, that share one replica of the parameters. Dies if --shard-size does not divide
+// `world`.
 static inline int64_t options_shard_group(const Options *o, int64_t world) {
     if (o->sharding == SHARDING_NONE) return 1;
     if (o->sharding != SHARDING_HYBRID) return world;
@@ -441,8 +442,8 @@ static inline int64_t options_shard_group(const Options *o, int64_t world) {
     return o->shard_size;
 }
 
-// From this number of micro-steps on, bf16 sums of gradients are too noisy. Their noise adds 1.4e-6 of the norm a
-// micro-step (gradient_sum.h), which makes 0.035% here: a third of the 0.1% error that we allow the norm.
+// From this number of micro-steps on, bf16 sums of gradients are too noisy. Each micro-step makes the gradient norm too
+// large by 1.4e-6 of it (gradient_sum.h). In 256 micro-steps that is 0.035%, a third of the 0.1% that we allow.
 #define FP32_SUM_MICRO_STEPS 256
 
 // The dtype that --grad-accum-dtype auto stands for. Only options decide: bits must not depend on a machine's memory.
@@ -452,15 +453,16 @@ static inline int options_sum_storage(const Options *o) {
     return wanted || o->grad_accumulation_steps >= FP32_SUM_MICRO_STEPS ? SUM_FP32 : SUM_BF16;
 }
 
-// True if AdamW gets fp32 gradients on `world` ranks. That is so with --precision fp32, and if
-// --grad-accum-dtype is fp32 and there are several micro-steps or an fp32 reduction.
+// True if AdamW gets fp32 gradients on `world` ranks. That is so with --precision fp32, and with --grad-accum-dtype
+// fp32 if there are several micro-steps, or several ranks and an fp32 reduction.
 static inline bool options_fp32_gradients(const Options *o, int64_t world) {
     const bool sums = o->grad_accumulation_steps > 1 || (world > 1 && o->reduce_dtype == REDUCE_FP32);
     return o->precision == PRECISION_FP32 || (sums && o->grad_accum_dtype == SUM_FP32);
 }
 
-// Replaces `auto` by its value where the options alone decide it. --copy-engines, --init-from and --fp8-filter keep
-// `auto`: the run decides them. Sets a --rounding-seed that is not given to --seed. fp32 runs reduce in fp32.
+// Replaces `auto` by its value where the options alone decide it. --copy-engines, --init-from, --fp8-filter and
+// --recompute keep `auto`: the run decides them. Sets a --rounding-seed that is not given to --seed. fp32 runs reduce
+// in fp32.
 static inline void options_resolve(Options *o) {
     const bool fp32 = o->precision == PRECISION_FP32;
     if (o->master_weights == STORAGE_AUTO) o->master_weights = fp32 ? STORAGE_FP32 : STORAGE_BF16;

@@ -1,14 +1,15 @@
 // The one table of parameters. Initialization, memory, the optimizer, checkpoints and sharding all walk it.
 //
 // All parameters lie in one flat array of `total` elements. The root unit (embedding, final norm, lm_head) comes first,
-// then one unit of equal size for each layer. A unit has segments, each padded to a multiple
-// of PARAMETER_ALIGNMENT elements:
+// then one unit of equal size for each layer. A unit has segments, each padded to a multiple of PARAMETER_ALIGNMENT
+// elements:
 //   - its vectors (norms, biases);
 //   - its matrices (those of a layer can be all-gathered in FP8);
-//   - in the root, an embedding that is not tied to lm_head. Few rows of its gradient are not zero, so ranks exchange
-//     that gradient in a way of its own.
-// Within a segment, table order is memory order. Tensors of one fused linear layer (q, k, v and gate, up) stand without
-// a gap, so that the fused weight is a view. Every other tensor starts at a multiple of PARAMETER_ALIGNMENT elements.
+//   - in the root, an embedding that is not tied to lm_head. Few rows of its gradient are not zero, so GPUs may
+//     exchange that gradient in another way (fsdp_embedding.cuh).
+// Within a segment, table order is memory order. Tensors of one fused linear layer (q, k, v, or gate, up) stand without
+// a gap, so that the fused weight is a view. The first of them, and every other tensor, starts at a multiple of
+// PARAMETER_ALIGNMENT elements.
 #ifndef LLMC_PARAMETERS_H
 #define LLMC_PARAMETERS_H
 
@@ -16,14 +17,14 @@
 #include "model_config.h"
 
 #define PARAMETER_ALIGNMENT 128
-static_assert(PARAMETER_ALIGNMENT % COAT_GROUP == 0, "groups of moments lie in one rank's slice: shard_plan.h");
+static_assert(PARAMETER_ALIGNMENT % COAT_GROUP == 0, "each group of moments lies in one rank's slice: shard_plan.h");
 
 enum {
     PARAM_DECAY = 1,       // weight decay applies (matrices; not norms and biases)
     PARAM_FP8 = 2,         // weight of a linear layer that FP8 recipes quantize
     PARAM_JOINED = 4,      // follows the tensor before it without a gap: both belong to one fused linear layer
     PARAM_INIT_ONE = 8,    // starts at 1 (norms)
-    PARAM_INIT_ZERO = 16,  // starts at 0 (biases); other tensors start normal, std = initializer_range
+    PARAM_INIT_ZERO = 16,  // starts at 0 (biases); without PARAM_INIT_: normal, std = initializer_range
     PARAM_LOOKUP = 32      // no GEMM reads it: an embedding that is not tied to lm_head
 };
 
@@ -81,7 +82,7 @@ typedef struct {
 typedef struct {
     Parameter *entries;  // in the order of the tables above, unit by unit; initial values depend on this order
     int64_t count;
-    int64_t num_parameters;  // without padding; a tied lm_head counts once
+    int64_t num_parameters;  // without padding; a tied embedding counts once
     int64_t num_layers;
     int64_t root_segments[NUM_SEGMENTS], layer_segments[NUM_SEGMENTS];  // elements of each, padding included
     int64_t root_size, layer_size;                                      // elements of a unit: the sum of its segments
@@ -92,7 +93,7 @@ typedef struct {
 
 static inline int64_t parameter_elements(const Parameter *p) { return p->cols ? p->rows * p->cols : p->rows; }
 
-// Elements of entry i and of those that are joined to it, with the padding behind them.
+// Elements of entry i and of the entries that are joined to it, with the padding behind them.
 static inline int64_t parameter_fused_elements(const ParameterTable *t, int64_t i) {
     int64_t elements = parameter_elements(&t->entries[i]);
     while (++i < t->count && t->entries[i].flags & PARAM_JOINED) elements += parameter_elements(&t->entries[i]);
@@ -107,7 +108,7 @@ static inline int64_t layer_offset(const ParameterTable *t, int64_t l) {
     return l == ROOT ? 0 : t->root_size + l * t->layer_size;
 }
 
-// Elements of a unit's segments [NUM_SEGMENTS].
+// Returns the number of elements of each segment of a unit [NUM_SEGMENTS].
 static inline const int64_t *segment_sizes(const ParameterTable *t, int64_t l) {
     return l == ROOT ? t->root_segments : t->layer_segments;
 }

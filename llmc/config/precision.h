@@ -1,4 +1,4 @@
-// Which recipe each linear layer uses: --precision and --fp8-recipe, and bf16 for layers that --fp8-filter names.
+// Decides the recipe of each linear layer from --precision, --fp8-recipe and --fp8-filter; prints the GEMM table.
 #ifndef LLMC_PRECISION_H
 #define LLMC_PRECISION_H
 
@@ -12,14 +12,14 @@ typedef struct {
 } LinearShape;
 
 typedef struct {
-    const Recipe *recipe;  // the FP8 layers' recipe
+    const Recipe *recipe;  // for layers that nothing keeps in bf16; without --precision fp8 the bf16 row
     Fp8Format dy_format;
     int64_t num_layers;
     bool *keeps_bf16;        // [num_layers, NUM_LINEARS]
     bool any_bf16, any_fp8;  // true if at least one linear layer is bf16; is FP8
-    bool emulated;           // FP8 operands, multiplied in bf16
+    bool emulated;           // --fp8-emulate: FP8 operands, multiplied in bf16
     bool filter_open;        // --fp8-filter auto, and the run has not decided yet
-    int fast_accum;          // GEMMs that use fast accumulation: FAST_ACCUM_...; none if emulated
+    int fast_accum;          // GEMMs that use fast accumulation: FAST_ACCUM_...; none if emulated or on a CPU
     LinearShape linear[NUM_LINEARS], lm_head;
 } Precision;
 
@@ -32,7 +32,7 @@ static inline bool linear_fits(const LinearShape *s, const Recipe *r) {
 }
 
 // LINEAR_OF_field is the number of FP8 weights before a field in the table of parameters. A fused weight counts once:
-// PARAM_JOINED continues it. AdamW numbers its amaxes in the same way, so that the numbers are LinearIds.
+// PARAM_JOINED continues it. AdamW numbers the amaxes of weights in the same way, so that the numbers are LinearIds.
 enum {
 #define X(field, name, rows, cols, present, flags) \
     LINEAR_OF_##field,                             \
@@ -41,7 +41,8 @@ enum {
 #undef X
         LINEARS_OF_LAYER
 };
-static_assert((int)LINEARS_OF_LAYER == (int)NUM_LINEARS, "parameters.h has as many FP8 weights a layer as LinearId");
+static_assert((int)LINEARS_OF_LAYER == (int)NUM_LINEARS,
+              "parameters.h has as many FP8 weights per layer as LinearId has values");
 static_assert((int)LINEAR_OF_wq == (int)QKV_PROJ && (int)LINEAR_OF_wo == (int)OUT_PROJ &&
                   (int)LINEAR_OF_wgate == (int)GATE_UP_PROJ && (int)LINEAR_OF_wdown == (int)DOWN_PROJ,
               "FP8 weights stand in the order of LinearId in parameters.h");
@@ -57,8 +58,8 @@ static inline void linear_shapes(LinearShape out[NUM_LINEARS], const ModelConfig
     out[QKV_PROJ] = qkv, out[OUT_PROJ] = attn_out, out[GATE_UP_PROJ] = gate_up, out[DOWN_PROJ] = down;
 }
 
-// Marks the linear layers that one word of --fp8-filter keeps in bf16. False if the word is unknown. Dies if it names
-// layers that the model does not have, or a range that ends before it begins.
+// Marks the linear layers that one word of --fp8-filter keeps in bf16. Returns false if the word is unknown. Dies if
+// the word names layers that the model does not have, or a range that ends before it begins.
 static inline bool filter_word(Precision *p, const char *word) {
     const int64_t L = p->num_layers;
     int64_t first = 0, last = L - 1;
@@ -109,8 +110,8 @@ static inline void filter_apply(Precision *p, const char *filter) {
 }
 
 // Decides the precision of every linear layer. `filter`: --fp8-filter, or the filter that auto has found; "auto" itself
-// filters nothing. has_fast_accum: true if the trainer's GEMMs have fast accumulation. Dies if the filter is not
-// understood. The caller frees with precision_free.
+// filters nothing. has_fast_accum: true if the trainer's GEMMs have fast accumulation. Dies if a word of the filter is
+// unknown or wrong. The caller frees the result with precision_free.
 static inline Precision precision_plan(const Options *o, const char *filter, const ModelConfig *m,
                                        const ParameterTable *t, bool has_fast_accum) {
     Precision p;
@@ -148,7 +149,7 @@ static inline int64_t precision_columns(const Precision *p, TensorRole tensor, i
     return tensor == TENSOR_DY ? p->linear[id].N : p->linear[id].K;
 }
 
-// GEMMs of a micro-step whose operands are FP8, emulated ones included.
+// Number of GEMMs of a micro-step whose operands are FP8, emulated GEMMs included.
 static inline int64_t precision_fp8_gemms(const Precision *p) {
     int64_t n = 0;
     for (int64_t l = 0; l < p->num_layers; l++)
@@ -161,7 +162,7 @@ static inline Fp8Format precision_format(const Precision *p, TensorRole tensor) 
     return tensor == TENSOR_DY ? p->dy_format : FP8_E4M3;
 }
 
-// True if all linear layers of layer l are FP8, so that its weights can be all-gathered in FP8.
+// True if all linear layers of layer l are FP8. An all-gather of the layer's weights in FP8 requires that.
 static inline bool precision_layer_is_fp8(const Precision *p, int64_t l) {
     for (int i = 0; i < NUM_LINEARS; i++)
         if (p->keeps_bf16[l * NUM_LINEARS + i]) return false;
@@ -210,8 +211,8 @@ static inline void precision_print_gemm(const Precision *p, const LinearShape *s
            fast_accum ? "fast_accum" : "", fast_accum && *note ? "  " : "", note);
 }
 
-// Writes the layers in which linear layer `id` is FP8 (or is not) as "0,2-5"; long lists end in "...". Returns their
-// number.
+// Writes the layers in which linear layer `id` is FP8 (fp8 true) or bf16 (fp8 false) as "0,2-5"; long lists end in
+// "...". Returns the number of layers.
 static inline int64_t precision_layers(const Precision *p, int id, bool fp8, char *out, size_t capacity) {
     int64_t layers = 0;
     out[0] = 0;
@@ -228,8 +229,8 @@ static inline int64_t precision_layers(const Precision *p, int id, bool fp8, cha
     return layers;
 }
 
-// Writes the note of a row of the table: its layers, if linear layer `id` differs between layers; or that its sizes
-// keep it in bf16. False if the row has no layer.
+// Writes the note of a row of the table: the row's layers, if linear layer `id` is FP8 in some layers and bf16 in
+// others; or that sizes keep linear layer `id` in bf16. Returns false if the row has no layer.
 static inline bool precision_note(const Precision *p, int id, bool fp8, char *out, size_t capacity) {
     const LinearShape *s = &p->linear[id];
     char list[128];

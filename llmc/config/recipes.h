@@ -1,14 +1,15 @@
 // The FP8 recipes: one table that says how each operand of a linear layer's three GEMMs is stored and scaled.
-// Casts, plans, saved tensors, all-gathers and the printed table follow from the table below. A new recipe is a new row
-// and, at most, a new kernel.
+// Casts, GEMM plans, tensors kept for backward, all-gathers and the printed GEMM table follow from recipe_row() below.
+// A new recipe is a new row there; a new granularity of scales also needs a kernel.
 //
 // A linear layer has weight w [N, K] and, over M rows, three GEMMs (row-major):
 //   fprop  y [M, N] = x  [M, K]   w^T        sums over K
 //   dgrad  dx[M, K] = dy [M, N]   w          sums over N
 //   wgrad  dw[N, K] = dy [M, N]^T x          sums over M
-// So two GEMMs read each of x, w and dy. One sums over its columns and reads its rowwise data, stored as the tensor is.
-// The other sums over its rows and reads its columnwise data, stored transposed. (The names are Transformer Engine's.)
-// Rowwise and columnwise data are matrices [outer, depth]: the GEMM sums over the depth, and scales lie along it.
+// So two GEMMs read each of x, w and dy. One GEMM sums over the tensor's columns and reads its rowwise data, stored as
+// the tensor is. The other GEMM sums over the tensor's rows and reads its columnwise data, stored transposed. (The
+// names are Transformer Engine's.) Rowwise and columnwise data are matrices [outer, depth]: the GEMM sums over the
+// depth.
 #ifndef LLMC_RECIPES_H
 #define LLMC_RECIPES_H
 
@@ -25,8 +26,8 @@ typedef enum { GEMM_FPROP, GEMM_DGRAD, GEMM_WGRAD, NUM_GEMMS } GemmKind;
 //   rows, cols    size of the block that has one scale in memory; WHOLE: all rows or columns
 //   pad           the grid of scales [blocks of rows, blocks of cols] is stored in multiples of these
 //   scales        type of a scale in memory
-//   amaxes        amaxes that a cast needs beforehand: one of the tensor, one for each row, or none if a cast reads
-//                 whole blocks
+//   amaxes        amaxes that a cast needs beforehand: one of the tensor, one for each row, or none, because a cast
+//                 reads whole blocks or there is no cast
 //   same          true if rowwise and columnwise data hold the same codes with the same scales
 //   mode          CUBLASLT_MATMUL_MATRIX_SCALE_... of an operand
 //   GPUs          first and last compute capability, as 10 * major + minor, with such GEMMs (CUDA 13 cuBLAS manual,
@@ -73,7 +74,7 @@ static inline int64_t scale_type_bytes(ScaleType type) {
     return type == SCALE_TYPE_FP32 ? 4 : type == SCALE_TYPE_E8M0 ? 1 : 0;
 }
 
-// The four linear layers of a block, each a fused weight.
+// The four linear layers of each transformer layer. q, k and v are one fused weight, gate and up another.
 typedef enum { QKV_PROJ, OUT_PROJ, GATE_UP_PROJ, DOWN_PROJ, NUM_LINEARS } LinearId;
 
 // The tensors of a linear layer, and the two ways in which GEMMs read them.
@@ -96,19 +97,20 @@ typedef struct {
     Fp8Format dy_format;                         // unless --fp8-format says otherwise; x and w are E4M3
     ScaleRule rule;
     bool delayed;        // scales from earlier amaxes
-    bool fast_accum;     // its GEMMs have fast accumulation (--fp8-fast-accum)
+    bool fast_accum;     // its GEMMs can use fast accumulation (--fp8-fast-accum)
     int multiple;        // M, N and K must be multiples of this
     const char *scales;  // in printed tables
 } Recipe;
 
 // The rule by which each recipe makes its scales, and the program whose rule it is:
 //   tensorwise, rowwise, rowwise_with_gw_hp
-//                torchao: scale = MAX / max(amax, 1e-12) in fp64. A NaN in a tensor (row) makes all of it NaN.
+//                torchao: scale = MAX / max(amax, 1e-12) in fp64; with rowwise and rowwise_with_gw_hp, rounded down to
+//                a power of two. A NaN makes all values that share its scale NaN.
 //   delayed      Transformer Engine: scale = MAX / largest amax of the window in fp32. NaN does not count. But the
 //                first cast of a tensor takes its current amax; Transformer Engine takes scale 1, which would flush the
 //                first gradients to zero.
-//   blockwise    Transformer Engine: powers of two. NaN does not count in the amax. An amax of zero or infinity gives
-//                scale 1. torchao's prototype has neither rule.
+//   blockwise    Transformer Engine: MAX / amax, rounded down to a power of two. NaN does not count in the amax. An
+//                amax of zero or infinity gives scale 1. torchao's prototype has neither of the last two rules.
 //   mxfp8        Transformer Engine and torchao: E8M0 rounded up (RCEIL). A NaN makes its block NaN (torchao).
 static inline const Recipe *recipe_row(int index) {
     static const Recipe rows[] = {// clang-format off
@@ -137,13 +139,14 @@ static inline const char *gemm_kind_name(GemmKind kind) {
     return kind == GEMM_FPROP ? "fprop" : kind == GEMM_DGRAD ? "dgrad" : "wgrad";
 }
 
-// The tensor that a GEMM reads as operand 0 or 1, in the order of Recipe.granularity, and the data that it reads of it.
+// Returns the tensor that a GEMM reads as operand 0 or 1, in the order of Recipe.granularity.
 static inline TensorRole gemm_tensor(GemmKind gemm, int operand) {
     static const TensorRole tensors[NUM_GEMMS][2] = {
         {TENSOR_W, TENSOR_X}, {TENSOR_W, TENSOR_DY}, {TENSOR_X, TENSOR_DY}};
     return tensors[gemm][operand];
 }
 
+// Returns which data of that tensor the GEMM reads.
 static inline TensorUsage gemm_usage(GemmKind gemm, int operand) {
     return gemm == GEMM_FPROP || (gemm == GEMM_DGRAD && operand == 1) ? ROWWISE : COLUMNWISE;
 }
@@ -160,14 +163,14 @@ static inline ScaleGranularity recipe_granularity(const Recipe *r, TensorRole te
 
 static inline bool recipe_is_fp8(const Recipe *r, GemmKind gemm) { return r->granularity[gemm][0] != NO_SCALE; }
 
-// True if a whole tensor has one scale. Rowwise and columnwise data then hold the same codes, and all ranks can use one
-// scale, so that weights can be all-gathered in FP8.
+// True if weights have one scale for the whole tensor. Their rowwise and columnwise data then hold the same codes, and
+// all ranks can use one scale, so that weights can be all-gathered in FP8.
 static inline bool recipe_has_tensor_scales(const Recipe *r) {
     return recipe_granularity(r, TENSOR_W, ROWWISE) == PER_TENSOR &&
            recipe_granularity(r, TENSOR_W, COLUMNWISE) == PER_TENSOR;
 }
 
-// True if a whole tensor has one scale, made from its current amax.
+// True if weights have one scale for the whole tensor, made from its current amax.
 static inline bool recipe_has_current_tensor_scales(const Recipe *r) {
     return recipe_has_tensor_scales(r) && !r->delayed;
 }
@@ -239,8 +242,8 @@ static inline int64_t usage_amaxes(ScaleGranularity g, int64_t outer) {
     return need == AMAX_ROWS ? outer : need == AMAX_ONE ? 1 : 0;
 }
 
-// Number of amaxes of a tensor [rows, cols]: for its rowwise data, then for its columnwise data. PER_TENSOR data share
-// one.
+// Number of amaxes that the casts of a tensor [rows, cols] need: for its rowwise data, then for its columnwise data. If
+// both are PER_TENSOR, they share one.
 static inline int64_t tensor_amaxes(ScaleGranularity row, ScaleGranularity col, int64_t rows, int64_t cols) {
     return row == PER_TENSOR && col == PER_TENSOR ? 1 : usage_amaxes(row, rows) + usage_amaxes(col, cols);
 }

@@ -6,7 +6,7 @@
 
 // Learning rate of optimizer step `step`, counted from 0. Linear warm-up reaches --learning-rate at its last step.
 // After it, cosine and linear reach 0 at step --num-steps, one after the last step, so that no step has rate 0. wsd
-// stays constant and falls linearly in the last fifth of the run.
+// stays constant, then falls linearly to 0 at that step: in the last fifth of the run, or after a longer warm-up.
 static inline double schedule_learning_rate(const Options *o, int64_t step) {
     const double pi = 3.14159265358979323846;
     if (step < o->warmup_steps) return o->learning_rate * (double)(step + 1) / (double)o->warmup_steps;

@@ -5,9 +5,9 @@
 // segment may be padding in part or whole. A rank keeps slice number `shard_rank` of every segment, in flat shard
 // arrays of `total` elements (weights, moments and gradients alike):
 //     root vectors | root matrices | root embedding | layer 0 vectors | layer 0 matrices | layer 1 vectors | ...
-// An all-gather puts the slices of a segment one after the other: the segment as in the flat array, then padding;
-// shard_size * slice elements in all. With one rank the shard arrays are the flat arrays of parameters.h, with equal
-// offsets.
+// An all-gather puts the slices of a segment one after the other. The result has shard_size * slice elements: the
+// segment as in the flat array, then padding. With shard_size 1 the shard arrays are the flat arrays of parameters.h,
+// with equal offsets.
 //
 // Functions take a layer's number `l`, or ROOT for the root unit.
 #ifndef LLMC_SHARD_PLAN_H
@@ -24,7 +24,7 @@ typedef struct {
 
 // The slices of one segment of one unit.
 typedef struct {
-    int64_t flat;      // first element of the segment in the flat array: keys stochastic rounding
+    int64_t flat;      // first element of the segment in the flat array; random bits of rounding depend on it
     int64_t size;      // elements of the segment
     int64_t slice;     // elements that each rank keeps
     int64_t shard;     // first element of this rank's slice in its flat shard arrays
@@ -35,7 +35,7 @@ typedef struct {
 typedef struct {
     int64_t first;  // element of the range at which the part begins
     int64_t count;  // 0: none of it
-    int64_t shard;  // its first element in the rank's flat shard arrays
+    int64_t shard;  // first element of the part in the rank's flat shard arrays
 } ShardRange;
 
 // The plan of rank `shard_rank` of `shard_size`. Dies if there is no such rank.
@@ -53,7 +53,7 @@ static inline ShardPlan shard_plan(const ParameterTable *t, int64_t shard_size, 
     return s;
 }
 
-// Elements of a rank's slices of a unit's segments [NUM_SEGMENTS].
+// Returns the number of elements that a rank keeps of each segment of a unit [NUM_SEGMENTS].
 static inline const int64_t *slice_sizes(const ShardPlan *s, int64_t l) {
     return l == ROOT ? s->root_slices : s->layer_slices;
 }
@@ -77,8 +77,9 @@ static inline int64_t shard_begin(const ShardPlan *s, int64_t l) {
     return l == ROOT ? 0 : shard_elements(s, ROOT) + l * shard_elements(s, 0);
 }
 
-// The order in which the backward pass computes the gradients of a flat array (all parameters, or a rank's shard): the
-// final norm and lm_head, then the layers from the last to the first, then the embedding, which is last in the root.
+// The order in which the backward pass computes the gradients of a flat array (all parameters, or a rank's shard):
+// lm_head and the final norm, then the layers from the last to the first, then the embedding, which is last in the
+// root. Each of these is walked from its last element to its first.
 typedef struct {
     int64_t embedding, total;  // the embedding's first element, and the end of the array
 } BackwardOrder;
@@ -127,8 +128,8 @@ static inline BackwardOrder shard_backward_order(const ParameterTable *t, const 
     return o;
 }
 
-// This rank's part of `count` elements from element `flat` of the flat array on, which must lie within one segment of
-// unit `l`. Dies if they do not.
+// Returns this rank's part of `count` elements from element `flat` of the flat array on. Dies if they do not all lie in
+// segment `segment` of unit `l`.
 static inline ShardRange segment_range(const ParameterTable *t, const ShardPlan *s, int64_t l, int segment,
                                        int64_t flat, int64_t count) {
     const ShardSegment g = segment_slice(t, s, l, segment);
@@ -142,19 +143,19 @@ static inline ShardRange segment_range(const ParameterTable *t, const ShardPlan 
     return r;
 }
 
-// This rank's part of `count` elements of layer l's matrices from `offset` on.
+// Returns this rank's part of `count` elements of layer l's matrices, from element `offset` of the matrices on.
 static inline ShardRange shard_matrix(const ParameterTable *t, const ShardPlan *s, int64_t l, int64_t offset,
                                       int64_t count) {
     const int64_t matrices = segment_slice(t, s, l, SEGMENT_MATRICES).flat;
     return segment_range(t, s, l, SEGMENT_MATRICES, matrices + offset, count);
 }
 
-// This rank's part of one parameter: `first` is the element within the parameter.
+// Returns this rank's part of one parameter. ShardRange.first counts from the parameter's first element.
 static inline ShardRange shard_parameter(const ParameterTable *t, const ShardPlan *s, const Parameter *p) {
     return segment_range(t, s, p->layer, parameter_segment(p), p->offset, parameter_elements(p));
 }
 
-// The entry of the parameter table whose part on this rank has element `shard` of the flat shard arrays; -1: padding.
+// Returns the index of the parameter that element `shard` of this rank's flat shard arrays belongs to; -1: padding.
 static inline int64_t shard_parameter_at(const ParameterTable *t, const ShardPlan *s, int64_t shard) {
     for (int64_t i = 0; i < t->count; i++) {
         const ShardRange r = shard_parameter(t, s, &t->entries[i]);

@@ -5,16 +5,16 @@
 // steps the estimate is off by at most 5%. Models left out of the fit were off by 2 to 17%, steps on one H100 by 2 to
 // 7%. Other recipes take longer.
 //
-// A pass takes the longer of two times: that of its communication alone, and that of its computation plus a third of
-// the communication that overlaps with it, because copies and collectives take memory bandwidth and SMs from the GEMMs.
-// The third was fitted to 18 steps on 4 H200; their estimates are off by at most 9%. The CPU trainer overlaps nothing.
+// A pass takes the longer of two times: that of its communication alone, and that of its computation plus 35% of the
+// communication that overlaps with it, because copies and collectives take memory bandwidth and SMs from the GEMMs. The
+// 35% were fitted to 18 steps on 4 H200, whose estimates are off by at most 9%. The CPU trainer overlaps nothing.
 #ifndef LLMC_STEP_ESTIMATE_H
 #define LLMC_STEP_ESTIMATE_H
 
 #include "flops.h"
 #include "traffic.h"
 
-// Times at the hardware's peak are multiplied by the first five.
+// Times at the hardware's peak are multiplied by the first five factors.
 #define ESTIMATE_BF16_GEMM 1.414
 #define ESTIMATE_FP8_GEMM 1.518
 #define ESTIMATE_ATTENTION 1.945  // at head_dim 128; smaller heads take longer
@@ -51,14 +51,15 @@ static inline double estimate_optimizer(const Options *o, int64_t world, int64_t
     const double moments = 2 * (double)options_moment_bytes(o, n), gradients = options_fp32_gradients(o, world) ? 4 : 2;
     const bool fp16 = o->master_weights == STORAGE_FP16;
     double bytes = (double)n * (gradients + (o->master_weights == STORAGE_FP32 ? 10 : fp16 ? 6 : 4)) + moments;
-    if (options_tensor_scales(o)) bytes += (double)n * (gradients + (fp16 ? 2 : 0)) + moments / 2;  // the first pass
+    if (options_tensor_scales(o)) bytes += (double)n * (gradients + (fp16 ? 2 : 0)) + moments / 2;  // pass 1 of msamp.h
     const double arithmetic = !options_coat(o)                     ? 0
                               : o->optimizer_state == MOMENTS_COAT ? ESTIMATE_COAT
                                                                    : ESTIMATE_COAT_STOCHASTIC;
     return fmax(bytes * ESTIMATE_OPTIMIZER / estimate_gpu(o->gpu).bytes_per_second, (double)n * arithmetic);
 }
 
-// Returns the share of one linear layer in the FLOPs of all, of which a row takes all_layers.
+// Returns the share of linear layer `id`, in all layers of the model, of all_layers: the FLOPs per row of all linear
+// layers but lm_head.
 static inline double estimate_share(const Precision *p, const ModelConfig *m, LinearId id, double all_layers) {
     return (double)(p->linear[id].N * p->linear[id].K * m->num_layers) * 6 / all_layers;
 }
@@ -94,7 +95,8 @@ static inline double estimate_passes(const Options *o, const ModelConfig *m, con
     return layers + head + scores + elementwise + casts + again;
 }
 
-// Returns a rank's own work on a GPU. With --step-ms it follows from that step, which one rank took alone.
+// Returns a rank's own work on a GPU. With --step-ms, the passes take the time of that step, which one rank took alone,
+// less its optimizer's.
 static inline EstimateWork estimate_work(const Options *o, const ModelConfig *m, const ParameterTable *t,
                                          const Precision *p, const TrafficRanks *r) {
     const ShardPlan s = shard_plan(t, r->shard_size, 0);
@@ -108,7 +110,7 @@ static inline EstimateWork estimate_work(const Options *o, const ModelConfig *m,
 // Seconds of an optimizer step.
 typedef struct {
     double total;
-    double work;      // the rank's own
+    double work;      // the rank's own work
     double exchange;  // communication, if nothing overlapped
 } StepEstimate;
 

@@ -1,9 +1,9 @@
 // Bytes that ranks exchange in an optimizer step, and how many of them cross the network between hosts.
 //
-// Hosts have equal numbers of ranks, and the ranks of a host follow each other. A collective over ranks of several
-// hosts is counted as NCCL's rings do it: into each host the ring brings all that a rank receives, once. The CPU
-// trainer's ranks send to each other directly, so each rank of a host receives the parts of all other hosts. Amaxes,
-// losses and validation are left out: they are small or rare.
+// All hosts are taken to have equally many ranks, with consecutive numbers on each host. A collective over ranks of
+// several hosts is counted as NCCL's rings do it: into each host the ring brings all that a rank receives, once. The
+// CPU trainer's ranks send to each other directly, so each rank of a host receives the parts of all other hosts.
+// Amaxes, losses and validation are left out: they are small or rare.
 #ifndef LLMC_TRAFFIC_H
 #define LLMC_TRAFFIC_H
 
@@ -15,8 +15,8 @@ typedef enum {
     TRAFFIC_BACKWARD,   // all-gather again, backward
     TRAFFIC_ROOT,       // all-gather of the root, and on GPUs of all norms and biases
     TRAFFIC_GRADIENTS,  // reduce-scatter of gradients over the shard group
-    TRAFFIC_REPLICAS,   // all-reduce of gradients over replicas
-    TRAFFIC_INPUTS,     // all-gather of the embedding's output gradients
+    TRAFFIC_REPLICAS,   // all-reduce of gradients over replicas of the model
+    TRAFFIC_INPUTS,     // all-gather of the gradients of the embedding's output
     NUM_TRAFFIC
 } TrafficKind;
 
@@ -28,7 +28,7 @@ static inline const char *traffic_name(TrafficKind kind) {
 }
 
 typedef struct {
-    bool cpu;               // the CPU trainer's ranks
+    bool cpu;               // true for the CPU trainer
     int64_t world;          // ranks
     int64_t shard_size;     // ranks of a shard group
     int64_t host_ranks;     // ranks of a host
@@ -41,7 +41,7 @@ typedef struct {
     double network[NUM_TRAFFIC];   // bytes that a host receives from other hosts
 } Traffic;
 
-// Ranks of this rank's host that are in a group of `size` ranks, whose numbers are `stride` apart.
+// Number of ranks of one host in a group of `size` ranks whose numbers are `stride` apart.
 static inline int64_t traffic_host_members(const TrafficRanks *r, int64_t size, int64_t stride) {
     return max_i64(1, min_i64(size, r->host_ranks / stride));
 }
@@ -55,8 +55,9 @@ static inline void traffic_add(Traffic *t, TrafficKind kind, int64_t size, int64
     t->network[kind] += (double)groups * bytes * (r->cpu ? (double)(here * (size - here)) : (double)(size - 1));
 }
 
-// How often a layer is all-gathered in an optimizer step, forward or backward, as a mean over layers. A layer
-// that is still in memory is not gathered again: with grad_op any layer, else the last ones of the pass before.
+// How often a layer is all-gathered in an optimizer step, forward or backward, as a mean over layers. A layer that is
+// still in memory is not gathered again. With --sharding grad_op (keeps_all) that is each layer after its first gather;
+// else the last layers of the pass before, 2 on GPUs and 1 on CPUs.
 static inline double traffic_gathers(const TrafficRanks *r, bool keeps_all, bool backward) {
     const int64_t slots = r->cpu ? 1 : 2, kept = min_i64(slots, r->layers);
     if (keeps_all) return backward ? 0 : 1;
@@ -67,7 +68,7 @@ static inline double traffic_gathers(const TrafficRanks *r, bool keeps_all, bool
 // Elements that a rank keeps of one unit: its slices of all segments.
 static inline double traffic_slice(const ShardPlan *s, int64_t l) { return (double)shard_elements(s, l); }
 
-// Adds what FSDP moves within the shard group.
+// Adds the bytes that ranks of a shard group exchange.
 static inline void traffic_add_sharded(Traffic *t, const Options *o, const ParameterTable *table, const Precision *p,
                                        const ShardPlan *s) {
     const TrafficRanks *r = &t->ranks;

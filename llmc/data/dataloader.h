@@ -10,8 +10,8 @@
 // crosses from one shard into the next; what is left at a shard's end (less than T tokens) is not used.
 //
 // Order: sample g of a run (g = 0, 1, 2, ...) lies in epoch g / num_sequences. Each epoch is a keyed permutation of all
-// sequences of all shards, so that the order depends on (seed, g) alone: not on ranks, batch size or where the run was
-// resumed. Without shuffling it is file order.
+// sequences of all shards, so that the order depends on the seed and the shards alone: not on ranks, batch size or
+// where the run was resumed. Without shuffling it is file order.
 #ifndef LLMC_DATALOADER_H
 #define LLMC_DATALOADER_H
 
@@ -60,7 +60,7 @@ typedef struct {
 // Identifies the contents of the shards, independent of their names and folders.
 typedef struct {
     int64_t tokens, shards;
-    uint64_t fingerprint;  // hash of each shard's header and of samples of its tokens, in the order of the shards
+    uint64_t fingerprint;  // one hash over every shard's header and some of its tokens, in the order of the shards
 } DataIdentity;
 
 // Token ids of a batch of B sequences of T tokens, in memory of the host or of a GPU.
@@ -69,12 +69,12 @@ typedef struct {
     int32_t *index;             // rows of the inputs, sorted by token id (embedding.cuh); NULL on the CPU
 } Batch;
 
-// The position of a token, for error messages.
+// A token's id, the number of its shard, and its position there, for error messages.
 typedef struct {
     int64_t token, shard, position;
 } TokenPlace;
 
-// Reads `bytes` bytes from `offset`. Dies if the file has shrunk or the disk has failed since it was opened.
+// Reads `bytes` bytes from `offset` on. Dies if the read fails or the file has shrunk since it was opened.
 static inline void shard_read_bytes(const DataShard *shard, int64_t offset, int64_t bytes, void *out) {
     for (int64_t done = 0; done < bytes;) {
         ssize_t got = FILE_WORK("pread", shard->path,
@@ -91,7 +91,7 @@ static inline void shard_read_bytes(const DataShard *shard, int64_t offset, int6
 // Reads tokens [first, first + count) as uint32.
 static inline void shard_read_tokens(const DataShard *shard, int64_t first, int64_t count, uint32_t *out) {
     int64_t width = shard->token_bytes;
-    // uint16 tokens are read into the upper half of the buffer and widened in place, without a second buffer
+    // uint16 tokens are read into the second half of the buffer and widened in place, without another buffer
     char *raw = (char *)out + count * ((int64_t)sizeof(uint32_t) - width);
     shard_read_bytes(shard, SHARD_HEADER_BYTES + first * width, count * width, raw);
     if (width == sizeof(uint32_t)) return;
@@ -116,7 +116,7 @@ static inline uint32_t tokens_largest(const uint32_t *tokens, int64_t count) {
     return largest;
 }
 
-// Sets token_bytes and num_tokens from the header; dies on a format that is not one of the three.
+// Sets token_bytes and num_tokens from the header. Dies if it has none of the three formats at the head of this file.
 static inline void shard_parse_header(DataShard *shard, const int32_t *header) {
     int32_t magic = header[0], version = header[1];
     shard->num_tokens = header[2];
@@ -133,8 +133,7 @@ static inline void shard_parse_header(DataShard *shard, const int32_t *header) {
         die("%s: the header gives an impossible token count, %lld", shard->path, (long long)shard->num_tokens);
 }
 
-// Opens one of `num_shards` shards, which all stay open, and compares header and file size. Dies with the value found
-// and the value expected.
+// Opens one of `num_shards` shards, which all stay open. Dies if this is no whole shard of at least T + 1 tokens.
 static inline DataShard shard_open(const char *path, int64_t T, int64_t num_shards) {
     DataShard shard;
     memset(&shard, 0, sizeof shard);
@@ -268,7 +267,7 @@ static inline int64_t dataloader_rows_before(int64_t first, int64_t B, int64_t e
 
 // A bijection of [0, n) chosen by key: a Feistel network on the next even number of bits, walked until the value falls
 // inside (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). The network's domain is at most 4 n, so a
-// walk has under 4 steps on average.
+// walk has at most 4 steps on average.
 static inline int64_t dataloader_permute(int64_t index, int64_t n, uint64_t key) {
     int half_bits = 1;
     while (half_bits < 31 && (int64_t)1 << (2 * half_bits) < n) half_bits++;
@@ -335,8 +334,8 @@ static inline void dataloader_batch(DataLoader *dl, int64_t first_sample, int64_
     }
 }
 
-// Reads every token of every shard once, in order, until one is >= limit. Returns the position of that token, or of the
-// largest one.
+// Reads every token of every shard once, in order, until an id is >= limit. Returns the place of that token, or of the
+// first token with the largest id.
 static inline TokenPlace dataloader_scan(DataLoader *dl, int64_t limit) {
     TokenPlace largest = {-1, 0, 0};
     for (int64_t s = 0; s < dl->num_shards; s++) {
@@ -345,7 +344,7 @@ static inline TokenPlace dataloader_scan(DataLoader *dl, int64_t limit) {
             int64_t count = min_i64(SHARD_SCAN_TOKENS, shard->num_tokens - first);
             shard_read_tokens(shard, first, count, dl->buffer);
             const uint32_t top = tokens_largest(dl->buffer, count);
-            // only a block with a larger id is searched for its position
+            // these tokens are searched for the position only if one of them has a larger id
             if ((int64_t)top <= largest.token) continue;
             int64_t stop = (int64_t)top >= limit ? limit : (int64_t)top, i = 0;
             while ((int64_t)dl->buffer[i] < stop) i++;

@@ -49,8 +49,8 @@ static inline void tokenizer_path(char *out, size_t capacity, const char *shard_
     format_checked(out, capacity, "%.*s.tokenizer", (int)n, shard_path);
 }
 
-// Checks a table of `size` bytes and finds its tokens; takes over `file`. Returns NULL if the table is valid, else the
-// error.
+// Checks a table of `size` bytes and finds its tokens. `file` then belongs to *tok. Returns NULL if the table is valid,
+// else the error.
 static inline const char *tokenizer_parse(Tokenizer *tok, char *file, size_t size) {
     memset(tok, 0, sizeof *tok);
     tok->file = file, tok->bytes = size;
@@ -81,8 +81,8 @@ static inline void tokenizer_close(Tokenizer *tok) {
     memset(tok, 0, sizeof *tok);
 }
 
-// Reads a table. A file that is not there gives count 0 (samples are then printed as ids); one that cannot be read or
-// is damaged dies.
+// Reads a table. If there is no file, count is 0, and samples are printed as ids. Dies if the file cannot be read or is
+// damaged.
 static inline Tokenizer tokenizer_open(const char *path) {
     Tokenizer tok;
     memset(&tok, 0, sizeof tok);

@@ -6,7 +6,7 @@
 #include "adamw_math.h"
 #include "rounding.h"
 
-// Returns the square root of the sum of squares: sums blocks of 4096 in order, then the blocks in order.
+// Returns the square root of the sum of squares. Sums 4096 elements at a time, in order, then these sums in order.
 static inline double global_norm(const float *x, int64_t n) {
     enum { BLOCK = 4096 };
     const int64_t blocks = ceil_div(n, BLOCK);
@@ -20,7 +20,8 @@ static inline double global_norm(const float *x, int64_t n) {
 }
 
 // Takes one AdamW step for n elements, the first of which is element `first` of the flat array (the arrays here start
-// at it). With bf16_weights and bf16_state the stored values are bf16, rounded stochastically.
+// at it). With bf16_weights the new weights are rounded to bf16, with bf16_state the new moments, by the bits of
+// adamw_random.
 static inline void adamw_reference(float *weights, float *exp_avg, float *exp_avg_sq, const float *gradients,
                                    int64_t first, int64_t n, bool decay, float gradient_factor, bool bf16_weights,
                                    bool bf16_state, const AdamwStep *step) {
@@ -45,7 +46,7 @@ typedef struct {
     uint32_t *groups;  // [n / COAT_GROUP] words
 } CoatMoment;
 
-// Returns the tables, which the first call computes. Several threads must not make that call.
+// Returns the tables. The first call computes them; no other thread may call at that time.
 static inline const CoatTables *coat_tables(void) {
     static CoatTables *tables;
     if (tables) return tables;
@@ -87,7 +88,7 @@ static inline void adamw_coat_group(const CoatTables *t, float *weights, CoatMom
 }
 
 // adamw_reference with moments in FP8. `first` and n are multiples of COAT_GROUP; padding has zeros everywhere, and
-// keeps them. stochastic: rounds the codes stochastically.
+// keeps them. With `stochastic`, codes are rounded stochastically.
 static inline void adamw_coat_reference(float *weights, CoatMoment exp_avg, CoatMoment exp_avg_sq,
                                         const float *gradients, int64_t first, int64_t n, bool decay,
                                         float gradient_factor, bool bf16_weights, bool stochastic,

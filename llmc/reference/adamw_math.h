@@ -46,16 +46,16 @@ static inline AdamwStep adamw_step(int64_t step, double lr, double beta1, double
     return s;
 }
 
-// Returns a run's optimizer step `step`, counted from 0.
+// Returns the numbers of a run's optimizer step `step`, counted from 0.
 static inline AdamwStep adamw_step_of(const Options *o, int64_t step) {
     const bool nearest_weights = o->master_weights == STORAGE_BF16_NEAREST;
     return adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay,
                       nearest_weights, (uint64_t)o->rounding_seed);
 }
 
-// The largest gradient norm, before clipping, with which a step is taken; above it the step counts as not finite. No
-// gradient is larger than the norm then, so its square, and with it the second moment, is at most 2^126: below fp32's
-// largest number, 2^128, by more than any rounding to bf16 adds.
+// The largest gradient norm, before clipping, with which a step is taken. A larger norm counts as not finite. In a step
+// that is taken, no gradient is larger than the norm, so its square, and with it the second moment, is at most 2^126:
+// below fp32's largest number, 2^128, by more than any rounding to bf16 adds.
 #define ADAMW_LARGEST_NORM 0x1p63
 
 // True if a step is taken with this gradient norm, which may be NaN.
@@ -68,14 +68,14 @@ HOST_DEVICE static inline uint32_t adamw_magnitude(float gradient) {
 }
 
 // The magnitude from which on a gradient counts as large in a step that is not taken: a 1024th of the largest, or
-// infinity if that is the largest. Gradients grow on their way back through the model, so the first large one is nearer
-// to the cause than the largest.
+// infinity if the largest is infinite. Gradients grow on their way back through the model, so the first large one is
+// nearer to the cause than the largest.
 HOST_DEVICE static inline uint32_t adamw_large(uint32_t largest) {
     const uint32_t factor = 10u << 23;
     return largest == 0x7f800000u ? largest : largest > factor ? largest - factor : 0;
 }
 
-// Returns the factor that makes a gradient of this norm one of norm `clip` at most (0: no clipping), by the rule of
+// Returns the factor that brings a gradient of this norm to a norm of at most `clip` (0: no clipping), by the rule of
 // torch.nn.utils.clip_grad_norm_.
 HOST_DEVICE static inline float clip_factor(double norm, double clip) {
     if (clip <= 0) return 1.0f;
@@ -83,7 +83,7 @@ HOST_DEVICE static inline float clip_factor(double norm, double clip) {
     return factor < 1 ? (float)factor : 1.0f;
 }
 
-// The updated element in fp32. `gradient` is already clipped.
+// Returns the updated element, in fp32. `gradient` is already clipped.
 HOST_DEVICE static inline AdamwElement adamw_update(AdamwElement e, float gradient, bool decay, const AdamwStep *s) {
     e.exp_avg = fmaf(s->one_minus_beta1, gradient - e.exp_avg, e.exp_avg);
     e.exp_avg_sq = fmaf(s->beta2, e.exp_avg_sq, (s->one_minus_beta2 * gradient) * gradient);
@@ -98,20 +98,20 @@ typedef struct {
     uint32_t weight, exp_avg, exp_avg_sq;
 } AdamwRandom;
 
-// 48 random bits an element by 32-bit multiplications. (With rng.h's 64-bit ones they took 25 of the GPU's 62
-// instructions for the update of an element.) The rounds, x ^= x >> s; x *= odd number, and their constants are from
-// Wellons 2018, "Prospecting for Hash Functions", and his lists in github.com/skeeto/hash-prospector. Elements 8 group
-// to 8 group + 7 share two rounds, which mix in both halves of the key: of the step, or of a gradient sum
-// (gradient_sum.h).
+// Random bits, 48 for each element, by 32-bit multiplications. (With rng.h's 64-bit ones the bits took 25 of the 62
+// instructions with which the GPU updates an element.) The rounds, x ^= x >> s; x *= odd number, and their constants
+// are from Wellons 2018, "Prospecting for Hash Functions", and his lists in github.com/skeeto/hash-prospector. The 8
+// elements from 8 * group on share two rounds, which mix in both halves of the key: that of a step (AdamwStep), or that
+// of a gradient sum (gradient_sum.h).
 HOST_DEVICE static inline uint32_t adamw_random_group(uint64_t key, int64_t group) {
     uint32_t x = (uint32_t)group ^ (uint32_t)key;
     x = (x ^ x >> 16) * 0x7feb352du + ((uint32_t)(key >> 32) + (uint32_t)(group >> 32) * 0x9e3779b9u);
     return (x ^ x >> 15) * 0x846ca68bu;
 }
 
-// Each member of the group, 0 to 7, gets one more round. It ends in three multiplications, whose upper bits depend on
-// all bits of x. Over all 2^32 hashes, bits of two members correlate by less than 4e-4, and bits of one member by less
-// than 1e-7.
+// Each member of the group, 0 to 7, gets one more round. The round ends in three multiplications, one for each word
+// (adamw_random_member); their upper bits depend on all bits of x. Over all 2^32 hashes, bits of two members correlate
+// by less than 4e-4, and bits of one member by less than 1e-7.
 HOST_DEVICE static inline uint32_t adamw_random_word(uint32_t group_hash, uint32_t member) {
     const uint32_t x = group_hash + member * 0x21f0aaadu;
     return x ^ x >> 16;

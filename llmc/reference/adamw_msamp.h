@@ -6,7 +6,7 @@
 #include "adamw_math.h"
 #include "rounding.h"
 
-// Returns a run's optimizer step `step`, counted from 0.
+// Returns the numbers of a run's optimizer step `step`, counted from 0.
 static inline MsampStep msamp_step_of(const Options *o, int64_t step) {
     return msamp_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay);
 }
@@ -47,8 +47,7 @@ static inline MsampPair adamw_msamp_weights(float *weights, MsampArrays moments,
     return amaxes;
 }
 
-// Pass 2: computes the moments of n elements again and stores them with new scales, which are those of the whole
-// tensor.
+// Pass 2: computes the moments of n elements again and stores them with the new scales of the whole tensor.
 static inline void adamw_msamp_moments(MsampArrays moments, MsampPair scale, MsampPair new_scale,
                                        const float *gradients, int64_t n, float gradient_factor, const MsampStep *s) {
     const MsampPair scale_inv = msamp_scale_inv(scale);
@@ -60,7 +59,7 @@ static inline void adamw_msamp_moments(MsampArrays moments, MsampPair scale, Msa
     }
 }
 
-// Stores n weights as FP16 with a scale.
+// Stores n weights as FP16(weight * scale).
 static inline void fp16_weights_encode(fp16_bits *out, const float *weights, float scale, int64_t n) {
     PARALLEL_FOR
     for (int64_t i = 0; i < n; i++) out[i] = fp16_from_float(weights[i] * scale);

@@ -1,7 +1,7 @@
 // Causal attention with grouped key/value heads in plain C: S = Q K^T / sqrt(HD), P = softmax(S), O = P V.
 //
 // Each query sees keys up to its own. qkv [B, T, (NH + 2 NKV) * HD] after RoPE, out [B, T, NH * HD],
-// lse [B, NH, T] = log(sum(exp(S))). Works on blocks of queries, so that no T x T matrix is held.
+// lse [B, NH, T] = log(sum(exp(S))). Handles QUERY_BLOCK queries at a time, so that no T x T matrix is held.
 #ifndef LLMC_REFERENCE_ATTENTION_H
 #define LLMC_REFERENCE_ATTENTION_H
 
@@ -23,8 +23,8 @@ static inline MatrixView view_from_row(MatrixView v, int64_t row) {
 }
 static inline MatrixView view_transposed(MatrixView v) { return matrix_view(v.data, v.col_stride, v.row_stride); }
 
-// s [queries, keys] = scaled scores of query rows t0 ... t0 + queries - 1 against keys 0 ... keys - 1; keys after the
-// query are -inf.
+// s [queries, keys] = scaled scores of query rows t0 ... t0 + queries - 1 against keys 0 ... keys - 1. Scores of keys
+// after the query are -inf.
 static inline void attention_scores(float *s, MatrixView q, MatrixView k, int64_t t0, int64_t queries, int64_t keys,
                                     int64_t HD) {
     matmul(s, keys, view_from_row(q, t0), view_transposed(k), queries, keys, HD,
@@ -33,8 +33,8 @@ static inline void attention_scores(float *s, MatrixView q, MatrixView k, int64_
         for (int64_t j = t0 + i + 1; j < keys; j++) s[i * keys + j] = -INFINITY;
 }
 
-// Turns one row of scores into exp(s - max), rounded as an operand of the next GEMM. Returns the sum of the values
-// before rounding.
+// Turns one row of scores into exp(s - max), rounded as an operand of the next GEMM. Sets *largest to the row's
+// maximum. Returns the sum of the values before rounding.
 static inline float softmax_row(float *s, int64_t n, float *largest, Rounding rounding) {
     float m = -INFINITY;
     for (int64_t j = 0; j < n; j++) m = s[j] > m ? s[j] : m;
@@ -92,7 +92,7 @@ static inline void attention_backward_softmax(float *s, float *dp, const float *
     }
 }
 
-// Adds query head h's part to dk, dv [T, HD] (fp32) and writes its dq into dqkv.
+// Adds the part of query head h to dk and dv [T, HD] of its key/value head (fp32), and writes the head's dq into dqkv.
 static inline void attention_backward_head(float *dqkv, float *dk, float *dv, const float *dout, const float *qkv,
                                            const float *out, const float *lse, const Dims *d, int64_t b, int64_t h,
                                            Rounding rounding) {

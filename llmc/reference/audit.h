@@ -26,8 +26,8 @@ static inline int64_t audit_index(int64_t l, int id, TensorRole tensor, TensorUs
     return l * AUDIT_LAYER + id * AUDIT_LINEAR + tensor * 2 + copy;
 }
 
-// scale_inv is rounded, so the element that made a scale can lie about 2^-23 beyond the range. That is far less than
-// the 2^-8 between two neighbouring bf16 numbers.
+// Slack, relative to the range, for elements at its end. scale_inv is rounded, so the element that made a scale can
+// seem to lie about 2^-23 beyond the range. The slack is far less than the 2^-8 between two neighbouring bf16 numbers.
 #define AUDIT_RANGE_SLACK (1.0 / 65536)
 
 // Adds one element: x was cast to `code`, whose value times `scale_inv` stands for x. Values that are not finite
@@ -67,8 +67,8 @@ static inline void audit_merge_all(AuditSums *into, const AuditSums *from, int64
     for (int64_t i = 0; i < n; i++) audit_merge(&into[i], &from[i]);
 }
 
-// Adds the FP8 data of x: codes [outer, depth], and scale_inv in the layout of scale_index(). Each row has its own
-// sums, which are added in order, so the number of threads changes no bit.
+// Adds the elements of x with their FP8 data: codes [outer, depth], and scale_inv in the layout of scale_index(). Each
+// row has its own sums, which are added in order, so the number of threads changes no bit.
 static inline void audit_copy(AuditSums *sums, const float *x, const uint8_t *codes, const void *scales, UsageShape s,
                               ScaleGranularity granularity, Fp8Format format) {
     AuditSums *rows = (AuditSums *)xcalloc((size_t)s.outer, sizeof *rows);

@@ -11,7 +11,7 @@ typedef struct {
     int64_t tensors, window;
     float *history;  // [tensors, window] amaxes of earlier passes, the oldest at 1, the newest last; element 0 stays 0
                      // (Transformer Engine keeps the amax of the pass under way there)
-    float *scale;    // [tensors] the scale of the next cast; 0: there was no cast yet, so the next one finds its scale
+    float *scale;  // [tensors] the scale of the next cast; 0: there was no cast yet, and the next one uses its own amax
 } DelayedState;
 
 // True if every tensor has a scale, also tensors that are never cast.
@@ -21,20 +21,22 @@ static inline bool delayed_is_complete(const float *scales, int64_t tensors) {
     return true;
 }
 
-// True if a pass's amax (its bits) enters the history. Zero does not: the tensor was not cast, or was all zero.
+// True if the amax of a pass (as bits) enters the history. Zero does not: the tensor was not cast, or was all zero. NaN
+// does not either.
 HOST_DEVICE static inline bool delayed_counts(uint32_t amax) { return amax != 0 && amax <= 0x7f800000u; }
 
 // Returns the scale that follows from the largest amax of the window. As long as the window holds an infinite amax, the
 // scale does not change. A tensor never has scale 0 again: if its first amax was 0, infinite or NaN, that cast had
-// scale 1 (fp8_scale_te), which stays.
+// scale 1 (fp8_scale_te), and scale 1 stays until an amax gives another.
 HOST_DEVICE static inline float delayed_scale(float scale, float largest, Fp8Format format, int margin) {
     if (largest > 0 && float_bits(largest) < 0x7f800000u) return fp8_scale_te(largest, format, margin);
     return scale > 0 ? scale : 1.0f;
 }
 
-// After a pass over one tensor, whose amax (NaN not counted) has the bits `amax`: if it counts (delayed_counts), it
-// enters the history [window], the oldest leaves it, and *scale is computed again. Else both stay, but a scale of 0
-// becomes 1. Transformer Engine: delayed_scaling.py, "max" over the window. A window of one holds this pass alone.
+// Updates the history [window] and the scale of one tensor after a pass whose amax (NaN ignored) has the bits `amax`.
+// If the amax counts (delayed_counts), it enters the history, the oldest amax leaves, and *scale is computed again.
+// Else both stay as they are, but a scale of 0 becomes 1. Transformer Engine: delayed_scaling.py, "max" over the
+// window. A window of one holds this pass alone.
 HOST_DEVICE static inline void delayed_update(float *history, int64_t window, float *scale, uint32_t amax,
                                               Fp8Format format, int margin) {
     float largest = 0;

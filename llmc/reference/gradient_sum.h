@@ -1,12 +1,13 @@
 // Sums of gradients over micro-steps (--grad-accum-dtype): one rule for CPU and GPU, the same bits.
 //
 // A bf16 sum that is rounded to nearest stops growing when it is 256 times as large as what is added to it. So bf16
-// sums are rounded stochastically, with random bits that depend on (rounding seed, optimizer step, micro-step, flat
-// element index) alone: neither on the launch shape nor on how the parameters are split over ranks. Each add is then
-// right on average, and what is left is noise. One add has an error of at most one ulp of the sum, 2^-8 to 2^-7 of it,
-// with a variance of 5.5e-6 of the sum's square (a sixth of the ulp's square, averaged over the ratios of ulp and sum).
-// Over n micro-steps of gradients of random sign that adds up to 2.7e-6 n of the square of the whole sum, and makes the
-// norm 1.4e-6 n too large: 0.035% at 256 micro-steps, 0.14% at 1,024. Gradients of one sign give two thirds of that.
+// sums are rounded stochastically, with random bits that depend on (rounding seed, optimizer step, number of the
+// addition, flat element index) alone: neither on the launch shape nor on how a replica's parameters are split over
+// ranks. Each add is then right on average, and what is left is noise. One add has an error of at most one ulp of the
+// sum, 2^-8 to 2^-7 of it, with a variance of 5.5e-6 of the sum's square (a sixth of the ulp's square, averaged over
+// the ratios of ulp and sum). Over n micro-steps of gradients of random sign that adds up to 2.7e-6 n of the square of
+// the whole sum, and makes the norm 1.4e-6 n too large: 0.035% at 256 micro-steps, 0.14% at 1,024. Gradients of one
+// sign give two thirds of that.
 #ifndef LLMC_GRADIENT_SUM_H
 #define LLMC_GRADIENT_SUM_H
 
@@ -20,18 +21,21 @@ typedef struct {
     int64_t flat;     // index of the sum's first element in the flat array of parameters.h, a multiple of 8
 } GradientSum;
 
-// The key of one addition to every element. `part`: number of the addition within the optimizer step, from 0.
+// The key of one addition to every element. `part`: number of the addition within the optimizer step, from 0. Each
+// micro-step of each replica has two numbers.
 static inline uint64_t gradient_sum_key(uint64_t seed, int64_t step, int64_t part) {
     return rng_key(rng_key(seed, 0x4753000000000000ull + (uint64_t)step), (uint64_t)part);
 }
 
-// A sum as bf16. group_hash: adamw_random_group of the key and of the element's group of 8 in the flat array.
+// Rounds a sum to bf16 stochastically. group_hash: adamw_random_group of the key and of the element's group of 8 in the
+// flat array; member: the element's number in the group.
 HOST_DEVICE static inline bf16_bits gradient_sum_round(float sum, uint32_t group_hash, uint32_t member) {
     return bf16_from_float_stochastic(sum, adamw_random_word(group_hash, member) * 0x846ca68bu >> 16);
 }
 
-// Adds gradients [n] to elements first .. first + n - 1 of a sum, stored in sum [n], or replaces them if !s->add. fp32:
-// false if the sum holds bf16 values. The CPU trainer uses it, and GPU kernels are checked against it.
+// Adds gradients [n] to elements first .. first + n - 1 of a sum, which sum [n] holds; without s->add, writes the
+// gradients there. fp32: false if the sum holds bf16 values. The CPU trainer uses this function, and GPU kernels are
+// checked against it.
 static inline void gradient_sum_reference(float *sum, const float *gradients, int64_t first, int64_t n, bool fp32,
                                           const GradientSum *s) {
     for (int64_t i = 0; i < n; i++) {

@@ -44,16 +44,17 @@ static inline void bias_backward_reference(float *dbias, const float *dy, int64_
 
 // An operand of the emulated GEMM.
 typedef struct {
-    MatrixView view;  // [outer, depth], codes decoded
-    float scale_inv;  // the whole tensor's; 1 if scales are finer: the decoded values then include them
-    uint8_t *codes;   // FP8 bytes, freed with the operand; NULL if bf16, or if the caller keeps them
-    void *scales;     // scale_inv of `codes`
-    float *values;
+    MatrixView view;   // [outer, depth], codes decoded
+    float scale_inv;   // the whole tensor's; 1 if scales are finer: the decoded values then include them
+    uint8_t *codes;    // FP8 bytes, freed with the operand; NULL if bf16, or if the caller keeps them
+    void *scales;      // scale_inv of `codes`
+    float *values;     // decoded codes
     UsageShape shape;  // shape of `codes` and `values`; `view` may be its transpose
 } LinearOperand;
 
-// Casts x [rows, cols], bf16 values, to the operand that a GEMM reads. A `scale` above 0 is used as it is; with 0 the
-// cast computes scales from amaxes by `rule`. The caller frees with linear_operand_free. A bf16 operand is a view of x.
+// Casts x [rows, cols], bf16 values, to the operand that a GEMM reads. The cast computes scales from amaxes by `rule`;
+// if the whole tensor has one scale, a `scale` above 0 is taken instead. The caller frees with linear_operand_free. A
+// bf16 operand is a view of x.
 static inline LinearOperand linear_operand(const float *x, int64_t rows, int64_t cols, TensorUsage copy,
                                            ScaleGranularity granularity, ScaleRule rule, Fp8Format format,
                                            float scale) {

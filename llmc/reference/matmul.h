@@ -55,8 +55,8 @@ static inline void matrix_pack(float *panels, MatrixView m, int64_t count, int64
     }
 }
 
-// tile += a panel [K][TILE_ROWS] times b panel [K][TILE_COLS]. The loops over the tile have constant bounds, so it
-// lives in registers.
+// tile += a panel [K][TILE_ROWS] times b panel [K][TILE_COLS]. The loops over the tile have constant bounds, so the
+// tile lives in registers.
 static inline void matmul_tile(float tile[TILE_ROWS][TILE_COLS], const float *a, const float *b, int64_t K) {
     float sum[TILE_ROWS][TILE_COLS];
     memcpy(sum, tile, sizeof sum);
@@ -85,7 +85,7 @@ static inline void matmul(float *c, int64_t ldc, MatrixView a, MatrixView b, int
     float *pb = (float *)xrealloc(NULL, (size_t)(col_panels * K * TILE_COLS) * sizeof(float));
     matrix_pack(pa, a, M, K, TILE_ROWS);
     matrix_pack(pb, matrix_view(b.data, b.col_stride, b.row_stride), N, K, TILE_COLS);
-    enum { GROUP = 8 };  // row panels that one task walks for each column panel
+    enum { GROUP = 8 };  // row panels of a task, which multiplies them by one column panel
     PARALLEL_FOR_UNEVEN
     for (int64_t task = 0; task < ceil_div(row_panels, GROUP) * col_panels; task++) {
         const int64_t p0 = task / col_panels * GROUP, q = task % col_panels, p1 = min_i64(p0 + GROUP, row_panels);

@@ -4,8 +4,8 @@
 
 #include "../config/recipes.h"
 
-// Returns the amax, as fp32 bits, of one block of data of shape s: `rows` along the outer dimension by `cols` along the
-// depth. x points to the block's first element.
+// Returns the amax, as fp32 bits, of one block of a tensor's rowwise or columnwise data (shape s): `rows` along the
+// outer dimension by `cols` along the depth. x points to the block's first element.
 static inline uint32_t quantize_block_amax(const float *x, UsageShape s, int64_t rows, int64_t cols, ScaleRule rule) {
     uint32_t amax = 0;
     for (int64_t i = 0; i < rows; i++)
@@ -24,8 +24,8 @@ static inline uint32_t quantize_tensor_amax(const float *x, int64_t n, ScaleRule
     return amax;
 }
 
-// Casts such a block to codes with rows of s.depth bytes; `codes` points to the block's first code. Multiplication by
-// the scale rounds once, in fp32, as in torchao and Transformer Engine.
+// Casts a block, given as in quantize_block_amax, to codes in rows of s.depth bytes. `codes` points to the block's
+// first code. Multiplication by the scale rounds once, in fp32, as in torchao and Transformer Engine.
 static inline void quantize_block_cast(uint8_t *codes, const float *x, UsageShape s, int64_t rows, int64_t cols,
                                        float scale, Fp8Format format) {
     for (int64_t i = 0; i < rows; i++)
@@ -40,11 +40,10 @@ static inline int64_t block_width(ScaleGranularity g, int64_t depth) {
 }
 
 // Casts x, a bf16 tensor as floats, to rowwise or columnwise codes [outer, depth]. Writes scale_bytes() bytes of
-// scale_inv to `scales`; their padding is zero. `rule` makes the scale of a block from the block's amax. If
-// `granularity` is a whole tensor and `scale` is above 0, `scale` is taken instead (delayed scaling). Blocks at the
-// edges are smaller. An fp32 scale_inv is 1 / scale, infinite if an infinite amax made the scale zero. An E8M0
-// scale_inv is a power of two, stored as its exponent: e8m0_from_amax() makes it without a division. BLOCK_1X32 needs
-// SCALE_MX.
+// scale_inv to `scales`; their padding is zero. `rule` makes the scale of a block from the block's amax. If the whole
+// tensor has one scale and `scale` is above 0, `scale` is taken instead (delayed scaling). Blocks at the edges are
+// smaller. An fp32 scale_inv is 1 / scale, infinite if an infinite amax made the scale zero. An E8M0 scale_inv is a
+// power of two, stored as its exponent: e8m0_from_amax() makes it without a division. BLOCK_1X32 needs SCALE_MX.
 static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, UsageShape s,
                                  ScaleGranularity granularity, ScaleRule rule, Fp8Format format, float scale) {
     const bool whole = is_per_tensor(granularity);

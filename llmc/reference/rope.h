@@ -1,7 +1,7 @@
 // QK-norm (Qwen3) and rotary position embedding (Su et al. 2021) in plain C, on packed q, k and v.
 //
-// Arguments of all functions: qkv [B, T, (NH + 2 NKV) * HD]; q_norm and k_norm [HD] are the norm's weights, shared by
-// all heads (NULL: no norm); table is what rope_table_fill made.
+// Arguments of all functions: qkv [B, T, (NH + 2 NKV) * HD]; q_norm and k_norm [HD] are the norms' weights, shared by
+// all query heads and by all key heads (NULL: no norm); table is what rope_table_fill made.
 #ifndef LLMC_REFERENCE_ROPE_H
 #define LLMC_REFERENCE_ROPE_H
 
@@ -35,7 +35,8 @@ static inline void qknorm_rope_forward_reference(float *out, const float *qkv, c
     }
 }
 
-// Turns the gradient dout of rotated heads back, in fp32, into dn, the gradient of the norms' outputs.
+// Rotates dout, the gradient of rotated heads, back in fp32: dn is the gradient of the norms' outputs. Copies value
+// heads.
 static inline void rope_backward_rotate(float *dn, const float *dout, const float *table, const Dims *d) {
     const int64_t heads = d->NH + 2 * d->NKV, half = d->HD / 2;
     PARALLEL_FOR
@@ -79,7 +80,8 @@ static inline void head_norm_backward(float *dn, const float *x, const float *w,
 }
 
 // Turns dout, the gradient of the rotated qkv, into dqkv, the gradient of the projection's output `qkv`; may be in
-// place. dq_norm and dk_norm [HD] get the sums over all rows and heads; without QK-norm they are not used.
+// place. dq_norm and dk_norm [HD] get the gradients of the norms' weights, summed over all rows and heads; without
+// QK-norm they are not used.
 static inline void qknorm_rope_backward_reference(float *dqkv, float *dq_norm, float *dk_norm, const float *dout,
                                                   const float *qkv, const float *q_norm, const float *k_norm,
                                                   const float *table, const Dims *d, double eps, Rounding rounding) {
