@@ -123,8 +123,8 @@ __device__ __forceinline__ void mma_store_rows(bf16 *to, int64_t stride, int64_t
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
 
-// Turns one block of scores of two rows into exp(S - max), and updates the max (of unscaled scores), the sum and the
-// output so far.
+// Turns one tile's scores of this thread's two rows into exp(S - max), and updates the max (of unscaled scores), the
+// sum and the output so far.
 template <int HD>
 __device__ __forceinline__ void mma_softmax(float (&s)[8][4], float (&o)[HD / 8][4], float (&row_max)[2],
                                             float (&row_sum)[2], float scale) {

@@ -28,8 +28,8 @@ typedef struct {
 // gradient once. Small chunks save memory.
 enum { LOGITS_ROWS = 4096, LOGITS_FEW_ROWS = 2048 };
 
-// Returns the rows of logits in memory at a time. `room`: logits that fit into the memory of gradients that are
-// computed later, or 0. The rows are fewer if that has room for some, but not for LOGITS_ROWS.
+// Returns the rows of logits in memory at a time. `room`: how many logits fit into the memory of gradients that are
+// computed later, or 0. There are LOGITS_FEW_ROWS rows if `room` is not 0, but too small for LOGITS_ROWS.
 static inline int64_t logits_rows(const Dims *d, int64_t room) {
     const int64_t many = min_i64(d->R, LOGITS_ROWS);
     return room && many * d->V > room ? min_i64(d->R, LOGITS_FEW_ROWS) : many;

@@ -18,7 +18,8 @@ typedef enum {
 typedef struct {
     bf16 *data;                     // [R, C], for GEMMs in bf16
     uint8_t *rowwise, *columnwise;  // FP8 [R, C], and its transpose [C, R]
-    // Scales of both, laid out by scale_index() (recipes.h). They are one pointer if both granularities are PER_TENSOR.
+    // scale_inv of rowwise and of columnwise data, laid out by scale_index() (recipes.h). The two pointers are equal if
+    // both granularities are PER_TENSOR.
     void *rowwise_scale_inv, *columnwise_scale_inv;
     // tensor_amaxes() slots (recipes.h; cuda_utils.cuh has their encoding); NULL for block scales.
     uint32_t *amax;

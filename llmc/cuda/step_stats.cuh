@@ -95,7 +95,8 @@ static inline void step_log_mark_wait(StepLog *log, StepTime part) {
     step_log_mark(log, part == TIME_COMPUTE ? log->work : part);
 }
 
-// True if waits within forward and backward are timed in step `step`. The first step of a run is no measure.
+// True if waits within forward and backward are timed in step `step`. Step 0 is not timed: the first step of a run is
+// slower than the others.
 static inline bool step_log_times_waits(int64_t step) { return step % STEP_WAITS_EVERY == 1; }
 
 // Marks the start of step `step`. after_pause: something other than a step ran before it, which its time excludes.
