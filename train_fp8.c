@@ -79,7 +79,7 @@ typedef struct {
     Real *norm;                 // [C]
 } Root;
 
-// Activations that one layer's forward pass leaves for its backward pass. Layers may share memory (place_activations).
+// Activations that one layer's forward pass leaves for its backward pass. Layers may share memory (place_layer).
 typedef struct {
     Real *x;        // [R, C] residual stream that enters the layer
     QTensor norm1;  // [R, C] its RMSNorm
@@ -285,8 +285,8 @@ static void place_scales(Trainer *t, Arena *a) {
         s->step_audit = (AuditSums *)arena_take(a, audit_count(&t->precision) * (int64_t)sizeof(AuditSums));
 }
 
-// Places layer l's activations, except x. With --recompute layers share what backward computes again: it is that of
-// layer 0.
+// Places layer l's activations, except x. With --recompute all layers keep what backward computes again in the arrays
+// of layer 0.
 static void place_layer(Trainer *t, int64_t l, Arena *a) {
     const Dims *d = &t->d;
     const Recomputed again = options_recomputed(t->o);
@@ -971,7 +971,7 @@ static void histories_update(Trainer *t, bool weights) {
             }
 }
 
-// Saves histories and scales before a step that may be skipped, or restores them.
+// Saves histories and scales (keep), or restores them. Does nothing if steps are never skipped.
 static void copy_delayed_before(Trainer *t, bool keep) {
     float *kept = t->scales.delayed_before, *current = t->scales.delayed.history;
     if (kept) memcpy(keep ? kept : current, keep ? current : kept, (size_t)delayed_elements(t) * sizeof(float));
@@ -992,7 +992,8 @@ static MsampPair moment_scales(const Trainer *t, int64_t i) {
     return scale;
 }
 
-// The first pass of MS-AMP's AdamW for entry i of the parameter table: its weights, and the amaxes of its moments.
+// The first pass of MS-AMP's AdamW, on entry i of the parameter table: updates its weights, and finds the amaxes of its
+// new moments.
 static void msamp_update(Trainer *t, int64_t i, float factor, const MsampStep *s, const AdamwStep *rounding) {
     const Params *all = &t->params;
     const Parameter *p = &t->table.entries[i];

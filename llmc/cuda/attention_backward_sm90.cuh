@@ -233,7 +233,7 @@ template <int HD> __device__ __forceinline__ void attention_backward_start_dq(fl
     wgmma_commit();
 }
 
-// Returns how many blocks have added to a tile of dQ.
+// Returns how many thread blocks have added to a tile of dQ.
 __device__ __forceinline__ int attention_backward_adds_done(const int *order) {
     int adds;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(adds) : "l"(order) : "memory");

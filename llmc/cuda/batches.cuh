@@ -61,7 +61,8 @@ static inline void batches_destroy(Batches *b) {
 static inline TokenSlot *batches_next(Batches *b) { return &b->slots[b->sent++ % TOKEN_SLOTS]; }
 
 // Returns the inputs [ranks, rows] that the index covers: this rank's from the slot, the other ranks' read from `data`.
-// first_sample is the number of the first sequence of the first of these ranks; `rank` is this rank's index among them.
+// first_sample is the number of the first sample (dataloader.h) of the first of these ranks; `rank` is this rank's
+// index among them.
 static inline const int32_t *batches_group_inputs(Batches *b, const TokenSlot *slot, DataLoader *data,
                                                   int64_t first_sample, int64_t rank) {
     const int64_t B = b->rows / data->T;

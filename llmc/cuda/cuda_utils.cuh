@@ -68,7 +68,7 @@ static inline void cuda_launch(const char *file, int line, void (*kernel)(P...),
 // an error inside the kernel is reported by a later synchronizing call.
 #define CUDA_LAUNCH(...) cuda_launch(__FILE__, __LINE__, __VA_ARGS__)
 
-// Returns the number of blocks for n items at `per_block` each, at least 1.
+// Returns the number of thread blocks for n items, with `per_block` items in each; at least 1.
 static inline unsigned grid_size(int64_t n, int64_t per_block) {
     int64_t blocks = max_i64(1, ceil_div(n, per_block));
     if (blocks > INT_MAX)
@@ -210,14 +210,14 @@ __device__ static inline uint32_t amax_bits(uint32_t packed_amax) {
     return max(packed_amax << 16, packed_amax & 0xffff0000u);
 }
 
-// Raises the slot to the running maxima of all threads of a warp.
+// Raises the slot to the largest running maximum of a warp's threads.
 __device__ static inline void amax_publish_warp(uint32_t *slot, uint32_t packed_amax) {
     const uint32_t bits = warp_max_u32(amax_bits(packed_amax));
     if (threadIdx.x % WARP_SIZE == 0 && bits > *(volatile uint32_t *)slot) atomicMax(slot, bits);
 }
 
-// Raises the slot to the running maxima of all threads of a one-dimensional block. Every thread of the block must call
-// it; a kernel calls it once, or puts a barrier between calls.
+// Raises the slot to the largest running maximum of the threads of a one-dimensional block. Every thread of the block
+// must call it; a kernel calls it once, or puts a barrier between calls.
 __device__ static inline void amax_publish(uint32_t *slot, uint32_t packed_amax) {
     __shared__ uint32_t scratch[WARP_SIZE];
     uint32_t bits = warp_max_u32(amax_bits(packed_amax));

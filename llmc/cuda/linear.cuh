@@ -148,7 +148,8 @@ static inline void linears_print_full_accum(const Linears *ln) {
             if (!p->matmul || !p->native || p->spec.fast_accum ||
                 !precision_fast_accum(ln->precision, p->spec.recipe, (GemmKind)kind))
                 continue;
-            printf("%s %s %s", found ? "," : "no fast_accum algorithm, full accumulation in:", p->layer,
+            printf("%s %s %s",
+                   found ? "," : "cuBLASLt has no fast_accum algorithm, so accumulation is full, in:", p->layer,
                    gemm_kind_name((GemmKind)kind));
             found = true;
         }

@@ -33,8 +33,8 @@ static inline bool quantize_has_tensor_scale(const QTensor *t) {
     return (!t->rowwise || t->row_granularity == PER_TENSOR) && (!t->columnwise || t->col_granularity == PER_TENSOR);
 }
 
-// Returns the granularity whose kernel casts all data wanted, which must have one kind of scales; NO_SCALE if no kernel
-// does. PER_ROW is also returned for PER_TENSOR_BROADCAST.
+// Returns the granularity of the wanted data: rowwise, columnwise or both; NO_SCALE if both are wanted and differ,
+// because no kernel casts that. PER_TENSOR_BROADCAST counts as PER_ROW.
 static inline ScaleGranularity quantize_fine_granularity(const QTensor *t) {
     const ScaleGranularity row = t->row_granularity == PER_TENSOR_BROADCAST ? PER_ROW : t->row_granularity,
                            col = t->col_granularity == PER_TENSOR_BROADCAST ? PER_ROW : t->col_granularity;
@@ -284,7 +284,7 @@ static __global__ void __launch_bounds__(SLICE_THREADS) quantize_slices_kernel(c
 static inline void quantize_slices(const Fp8Slices *s, cudaStream_t stream) {
     if (s->n % SLICE_ELEMENTS || s->x_stride % 8 || s->num_tensors > SLICE_MAX_TENSORS)
         die("quantize_slices: slices of %lld elements (must be a multiple of 16), %lld apart (of 8), with %d tensors "
-            "(too many?)",
+            "(at most 4)",
             (long long)s->n, (long long)s->x_stride, s->num_tensors);
     for (int j = 0; j < s->num_tensors; j++)
         if (s->ends[j] % SLICE_ELEMENTS)

@@ -56,7 +56,7 @@ struct FineShared {
         uint32_t codes[OUTPUTS][CAST_TILE][CAST_WORDS];
         FineMaxima<OUTPUTS, BLOCKS> maxima;
     };
-    // Indices: [output][block along depth][row or column].
+    // Indices: [output][scale block along depth][row or column].
     float row_scales[OUTPUTS][BLOCKS][CAST_TILE], column_scales[OUTPUTS][BLOCKS][CAST_TILE];
     uint32_t warp_maxima[FINE_WARPS];
 };
@@ -134,7 +134,7 @@ __device__ static inline uint32_t fine_column_amax(const uint32_t (*maxima)[FINE
     return column % 2 ? packed_amax & 0xffff0000u : packed_amax << 16;
 }
 
-// Computes the maxima of a tile for scales of blocks along rows and columns.
+// Computes a tile's maxima of rows and columns.
 template <bool KEEPS_NAN, int OUTPUTS, int BLOCKS>
 __device__ static inline void fine_block_maxima(FineMaxima<OUTPUTS, BLOCKS> *maxima,
                                                 const Bf16x8 v[OUTPUTS][CAST_GROUPS][4]) {

@@ -16,8 +16,8 @@
 
 enum { RMSNORM_MAX_C = 16384 };
 
-// Returns y of 8 elements. Both forward passes call it, and its multiplications cannot be contracted, so both get equal
-// bits.
+// Returns y of 8 elements. The forward kernel and the cast call it, and its multiplications cannot be contracted, so
+// both get equal bits.
 __device__ static inline Bf16x8 rmsnorm_values(Bf16x8 x, float rstd, const float w[8]) {
     float f[8];
     bf16x8_unpack(f, x);
@@ -102,7 +102,7 @@ static inline void rmsnorm_check(const char *function, int64_t R, int64_t C, con
     require_aligned16(weight, function, "weight");
 }
 
-// Calls LAUNCH(VECTORS, THREADS) with the smallest block that holds a row of C values.
+// Calls LAUNCH(VECTORS, THREADS) for rows of C values: THREADS threads hold a row, each VECTORS times 8 values.
 #define RMSNORM_DISPATCH(C, LAUNCH)           \
     do {                                      \
         if ((C) <= 1024) LAUNCH(1, 128);      \

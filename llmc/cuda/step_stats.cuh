@@ -5,8 +5,8 @@
 #include "../base/step_times.h"
 #include "adamw.cuh"
 
-// Number of steps whose statistics and end events are kept: the running step, the one being reported, and the one
-// before that, whose end starts its time.
+// Number of steps whose statistics and end events are kept: the running step, the step being reported, and the step
+// before the reported one, at whose end the reported step's time begins.
 #define STEP_SLOTS 3
 
 // Waits for other ranks within forward and backward are timed in one of this many steps; other steps count as long a

@@ -24,7 +24,7 @@ typedef struct {
     // state of the delayed recipe; NULL with other recipes
     float *history;        // [tensors, window]
     float *delayed_scale;  // [tensors], directly behind the histories
-    // Copy of both from before the current step; NULL if steps are never skipped.
+    // Copy of histories and scales from before the current step; NULL if steps are never skipped.
     float *before;
     int64_t window;
     int margin;
