@@ -56,7 +56,7 @@
 typedef float Real;
 
 // A tensor that a GEMM reads: an input, an output's gradient or a weight of a linear layer. Each GEMM casts it anew, by
-// the recipe of that linear layer.
+// the recipe of that linear layer, unless it was gathered as codes.
 typedef struct {
     Real *data;            // [rows, cols]; NULL if only codes are here
     const uint8_t *codes;  // FP8 codes of a weight that was gathered in FP8; else NULL
@@ -82,14 +82,14 @@ typedef struct {
 // Activations that one layer's forward pass leaves for its backward pass. Layers may share memory (place_layer).
 typedef struct {
     Real *x;        // [R, C] residual stream that enters the layer
-    QTensor norm1;  // [R, C] its RMSNorm
+    QTensor norm1;  // [R, C] RMSNorm of x
     float *rstd1;   // [R]
     Real *qkv;      // [R, QKV] as the linear layer leaves it
     Real *rotated;  // [R, QKV] after QK-norm and RoPE
     QTensor att;    // [R, ATT]
     float *lse;     // [B, NH, T]
     Real *x_mid;    // [R, C] residual stream between attention and MLP
-    QTensor norm2;  // [R, C] its RMSNorm
+    QTensor norm2;  // [R, C] RMSNorm of x_mid
     float *rstd2;   // [R]
     Real *gate_up;  // [R, 2F]
     QTensor h;      // [R, F] silu(gate) * up
@@ -124,11 +124,11 @@ typedef struct {
     fp16_bits *fp16_master;            // FP16 masters, else NULL
     float *weights;                    // weights that the model computes with: master, or its bf16 rounding
     float *gradients;                  // summed over the micro-steps so far (gradients_at)
-    float *exp_avg, *exp_avg_sq;       // moments; NULL if they are FP8
+    float *exp_avg, *exp_avg_sq;       // moments in fp32 or bf16, else NULL
     CoatMoment coat_avg, coat_avg_sq;  // COAT's moments, else NULL
     MsampArrays msamp;                 // MS-AMP's moments, else NULL
     float *scales;                     // scales of MS-AMP's moments and FP16 masters (tensor_scale), else NULL
-    uint32_t *amaxes;                  // fp32 bits of their amaxes (tensor_amax)
+    uint32_t *amaxes;                  // fp32 bits of the amaxes of the same arrays (tensor_amax), else NULL
 } Params;
 
 // The number of arrays that have a scale for each parameter: both moments of MS-AMP, and FP16 masters.
@@ -182,7 +182,7 @@ typedef struct {
     ShardPlan plan;       // with shard_size 1, shards are the flat arrays of parameters.h
     Precision precision;  // precision of each linear layer
     Rounding rounding;    // applied to every tensor that is bf16 on the GPU
-    Dims d;               // sizes of a batch; next_logits sets those of a sample
+    Dims d;               // sizes of a batch; during next_logits, of one sequence
     Params params;
     Units units;
     Scales scales;
@@ -675,8 +675,8 @@ static void add_rmsnorm(Trainer *t, QTensor *y, float *rstd, Real *sum, const Re
     watch_norm(t, norm_number(y), rstd);
 }
 
-// dx += the gradient through the norm, and computes dweight. Before the call dx is the gradient that reaches x on the
-// residual path around the norm; after it, the whole gradient of x.
+// Adds the gradient through the norm to dx, and computes dweight. Before the call dx is the gradient that reaches x on
+// the residual path around the norm; after it, the whole gradient of x.
 static void rmsnorm_backward(Trainer *t, QTensor *dx, Real *dweight, const Real *dy, const Real *x, const float *rstd,
                              const Real *w) {
     rmsnorm_backward_reference(dx->data, dweight, dx->data, dy, x, rstd, w, t->d.R, t->d.C, t->rounding);
@@ -1160,7 +1160,7 @@ static int64_t host_memory(void) {
 }
 
 // Runs the forward and backward pass over t->batch, for micro-step `micro` of optimizer step `step`, both counted from
-// 0. Returns the mean loss.
+// 0. Returns the mean loss of this rank's rows.
 static double micro_step(Trainer *t, float grad_scale, int64_t step, int64_t micro) {
     t->training = true;
     t->units.sum = micro_sum(t, step, micro);

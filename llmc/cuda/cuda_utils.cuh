@@ -63,9 +63,9 @@ static inline void cuda_launch(const char *file, int line, void (*kernel)(P...),
 
 // CUDA_LAUNCH(kernel, grid, block, shared_bytes, stream, arguments...) launches like kernel<<<grid, block,
 // shared_bytes, stream>>>(arguments...). From compute capability 9.0 it uses programmatic dependent launch: the
-// kernel's blocks are launched while the last blocks of the previous kernel still run, which saves about a microsecond.
-// So every kernel that it launches must start with grid_dependency_wait(). A bad launch configuration ends the process;
-// an error inside the kernel is reported by a later synchronizing call.
+// kernel's blocks are launched when the previous kernel's blocks have ended, before that kernel counts as complete,
+// which saves about a microsecond. So every kernel that it launches must start with grid_dependency_wait(). A bad
+// launch configuration ends the process; an error inside the kernel is reported by a later synchronizing call.
 #define CUDA_LAUNCH(...) cuda_launch(__FILE__, __LINE__, __VA_ARGS__)
 
 // Returns the number of thread blocks for n items, with `per_block` items in each; at least 1.

@@ -56,8 +56,8 @@ typedef struct {
     double reported_at;  // its time; 0: there was none
 } GpuMonitor;
 
-// Names of the bits of GpuReading.throttle (nvmlClocksEventReasons), the lowest first. Idle clocks (bit 0) and clocks
-// that a user set (bits 1 and 8) are no throttling: they have no name.
+// Names of the bits of GpuReading.throttle (nvmlClocksEventReasons), the lowest first. Idle clocks (bit 0), application
+// clocks that a user set (bit 1) and display clocks (bit 8) are no throttling: they have no name.
 static inline const char *gpu_throttle_name(int bit) {
     static const char *const names[] = {
         "", "", "power cap", "hardware slowdown", "sync boost", "thermal", "hardware thermal", "power brake", ""};

@@ -160,7 +160,7 @@ static inline bool run_validation_losses(Run *run, int64_t sequences, double *lo
         const float *tokens = run->ops->token_losses(run->trainer, &run->setup.val, i);
         for (int64_t s = 0; s < own; s++) losses[first + s] = array_sum(tokens + s * T, T) / (double)T;
     }
-    comm_sum(&run->comm, COMM_WORLD, losses, sequences);  // a sequence has one rank; the others have 0 there
+    comm_sum(&run->comm, COMM_WORLD, losses, sequences);  // one rank has each loss; the others have 0 there
     return true;
 }
 
