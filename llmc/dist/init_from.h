@@ -48,8 +48,8 @@ static inline bool init_rank(InitFrom *init, const char *rank_name, const char *
     if (!rank || !world) return false;
     if (!init_number(world, 1, 1 << 20, &init->world) || !init_number(rank, 0, init->world - 1, &init->rank))
         die_with(EXIT_USAGE,
-                 "%s is \"%s\" and %s is \"%s\": the number of ranks must be from 1 to 1048576, and the rank from 0 to "
-                 "the number of ranks - 1",
+                 "%s is \"%s\" and %s is \"%s\": the rank must be a number from 0 to the number of ranks - 1, and the "
+                 "number of ranks at most 1048576",
                  rank_name, rank, world_name, world);
     return true;
 }
