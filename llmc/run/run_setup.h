@@ -31,10 +31,9 @@ typedef struct {
     DataIdentity val_data;  // identity of `val`
     char checkpoint[PATH_CAPACITY];  // to continue from; "": none
     TrainerProgress start;           // that checkpoint's progress, or 0
-    CheckpointSteps
-        passed_over;     // not removed by saves: later, damaged checkpoints; older ones that may not be removed
-    int64_t saved_step;  // the latest step with a checkpoint; 0: none
-    bool save_failed;    // the latest save failed, for this reason:
+    CheckpointSteps passed_over;     // checkpoints no save removes: later damaged ones, older ones not of this program
+    int64_t saved_step;              // the latest step with a checkpoint; 0: none
+    bool save_failed;                // the latest save failed, for this reason:
     Failure save_failure;
     bool filter_decided;    // --fp8-filter was auto, and is now fp8_filter
     char fp8_filter[1024];  // the filter that auto stands for
