@@ -57,7 +57,7 @@
 typedef float Real;
 
 // A tensor that a GEMM reads: an input, an output's gradient or a weight of a linear layer. Each GEMM casts it anew, by
-// the recipe of that linear layer.
+// the recipe of that linear layer, unless it was gathered as codes.
 typedef struct {
     Real *data;            // [rows, cols]; NULL if only codes are here
     const uint8_t *codes;  // FP8 codes of a weight that was gathered in FP8; else NULL
@@ -80,17 +80,17 @@ typedef struct {
     Real *norm;                 // [C]
 } Root;
 
-// Activations that one layer's forward pass leaves for its backward pass. Layers may share memory (place_activations).
+// Activations that one layer's forward pass leaves for its backward pass. Layers may share memory (place_layer).
 typedef struct {
     Real *x;        // [R, C] residual stream that enters the layer
-    QTensor norm1;  // [R, C] its RMSNorm
+    QTensor norm1;  // [R, C] RMSNorm of x
     float *rstd1;   // [R]
     Real *qkv;      // [R, QKV] as the linear layer leaves it
     Real *rotated;  // [R, QKV] after QK-norm and RoPE
     QTensor att;    // [R, ATT]
     float *lse;     // [B, NH, T]
     Real *x_mid;    // [R, C] residual stream between attention and MLP
-    QTensor norm2;  // [R, C] its RMSNorm
+    QTensor norm2;  // [R, C] RMSNorm of x_mid
     float *rstd2;   // [R]
     Real *gate_up;  // [R, 2F]
     QTensor h;      // [R, F] silu(gate) * up
@@ -125,11 +125,11 @@ typedef struct {
     fp16_bits *fp16_master;            // FP16 masters, else NULL
     float *weights;                    // weights that the model computes with: master, or its bf16 rounding
     float *gradients;                  // summed over the micro-steps so far (gradients_at)
-    float *exp_avg, *exp_avg_sq;       // moments; NULL if they are FP8
+    float *exp_avg, *exp_avg_sq;       // moments in fp32 or bf16, else NULL
     CoatMoment coat_avg, coat_avg_sq;  // COAT's moments, else NULL
     MsampArrays msamp;                 // MS-AMP's moments, else NULL
     float *scales;                     // scales of MS-AMP's moments and FP16 masters (tensor_scale), else NULL
-    uint32_t *amaxes;                  // fp32 bits of their amaxes (tensor_amax)
+    uint32_t *amaxes;                  // fp32 bits of the amaxes of the same arrays (tensor_amax), else NULL
 } Params;
 
 // The number of arrays that have a scale for each parameter: both moments of MS-AMP, and FP16 masters.
@@ -185,7 +185,7 @@ typedef struct {
     ShardPlan plan;       // with shard_size 1, shards are the flat arrays of parameters.h
     Precision precision;  // precision of each linear layer
     Rounding rounding;    // applied to every tensor that is bf16 on the GPU
-    Dims d;               // sizes of a batch; next_logits sets those of a sample
+    Dims d;               // sizes of a batch; during next_logits, of one sequence
     Params params;
     Units units;
     Scales scales;
@@ -289,8 +289,8 @@ static void place_scales(Trainer *t, Arena *a) {
         s->step_audit = (AuditSums *)arena_take(a, audit_count(&t->precision) * (int64_t)sizeof(AuditSums));
 }
 
-// Places layer l's activations, except x. With --recompute layers share what backward computes again: it is that of
-// layer 0.
+// Places layer l's activations, except x. With --recompute all layers keep what backward computes again in the arrays
+// of layer 0.
 static void place_layer(Trainer *t, int64_t l, Arena *a) {
     const Dims *d = &t->d;
     const Recomputed again = options_recomputed(t->o);
@@ -814,8 +814,8 @@ static void add_rmsnorm(Trainer *t, QTensor *y, float *rstd, Real *sum, const Re
     watch_norm(t, norm_number(y), rstd);
 }
 
-// dx += the gradient through the norm, and computes dweight. Before the call dx is the gradient that reaches x on the
-// residual path around the norm; after it, the whole gradient of x.
+// Adds the gradient through the norm to dx, and computes dweight. Before the call dx is the gradient that reaches x on
+// the residual path around the norm; after it, the whole gradient of x.
 static void rmsnorm_backward(Trainer *t, QTensor *dx, Real *dweight, const Real *dy, const Real *x, const float *rstd,
                              const Real *w) {
     rmsnorm_backward_reference(dx->data, dweight, dx->data, dy, x, rstd, w, t->d.R, t->d.C, t->rounding);
@@ -1110,7 +1110,7 @@ static void histories_update(Trainer *t, bool weights) {
             }
 }
 
-// Saves histories and scales before a step that may be skipped, or restores them.
+// Saves histories and scales (keep), or restores them. Does nothing if steps are never skipped.
 static void copy_delayed_before(Trainer *t, bool keep) {
     float *kept = t->scales.delayed_before, *current = t->scales.delayed.history;
     if (kept) memcpy(keep ? kept : current, keep ? current : kept, (size_t)delayed_elements(t) * sizeof(float));
@@ -1131,7 +1131,8 @@ static MsampPair moment_scales(const Trainer *t, int64_t i) {
     return scale;
 }
 
-// The first pass of MS-AMP's AdamW for entry i of the parameter table: its weights, and the amaxes of its moments.
+// The first pass of MS-AMP's AdamW, on entry i of the parameter table: updates its weights, and finds the amaxes of its
+// new moments.
 static void msamp_update(Trainer *t, int64_t i, float factor, const MsampStep *s, const AdamwStep *rounding) {
     const Params *all = &t->params;
     const Parameter *p = &t->table.entries[i];
@@ -1296,7 +1297,7 @@ static int64_t host_memory(void) {
 }
 
 // Runs the forward and backward pass over t->batch, for micro-step `micro` of optimizer step `step`, both counted from
-// 0. Returns the mean loss.
+// 0. Returns the mean loss of this rank's rows.
 static double micro_step(Trainer *t, float grad_scale, int64_t step, int64_t micro) {
     t->training = true;
     t->units.sum = micro_sum(t, step, micro);

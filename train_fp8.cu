@@ -64,7 +64,7 @@ typedef struct {
     cudaStream_t stream;
     Nccl nccl;        // with several ranks
     Fsdp fsdp;        // gathers weights, reduces gradients
-    Linears linears;  // their GEMMs and FP8 scales
+    Linears linears;  // GEMMs and FP8 scales of the linear layers
     Activations acts;
     AdamwArrays params;  // this rank's flat shard arrays (shard_plan.h), [total] each
     Offload offload;     // moments in host memory
@@ -89,7 +89,7 @@ static void place_statistics(Trainer *t, Arena *a) {
 }
 
 // Places the weight gradients. If backward writes them in place (FSDP_GRADIENTS_IN_PLACE), tells the layout which part
-// of their memory activations may use until then.
+// of that memory activations may use before backward writes there.
 static void place_gradients(Trainer *t, ActivationsLayout *layout, Arena *a) {
     Fsdp *f = &t->fsdp;
     const ShardPlan *plan = &f->plan;
@@ -679,7 +679,7 @@ static void audit_casts(Trainer *t, bool on) {
     if (on) tensor_scales_clear_audit(&t->linears.scales);
 }
 
-// Enqueues a whole optimizer step, of all ranks on the samples from first_sample on.
+// Enqueues a whole optimizer step. The ranks share its samples, which begin with first_sample.
 static void start_step(void *context, DataLoader *data, int64_t step, int64_t first_sample, bool after_pause) {
     Trainer *t = (Trainer *)context;
     const Options *o = t->o;
@@ -757,8 +757,8 @@ static const float *token_losses(void *context, DataLoader *data, int64_t batch)
     return t->results;
 }
 
-// Waits for all enqueued work. Before the first step, drops the delayed scales that validation or samples gave to
-// tensors.
+// Waits for all enqueued work. If no step has been applied yet, drops the delayed scales that validation or samples
+// gave to tensors.
 static void settle(void *context) {
     Trainer *t = (Trainer *)context;
     if (!t->linears.scales.scales_ready) tensor_scales_copy_before(&t->linears.scales, false);

@@ -14,8 +14,8 @@ static inline void attention_check(AttentionDims d, const void *qkv, const void 
     if (d.NKV < 1 || d.NH < d.NKV || d.NH % d.NKV)
         die("attention: %lld query heads cannot share %lld key/value heads evenly", (long long)d.NH, (long long)d.NKV);
     if (d.B < 1 || d.B > 65535 || d.T < 1 || d.T > (1 << 24) || d.NH > 8192)
-        die("attention: batch %lld, length %lld, %lld heads are outside 1..65535, 1..16777216, 1..8192", (long long)d.B,
-            (long long)d.T, (long long)d.NH);
+        die("attention: batch %lld, length %lld, %lld heads: the kernels take 1..65535, 1..16777216, 1..8192",
+            (long long)d.B, (long long)d.T, (long long)d.NH);
     require_aligned16(qkv, "attention", "qkv");
     require_aligned16(out, "attention", "the output");
 }

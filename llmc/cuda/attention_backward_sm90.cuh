@@ -233,7 +233,7 @@ template <int HD> __device__ __forceinline__ void attention_backward_start_dq(fl
     wgmma_commit();
 }
 
-// Returns how many blocks have added to a tile of dQ.
+// Returns how many thread blocks have added to a tile of dQ.
 __device__ __forceinline__ int attention_backward_adds_done(const int *order) {
     int adds;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(adds) : "l"(order) : "memory");
@@ -321,8 +321,8 @@ template <int HD> __device__ __forceinline__ void attention_backward_write(const
 }
 
 // Consumer warpgroup w owns keys 64w..64w+63 of the block's tile. It computes columns 64w.. (HD 128) or queries 64w..
-// (HD 64) of each tile's dQ. wgmmas are issued so that the tensor cores have work during the elementwise parts: dP
-// during P, dV and dK during the exchange of dS, the next S during the add of dQ. The other warpgroup fills the
+// (HD 64) of each query tile's dQ. wgmmas are issued so that the tensor cores have work during the elementwise parts:
+// dP during P, dV and dK during the exchange of dS, the next S during the add of dQ. The other warpgroup fills the
 // remaining gaps. Issuing dV before dS would need more registers than there are.
 template <int HD>
 __device__ __forceinline__ void attention_backward_consume(const AttentionBackwardParams &p, AttentionBackwardUnit u,
@@ -519,7 +519,7 @@ static inline void attention_backward_launch(bf16 *dqkv, const bf16 *dout, const
 // the forward's lse [B, NH, T] (natural log of the sum of exp(S)). workspace holds
 // attention_backward_sm90_workspace_bytes(d) bytes. With d.deterministic the adds to dQ happen in the order of the key
 // tiles, so equal input gives equal bits (for dK and dV this always holds). Dies if HD is neither 64 nor 128, NKV does
-// not divide NH, or a size is too large for a grid.
+// not divide NH, or a size is out of range for a grid.
 static inline void attention_backward_sm90(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const bf16 *out,
                                            const float *lse, void *workspace, AttentionDims d, cudaStream_t s) {
     if (d.HD != 64 && d.HD != 128)
@@ -528,8 +528,8 @@ static inline void attention_backward_sm90(bf16 *dqkv, const bf16 *dout, const b
         die("attention_backward_sm90: %lld query heads cannot share %lld key/value heads evenly", (long long)d.NH,
             (long long)d.NKV);
     if (d.B < 1 || d.T < 1 || d.B > 65535 || d.T > 1 << 24 || (d.NH + 2 * d.NKV) * 2 > 65535)
-        die("attention_backward_sm90: batch %lld, sequence %lld, heads %lld + 2 * %lld are too large; the limits are "
-            "65535, 16777216 and 32767",
+        die("attention_backward_sm90: batch %lld, sequence %lld, heads %lld + 2 * %lld are out of range: "
+            "1 to 65535, 1 to 16777216, and up to 32767",
             (long long)d.B, (long long)d.T, (long long)d.NH, (long long)d.NKV);
     AttentionBackwardPlan plan = attention_backward_plan(d);
     if (d.HD == 128) attention_backward_launch<128>(dqkv, dout, qkv, out, lse, workspace, d, plan, s);

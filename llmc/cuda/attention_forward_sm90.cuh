@@ -70,7 +70,8 @@ __device__ __forceinline__ ForwardPosition forward_position(const ForwardPlan &p
     return at;
 }
 
-// Returns this block's tile of a round; p.tiles or more if there is none. Rounds alternate direction over the grid.
+// Returns this thread block's tile of a round; p.tiles or more if there is none. Rounds alternate direction over the
+// grid.
 __device__ __forceinline__ int forward_tile_of_round(int round) {
     int column = round & 1 ? (int)gridDim.x - 1 - (int)blockIdx.x : (int)blockIdx.x;
     return round * (int)gridDim.x + column;

@@ -5,11 +5,11 @@
 //   dP = dO V^T    delta = rowsum(dO * O)      dS = P * (dP - delta)
 //   dV = P^T dO    dK = dS^T Q / sqrt(HD)      dQ = dS K / sqrt(HD)
 //
-// A thread block has 4 warps and works on tiles of 64 rows; a warp owns 16 rows of the output tile. Tiles of the other
-// operand are loaded by cp.async in a pipeline of two stages. Backward computes S and dP twice, once by keys (for dK,
-// dV) and once by queries (for dQ). That is 7 GEMMs instead of 5, but needs neither atomics nor buffers for partial
-// sums. A shared-memory tile is [64][HD] bf16; 16-byte chunk c of row r is stored at chunk c ^ (r % 8), so ldmatrix has
-// no bank conflicts.
+// A thread block has 4 warps and works on tiles of 64 rows; a warp owns 16 rows of the output tile. Tiles of the
+// operands that change along the loop are loaded by cp.async in a pipeline of two stages. Backward computes S and dP
+// twice, once by keys (for dK, dV) and once by queries (for dQ). That is 7 GEMMs instead of 5, but needs neither
+// atomics nor buffers for partial sums. A shared-memory tile is [64][HD] bf16; 16-byte chunk c of row r is stored at
+// chunk c ^ (r % 8), so ldmatrix has no bank conflicts.
 #ifndef LLMC_ATTENTION_MMA_CUH
 #define LLMC_ATTENTION_MMA_CUH
 
@@ -123,8 +123,8 @@ __device__ __forceinline__ void mma_store_rows(bf16 *to, int64_t stride, int64_t
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
 
-// Turns one block of scores of two rows into exp(S - max), and updates the max (of unscaled scores), the sum and the
-// output so far.
+// Turns one tile's scores of this thread's two rows into exp(S - max), and updates the max (of unscaled scores), the
+// sum and the output so far.
 template <int HD>
 __device__ __forceinline__ void mma_softmax(float (&s)[8][4], float (&o)[HD / 8][4], float (&row_max)[2],
                                             float (&row_sum)[2], float scale) {

@@ -1,14 +1,14 @@
 // --fp8-audit on the GPU: compares FP8 data that a cast has written with the bf16 values that it was made from.
-// Audits are rare, and a step with an audit is slower. The last bits of the sums depend on the order in which blocks
-// end.
+// Audits are rare, and a step with an audit is slower. The last bits of the sums depend on the order in which thread
+// blocks end.
 #ifndef LLMC_AUDIT_CUH
 #define LLMC_AUDIT_CUH
 
 #include "quantize_kernels.cuh"
 
-// A block is 8 warps side by side, and a warp reads 8 columns of 32 rows. So neighbouring lanes read the codes of a
-// column, which are contiguous in columnwise data. When one warp reads part of a 32-byte sector of rowwise data or of
-// the source, the rest is in L1 for the next warp.
+// A thread block is 8 warps side by side, and a warp reads 8 columns of 32 rows. So neighbouring lanes read the codes
+// of a column, which are contiguous in columnwise data. When one warp reads part of a 32-byte sector of rowwise data or
+// of the source, the rest is in L1 for the next warp.
 enum {
     AUDIT_THREADS = 256,
     AUDIT_WARPS = AUDIT_THREADS / WARP_SIZE,
@@ -118,7 +118,7 @@ static inline unsigned audit_blocks(int64_t n) {
 
 // Adds the audit sums of an earlier enqueued cast of the source to `out` to *out.audit[ROWWISE] and
 // *out.audit[COLUMNWISE] (device memory, either may be NULL). Data that the cast did not write adds nothing. If rowwise
-// and columnwise codes are equal, they are read once and both get these sums.
+// and columnwise codes are equal, they are read once, and the result is added to both sums.
 template <class Source>
 static inline void audit_source(QTensor out, Source source, int64_t R, int64_t C, cudaStream_t stream) {
     AuditView row = {out.rowwise, out.rowwise_scale_inv,     false, out.row_granularity,

@@ -119,7 +119,7 @@ static inline double auto_filter_gemms(AutoFilter *f, const Recipe *r) {
     return us;
 }
 
-// Times one linear layer and prints its line. Returns true if bf16 is faster.
+// Times one linear layer and prints its times. Returns true if FP8 is not faster.
 static inline bool auto_filter_layer(AutoFilter *f) {
     const LinearShape *s = &f->shape;
     for (int t = 0; t < NUM_TENSORS; t++) auto_filter_tensor(f, (TensorRole)t);

@@ -14,7 +14,7 @@ typedef struct {
 } TokenSlot;
 
 typedef struct {
-    int64_t rows, ranks;  // tokens of this rank; ranks whose inputs the index covers
+    int64_t rows, ranks;  // tokens in this rank's batch; ranks whose inputs the embedding index covers
     int64_t sent;         // batches sent so far
     TokenSlot slots[TOKEN_SLOTS];
     // Host memory [ranks, rows] if the index covers several ranks; else NULL.
@@ -61,7 +61,8 @@ static inline void batches_destroy(Batches *b) {
 static inline TokenSlot *batches_next(Batches *b) { return &b->slots[b->sent++ % TOKEN_SLOTS]; }
 
 // Returns the inputs [ranks, rows] that the index covers: this rank's from the slot, the other ranks' read from `data`.
-// first_sample is the first sample of the first of these ranks; `rank` is this rank's index among them.
+// first_sample is the number of the first sample (dataloader.h) of the first of these ranks; `rank` is this rank's
+// index among them.
 static inline const int32_t *batches_group_inputs(Batches *b, const TokenSlot *slot, DataLoader *data,
                                                   int64_t first_sample, int64_t rank) {
     const int64_t B = b->rows / data->T;

@@ -9,9 +9,9 @@
 // Bytes moved: 2 read + 2 written per logit (2 read without gradient). A row of 128k-152k logits (257-304 KB) fits on
 // one SM only in its registers and shared memory together. So a persistent block keeps the row there from reading to
 // overwriting: each thread holds its vectors of the row, most in registers, the rest in shared memory. Once a vector's
-// gradient is computed, its registers or shared memory take the next row's vector. Rows that do not fit (V not a
-// multiple of 8, or too large) are handled by a kernel that reads the row three times. Sums have a fixed order, so
-// every run gives equal bits.
+// gradient is computed, its registers or shared memory take the next row's vector. If V is too large or not a multiple
+// of 8, or the logits are not aligned to 16 bytes, another kernel reads each row three times. Sums have a fixed order,
+// so every run gives equal bits.
 #ifndef LLMC_CROSS_ENTROPY_CUH
 #define LLMC_CROSS_ENTROPY_CUH
 
@@ -23,7 +23,8 @@ enum {
     // with one block per SM.
     CROSS_ENTROPY_FEW = 8,
     CROSS_ENTROPY_MANY = 24,
-    // More vectors of a thread in shared memory, 8 KB per block each; with CROSS_ENTROPY_MANY, V <= 163840.
+    // How many more vectors a thread can keep in shared memory, 8 KB per block each. With CROSS_ENTROPY_MANY this
+    // allows V up to 163840.
     CROSS_ENTROPY_SHARED = 16,
     CROSS_ENTROPY_ROW_THREADS = 1024
 };

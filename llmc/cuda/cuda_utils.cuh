@@ -63,12 +63,12 @@ static inline void cuda_launch(const char *file, int line, void (*kernel)(P...),
 
 // CUDA_LAUNCH(kernel, grid, block, shared_bytes, stream, arguments...) launches like kernel<<<grid, block,
 // shared_bytes, stream>>>(arguments...). From compute capability 9.0 it uses programmatic dependent launch: the
-// kernel's blocks are launched while the last blocks of the previous kernel still run, which saves about a microsecond.
-// So every kernel launched here must start with grid_dependency_wait(). A bad launch configuration ends the process; an
-// error inside the kernel is reported by a later synchronizing call.
+// kernel's blocks are launched when the previous kernel's blocks have ended, before that kernel counts as complete,
+// which saves about a microsecond. So every kernel that it launches must start with grid_dependency_wait(). A bad
+// launch configuration ends the process; an error inside the kernel is reported by a later synchronizing call.
 #define CUDA_LAUNCH(...) cuda_launch(__FILE__, __LINE__, __VA_ARGS__)
 
-// Returns the number of blocks for n items at `per_block` each, at least 1.
+// Returns the number of thread blocks for n items, with `per_block` items in each; at least 1.
 static inline unsigned grid_size(int64_t n, int64_t per_block) {
     int64_t blocks = max_i64(1, ceil_div(n, per_block));
     if (blocks > INT_MAX)
@@ -77,7 +77,8 @@ static inline unsigned grid_size(int64_t n, int64_t per_block) {
     return (unsigned)blocks;
 }
 
-// Dies unless the pointer is aligned to 16 bytes (NULL passes). Kernels with 16-byte accesses call it for each pointer.
+// Dies unless the pointer is aligned to 16 bytes (NULL passes). Launchers of kernels with 16-byte accesses call it for
+// each pointer.
 static inline void require_aligned16(const void *pointer, const char *function, const char *name) {
     if ((uintptr_t)pointer % 16) die("%s: %s at %p is not 16-byte aligned", function, name, pointer);
 }
@@ -160,9 +161,9 @@ __device__ static inline float warp_sum(float x) {
 __device__ static inline uint32_t warp_max_u32(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
 
 // Returns the sum over WARPS consecutive warps, with equal bits in every thread and every run. `scratch` is WARPS
-// floats of shared memory. `barrier` is 1 to 15, one per set of warps of the block. There is only one barrier, so a
-// caller in a loop must alternate between two scratch arrays: otherwise a fast warp overwrites values that a slow warp
-// still reads.
+// floats of shared memory. `barrier` is a named barrier, 1 to 15: each set of warps of the block has its own. The
+// function waits at it only once, so a caller in a loop must alternate between two scratch arrays: otherwise a fast
+// warp overwrites values that a slow warp still reads.
 template <int WARPS>
 __device__ static inline float group_sum(float x, float *scratch, int barrier) {
     x = warp_sum(x);
@@ -195,7 +196,8 @@ __device__ static inline uint32_t amax_larger(uint32_t packed_amax, uint32_t mag
     return *(const uint32_t *)&larger;
 }
 
-// Raises a running maximum, packed as two 16-bit halves, by 8 magnitudes. It starts from 0.
+// Raises a running maximum to the magnitudes of 8 values. The maximum is packed as two 16-bit halves, of which the
+// larger counts, and starts from 0.
 template <bool KEEPS_NAN = true>
 __device__ static inline uint32_t amax_update(uint32_t packed_amax, Bf16x8 v) {
 #pragma unroll
@@ -208,14 +210,14 @@ __device__ static inline uint32_t amax_bits(uint32_t packed_amax) {
     return max(packed_amax << 16, packed_amax & 0xffff0000u);
 }
 
-// Raises the slot to the running maxima of all threads of a warp.
+// Raises the slot to the largest running maximum of a warp's threads.
 __device__ static inline void amax_publish_warp(uint32_t *slot, uint32_t packed_amax) {
     const uint32_t bits = warp_max_u32(amax_bits(packed_amax));
     if (threadIdx.x % WARP_SIZE == 0 && bits > *(volatile uint32_t *)slot) atomicMax(slot, bits);
 }
 
-// Raises the slot to the running maxima of all threads of a one-dimensional block. Every thread of the block must call
-// it; a kernel calls it once, or puts a barrier between calls.
+// Raises the slot to the largest running maximum of the threads of a one-dimensional block. Every thread of the block
+// must call it; a kernel calls it once, or puts a barrier between calls.
 __device__ static inline void amax_publish(uint32_t *slot, uint32_t packed_amax) {
     __shared__ uint32_t scratch[WARP_SIZE];
     uint32_t bits = warp_max_u32(amax_bits(packed_amax));

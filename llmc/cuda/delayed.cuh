@@ -7,10 +7,10 @@
 
 enum { DELAYED_THREADS = 256 };
 
-// State of delayed scaling of all tensors of the model, in device memory.
+// State of delayed scaling of the tensors of consecutive layers, in device memory.
 typedef struct {
     float *history, *scale;  // [layers, per_layer, window], [layers, per_layer]
-    const uint32_t *amax;    // [layers, per_layer] amaxes of the pass that has just ended
+    const uint32_t *amax;    // [layers, per_layer] amaxes raised since the last update
     int64_t per_layer, window;
     int margin;
     Fp8Format gradient_format;  // format of tensors from first_gradient on in each layer; the others are E4M3
@@ -21,8 +21,8 @@ __device__ static inline Fp8Format delayed_format(const DelayedArrays &d, int64_
     return tensor >= d.first_gradient ? d.gradient_format : FP8_E4M3;
 }
 
-// Updates tensors [first, first + gridDim.x) of layer blockIdx.y, one block per tensor. It computes delayed_update() of
-// delayed.h; all threads shift the window.
+// Updates tensors [first, first + gridDim.x) of layer blockIdx.y, one thread block per tensor. A block computes
+// delayed_update() of delayed.h; all its threads shift the window.
 static __global__ void __launch_bounds__(DELAYED_THREADS) delayed_update_kernel(const DelayedArrays d, int64_t first) {
     grid_dependency_wait();
     __shared__ uint32_t scratch[DELAYED_THREADS / WARP_SIZE];

@@ -127,9 +127,9 @@ static __global__ void __launch_bounds__(EMBEDDING_THREADS)
 
 // Adds to dtable [part.count], bf16 or fp32, for each id in `index` (device), the sum of its rows of dx [R, C],
 // restricted to the part. The sum is fp32; for a bf16 dtable it is rounded once, to nearest or by `rounding` (whose
-// `flat` is the index of dtable's first element). Other rows stay unchanged. The caller has cleared dtable, or has left
-// in it a gradient to add to: of a tied lm_head, or of earlier micro-steps. Returns the bytes moved if all ids differ
-// and dtable is bf16.
+// `flat` is the index of dtable's first element in the flat array of all parameters). Other rows stay unchanged. The
+// caller has cleared dtable, or has left in it a gradient to add to: of a tied lm_head, or of earlier micro-steps.
+// Returns the bytes moved if all ids differ, the part is the whole table and dtable is bf16.
 template <class Sum>
 static inline int64_t embedding_backward(Sum *dtable, EmbeddingPart part, const bf16 *dx, const int32_t *index,
                                          int64_t R, int64_t C, GradientSum rounding, cudaStream_t stream) {

@@ -6,9 +6,9 @@
 //   wgrad  dw[N, K] = dy[R, N]^T x [R, K]   contraction over R
 // All matrices are row-major, accumulation is fp32, results are bf16. BF16 GEMMs need no transposed copies of their
 // operands. FP8 GEMMs on Hopper need the contraction index contiguous in both operands, so dgrad reads the transposed
-// weight [K, N], and wgrad reads x^T [K, R] and dy^T [N, R]: the rowwise and columnwise data of recipes.h, with the
-// recipe's scales. Sizes must be multiples of the recipe's `multiple`; 8 for BF16 and 16 for FP8 are cuBLASLt's
-// alignment of 16 bytes.
+// weight [K, N], and wgrad reads x^T [K, R] and dy^T [N, R]. These are the columnwise data of recipes.h, and the other
+// operands are rowwise data; both have the recipe's scales. N and K, and in FP8 R too, must be multiples of the
+// recipe's `multiple`. It is at least 8 for BF16 and 16 for FP8, because cuBLASLt needs an alignment of 16 bytes.
 //
 // A GEMM that the GPU lacks can be emulated: the FP8 data is decoded into bf16, which represents every FP8 number times
 // a power of two exactly, and multiplied in BF16. Only the order of the sums and Hopper's reduced accumulation
@@ -71,7 +71,8 @@ typedef struct {
     GemmSpec spec;
     ScaleGranularity granularity_a, granularity_b;
     bool bias;
-    // FP8 GEMM on FP8 operands; on operands decoded into the scratch. Both false: BF16.
+    // `native`: a GEMM on FP8 operands. `emulated`: a BF16 GEMM on FP8 operands decoded into the scratch. Both false: a
+    // BF16 GEMM on bf16 operands.
     bool native, emulated;
     // {1, 0} in device memory for plans with alpha and beta in device memory; else NULL.
     const float *one_zero;
@@ -172,7 +173,7 @@ static inline cublasLtMatmulDesc_t gemm_matmul(const GemmPlan *p, bool transpose
 static __device__ float gemm_one_zero[2] = {1.0f, 0.0f};
 
 // Describes one GEMM. cuBLASLt is column-major and computes D^T, so the row-major result needs no transpose. Dies if
-// the sizes or the GPU do not support it.
+// its recipe does not allow the sizes, or if the GPU lacks it.
 static inline GemmPlan gemm_describe(const char *layer, GemmKind kind, int64_t R, int64_t N, int64_t K, GemmSpec spec,
                                      bool bias) {
     GemmPlan p;
@@ -260,8 +261,8 @@ static inline void gemm_decode(const Gemm *g, const GemmPlan *p, const QTensor *
 }
 
 // Returns the milliseconds of one candidate; infinity if cuBLASLt refuses it. It times batches of 1, 2, 4, ...
-// back-to-back runs, and the last batch counts: a GPU at its power limit clocks lower than at first, and another
-// algorithm may then be the fastest.
+// back-to-back launches until a batch takes GEMM_TIMING_MS or has GEMM_TIMING_RUNS launches, and only the last batch
+// counts: a GPU at its power limit clocks lower than at first, and another algorithm may then be the fastest.
 static inline float gemm_time_candidate(const Gemm *g, const GemmPlan *p, const cublasLtMatmulAlgo_t *algo, bf16 *d,
                                         const QTensor *a, const QTensor *b, cudaEvent_t begin, cudaEvent_t end) {
     float ms = 0;
@@ -334,7 +335,7 @@ static inline int gemm_fastest(const Gemm *g, const GemmPlan *p, const cublasLtM
 
 // Chooses the plan's algorithm: the fastest of cuBLASLt's candidates on these buffers (overwrites d), or the first one
 // when deterministic. If cuBLASLt has no fast_accum algorithm (rowwise scales, few rows and columns, long contraction),
-// it takes one with full accumulation. Dies if there is none.
+// the plan takes one with full accumulation. Dies if there is none.
 static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b,
                                const bf16 *bias) {
     cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES];

@@ -168,11 +168,11 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 // ---------------------------------------------------------------------------------------------------------------------
 // Device: TMA, called by one thread. Loads complete on an mbarrier, stores and reductions in bulk groups.
 
-// Orders this thread's ordinary shared-memory accesses before later accesses by TMA and wgmma (with a barrier after
-// it).
+// Orders this thread's ordinary shared-memory accesses before later accesses by TMA and wgmma. If other threads issue
+// those, a barrier must follow the fence.
 __device__ __forceinline__ void fence_async_proxy(void) { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Orders accesses like fence_async_proxy for all state spaces: ordinary accesses to global memory before bulk copies.
+// Like fence_async_proxy, for all memory: it also orders ordinary accesses to global memory before later bulk copies.
 __device__ __forceinline__ void fence_async_proxy_all(void) { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 __device__ __forceinline__ void tensor_map_prefetch(const CUtensorMap *map) {
@@ -226,8 +226,8 @@ __device__ __forceinline__ void bulk_reduce_add_f32(float *to, uint32_t from, ui
                  "r"(from), "r"(bytes)
                  : "memory");
 }
-// Commits this thread's stores as a bulk group. The waits return when all but PENDING groups have read their shared
-// memory (bulk_wait_read), or have completed (bulk_wait).
+// Commits this thread's stores and reductions as a bulk group. The waits return when all but the last PENDING groups
+// have read their shared memory (bulk_wait_read), or have completed (bulk_wait).
 __device__ __forceinline__ void bulk_commit(void) { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int PENDING> __device__ __forceinline__ void bulk_wait_read(void) {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
@@ -246,12 +246,13 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint3
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Device: wgmma, D[64 x N] (+)= A[64 x 16] * B[16 x N], bf16 in, fp32 accumulators in registers. Warp w of the
-// warpgroup holds rows 16w..16w+15; lane l holds in d[4*j + 2*h + e] row 16w + 8h + l/4, column 8j + 2*(l%4) + e. The A
-// registers of k-step i are accumulators 8i..8i+7 of an earlier wgmma, packed in pairs, so no shuffles are needed.
+// warpgroup holds rows 16w..16w+15; lane l holds in d[4*j + 2*h + e] row 16w + 8h + l/4, column 8j + 2*(l%4) + e.
+// Accumulators 8i..8i+7 of one wgmma, packed in pairs as bf16, are the A registers of k-step i of the next, so no
+// shuffles are needed.
 
 // Returns the descriptor of a swizzled tile whose contraction index runs along the 128-byte rows (Q, K; TRANS = 0). The
-// next k-step of 16 is at address + 32; beyond 64 columns it is in the next tile. Each further row is at address + 128
-// (8 rows at a time).
+// next k-step of 16 is at address + 32; beyond 64 columns it is in the next tile. A descriptor that begins at a later
+// row r, a multiple of 8, is made from address + 128 * r.
 __device__ __forceinline__ uint64_t wgmma_desc_k_major(uint32_t address) {
     return (uint64_t)((address & 0x3ffff) >> 4) | ((uint64_t)1 << 16) | ((uint64_t)(1024 >> 4) << 32) |
            ((uint64_t)1 << 62);

@@ -28,8 +28,8 @@ typedef struct {
 // gradient once. Small chunks save memory.
 enum { LOGITS_ROWS = 4096, LOGITS_FEW_ROWS = 2048 };
 
-// Returns the rows of logits in memory at a time. `room`: logits that fit into the memory of gradients that are
-// computed later, or 0. The rows are fewer if that has room for some, but not for LOGITS_ROWS.
+// Returns the rows of logits in memory at a time. `room`: how many logits fit into the memory of gradients that are
+// computed later, or 0. There are LOGITS_FEW_ROWS rows if `room` is not 0, but too small for LOGITS_ROWS.
 static inline int64_t logits_rows(const Dims *d, int64_t room) {
     const int64_t many = min_i64(d->R, LOGITS_ROWS);
     return room && many * d->V > room ? min_i64(d->R, LOGITS_FEW_ROWS) : many;
@@ -148,7 +148,8 @@ static inline void linears_print_full_accum(const Linears *ln) {
             if (!p->matmul || !p->native || p->spec.fast_accum ||
                 !precision_fast_accum(ln->precision, p->spec.recipe, (GemmKind)kind))
                 continue;
-            printf("%s %s %s", found ? "," : "no fast_accum algorithm, full accumulation in:", p->layer,
+            printf("%s %s %s",
+                   found ? "," : "cuBLASLt has no fast_accum algorithm, so accumulation is full, in:", p->layer,
                    gemm_kind_name((GemmKind)kind));
             found = true;
         }

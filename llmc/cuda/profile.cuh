@@ -110,8 +110,8 @@ static inline int profile_sum(const Profile *p, ProfileOp *ops) {
     return count;
 }
 
-// Returns the GPU's copy rate in bytes per second, reads plus writes: copies `bytes` from the first half of `buffer` (2
-// * `bytes` long) to the second, best of several runs.
+// Returns the GPU's copy rate in bytes per second, reads plus writes: the fastest of five copies of `bytes` from the
+// first half of `buffer` to the second.
 static inline double profile_copy_rate(char *buffer, int64_t bytes, cudaStream_t stream) {
     cudaEvent_t begin, end;
     float best = INFINITY;

@@ -10,20 +10,21 @@
 typedef enum {
     AMAX_UNUSED,         // no amax needed: the tensor is not cast, or its scales are per block and found by the cast
     AMAX_FROM_PRODUCER,  // the kernel that produces the tensor raises its amax
-    AMAX_FROM_PASS,      // a separate pass over the tensor raises them before the cast
-    AMAX_DELAYED         // the scale comes from earlier steps; the cast raises the amax for later steps
+    AMAX_FROM_PASS,      // a separate pass over the tensor raises its amaxes before the cast
+    AMAX_DELAYED         // the scale comes from earlier amaxes; the cast raises the amax for later scales
 } AmaxSource;
 
 // A tensor [R, C]. All pointers are device memory, aligned to 16 bytes. NULL data is not stored.
 typedef struct {
     bf16 *data;                     // [R, C], for GEMMs in bf16
     uint8_t *rowwise, *columnwise;  // FP8 [R, C], and its transpose [C, R]
-    // Scales of both, laid out by scale_index() (recipes.h). They are one pointer if both granularities are PER_TENSOR.
+    // scale_inv of rowwise and of columnwise data, laid out by scale_index() (recipes.h). The two pointers are equal if
+    // both granularities are PER_TENSOR.
     void *rowwise_scale_inv, *columnwise_scale_inv;
     // tensor_amaxes() slots (recipes.h; cuda_utils.cuh has their encoding); NULL for block scales.
     uint32_t *amax;
-    // The scale to cast with, for PER_TENSOR granularities; then a NaN raises no amax. NULL: the scale follows from the
-    // amax.
+    // The scale to cast with, for PER_TENSOR granularities; a NaN then does not raise the amax. NULL: the scale follows
+    // from the amax.
     const float *delayed_scale;
     AuditSums *audit[2];  // audit sums of rowwise and columnwise data; NULL: not audited
     Fp8Format format;

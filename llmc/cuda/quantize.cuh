@@ -33,8 +33,8 @@ static inline bool quantize_has_tensor_scale(const QTensor *t) {
     return (!t->rowwise || t->row_granularity == PER_TENSOR) && (!t->columnwise || t->col_granularity == PER_TENSOR);
 }
 
-// Returns the granularity whose kernel casts all data wanted, which must have one kind of scales; NO_SCALE if no kernel
-// does. PER_ROW is also returned for PER_TENSOR_BROADCAST.
+// Returns the granularity of the wanted data: rowwise, columnwise or both; NO_SCALE if both are wanted and differ,
+// because no kernel casts that. PER_TENSOR_BROADCAST counts as PER_ROW.
 static inline ScaleGranularity quantize_fine_granularity(const QTensor *t) {
     const ScaleGranularity row = t->row_granularity == PER_TENSOR_BROADCAST ? PER_ROW : t->row_granularity,
                            col = t->col_granularity == PER_TENSOR_BROADCAST ? PER_ROW : t->col_granularity;
@@ -49,7 +49,8 @@ static inline void quantize_fine_launch(const QTensor &out, const Source &source
                 fine_amaxes(&out, R), R, C);
 }
 
-// False for casts that no recipe needs from this source; no kernel is compiled for them.
+// Casts with scales finer than a tensor. Returns false for casts that no recipe needs from this source: no kernel is
+// compiled for them.
 template <class Source, Fp8Format FORMAT>
 static inline bool quantize_fine(const QTensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
     if constexpr (!Source::AMAX) {
@@ -97,7 +98,7 @@ static inline int64_t quantize_source(const char *function, QTensor out, Source 
     const bool blocks = usage_amaxes(out.rowwise ? out.row_granularity : out.col_granularity, 1) == 0;
     if (!out.amax && !blocks) die("%s: a QTensor with these granularities needs amax", function);
     if (blocks && Source::OUTPUTS > 1 && C % CAST_TILE)
-        die("%s: %lld columns per output must be a multiple of %d: a block must not hold values of two outputs",
+        die("%s: %lld columns per output must be a multiple of %d: a scale block must not hold values of two outputs",
             function, (long long)C, CAST_TILE);
     require_aligned16(out.rowwise, function, "rowwise");
     require_aligned16(out.columnwise, function, "columnwise");
@@ -228,13 +229,14 @@ static inline void fp8_dequantize(bf16 *out, const uint8_t *codes, const void *s
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sharded weights: a rank casts its slice of a layer's matrices with scales that hold for all ranks. The all-gather
-// moves the codes, and the gathered codes are transposed here. They equal those that quantize_transpose makes of the
-// whole tensors.
+// moves the codes, and fp8_transpose transposes the gathered codes. The results equal those that quantize_transpose
+// makes of the whole tensors.
 
 enum { SLICE_MAX_TENSORS = 4, SLICE_THREADS = 256, SLICE_ELEMENTS = 16 };
 
 // `count` layers with `num_tensors` quantized tensors each. A layer's slice has n elements. Tensor j of it is elements
-// [ends[j - 1], ends[j]), possibly none; elements after the last tensor are padding. All are multiples of 16.
+// [ends[j - 1], ends[j]), possibly none; elements after the last tensor are padding. n and all ends are multiples of
+// 16.
 typedef struct {
     int64_t count, n;
     int num_tensors;
@@ -281,8 +283,9 @@ static __global__ void __launch_bounds__(SLICE_THREADS) quantize_slices_kernel(c
 // tensor, even if the slice has no part of it.
 static inline void quantize_slices(const Fp8Slices *s, cudaStream_t stream) {
     if (s->n % SLICE_ELEMENTS || s->x_stride % 8 || s->num_tensors > SLICE_MAX_TENSORS)
-        die("quantize_slices: slices of %lld elements, %lld apart, with %d tensors", (long long)s->n,
-            (long long)s->x_stride, s->num_tensors);
+        die("quantize_slices: slices of %lld elements (must be a multiple of 16), %lld apart (of 8), with %d tensors "
+            "(at most 4)",
+            (long long)s->n, (long long)s->x_stride, s->num_tensors);
     for (int j = 0; j < s->num_tensors; j++)
         if (s->ends[j] % SLICE_ELEMENTS)
             die("quantize_slices: tensor %d ends at element %lld, not a multiple of %d", j, (long long)s->ends[j],

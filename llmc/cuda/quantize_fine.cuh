@@ -4,7 +4,7 @@
 //    row                    two passes: amaxes of all rows (for rowwise data) and columns (for columnwise data), then
 //                           the cast
 //
-// Both passes use the tiles of the tensorwise cast (see "Cast and transpose" in quantize_kernels.cuh), but keep a
+// All passes use the tiles of the tensorwise cast (see "Cast and transpose" in quantize_kernels.cuh). A cast keeps its
 // tile's values in registers as bf16 until the thread block has computed the scales: 2 bytes read, 1 + 1 written per
 // element. Except for 128x128, rowwise and columnwise data have different scales and so different codes: every value is
 // cast twice. Each granularity uses the scale rule of the recipes that have it.
@@ -21,7 +21,7 @@ static_assert(NO_SCALE < PER_ROW && PER_TENSOR < PER_ROW && PER_TENSOR_BROADCAST
 static_assert(CAST_TILE % 128 == 0, "a tile holds whole blocks");
 
 // Amaxes in device memory. `rows` has one for each row of the tensor, for rowwise data; `columns` has one for each
-// column, for columnwise data. If one of them is NULL, its data takes the amax of the tensor.
+// column, for columnwise data. If `rows` or `columns` is NULL, the cast to its data uses the amax of the whole tensor.
 typedef struct {
     uint32_t *rows, *columns, *tensor;
 } FineAmaxes;
@@ -40,9 +40,9 @@ typedef struct {
 
 enum { FINE_WARPS = CAST_THREADS / WARP_SIZE, FINE_PAIRS = CAST_TILE / 2 };
 
-// Shared memory of a tile's partial maxima, bf16 magnitudes of 16 bits. `columns` has the maximum of each column over
-// the 8 rows of a group that a warp holds (over both groups if BLOCKS is 1). `rows` has the maximum of each row over
-// the columns of a block.
+// Shared memory of a tile's partial maxima, bf16 magnitudes of 16 bits. BLOCKS scale blocks lie along a row or column
+// of the tile; 1 for PER_ROW. `columns` has the maximum of each column over the 8 rows of a group that a warp holds
+// (over both groups if BLOCKS is 1). `rows` has the maximum of each row over the columns of a scale block.
 template <int OUTPUTS, int BLOCKS>
 struct FineMaxima {
     uint32_t columns[OUTPUTS][BLOCKS == 1 ? FINE_WARPS : CAST_GROUPS * FINE_WARPS][FINE_PAIRS];
@@ -56,7 +56,7 @@ struct FineShared {
         uint32_t codes[OUTPUTS][CAST_TILE][CAST_WORDS];
         FineMaxima<OUTPUTS, BLOCKS> maxima;
     };
-    // Indices: [output][block along depth][row or column].
+    // Indices: [output][scale block along depth][row or column].
     float row_scales[OUTPUTS][BLOCKS][CAST_TILE], column_scales[OUTPUTS][BLOCKS][CAST_TILE];
     uint32_t warp_maxima[FINE_WARPS];
 };
@@ -134,7 +134,7 @@ __device__ static inline uint32_t fine_column_amax(const uint32_t (*maxima)[FINE
     return column % 2 ? packed_amax & 0xffff0000u : packed_amax << 16;
 }
 
-// Computes the maxima of a tile for scales of blocks along rows and columns.
+// Computes a tile's maxima of rows and columns.
 template <bool KEEPS_NAN, int OUTPUTS, int BLOCKS>
 __device__ static inline void fine_block_maxima(FineMaxima<OUTPUTS, BLOCKS> *maxima,
                                                 const Bf16x8 v[OUTPUTS][CAST_GROUPS][4]) {
@@ -158,11 +158,11 @@ __device__ static inline void fine_block_maxima(FineMaxima<OUTPUTS, BLOCKS> *max
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Scales: threads 0..127 compute those of a tile's 128 rows, the others those of its 128 columns
+// Scales. Threads 0..127 compute those of a tile's 128 rows, threads 128..255 those of its 128 columns. A tile with the
+// granularity 128x128 has one scale, which all threads compute.
 
-// Computes the scales of blocks b along the depth of row i of an operand [outer, depth]; k is the tile's first index
-// along the depth, and `amax` holds the amaxes of existing blocks. Writes scale_inv to `inverse`, and zeros to the
-// padding in the layout of 1x32 scales.
+// Computes the scales of BLOCKS scale blocks in row i of an operand [outer, depth], from their amaxes; k is the tile's
+// first index along the depth. Writes scale_inv to `inverse`, and in the layout of 1x32 scales zeros to the padding.
 template <ScaleGranularity GRANULARITY, Fp8Format FORMAT, int BLOCKS>
 __device__ static inline void fine_block_scales(float (*scales)[CAST_TILE], void *inverse, const uint32_t amax[BLOCKS],
                                                 int64_t i, int64_t k, int64_t outer, int64_t depth) {
@@ -240,8 +240,8 @@ __device__ static inline void fine_scales_of_rows(FineShared<OUTPUTS, 1> *s, con
     }
 }
 
-// Writes scale_inv of a 128 x 128 block, number k in its row of blocks of an operand [outer, depth]. The thread of the
-// last block pads the row with zeros.
+// Writes scale_inv of the 128 x 128 block that begins at element (i, k) of an operand [outer, depth]. The thread of a
+// row's last block also pads the row of scales with zeros.
 __device__ static inline void fine_put_square(void *inverse, float value, int64_t i, int64_t k, int64_t outer,
                                               int64_t depth) {
     float *to = (float *)inverse + scale_index(BLOCK_128X128, i, k, outer, depth);

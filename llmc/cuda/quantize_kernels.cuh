@@ -1,6 +1,6 @@
 // FP8 casts with one scale for the whole tensor, and the sources of the values to cast.
 //
-//    scale     = from the amax by out.rule, or the delayed recipe's    (each block of the cast computes it)
+//    scale     = from the amax by out.rule, or the delayed recipe's    (each thread block of the cast computes it)
 //    code      = saturating RNE cast of fp32(x) * scale
 //    scale_inv = 1 / scale, for the GEMM
 //
@@ -21,11 +21,11 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Cast and transpose
 //
-// A block casts a tile of 128 x 128 with 256 threads. A thread loads 4 rows x 8 columns by 16-byte accesses, twice
-// (rows +0 and +64), stores 8 bytes of each row, and transposes two 4 x 4 squares of bytes; each resulting word is 4
-// rows of one column. Words go to shared memory as [column][row / 4], at index (row / 4) ^ (2 * (column / 8)), so the
-// 32 words that a warp stores at once are in different banks. 8 threads read a column back and store its 128 bytes; the
-// exclusive or permutes a column's 16-byte chunks, and for odd column / 8 swaps their halves.
+// A thread block casts a tile of 128 x 128 with 256 threads. A thread loads 4 rows x 8 columns by 16-byte accesses,
+// twice (rows +0 and +64), stores 8 bytes of each row, and transposes two 4 x 4 squares of bytes; each resulting word
+// is 4 rows of one column. Words go to shared memory as [column][row / 4], at index (row / 4) ^ (2 * (column / 8)), so
+// the 32 words that a warp stores at once are in different banks. 8 threads read a column back and store its 128 bytes;
+// the exclusive or permutes a column's 16-byte chunks, and for odd column / 8 swaps their halves.
 //
 // A Source is a struct of pointers with
 //    ROLES         the roles (x, w, dy) it is cast for, as bits 1 << TensorRole; other casts are not compiled
@@ -33,9 +33,10 @@
 //                  [o * C, (o + 1) * C)
 //    MIN_BLOCKS    minimum occupancy in blocks per SM; limits registers
 //    GROUPS_AHEAD  1 or 2: how many of the two groups of 4 rows a thread loads at once
-//    AMAX          true if it also raises an amax, in its member amax_slot
-//    Column, load_column(), Raw, load(), values(): data that depends on the column only; the inputs of one row; 8
-//                  values of each output from both.
+//    AMAX          true if values() also raises an amax, which goes to the member amax_slot
+//    Column        data that depends on the column only; load_column() loads it
+//    Raw           the inputs of one row; load() loads them
+//    values()      computes 8 values of each output from a Raw and a Column
 
 enum { CAST_TILE = 128, CAST_THREADS = 256, CAST_COLUMN_THREADS = CAST_TILE / 8, CAST_WORDS = CAST_TILE / 4 };
 enum { CAST_GROUP_ROWS = 64, CAST_GROUPS = CAST_TILE / CAST_GROUP_ROWS };
@@ -129,9 +130,9 @@ __device__ static inline void quantize_group(uint32_t (*tile)[CAST_TILE][CAST_WO
     for (int o = 0; o < Source::OUTPUTS; o++) put_tile_words(tile[o], low[o], high[o], group);
 }
 
-// Blocks process the tiles from the last to the first, because the end of the tensor that the amax pass read is still
-// in L2. A source with AMAX goes from the first to the last: its cast is also the amax pass of another tensor, whose
-// cast comes next and begins at the end.
+// Thread blocks process the tiles from the last to the first, because the end of the tensor, which the amax pass read
+// last, is still in L2. A source with AMAX goes from the first to the last: its cast is also the amax pass of another
+// tensor, whose cast comes next and begins at the end.
 template <class Source, Fp8Format FORMAT, bool DELAYED>
 static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS)
     quantize_transpose_kernel(const Source source, const QTensor out, int64_t R, int64_t C) {

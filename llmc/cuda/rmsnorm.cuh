@@ -16,8 +16,8 @@
 
 enum { RMSNORM_MAX_C = 16384 };
 
-// Returns y of 8 elements. Both forward passes call it, and its multiplications cannot be contracted, so both get equal
-// bits.
+// Returns y of 8 elements. The forward kernel and the cast call it, and its multiplications cannot be contracted, so
+// both get equal bits.
 __device__ static inline Bf16x8 rmsnorm_values(Bf16x8 x, float rstd, const float w[8]) {
     float f[8];
     bf16x8_unpack(f, x);
@@ -29,8 +29,8 @@ __device__ static inline Bf16x8 rmsnorm_values(Bf16x8 x, float rstd, const float
 // A row belongs to THREADS threads (in forward, a whole block); each holds VECTORS times 8 of its values in registers.
 #define RMSNORM_COLUMN(i) (8 * ((i) * THREADS + (int)threadIdx.x % THREADS))
 
-// Reports non-finite input, or input whose squares overflow fp32. The first norm, in the order of the forward pass,
-// that reads such a row writes its number.
+// Reports non-finite input, or input whose squares overflow fp32. Norms are numbered in the order of the forward pass,
+// and *first becomes the number of the first norm that reads such a row.
 typedef struct {
     uint32_t *first;  // lowered to `number`; NULL: no check
     uint32_t number;
@@ -102,7 +102,7 @@ static inline void rmsnorm_check(const char *function, int64_t R, int64_t C, con
     require_aligned16(weight, function, "weight");
 }
 
-// Calls LAUNCH(VECTORS, THREADS) with the smallest block that holds a row of C values.
+// Calls LAUNCH(VECTORS, THREADS) for rows of C values: THREADS threads hold a row, each VECTORS times 8 values.
 #define RMSNORM_DISPATCH(C, LAUNCH)           \
     do {                                      \
         if ((C) <= 1024) LAUNCH(1, 128);      \
@@ -124,8 +124,8 @@ static inline void rmsnorm_forward_launch(RmsnormForward p, cudaStream_t stream)
 #undef RMSNORM_LAUNCH
 }
 
-// Computes y [R, C] or NULL, rstd [R] fp32 from x [R, C] and weight [C], and raises *amax to max |y| unless NULL. This
-// launcher and those below return the bytes moved.
+// Computes rstd [R] fp32, and y [R, C] unless NULL, from x [R, C] and weight [C], and raises *amax to max |y| unless
+// NULL. Returns the bytes moved.
 static inline int64_t rmsnorm_forward(bf16 *y, float *rstd, uint32_t *amax, const bf16 *x, const bf16 *weight,
                                       int64_t R, int64_t C, float eps, RmsnormWatch watch, cudaStream_t stream) {
     rmsnorm_check("rmsnorm_forward", R, C, x, weight);
@@ -136,7 +136,7 @@ static inline int64_t rmsnorm_forward(bf16 *y, float *rstd, uint32_t *amax, cons
 }
 
 // Computes x_out = bf16(residual + delta), all [R, C], and normalizes x_out like rmsnorm_forward. x_out may be residual
-// or delta.
+// or delta. Returns the bytes moved.
 static inline int64_t residual_rmsnorm_forward(bf16 *x_out, bf16 *y, float *rstd, uint32_t *amax, const bf16 *residual,
                                                const bf16 *delta, const bf16 *weight, int64_t R, int64_t C, float eps,
                                                RmsnormWatch watch, cudaStream_t stream) {
@@ -172,8 +172,8 @@ struct RmsnormSource {
     }
 };
 
-// Second pass of a norm with FP8 output: casts y, whose amax is in out.amax, to out.rowwise [R, C] and out.columnwise
-// [C, R]. x is the tensor that was normalized.
+// Second pass of a norm with FP8 output: casts y, whose amaxes (if the recipe needs any) are in out.amax, to
+// out.rowwise [R, C] and out.columnwise [C, R]. x is the tensor that was normalized.
 static inline void rmsnorm_quantize_transpose(QTensor out, const bf16 *x, const float *rstd, const bf16 *weight,
                                               int64_t R, int64_t C, cudaStream_t stream) {
     rmsnorm_check("rmsnorm_quantize_transpose", R, C, x, weight);
@@ -292,6 +292,7 @@ static inline size_t rmsnorm_workspace_bytes(int64_t R, int64_t C) {
 
 // Computes dx [R, C] and dweight [C] from dy, x [R, C], rstd [R], weight [C]. dresidual [R, C] is the gradient of x
 // from the residual connection (NULL: none); dx may be dresidual, dy or x. Raises *amax to max |dx| unless NULL.
+// Returns the bytes moved.
 static inline int64_t rmsnorm_backward(bf16 *dx, bf16 *dweight, uint32_t *amax, const bf16 *dy, const bf16 *x,
                                        const float *rstd, const bf16 *weight, const bf16 *dresidual, int64_t R,
                                        int64_t C, void *workspace, cudaStream_t stream) {

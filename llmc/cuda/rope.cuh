@@ -195,7 +195,7 @@ template <int HD>
 __device__ static inline void rope_sum_block(float *partial, const RopePair &dw) {
     __shared__ float sums[ROPE_THREADS / WARP_SIZE][HD];
     const int lane = rope_position<HD>().lane, warp = threadIdx.x / WARP_SIZE;
-    // An earlier call has read its sums.
+    // Wait until all threads have read the sums of an earlier call.
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < 8; j++) {

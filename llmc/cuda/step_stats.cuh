@@ -5,8 +5,8 @@
 #include "../base/step_times.h"
 #include "adamw.cuh"
 
-// Number of steps whose statistics and end events are kept: the running step, the one being reported, and the one
-// before that, whose end starts its time.
+// Number of steps whose statistics and end events are kept: the running step, the step being reported, and the step
+// before the reported one, at whose end the reported step's time begins.
 #define STEP_SLOTS 3
 
 // Waits for other ranks within forward and backward are timed in one of this many steps; other steps count as long a
@@ -95,7 +95,8 @@ static inline void step_log_mark_wait(StepLog *log, StepTime part) {
     step_log_mark(log, part == TIME_COMPUTE ? log->work : part);
 }
 
-// True if waits within forward and backward are timed in step `step`. The first step of a run is no measure.
+// True if waits within forward and backward are timed in step `step`. Step 0 is not timed: the first step of a run is
+// slower than the others.
 static inline bool step_log_times_waits(int64_t step) { return step % STEP_WAITS_EVERY == 1; }
 
 // Marks the start of step `step`. after_pause: something other than a step ran before it, which its time excludes.

@@ -6,7 +6,8 @@
 #include "quantize.cuh"
 #include "rmsnorm.cuh"
 
-// Dies unless the blockwise cast of SwiGLU's gradient fits: it processes whole tiles of the intermediate size.
+// Dies if SwiGLU's gradient would be cast with block scales (blockwise, mxfp8), but intermediate_size is not a multiple
+// of CAST_TILE.
 static inline void check_casts(const ModelConfig *m, const Options *o) {
     const Recipe *r = options_recipe(o);
     const ScaleGranularity gradient = recipe_granularity(r, TENSOR_DY, ROWWISE);

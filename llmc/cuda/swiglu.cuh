@@ -5,10 +5,10 @@
 //
 // h and d_gate_up are stored in bf16 only if a GEMM reads them so. For FP8 GEMMs one pass finds the amax if the recipe
 // needs it, and another recomputes the values, bit for bit, and casts. The gradient's first pass can also write the
-// columnwise FP8 h, which wgrad of the down projection needs. So the forward pass writes only rowwise h, and keeps
-// nothing. Bytes per element of h: the forward amax pass reads 4; the forward cast reads 4 and writes 1 for each of
-// rowwise and columnwise data; the backward amax pass reads 6 (writes 1 for h); the backward cast reads 6 and writes 4.
-// Sizes: any number of rows, F a multiple of 16, pointers aligned to 16 bytes.
+// columnwise FP8 h, which wgrad of the down projection needs. Then the forward pass writes only rowwise h, and keeps
+// nothing of h for backward. Bytes per element of h: the forward amax pass reads 4; the forward cast reads 4 and writes
+// 1 for each of rowwise and columnwise data; the backward amax pass reads 6 (writes 1 for h); the backward cast reads 6
+// and writes 4. Sizes: any number of rows, F a multiple of 16, pointers aligned to 16 bytes.
 #ifndef LLMC_SWIGLU_CUH
 #define LLMC_SWIGLU_CUH
 
@@ -136,7 +136,7 @@ static inline unsigned swiglu_blocks(const char *function, const bf16 *gate_up, 
     return grid_size(ceil_div(R, SWIGLU_BLOCK_ROWS) * ceil_div(F, SWIGLU_COLUMNS), 1);
 }
 
-// Computes h [R, F] from gate_up [R, 2F]. This launcher and those below return the bytes moved.
+// Computes h [R, F] from gate_up [R, 2F]. Returns the bytes moved.
 static inline int64_t swiglu_forward(bf16 *h, const bf16 *gate_up, int64_t R, int64_t F, cudaStream_t stream) {
     const unsigned blocks = swiglu_blocks("swiglu_forward", gate_up, R, F);
     require_aligned16(h, "swiglu_forward", "h");
@@ -151,7 +151,7 @@ static inline void swiglu_amax(uint32_t *amax, const bf16 *gate_up, int64_t R, i
 }
 
 // Computes d_gate_up [R, 2F] and again h [R, F], each unless NULL, from dh [R, F] and gate_up [R, 2F]. d_gate_up may be
-// gate_up; h may be dh.
+// gate_up; h may be dh. Returns the bytes moved.
 static inline int64_t swiglu_backward(bf16 *d_gate_up, bf16 *h, const bf16 *dh, const bf16 *gate_up, int64_t R,
                                       int64_t F, cudaStream_t stream) {
     const unsigned blocks = swiglu_blocks("swiglu_backward", gate_up, R, F);
@@ -232,7 +232,8 @@ struct SwigluGradientAmaxSource {
     }
 };
 
-// Second pass of the forward: casts h, whose amax is in out.amax, to out.rowwise [R, F] and out.columnwise [F, R].
+// Second pass of the forward: casts h, whose amaxes (if the recipe needs any) are in out.amax, to out.rowwise [R, F]
+// and out.columnwise [F, R].
 static inline void swiglu_quantize_transpose(QTensor out, const bf16 *gate_up, int64_t R, int64_t F,
                                              cudaStream_t stream) {
     require_aligned16(gate_up, "swiglu_quantize_transpose", "gate_up");
@@ -242,6 +243,7 @@ static inline void swiglu_quantize_transpose(QTensor out, const bf16 *gate_up, i
 
 // First pass of the backward: raises *amax to the larger of max |d_gate| and max |d_up|. If h.rowwise or h.columnwise
 // is given, it casts h to them like swiglu_quantize_transpose, with the amax that the forward pass left in h.amax.
+// Returns the bytes moved.
 static inline int64_t swiglu_backward_amax(uint32_t *amax, QTensor h, const bf16 *dh, const bf16 *gate_up, int64_t R,
                                            int64_t F, cudaStream_t stream) {
     const unsigned blocks = swiglu_blocks("swiglu_backward_amax", gate_up, R, F);
@@ -254,8 +256,8 @@ static inline int64_t swiglu_backward_amax(uint32_t *amax, QTensor h, const bf16
     return R * F * 6;
 }
 
-// Second pass of the backward: casts d_gate_up, whose amax is in out.amax, to out.rowwise [R, 2F] and out.columnwise
-// [2F, R].
+// Second pass of the backward: casts d_gate_up, whose amaxes (if the recipe needs any) are in out.amax, to out.rowwise
+// [R, 2F] and out.columnwise [2F, R].
 static inline void swiglu_backward_quantize_transpose(QTensor out, const bf16 *dh, const bf16 *gate_up, int64_t R,
                                                       int64_t F, cudaStream_t stream) {
     require_aligned16(dh, "swiglu_backward_quantize_transpose", "dh");

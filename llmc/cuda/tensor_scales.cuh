@@ -15,7 +15,8 @@ typedef struct {
     // [layers, amax_stride]; the amaxes of tensor i of a layer begin at amax_offset[i].
     uint32_t *amax;
     int64_t amax_stride, amax_offset[TENSORS_PER_LAYER];
-    // [tensors, 4], of tensors with one scale; cuBLASLt needs 16-byte alignment.
+    // [tensors, 4]: scale_inv of each tensor that has one scale, and 3 unused floats, as cuBLASLt needs 16-byte
+    // alignment.
     float *scale_inv;
     AuditSums *audit;  // NULL without --fp8-audit
     bool auditing;     // true while casts are audited
@@ -23,11 +24,11 @@ typedef struct {
     // state of the delayed recipe; NULL with other recipes
     float *history;        // [tensors, window]
     float *delayed_scale;  // [tensors], directly behind the histories
-    // Copy of both from before the current step; NULL if steps are never skipped.
+    // Copy of histories and scales from before the current step; NULL if steps are never skipped.
     float *before;
     int64_t window;
     int margin;
-    bool may_skip;  // keep `before`
+    bool may_skip;  // steps may be skipped, so `before` is kept
     // True if every tensor has been cast once, so that its delayed scale is known. It may be false although all are
     // known; that costs one pass over each tensor.
     bool scales_ready;
@@ -50,7 +51,7 @@ static inline void tensor_scales_describe(TensorScales *s, const Precision *p, i
         }
     // the kernels of delayed.cuh and quantize_slices() index amaxes as they index scales
     if (recipe_has_tensor_scales(p->recipe) && s->amax_stride != TENSORS_PER_LAYER)
-        die("recipe %s: %lld amaxes a layer for %d tensors with one scale each", p->recipe->name,
+        die("recipe %s has %lld amaxes per layer, but needs one for each of %d tensors", p->recipe->name,
             (long long)s->amax_stride, TENSORS_PER_LAYER);
 }
 
@@ -108,8 +109,8 @@ static inline QTensor tensor_scales_audited(const TensorScales *s, QTensor q) {
     return q;
 }
 
-// Returns the bytes of the scales of rowwise or columnwise data [rows, columns] that are stored with the data. Scales
-// of whole tensors are stored here instead: 0.
+// Returns the bytes of the scales that are stored with rowwise or columnwise data [rows, columns]: 0 for scales of
+// whole tensors, because TensorScales holds them.
 static inline int64_t tensor_scales_own_bytes(const TensorScales *s, TensorRole role, TensorUsage usage, int64_t rows,
                                               int64_t columns) {
     const ScaleGranularity g = recipe_granularity(s->precision->recipe, role, usage);
@@ -133,7 +134,8 @@ static inline void tensor_scales_clear_audit(TensorScales *s) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The state of the delayed recipe. With every recipe, the last function also clears the amaxes of weights.
+// The state of the delayed recipe. With every recipe, tensor_scales_begin_new_weights also clears the amaxes of
+// weights.
 
 // The state of the layers from layer l on.
 static inline DelayedArrays tensor_scales_delayed(const TensorScales *s, int64_t l) {
@@ -178,7 +180,7 @@ static inline void tensor_scales_update_activations(TensorScales *s) {
     if (!s->before) s->scales_ready = true;
 }
 
-// Saves histories and scales before a step that may be skipped (keep), or restores them.
+// Saves histories and scales (keep), or restores them. Does nothing if steps are never skipped.
 static inline void tensor_scales_copy_before(TensorScales *s, bool keep) {
     float *to = keep ? s->before : s->history, *from = keep ? s->history : s->before;
     if (s->before)
@@ -192,7 +194,8 @@ static inline void tensor_scales_restore_if(TensorScales *s, const uint32_t *ski
 }
 
 // Prepares the scales of `count` layers, from layer l on, for new weights: appends the amaxes of the weights' last cast
-// to the histories, and clears these amaxes. If *skipped, in device memory, is not 0, restores the histories.
+// to the histories, and clears these amaxes. If *skipped, in device memory, is not 0, restores the histories and scales
+// of all tensors.
 static inline void tensor_scales_begin_new_weights(TensorScales *s, int64_t l, int64_t count, const uint32_t *skipped) {
     tensor_scales_update_weights(s, l, count);
     tensor_scales_restore_if(s, skipped);

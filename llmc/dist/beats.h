@@ -16,8 +16,8 @@ typedef struct {
     bool parts;             // beats_part was called
 } Beats;
 
-// Opens messages of `bytes` between all ranks. All ranks call it. Returns false if MPI allows only one thread to call
-// it. `comm` must stay where it is.
+// Opens messages of `bytes` between all ranks. All ranks call it. Returns false if MPI does not allow several threads
+// to call it at the same time. `comm` must stay where it is.
 static inline bool beats_open(Beats *b, const Comm *comm, int64_t bytes) {
     int provided = MPI_THREAD_SINGLE, lowest = MPI_THREAD_SINGLE;
     memset(b, 0, sizeof *b);
@@ -55,7 +55,7 @@ static inline void beats_send(Beats *b, int64_t rank, const void *row) {
     COMM_CHECK(MPI_Issend(own, (int)b->bytes, MPI_BYTE, (int)rank, 0, b->mpi, &b->requests[rank]));
 }
 
-// Receives a row that has arrived. Returns its rank, or -1 if there is none.
+// Receives a row that has arrived. Returns the rank that sent it, or -1 if no row has arrived.
 static inline int64_t beats_receive(Beats *b, void *row) {
     if (b->comm->mesh) return mesh_take_row(b->comm->mesh, row, b->bytes);
     int there = 0;

@@ -226,7 +226,7 @@ static inline void comm_barrier(const Comm *c, CommGroup g) {
     COMM_WAIT("barrier", c->mesh ? mesh_barrier(c->mesh, comm_members(c, g)) : MPI_Barrier(c->comms[g]));
 }
 
-// MPI counts in int, so data of more than 2 GiB is sent as blocks of 128 bytes: `bytes` must then be a multiple of 128.
+// MPI counts in int, so data of 2 GiB or more is sent as blocks of 128 bytes: `bytes` must then be a multiple of 128.
 // Makes the block type, which the caller frees, and returns the number of blocks.
 static inline int comm_blocks(int64_t bytes, MPI_Datatype *type) {
     const int64_t block = bytes <= INT32_MAX ? 1 : 128;
@@ -236,7 +236,7 @@ static inline int comm_blocks(int64_t bytes, MPI_Datatype *type) {
     return (int)(bytes / block);
 }
 
-// Copies data [bytes] of rank `root` of the group to all ranks of the group. At most 2 GiB.
+// Copies data [bytes] of rank `root` of the group to all ranks of the group. Less than 2 GiB.
 static inline void comm_broadcast(const Comm *c, CommGroup g, int64_t root, void *data, int64_t bytes) {
     if (comm_size(c, g) == 1) return;
     COMM_WAIT("broadcast", c->mesh ? mesh_broadcast(c->mesh, comm_members(c, g), root, data, bytes)

@@ -1,11 +1,11 @@
 // Energy, power, clock, temperature and throttle reasons of this rank's GPU, read by NVML while the run goes on.
 // NVML (libnvidia-ml.so.1, part of the driver) is loaded at run time: without it there are no readings.
 //
-// A thread reads the GPU twice a second, since one reading may take longer than a short step. In between, and to
-// smooth the counter's own steps, the energy is extrapolated by the power, and corrected towards the GPU's counter
-// within about a second. So the energy of a short step is that of the mean power around it, and the energy of many
-// steps is the GPU's counter. The counter of an H200 lags by about 0.5 s: the first step of a run has some of the
-// energy of its start-up.
+// A thread reads the GPU twice a second, since one reading may take longer than a short step. Between readings the
+// energy is extrapolated by the power, and corrected towards the GPU's energy counter within about a second; this also
+// smooths the counter's jumps. So the energy of a short step follows from the mean power around it, and the energy of
+// many steps is what the counter shows. The counter of an H200 lags by about 0.5 s: the first step of a run has some of
+// the energy of its start-up.
 #ifndef LLMC_GPU_MONITOR_H
 #define LLMC_GPU_MONITOR_H
 
@@ -24,10 +24,10 @@
 typedef struct {
     bool present;       // false: no NVML, or a CPU
     double joules;      // used since some moment before the run
-    double watts;       // average power over about the last 0.1 s, as the driver gives it
+    double watts;       // mean power of the last second, by NVML's manual; A100 and older GPUs: at the moment
     double sm_mhz;      // clock of the SMs
     double celsius;     // temperature of the GPU
-    uint64_t throttle;  // reasons why the clock is below its maximum: bits of gpu_throttle_names
+    uint64_t throttle;  // reasons why the clock is below its maximum: bits that gpu_throttle_name() names
 } GpuReading;
 
 // NVML's functions that are used. Each returns 0 on success. `device` is an nvmlDevice_t.
@@ -56,8 +56,8 @@ typedef struct {
     double reported_at;  // its time; 0: there was none
 } GpuMonitor;
 
-// Names of the bits of GpuReading.throttle (nvmlClocksEventReasons), the lowest first. Idle clocks (bit 0) and clocks
-// that a user set (bits 1 and 8) are no throttling: they have no name.
+// Names of the bits of GpuReading.throttle (nvmlClocksEventReasons), the lowest first. Idle clocks (bit 0), application
+// clocks that a user set (bit 1) and display clocks (bit 8) are no throttling: they have no name.
 static inline const char *gpu_throttle_name(int bit) {
     static const char *const names[] = {
         "", "", "power cap", "hardware slowdown", "sync boost", "thermal", "hardware thermal", "power brake", ""};
@@ -123,7 +123,7 @@ static inline void *gpu_monitor_run(void *monitor) {
     return NULL;
 }
 
-// Starts to read a GPU with loaded functions. False if NVML does not know the GPU.
+// Starts to read a GPU; NVML's functions are loaded. False if NVML does not know the GPU.
 static inline bool gpu_monitor_start(GpuMonitor *m, const char *pci_bus_id) {
     pthread_condattr_t clock;
     sigset_t all, before;

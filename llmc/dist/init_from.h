@@ -48,7 +48,8 @@ static inline bool init_rank(InitFrom *init, const char *rank_name, const char *
     if (!rank || !world) return false;
     if (!init_number(world, 1, 1 << 20, &init->world) || !init_number(rank, 0, init->world - 1, &init->rank))
         die_with(EXIT_USAGE,
-                 "%s is \"%s\" and %s is \"%s\": the rank must be a number from 0 to the number of ranks - 1",
+                 "%s is \"%s\" and %s is \"%s\": the rank must be a number from 0 to the number of ranks - 1, and the "
+                 "number of ranks at most 1048576",
                  rank_name, rank, world_name, world);
     return true;
 }
@@ -77,8 +78,8 @@ static inline void init_slurm_job(InitFrom *init) {
         format_checked(init->job, sizeof init->job, "slurm %.16s.%.12s.%.8s", job, step, starts ? starts : "0");
 }
 
-// Rank 0 is on the first node. Its port follows from the job and step, so that jobs that share a node have different
-// ones, below the ports that Linux hands out.
+// Rank 0 is on the first node. Its port follows from the job and step, so that jobs that share a node rarely have the
+// same port. All are below the ports that Linux hands out.
 static inline void init_slurm(InitFrom *init) {
     const char *nodes = getenv("SLURM_STEP_NODELIST");
     int64_t job = 0, step = 0;

@@ -1,8 +1,8 @@
-// Collectives between ranks that mpirun did not start, by two TCP connections between every two ranks.
-// One carries the collectives, the other the watchers' messages (watch.h).
+// Collectives between ranks that MPI did not start, by two TCP connections between every two ranks.
+// One connection carries the collectives, the other the watchers' messages (watch.h).
 // A collective sends its parts straight from rank to rank. Each part has a header, so ranks that are in different
-// collectives end with a clear error. If a rank ends with an error it tells all others, who then end without a message
-// of their own. If a connection breaks without such a notice, its rank was lost.
+// collectives end with a clear error. If a rank ends with an error, it tells all others, which then end without a
+// message of their own. If a connection breaks without such a notice, the rank at its other end was lost.
 #ifndef LLMC_MESH_H
 #define LLMC_MESH_H
 
@@ -108,8 +108,8 @@ __attribute__((noreturn)) static inline void mesh_follow(const Mesh *m) {
     _exit(m->code);
 }
 
-// Copies a row that has arrived. Returns its rank, or -1 if there is none. Ends this process if another rank has ended
-// with an error.
+// Copies a row that has arrived. Returns the rank that sent it, or -1 if no row has arrived. Ends this process if
+// another rank has ended with an error.
 static inline int64_t mesh_take_row(Mesh *m, void *row, int64_t bytes) {
     if (mesh_receive(m)) mesh_follow(m);
     for (int64_t r = 0; r < m->world; r++) {
@@ -144,7 +144,8 @@ static inline bool mesh_part(Mesh *m) {
     return parted;
 }
 
-// Tells all ranks that this one ends with an error. Waits up to MESH_NOTICE_SECONDS for each to take an earlier one.
+// Tells all ranks that this one ends with an error. Waits up to MESH_NOTICE_SECONDS for each rank to take an earlier
+// message.
 static inline void mesh_end_all(Mesh *m, int code) {
     pthread_mutex_lock(&m->mutex);
     for (int64_t r = 0; r < m->world; r++) {

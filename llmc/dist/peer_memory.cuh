@@ -151,8 +151,8 @@ static inline bool peer_memory_try(PeerMemory *p, const Comm *c, const PeerOffer
 // ---------------------------------------------------------------------------------------------------------------------
 // The check at start
 
-// Returns word i < 2^24 of the pattern of `rank`, an index in the run. All words of 256 consecutive ranks differ, and
-// all bits vary.
+// Returns word i < 2^24 of the pattern of rank `rank` of the run. All words of 256 consecutive ranks differ, and all
+// bits vary.
 static inline uint32_t peer_pattern(int64_t rank, int64_t i) {
     return ((uint32_t)rank << 24 | (uint32_t)i) * 0x9e3779b1u;
 }
@@ -168,7 +168,7 @@ static inline int64_t peer_pattern_differs(const uint32_t *words, int64_t n, int
 static inline void peer_finish(cudaStream_t stream) {
     const cudaError_t status = cudaStreamSynchronize(stream);
     if (status != cudaSuccess)
-        die("the first copy between the GPUs failed: %s; --copy-engines off lets NCCL move weights and gradients",
+        die("the check of copies between the GPUs failed: %s; --copy-engines off lets NCCL move weights and gradients",
             cudaGetErrorString(status));
 }
 

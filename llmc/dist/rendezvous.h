@@ -303,7 +303,8 @@ static inline void meet_send_table(Meeting *m) {
         const double deadline = seconds_now() + SOCKET_LOST_SECONDS;
         if (!socket_all(m->fds[r], true, &answer, sizeof answer, deadline) ||
             !socket_all(m->fds[r], true, m->cards, bytes, deadline))
-            die_with(EXIT_LOST, "rank %lld on %s left the start: %s", (long long)r, m->cards[r].host, strerror(errno));
+            die_with(EXIT_LOST, "rank %lld on %s was lost at the start: %s", (long long)r, m->cards[r].host,
+                     strerror(errno));
         close(m->fds[r]);
     }
 }

@@ -15,8 +15,8 @@
 //
 // The watcher never calls CUDA or NCCL and never blocks: when a rank dies, the main threads of the other ranks block in
 // MPI or in a kernel launch. The watcher is alone (it knows only its own rank) before it has a communicator, during
-// MPI_Finalize, and if MPI allows only one thread to call it. Waiting too long for other ranks then also ends the run,
-// but the message cannot name the stuck rank.
+// MPI_Finalize, and if MPI does not allow several threads to call it. Waiting too long for other ranks then also ends
+// the run, but the message cannot name the stuck rank.
 #ifndef LLMC_WATCH_H
 #define LLMC_WATCH_H
 
@@ -303,7 +303,7 @@ static inline void watch_part(Watch *w) {
     w->beats = NULL;
 }
 
-// Sleeps for one interval, or until watch_close, and then calls watch_part.
+// Sleeps for one interval. If watch_close is called meanwhile, wakes up and ends the messages (watch_part).
 static inline void watch_sleep(Watch *w) {
     struct timespec until;
     clock_gettime(CLOCK_MONOTONIC, &until);
@@ -391,7 +391,8 @@ static inline void watch_open(const Comm *c, int64_t timeout) {
     pthread_mutex_unlock(&w->mutex);
     if (atexit(watch_close)) die("atexit failed");
     if (c->rank == 0 && !exchange)
-        warn("this MPI allows only one thread to call it: a stuck rank ends the run, but the message cannot name it");
+        warn(
+            "this MPI does not let several threads call it: a stuck rank ends the run, but the message cannot name it");
 }
 
 #endif

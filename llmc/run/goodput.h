@@ -5,7 +5,7 @@
 #include "../base/json.h"
 #include "../base/step_times.h"
 
-// Seconds of this process, by purpose. Steps are counted by the times of their parts.
+// Seconds of this process, by purpose. `steps` has the time of all steps by its parts.
 typedef struct {
     double began;    // seconds_now() at the start of the process
     double start;    // until the first step: reading files, loading weights, planning GEMMs

@@ -52,7 +52,7 @@ typedef struct {
     TokenFlops flops;
     int64_t num_steps, tokens_per_step;
     int64_t log_every;                  // steps between printed lines; 0, 1: every step has one
-    bool ends;                          // the next step is the last, because a signal ends the run
+    bool ends;                          // the next step to be printed is the last, because a signal ends the run
     double *seconds, *losses, *joules;  // one for each step of this process
     double run_joules;                  // energy of all GPUs since the first step; NAN: not known
     RunTimes times;
@@ -254,7 +254,8 @@ static inline void logger_print_step(const Logger *l, const StepRecord *s, const
     logger_format_speed(speed, sizeof speed, r, s->seconds, s->memory);
     activity_begin(ACTIVITY_FILE, "write", "stdout");
     printf("step %*lld/%s | loss %.6f | norm %.4f | lr %.3e | %s%s\n", (int)strlen(width), (long long)s->step, width,
-           s->loss, s->norm, s->learning_rate, speed, s->skipped ? " | SKIPPED: non-finite gradient" : "");
+           s->loss, s->norm, s->learning_rate, speed,
+           s->skipped ? " | SKIPPED: gradient norm not finite or too large" : "");
     fflush(stdout);
     activity_end();
 }

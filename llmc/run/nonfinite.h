@@ -15,7 +15,7 @@
 // positions as doubles.
 #define NONFINITE_NONE ((int64_t)1 << 53)
 
-// One rank's findings about a step whose gradient norm is not finite.
+// One rank's findings about a step whose gradient norm is not accepted (adamw_accepts).
 typedef struct {
     double loss, norm;  // over all ranks
     // number of the forward pass's first norm (nonfinite_norm) whose input was bad: not finite or, on a GPU, so large
@@ -29,8 +29,8 @@ typedef struct {
 } NonfiniteStep;
 
 // Numbers a model's RMSNorms in the order of the forward pass: two in each layer, then the final norm, with `second` =
-// false and layer L. The first norm whose input is bad (NonfiniteStep.forward) tells which block before
-// it went wrong.
+// false and layer L. The first norm whose input is bad (NonfiniteStep.forward) tells which block of the model, before
+// that norm, went wrong.
 static inline int64_t nonfinite_norm(int64_t layer, bool second) { return 2 * layer + second; }
 
 // Returns the number of the last block. A block has the number of the norm that reads its result: the embedding is 0,
@@ -171,7 +171,7 @@ static inline void nonfinite_report(const Options *o, const ParameterTable *t, c
                  number, norm, place, loss);
     if (skipped_in_a_row >= NONFINITE_MAX_SKIPPED)
         die_with(EXIT_NONFINITE,
-                 "step %lld: %lld steps in a row had a gradient norm that is not finite, now %g. %s. "
+                 "step %lld: %lld steps in a row had a gradient norm that is not finite or too large, now %g. %s. "
                  "The loss is %g. A smaller --learning-rate may help",
                  number, (long long)skipped_in_a_row, isnan(what->norm) ? (double)NAN : what->norm, place, loss);
     if (s->comm->rank == 0) warn("step %lld skipped: %s. %s. The loss is %g", number, norm, place, loss);

@@ -31,7 +31,7 @@ typedef struct {
     DataIdentity val_data;  // identity of `val`
     char checkpoint[PATH_CAPACITY];  // to continue from; "": none
     TrainerProgress start;           // that checkpoint's progress, or 0
-    CheckpointSteps passed_over;     // later checkpoints, which are damaged, and older ones that may not be removed
+    CheckpointSteps passed_over;     // checkpoints no save removes: later damaged ones, older ones not of this program
     int64_t saved_step;              // the latest step with a checkpoint; 0: none
     bool save_failed;                // the latest save failed, for this reason:
     Failure save_failure;
@@ -145,8 +145,8 @@ static inline void run_setup_compare(const Comm *c, JsonText *mine, const char *
     json_text_free(mine);
 }
 
-// Dies if a rank's program or options differ from rank 0's. Must come before all other communication, which depends on
-// the options. Paths of data may differ: run_setup_same_data compares the data. All ranks call.
+// Dies if a rank's program or options differ from rank 0's. Must come before communication that depends on the options.
+// Paths of data may differ: run_setup_same_data compares the data. All ranks call.
 static inline void run_setup_same_options(const Comm *c, const Options *o, const char *program) {
     JsonText text = {NULL, 0, 0};
     run_setup_describe(&text, "the program", program);
@@ -313,7 +313,7 @@ static inline void run_setup_shard_size(Options *o, const Comm *c) {
 
 // Opens and checks everything the options name, on every rank. Unless it is a dry run, one rank of each host reads all
 // data once, and rank 0 checks that it can write the run's folders. Dies with the reason and a fix. Resolves `auto` in
-// the options except --fp8-filter, and clears --log-dir on all ranks but 0, which writes the log.
+// the options except --fp8-filter and --recompute, and clears --log-dir on all ranks but 0, which writes the log.
 static inline RunSetup run_setup(Options *o, const Comm *c, CheckSupported check_supported) {
     RunSetup s;
     char message[512];
@@ -386,7 +386,7 @@ static inline int64_t run_setup_checkpoint_bytes(const ParameterTable *t, const 
 }
 
 // Dies, on rank 0, if the disk lacks room for the next checkpoint or the export: otherwise the run would fail after its
-// work. After run_setup_resume.
+// work. Call it after run_setup_resume.
 static inline void run_setup_check_room(const RunSetup *s, const Options *o, const Comm *c) {
     if (c->rank > 0) return;
     const double GiB = 1024.0 * 1024 * 1024;

@@ -71,7 +71,8 @@ static inline void start_print_validation(const RunSetup *s, const Options *o) {
            (long long)s->val.num_sequences);
 }
 
-// Prints which weights the first step starts from. When it is a checkpoint, checkpoint_find_newest prints it.
+// Prints which weights the first step starts from. If the run continues from a checkpoint, checkpoint_find_newest
+// prints that.
 static inline void start_print_weights(const RunSetup *s, const Options *o) {
     if (s->continues) return;
     if (s->load_weights) printf("starting weights: from %s\n", s->model_folder);

@@ -39,7 +39,8 @@ typedef struct {
     // Computes sizes and the memory plan; takes no device memory. The trainer keeps the pointers.
     TrainerParts (*describe)(void *t, const Options *o, const ModelConfig *m, const Comm *c);
     MemoryNeeded memory_needed;
-    // Returns the bytes of memory that this rank may take, after open_device. memory_needed of a run must not be more.
+    // Returns the bytes of memory that this rank may take, after open_device. The run's memory_needed must not exceed
+    // them.
     int64_t (*memory_available)(const Comm *c);
     // Print the settings that only a dry run prints (may be NULL), and the GEMM table.
     void (*print_settings)(const void *t);
@@ -103,7 +104,7 @@ static inline int64_t run_samples_seen(const Run *run, int64_t steps_done) {
 typedef struct {
     StepTimes times;
     GpuReading gpu;
-    double joules;  // that its GPU used in this step
+    double joules;  // that the rank's GPU used in this step
 } RankStep;
 
 // Replaces the parts of the step's time by their mean over all ranks, and adds the readings and energy of all GPUs.
@@ -159,7 +160,7 @@ static inline bool run_validation_losses(Run *run, int64_t sequences, double *lo
         const float *tokens = run->ops->token_losses(run->trainer, &run->setup.val, i);
         for (int64_t s = 0; s < own; s++) losses[first + s] = array_sum(tokens + s * T, T) / (double)T;
     }
-    comm_sum(&run->comm, COMM_WORLD, losses, sequences);  // a sequence has one rank; the others have 0 there
+    comm_sum(&run->comm, COMM_WORLD, losses, sequences);  // one rank has each loss; the others have 0 there
     return true;
 }
 
