@@ -29,7 +29,8 @@ typedef enum {
 } StateKind;
 
 // Access to the trainer's arrays. Weights and moments are this rank's flat shards, laid out by `plan`; a scale of each
-// moment or master is an array of one number for each parameter, in the order of the table, equal on all ranks. read
+// moment or master is an array of one number for each parameter, in the order of the table, equal on all ranks. The
+// scales of masters are written before the weights, so that these can be stored in FP16. read
 // and write copy elements offset .. offset + count - 1 to or from `host`, which has the array's type. One thread calls
 // them, and may reuse `host` when they return.
 typedef struct {
