@@ -60,7 +60,7 @@ typedef float Real;
 // the recipe of that linear layer, unless it was gathered as codes.
 typedef struct {
     Real *data;            // [rows, cols]; NULL if only codes are here
-    const uint8_t *codes;  // FP8 codes of a weight that was gathered in FP8; else NULL
+    const uint8_t *codes;  // FP8 codes of a weight that was cast ahead (cast_ahead); else NULL
     int64_t layer;
     TensorRole role;
     LinearId linear;
@@ -119,7 +119,9 @@ typedef struct {
 
 // Flat shard arrays, most of them [plan.total]. bf16 storage is emulated: floats that hold bf16 values. FP16 is stored
 // as such: a step decodes FP16 masters into `master` and updates them there in fp32. With FP16 masters `weights` is the
-// same array as `master`. FP8 gradients are emulated too: floats that are the values of codes with a scale.
+// same array as `master`. It holds the bf16 rounding between steps, but for matrices that are cast to FP8 from the
+// masters (precision_casts_masters), the values of the masters. FP8 gradients are emulated too: floats that are the
+// values of codes with a scale.
 typedef struct {
     float *master;                     // master weights, which the optimizer updates
     fp16_bits *fp16_master;            // FP16 masters, else NULL
@@ -144,20 +146,20 @@ typedef struct {
 
 // A whole layer's weights, gathered from the shard group: segments as shard_segment() places them.
 typedef struct {
-    float *values;   // vectors, then matrices unless they were gathered in FP8
-    uint8_t *codes;  // matrices that were gathered in FP8
+    float *values;   // vectors, then matrices unless they were cast ahead
+    uint8_t *codes;  // matrices that were cast ahead
     int64_t layer;   // the layer that it holds; -1: none
 } GatheredLayer;
 
 // Whole FSDP units (the root, and each layer): weights as the model computes with them, and gradients before they are
 // reduced over ranks.
 typedef struct {
-    bool gather_fp8;         // FP8 codes are gathered for layers whose linear layers are all FP8
+    bool casts_ahead;        // weights are cast to FP8 when they change, in layers whose linear layers are all FP8
     bool root_held;          // `root` has been gathered since the weights changed
     float *root;             // the root's weights, gathered
     GatheredLayer *slots;    // [num_slots]
     int64_t num_slots;       // 1; with --sharding grad_op one for each layer
-    uint8_t *codes;          // [L, slice of matrices] this rank's part of the FP8 codes, cast once a step
+    uint8_t *codes;          // [L, slice of matrices] with casts_ahead: this rank's part of the FP8 codes
     bool fp32_sums;          // params.gradients are fp32, else bf16
     bool fp8_sums;           // params.gradients of the layers' matrices are FP8 (gradient_fp8.h)
     uint32_t *amaxes;        // [entries of the parameter table] fp32 bits: amaxes of FP8 gradients
@@ -254,11 +256,12 @@ static void place_units(Trainer *t, Arena *a) {
         u->root = take(a, root);
         for (int64_t i = 0; i < u->num_slots; i++) {
             u->slots[i].layer = -1;
-            u->slots[i].values = take(a, u->gather_fp8 && !t->precision.any_bf16 ? p->shard_size * vectors : layer);
-            u->slots[i].codes = u->gather_fp8 ? (uint8_t *)arena_take(a, p->shard_size * matrices) : NULL;
+            u->slots[i].values = take(a, u->casts_ahead && !t->precision.any_bf16 ? p->shard_size * vectors : layer);
+            u->slots[i].codes = u->casts_ahead ? (uint8_t *)arena_take(a, p->shard_size * matrices) : NULL;
         }
-        if (u->gather_fp8) u->codes = (uint8_t *)arena_take(a, t->d.L * matrices);
     }
+    arena_group(a, "FP8 weights");
+    if (u->casts_ahead) u->codes = (uint8_t *)arena_take(a, t->d.L * matrices);
     if (u->buffered) {
         arena_group(a, "gradients of whole units");
         u->root_gradients = take(a, root), u->layer_gradients = take(a, layer);
@@ -363,10 +366,11 @@ static Arena trainer_plan(Trainer *t, const Options *o, const ModelConfig *m, co
     u->fp32_sums = options_fp32_gradients(o, comm->world);
     u->fp8_sums = options_fp8_gradients(o);
     u->buffered = comm->shard_size > 1 || o->grad_accumulation_steps > 1 || u->fp8_sums;
+    u->casts_ahead = t->precision.casts_masters;
     for (int64_t l = 0; l < t->d.L && comm->shard_size > 1; l++)
         if (o->fp8_all_gather == ON && recipe_has_tensor_scales(t->precision.recipe) &&
             precision_layer_is_fp8(&t->precision, l))
-            u->gather_fp8 = true;
+            u->casts_ahead = true;
     u->num_slots = o->sharding == SHARDING_GRAD_OP ? t->d.L : 1;
     u->slots = (GatheredLayer *)xcalloc((size_t)u->num_slots, sizeof(GatheredLayer));
     Arena plan;
@@ -429,9 +433,9 @@ static void gather_segment(Trainer *t, float *unit, int64_t l, int segment) {
                     g.slice * (int64_t)sizeof(float));
 }
 
-// True if layer l's matrices are gathered as FP8 codes.
-static bool gathered_as_fp8(const Trainer *t, int64_t l) {
-    return t->units.gather_fp8 && precision_layer_is_fp8(&t->precision, l);
+// True if layer l's matrices are cast to FP8 codes when they change, which are then gathered in place of values.
+static bool cast_ahead(const Trainer *t, int64_t l) {
+    return t->units.casts_ahead && precision_layer_is_fp8(&t->precision, l);
 }
 
 static GatheredLayer *layer_slot(const Trainer *t, int64_t l) {
@@ -446,8 +450,7 @@ static void unshard(Trainer *t, int64_t l, bool backward) {
     if (t->plan.shard_size == 1 || slot->layer == l) return;
     const int64_t matrices = t->plan.layer_slices[SEGMENT_MATRICES];
     gather_segment(t, slot->values, l, SEGMENT_VECTORS);
-    if (gathered_as_fp8(t, l))
-        comm_all_gather(t->comm, COMM_SHARD, t->units.codes + l * matrices, slot->codes, matrices);
+    if (cast_ahead(t, l)) comm_all_gather(t->comm, COMM_SHARD, t->units.codes + l * matrices, slot->codes, matrices);
     else gather_segment(t, slot->values, l, SEGMENT_MATRICES);
     slot->layer = l;
 }
@@ -490,9 +493,11 @@ static Layer unit_layer(const Trainer *t, int64_t l, float *unit, const uint8_t 
 
 // Returns layer l's weights, between unshard and reshard.
 static Layer layer_weights(Trainer *t, int64_t l) {
-    if (t->plan.shard_size == 1) return unit_layer(t, l, t->params.weights + layer_offset(&t->table, l), NULL);
+    const bool whole = t->plan.shard_size == 1;
     const GatheredLayer *slot = layer_slot(t, l);
-    return unit_layer(t, l, slot->values, gathered_as_fp8(t, l) ? slot->codes : NULL);
+    const uint8_t *codes = whole ? t->units.codes + l * t->plan.layer_slices[SEGMENT_MATRICES] : slot->codes;
+    float *values = whole ? t->params.weights + layer_offset(&t->table, l) : slot->values;
+    return unit_layer(t, l, values, cast_ahead(t, l) ? codes : NULL);
 }
 
 static Layer layer_gradients(Trainer *t, int64_t l) { return unit_layer(t, l, unit_gradients(t, l), NULL); }
@@ -719,6 +724,7 @@ static double gradient_norm(const Trainer *t, const float *gradients, int64_t n)
 static float cast_scale(const Trainer *t, int64_t l, int id, TensorRole role, uint32_t amax) {
     const Recipe *r = precision_of(&t->precision, l, id);
     const Fp8Format format = precision_format(&t->precision, role);
+    if (role == TENSOR_W && t->precision.casts_masters) return fp16_weights_fp8_scale(float_from_bits(amax));
     if (!r->delayed) return fp8_rule_scale(r->rule, float_from_bits(amax), format);
     const float known = t->scales.delayed.scale[tensor_index(l, role, id)];
     return known > 0 ? known : fp8_scale_te(float_from_bits(amax), format, (int)t->o->fp8_margin);
@@ -1012,8 +1018,27 @@ static uint8_t *linear_codes(const Trainer *t, int64_t l, ShardRange r) {
     return t->units.codes + l * g.slice + r.shard - g.shard;
 }
 
+// Casts this rank's part `r` of a fused weight. From FP16 masters, each of its tensors is cast with its own scale.
+static void weight_cast(Trainer *t, int64_t l, int id, ShardRange r) {
+    const float scale = weight_scale(t, l, id);
+    uint8_t *codes = linear_codes(t, l, r);
+    if (!t->precision.casts_masters) {
+        for (int64_t e = 0; e < r.count; e++)
+            codes[e] = fp8_from_float(t->params.weights[r.shard + e] * scale, FP8_E4M3);
+        return;
+    }
+    for (int64_t i = 0; i < t->table.count; i++) {
+        const Parameter *p = &t->table.entries[i];
+        if (p->layer != l || parameter_segment(p) != SEGMENT_MATRICES) continue;
+        const ShardRange part = shard_parameter(&t->table, &t->plan, p);
+        if (part.count && part.shard >= r.shard && part.shard < r.shard + r.count)
+            fp16_weights_cast(codes + part.shard - r.shard, t->params.fp16_master + part.shard,
+                              *tensor_scale(t, STATE_MASTER_SCALE, i), scale, part.count);
+    }
+}
+
 // Finds the amaxes of whole weights, by one reduction over the shard group. Casts this rank's slices of layers that are
-// gathered in FP8.
+// cast ahead.
 static void weights_quantize(Trainer *t) {
     for (int64_t i = 0; i < t->d.L * NUM_LINEARS; i++) {
         const int64_t l = i / NUM_LINEARS;
@@ -1027,12 +1052,7 @@ static void weights_quantize(Trainer *t) {
     for (int64_t i = 0; i < t->d.L * NUM_LINEARS; i++) {
         const int64_t l = i / NUM_LINEARS;
         const int id = (int)(i % NUM_LINEARS);
-        if (!gathered_as_fp8(t, l)) continue;
-        const ShardRange r = linear_range(t, l, id);
-        const float scale = weight_scale(t, l, id);
-        uint8_t *codes = linear_codes(t, l, r);
-        for (int64_t e = 0; e < r.count; e++)
-            codes[e] = fp8_from_float(t->params.weights[r.shard + e] * scale, FP8_E4M3);
+        if (cast_ahead(t, l)) weight_cast(t, l, id, linear_range(t, l, id));
     }
 }
 
@@ -1075,7 +1095,12 @@ static void weights_refresh(Trainer *t) {
     const bool copy = t->params.weights != t->params.master;
     if (t->params.fp16_master) masters_decode(t, 0, t->table.count);
     if (copy) memcpy(t->params.weights, t->params.master, (size_t)t->plan.total * sizeof(float));
-    if (copy || t->params.fp16_master) round_array(t->params.weights, t->plan.total, t->rounding);
+    for (int64_t l = ROOT; (copy || t->params.fp16_master) && l < t->d.L; l++)
+        for (int k = 0; k < NUM_SEGMENTS; k++) {
+            const ShardSegment g = segment_slice(&t->table, &t->plan, l, k);
+            if (l == ROOT || k != SEGMENT_MATRICES || !t->precision.casts_masters)
+                round_array(t->params.weights + g.shard, g.slice, t->rounding);
+        }
     t->units.root_held = false;
     for (int64_t i = 0; i < t->units.num_slots; i++) t->units.slots[i].layer = -1;
     if (recipe_has_tensor_scales(t->precision.recipe)) weights_quantize(t);
@@ -1264,8 +1289,8 @@ static void model_forward_backward(Trainer *t, const Batch *batch, float grad_sc
     reduce_scatter_gradients(t, ROOT);
 }
 
-// Starts the audit of step `step` (counted from 1) if --fp8-audit is due. Adds the casts of weights that are gathered
-// as FP8 codes: they were made before the step, slice by slice.
+// Starts the audit of step `step` (counted from 1) if --fp8-audit is due. Adds the casts of weights that are cast
+// ahead: they were made before the step, slice by slice.
 static void audit_begin(Trainer *t, int64_t step) {
     t->scales.auditing = is_due(t->o->fp8_audit, step);
     if (!t->scales.auditing) return;
@@ -1273,7 +1298,7 @@ static void audit_begin(Trainer *t, int64_t step) {
     for (int64_t i = 0; i < t->d.L * NUM_LINEARS; i++) {
         const int64_t l = i / NUM_LINEARS;
         const int id = (int)(i % NUM_LINEARS);
-        if (!gathered_as_fp8(t, l)) continue;
+        if (!cast_ahead(t, l)) continue;
         const ShardRange r = linear_range(t, l, id);
         const float scale_inv = 1.0f / weight_scale(t, l, id);
         AuditSums *sums =

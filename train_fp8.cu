@@ -66,7 +66,7 @@ typedef struct {
     Fsdp fsdp;        // gathers weights, reduces gradients
     Linears linears;  // GEMMs and FP8 scales of the linear layers
     Activations acts;
-    AdamwArrays params;  // this rank's flat shard arrays (shard_plan.h), [total] each
+    AdamwArrays params;  // this rank's flat shard arrays (shard_plan.h)
     Offload offload;     // moments in host memory
     StepNumbers step;    // the current step
     StepLog log;         // statistics and times of the latest steps
@@ -130,7 +130,7 @@ static void place_activations(Trainer *t, Arena *a) {
 // Sets every pointer of the trainer to memory of the arena. With an arena without memory it only counts bytes: the
 // memory plan.
 static void place(Trainer *t, Arena *a) {
-    adamw_place(&t->params, t->o, t->fsdp.plan.total, t->table.count, a);
+    adamw_place(&t->params, t->o, &t->table, &t->fsdp.plan, a);
     offload_place(&t->offload, a);
     fsdp_place(&t->fsdp, a);
     tensor_scales_place(&t->linears.scales, t->o->fp8_audit, a);
@@ -821,7 +821,8 @@ static void state_write(void *context, StateKind kind, int64_t offset, int64_t c
     const Trainer *t = (const Trainer *)context;
     const int64_t bytes = safetensors_type_bytes(state_type(t->o, kind));
     if (kind == STATE_WEIGHTS && t->params.scaled.master)
-        return fp16_masters_write(&t->params, offset, count, (const float *)host, t->stream);
+        return fp16_masters_write(&t->params, shard_parameter_at(&t->table, &t->fsdp.plan, offset), offset, count,
+                                  (const float *)host, t->stream);
     copy_in_order(t, state_array(t, kind) + offset * bytes, host, (size_t)(count * bytes));
 }
 
@@ -890,7 +891,8 @@ static void trainer_create(Trainer *t, const Arena *plan) {
     arena.base = t->memory;
     place(t, &arena);
     t->log = step_log_create(t->stream);
-    const FsdpInputs in = {t->params.weights, &t->linears.scales, t->comm->world > 1 ? &t->nccl : NULL, &t->log};
+    const FsdpInputs in = {t->params.weights, &t->linears.scales, t->comm->world > 1 ? &t->nccl : NULL, &t->log,
+                           &t->params.scaled};
     fsdp_create(&t->fsdp, &in);
     linears_plan(&t->linears, t->stream, t->memory);
     CUDA_CHECK(cudaMemsetAsync(t->memory, 0, (size_t)plan->used, t->stream));
@@ -961,7 +963,9 @@ static void create(void *context, const Arena *memory) {
 
 static void initialize(void *context) {
     Trainer *t = (Trainer *)context;
-    const InitialWeights weights = {t->params.weights, t->params.master, t->params.scaled.master};
+    const bool fp16 = t->params.scaled.master != NULL;
+    const InitialWeights weights = {fp16 ? (bf16 *)fp16_masters_upper(&t->params) : t->params.weights, t->params.master,
+                                    t->params.scaled.master};
     initialize_parameters(weights, &t->table, &t->fsdp.plan, (float)t->m.initializer_range, (uint64_t)t->o->seed,
                           t->stream);
 }

@@ -10,6 +10,7 @@ enum { STEPS = 5, SKIPPED_STEP = 2, MAX_RANKS = 3 };
 typedef struct {
     MsampWeights weights;
     bool fp32_moments, fp32_gradients;
+    bool alone;  // FP16 masters without bf16 weights of the layers' matrices (ShardPlan.masters_alone)
 } Variant;
 
 // A rank's optimizer on the host, or the whole model's (n: elements of the flat arrays). Moments have the bytes that
@@ -128,18 +129,24 @@ typedef struct {
     double *squares;  // workspace, and behind it the sum of squares
 } Rank;
 
-// Uploads a rank's state. FP16 masters arrive as fp32 numbers in two halves (fp16_masters.cuh).
+// Writes a rank's masters as a load does: in halves, or as codes of tensors that have a scale.
+static void write_masters(const ParameterTable *t, Rank *r, const float *weights) {
+    for (int64_t k = 0; k < t->count; k++) {
+        const ShardRange part = shard_parameter(t, &r->plan, &t->entries[k]);
+        if (part.count) fp16_masters_write(&r->a, k, part.shard, part.count, weights + part.shard, 0);
+    }
+}
+
+// Uploads a rank's state.
 static Rank rank_create(const ParameterTable *t, const ShardPlan *plan, Variant v, const State *s) {
     Rank r = {};
     const int64_t n = plan->total, scales = MSAMP_STATES * t->count;
     r.plan = *plan;
     AdamwArrays *a = &r.a;
-    a->weights = (bf16 *)upload_floats(s->weights, n, false);
+    a->weights =
+        (bf16 *)(v.alone ? bench_zeros(weights_begin(plan, t->num_layers) * 2) : upload_floats(s->weights, n, false));
     if (v.weights == MSAMP_WEIGHTS_FP32) a->master = (float *)upload_floats(s->weights, n, true);
-    if (v.weights == MSAMP_WEIGHTS_FP16) {
-        a->scaled.master = (fp16_bits *)bench_alloc(n * 2);
-        fp16_masters_write(a, 0, n, s->weights, 0);
-    }
+    if (v.weights == MSAMP_WEIGHTS_FP16) a->scaled.master = (fp16_bits *)bench_zeros(n * 2);
     a->moments = v.fp32_moments ? ADAMW_FP32 : ADAMW_MSAMP;
     a->exp_avg = bench_zeros(n * (v.fp32_moments ? 4 : 1)), a->exp_avg_sq = bench_zeros(n * (v.fp32_moments ? 4 : 2));
     a->scaled.scales = (float *)bench_upload(s->scales, scales * 4);
@@ -148,6 +155,7 @@ static Rank rank_create(const ParameterTable *t, const ShardPlan *plan, Variant 
     r.control = (AdamwControl *)bench_alloc(sizeof *r.control);
     r.amax = (uint32_t *)bench_zeros(t->num_layers * AMAX_STRIDE * 4);
     r.squares = (double *)bench_alloc(adamw_workspace_bytes(t, plan) + (int64_t)sizeof(double));
+    if (v.weights == MSAMP_WEIGHTS_FP16) write_masters(t, &r, s->weights);
     return r;
 }
 
@@ -213,7 +221,8 @@ static void step_on_gpu(const ParameterTable *t, Rank *ranks, State *parts, int6
     }
 }
 
-// Compares the amaxes of FP8 weights with those of `weights`, which are bf16, and the sum of squared gradients.
+// Compares the amaxes of FP8 weights with those of `weights`, which are bf16 (alone: of the masters), and the sum of
+// squared gradients.
 static void check_found(const char *label, const ParameterTable *t, const Rank *r, const State *want,
                         const bf16_bits *weights, int step) {
     uint32_t *got = (uint32_t *)bench_download(r->amax, t->num_layers * AMAX_STRIDE * 4, label);
@@ -225,7 +234,8 @@ static void check_found(const char *label, const ParameterTable *t, const Rank *
         if (p->layer != layer) slot = -1, layer = p->layer;
         slot += (p->flags & PARAM_FP8) && !(p->flags & PARAM_JOINED);
         for (int64_t i = part.shard; i < part.shard + part.count; i++) {
-            const uint32_t bits = (uint32_t)(weights[i] & 0x7fff) << 16;
+            const uint32_t bits =
+                r->plan.masters_alone ? float_bits(fabsf(want->weights[i])) : (uint32_t)(weights[i] & 0x7fff) << 16;
             squares += (double)want->gradients[step][i] * (double)want->gradients[step][i];
             if (!(p->flags & PARAM_FP8)) continue;
             uint32_t *at = &amax[layer * AMAX_STRIDE + slot];
@@ -239,12 +249,26 @@ static void check_found(const char *label, const ParameterTable *t, const Rank *
     free(got), free(amax), free(sum);
 }
 
+// Compares the bf16 weights, as far as they exist, with flat shard arrays.
+static void check_bf16(const char *label, const ParameterTable *t, const Rank *r, const bf16_bits *weights) {
+    const int64_t n = weights_begin(&r->plan, t->num_layers);
+    bf16_bits *want = (bf16_bits *)xcalloc((size_t)n, sizeof *want);
+    for (int64_t l = ROOT; l < t->num_layers; l++)
+        for (int k = 0; k < NUM_SEGMENTS; k++) {
+            const ShardSegment g = segment_slice(t, &r->plan, l, k);
+            if (weights_have(&r->plan, l, k))
+                memcpy(want + weights_place(&r->plan, l, g.shard), weights + g.shard, (size_t)g.slice * sizeof *want);
+        }
+    check_device(label, "weights", r->a.weights, want, n * 2, 2);
+    free(want);
+}
+
 // Compares a rank's arrays with those of the CPU after `step`.
 static void check_rank(const char *label, const ParameterTable *t, const Rank *r, const State *want, Variant v,
                        int step) {
     const int64_t n = want->n, scales = MSAMP_STATES * want->tensors;
     bf16_bits *weights = bf16_from_floats(want->weights, n);
-    check_device(label, "weights", r->a.weights, weights, n * 2, 2);
+    check_bf16(label, t, r, weights);
     if (v.weights == MSAMP_WEIGHTS_FP32) check_device(label, "fp32 masters", r->a.master, want->weights, n * 4, 4);
     if (v.weights == MSAMP_WEIGHTS_FP16)
         check_device(label, "FP16 masters", r->a.scaled.master, want->master, n * 2, 2);
@@ -286,10 +310,11 @@ static void check_steps(const char *preset, Variant v, int64_t n) {
     State flat = state_fill(&t, v), parts[MAX_RANKS];
     Rank ranks[MAX_RANKS];
     char label[128];
-    format_checked(label, sizeof label, "%s, weights %d, fp32 moments %d, fp32 gradients %d, %lld ranks", preset,
-                   v.weights, v.fp32_moments, v.fp32_gradients, (long long)n);
+    format_checked(label, sizeof label, "%s, weights %d, fp32 moments %d, fp32 gradients %d, alone %d, %lld ranks",
+                   preset, v.weights, v.fp32_moments, v.fp32_gradients, v.alone, (long long)n);
     for (int64_t r = 0; r < n; r++) {
-        const ShardPlan plan = shard_plan(&t, n, r);
+        ShardPlan plan = shard_plan(&t, n, r);
+        plan.masters_alone = v.alone;
         parts[r] = state_part(&t, &plan, &flat, v);
         ranks[r] = rank_create(&t, &plan, v, &parts[r]);
     }
@@ -310,10 +335,11 @@ static void check_steps(const char *preset, Variant v, int64_t n) {
     parameter_table_free(&t);
 }
 
-// Masters that were read come back to the same codes, if the scale of their tensor does.
+// Masters that were read come back to the same codes, if the scale of their tensor does. A tensor with a scale changes
+// nothing but its codes.
 static void check_masters_access(void) {
     const ModelConfig m = small_model("qwen3-8b");
-    const Variant v = {MSAMP_WEIGHTS_FP16, false, false};
+    const Variant v = {MSAMP_WEIGHTS_FP16, false, false, false};
     ParameterTable t = parameter_table(&m);
     const ShardPlan plan = shard_plan(&t, 1, 0);
     State flat = state_fill(&t, v);
@@ -330,8 +356,13 @@ static void check_masters_access(void) {
         fp16_masters_read(&r.a, k, at, n, flat.weights + at, 0);
         CHECK(shard_parameter_at(&t, &plan, at + n - 1) == k, "tensor %lld is found by its last element", (long long)k);
     }
-    fp16_masters_write(&r.a, 0, plan.total, flat.weights, 0);
+    CUDA_CHECK(cudaMemset(r.a.scaled.master, 0, (size_t)plan.total * 2));
+    write_masters(&t, &r, flat.weights);
     encode_masters(&t, &r, 1);
+    CUDA_CHECK(cudaMemcpy(flat.master, r.a.exp_avg_sq, (size_t)plan.total * 2, cudaMemcpyDeviceToHost));
+    int64_t set = 0;
+    for (int64_t i = 0; i < plan.total; i++) set += flat.master[i] != 0;
+    CHECK(set == 0, "%lld second moments are not zero after masters are encoded", (long long)set);
     check_device("masters that were read and written", "codes", r.a.scaled.master, before, plan.total * 2, 2);
     free(scales), free(before);
     rank_free(&r), state_free(&flat);
@@ -374,7 +405,8 @@ static void bench_model(Bench *b, const char *preset, Variant v, const char *nam
     ModelConfig m;
     if (!model_config_preset(&m, preset)) die("no preset %s", preset);
     ParameterTable t = parameter_table(&m);
-    const ShardPlan plan = shard_plan(&t, 1, 0);
+    ShardPlan plan = shard_plan(&t, 1, 0);
+    plan.masters_alone = v.alone;
     const int64_t n = t.total, scales = MSAMP_STATES * t.count * 4;
     const bool fp16 = v.weights == MSAMP_WEIGHTS_FP16;
     AdamwArrays a = {};
@@ -387,7 +419,8 @@ static void bench_model(Bench *b, const char *preset, Variant v, const char *nam
     a.scaled.tensors = t.count, a.scaled.scales = (float *)bench_upload(ones, scales);
     a.scaled.new_scales = (float *)bench_alloc(scales), a.scaled.amaxes = (uint32_t *)bench_alloc(scales);
     a.gradients.bf16_data = bench_random(n, 5, 1e-3f);
-    initialize_parameters(InitialWeights{a.weights, NULL, a.scaled.master}, &t, &plan, 0.02f, 1, 0);
+    initialize_parameters(InitialWeights{fp16 ? (bf16 *)a.exp_avg_sq : a.weights, NULL, a.scaled.master}, &t, &plan,
+                          0.02f, 1, 0);
     if (fp16) fp16_masters_amaxes(&a, &t, &plan, 0), fp16_masters_encode(&a, &t, &plan, 0);
     const AdamwUpdate w = {a, step_of(2), NULL, NULL, amax, AMAX_STRIDE, msamp_of(2)};
     const double us = bench_time_us(b, [&] {
@@ -398,7 +431,7 @@ static void bench_model(Bench *b, const char *preset, Variant v, const char *nam
         }
     });
     const double moments = v.fp32_moments ? 8 : 3, first_pass = 2 + moments + (fp16 ? 2 : 0),
-                 second_pass = 2 + 2 * moments + (fp16 ? 6 : 4);
+                 second_pass = 2 + 2 * moments + (fp16 && !v.alone ? 6 : 4);
     bench_report(b, name, preset, us, (double)n * (first_pass + second_pass),
                  "a square root and two divisions for each element");
     void *device[] = {a.weights,           a.scaled.master, a.exp_avg,
@@ -409,23 +442,28 @@ static void bench_model(Bench *b, const char *preset, Variant v, const char *nam
     parameter_table_free(&t);
 }
 
-static const Variant variants[] = {{MSAMP_WEIGHTS_BF16, false, false}, {MSAMP_WEIGHTS_FP32, false, true},
-                                   {MSAMP_WEIGHTS_FP16, false, false}, {MSAMP_WEIGHTS_FP16, true, false},
-                                   {MSAMP_WEIGHTS_BF16, false, true},  {MSAMP_WEIGHTS_FP32, false, false},
-                                   {MSAMP_WEIGHTS_FP16, false, true},  {MSAMP_WEIGHTS_FP16, true, true}};
+static const Variant variants[] = {{MSAMP_WEIGHTS_BF16, false, false, false}, {MSAMP_WEIGHTS_FP32, false, true, false},
+                                   {MSAMP_WEIGHTS_FP16, false, false, false}, {MSAMP_WEIGHTS_FP16, true, false, false},
+                                   {MSAMP_WEIGHTS_BF16, false, true, false},  {MSAMP_WEIGHTS_FP32, false, false, false},
+                                   {MSAMP_WEIGHTS_FP16, false, true, false},  {MSAMP_WEIGHTS_FP16, true, true, false},
+                                   {MSAMP_WEIGHTS_FP16, false, false, true},  {MSAMP_WEIGHTS_FP16, true, true, true}};
+
+enum { NUM_VARIANTS = sizeof variants / sizeof *variants };
 
 int main(int argc, char **argv) {
     if (bench_part_wanted(argc, argv, "check")) {
         check_scale_rule();
         check_masters_access();
         for (const char *preset : {"llama3.1-8b", "qwen2.5-0.5b", "qwen3-8b"})
-            for (int i = 0; i < 8; i++) check_steps(preset, variants[i], 1 + i % MAX_RANKS);
+            for (int i = 0; i < NUM_VARIANTS; i++) check_steps(preset, variants[i], 1 + i % MAX_RANKS);
         check_steps("llama3.2-1b", variants[2], 3);
+        check_steps("llama3.2-1b", variants[8], 2);
     }
     if (bench_part_wanted(argc, argv, "bench")) {
         Bench b = bench_create();
         bench_model(&b, "llama3.1-8b", variants[0], "AdamW, moments msamp");
         bench_model(&b, "llama3.1-8b", variants[2], "AdamW, moments msamp, masters FP16");
+        bench_model(&b, "llama3.1-8b", variants[8], "AdamW, moments msamp, masters FP16 alone");
         bench_model(&b, "llama3.2-1b", variants[3], "AdamW, moments fp32, masters FP16");
         bench_destroy(&b);
     }

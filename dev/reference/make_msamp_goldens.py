@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Makes msamp.safetensors: 20 AdamW steps with the optimizer states of MS-AMP (llmc/base/msamp.h), in numpy.
+"""Makes msamp.safetensors: 20 AdamW steps with the optimizer states of MS-AMP (llmc/base/msamp.h), and casts of FP16
+weights to FP8, in numpy.
 
 The rules are written here again, from a description of MS-AMP's code (github.com/Azure/MS-AMP, 9746ea8: optim/adamw.py,
 optim/adamw.cu, common/tensor/meta.py). All arithmetic is numpy.float32, in MS-AMP's order. A tensor's scale is
@@ -12,7 +13,15 @@ the fourth, tiny (1e-37) in the fifth.
 msamp.safetensors   gradients [20, N], weights [N] before the first step, sizes [8] of the tensors;
                     after each step: exp_avg [20, N] U8, exp_avg_sq [20, N] F16, their scales [20, 8];
                     weights.fp32 [20, N] with fp32 masters; weights.fp16 [20, N] and weights.fp16_scale [20, 8];
-                    rule.amax, rule.scale, rule.fp_max, rule.result: cases of the scale rule
+                    rule.amax, rule.scale, rule.fp_max, rule.result: cases of the scale rule;
+                    cast.weights [M] of T tensors with cast.sizes [T], as cast.fp16 [M] with cast.fp16_scale [T], and as
+                    cast.fp8 [M] U8; tensors with one number in cast.fused [T] share one FP8 tensor, which has one entry
+                    of cast.fp8_scale_inv
+
+A cast multiplies the FP16 numbers by (FP8 scale x inverse of the FP16 scale), and follows common/tensor/tensor.py: the
+FP8 scale comes from the amax of the FP16 tensor, by the same rule. Two things are not from there. Tensors of a fused
+weight share the largest of their amaxes, and the amax is that of the numbers after rounding to FP16 (MS-AMP keeps the
+one from before): it can be found again from the FP16 tensor.
 """
 
 import pathlib
@@ -153,6 +162,50 @@ def train(gradients, weights):
     return rows
 
 
+def make_fused_weights(rng):
+    """Fused weights: lists of tensors. Sizes are odd, so that casts have ragged ends."""
+    normal = lambda n, size: rng.standard_normal(n).astype(f32) * f32(size)
+    outliers, sparse, edge, ties = normal(500, 0.02), normal(131, 1), normal(99, 0.3), normal(257, 1)
+    outliers[::71] *= f32(1e4)
+    sparse[::2] = 0
+    edge[7] = f32(448 / 256) * (1 + f32(2.0**-13))  # rounds to a number whose scale is twice as large
+    ties[:] = 448 / 2.0 ** rng.integers(0, 20, 257)
+    ties[1::3] *= f32(1 + 1 / 16)
+    return [
+        [normal(301, 0.02), normal(129, 0.0004), normal(77, 5)],
+        [outliers, normal(93, 1e-4)],
+        [sparse, np.zeros(65, f32)],
+        [np.zeros(40, f32)],
+        [normal(203, 1e-40), normal(50, 1e-37), np.zeros(3, f32)],
+        [normal(111, 1e30), normal(64, 1e-30), normal(31, 1e-42)],
+        [normal(33, 1e-38)],
+        [edge, normal(17, 0.001)],
+        [ties, f32(448) * np.ones(1, f32), -normal(90, 2.0**-10)],
+        [normal(5, 3e37)],
+    ]
+
+
+def cast_fused(tensors):
+    """Returns the FP16 tensors, their scales, the FP8 tensors, and their common scale_inv."""
+    scales = [scale_of(np.abs(p).max(), f32(1), FP16_MAX) for p in tensors]
+    halves = [fp16_encode(p * s) for p, s in zip(tensors, scales)]
+    amax = max(np.abs(h.astype(f32) * (f32(1) / s)).max() for h, s in zip(halves, scales))
+    fp8 = scale_of(amax, f32(1), E4M3_MAX)
+    codes = [e4m3_encode(h.astype(f32) * (fp8 * (f32(1) / s))) for h, s in zip(halves, scales)]
+    return halves, scales, codes, f32(1) / fp8
+
+
+def add_casts(tensors, rng):
+    fused = make_fused_weights(rng)
+    halves, scales, codes, inverses = (list(column) for column in zip(*map(cast_fused, fused)))
+    flat = lambda lists: [x for inner in lists for x in inner]
+    tensors["cast.weights"] = np.concatenate(flat(fused))
+    tensors["cast.sizes"] = np.array([len(p) for p in flat(fused)], np.int32)
+    tensors["cast.fused"] = np.array([k for k, inner in enumerate(fused) for _ in inner], np.int32)
+    tensors["cast.fp16"], tensors["cast.fp16_scale"] = np.concatenate(flat(halves)), np.array(flat(scales), f32)
+    tensors["cast.fp8"], tensors["cast.fp8_scale_inv"] = np.concatenate(flat(codes)), np.array(inverses, f32)
+
+
 def main():
     rng = np.random.default_rng(11)
     gradients, weights = make_gradients(rng), make_weights(rng)
@@ -168,6 +221,7 @@ def main():
     check_rule(*rule)
     for name, column in zip(("amax", "scale", "fp_max", "result"), rule):
         tensors[f"rule.{name}"] = column
+    add_casts(tensors, np.random.default_rng(12))
     write_golden(OUT, tensors, dict(lr=LR, beta1=BETA1, beta2=BETA2, eps=EPS, weight_decay=DECAY))
     print(f"{OUT.name}: {OUT.stat().st_size} bytes")
 

@@ -53,6 +53,7 @@ done
 against_cpu "bf16, weights rounded to nearest" "--precision bf16 --master-weights bf16-nearest" 1e-4 1e-2
 against_cpu "tensorwise, all e4m3" "--precision fp8 --fp8-format e4m3" 1e-3 1e-1
 against_cpu "blockwise, hybrid" "--precision fp8 --fp8-recipe blockwise --fp8-format hybrid" 1e-3 1e-1
+against_cpu "tensorwise, FP8 from FP16 masters" "--precision fp8 --master-weights fp16" 1e-3 1e-1
 against_cpu "tensorwise, filtered" "--precision fp8 --fp8-filter first,down" 1e-3 1e-1
 
 # With CUDA_MODULE_LOADING=EAGER a kernel starts as soon as it is enqueued. Clearing the memory of this model takes
@@ -88,7 +89,9 @@ for options in "bf16" "fp8" "fp8 --fp8-recipe delayed" "fp8 --fp8-weight-cache o
     "fp8 --fp8-recipe rowwise --recompute layer --optimizer-state coat-stochastic" \
     "bf16 --optimizer-state fp32 --master-weights fp32" "fp8 --optimizer-state msamp" \
     "bf16 --optimizer-state msamp --master-weights fp32" "fp8 --optimizer-state msamp --master-weights fp16" \
-    "fp8 --fp8-recipe rowwise --optimizer-state fp32 --master-weights fp16"; do
+    "fp8 --fp8-recipe delayed --optimizer-state msamp --master-weights fp16" \
+    "fp8 --fp8-recipe rowwise --optimizer-state fp32 --master-weights fp16" \
+    "fp8 --fp8-weight-cache on --optimizer-state fp32 --master-weights fp16"; do
     run="$common --precision $options"
     rm -rf "$tmp/ck"
     gpu a $run --num-steps 8 && gpu b $run --num-steps 8 --optimizer-in-backward
@@ -97,6 +100,24 @@ for options in "bf16" "fp8" "fp8 --fp8-recipe delayed" "fp8 --fp8-weight-cache o
         gpu d $run --num-steps 8 --checkpoint-dir "$tmp/ck" --resume
     same "$options: resumed without --optimizer-in-backward" a d 3
 done
+# FP8 weights that are cast from FP16 masters: casts for each pass, cached casts, and casts of recomputed layers are
+# equal. A load in halves (from an export) and one of codes (from a checkpoint) give the same weights.
+run="$common --precision fp8 --optimizer-state msamp --master-weights fp16 --num-steps 6"
+rm -rf "$tmp/ck"
+gpu a $run --checkpoint-dir "$tmp/ck" --export-hf "$tmp/masters" && gpu b $run --fp8-weight-cache on &&
+    gpu c $run --recompute layer
+same "FP8 from FP16 masters: without and with --fp8-weight-cache on" a b
+same "FP8 from FP16 masters: without and with --recompute layer" a c
+masters="${common#small } --precision fp8 --optimizer-state msamp --master-weights fp16"
+gpu d "$tmp/masters" $masters --num-steps 1 && cpu e "$tmp/masters" $masters --num-steps 1
+near "FP8 from FP16 masters: first loss from exported weights on GPU and CPU" \
+    "$(field d loss 1)" "$(field e loss 1)" 1e-3
+gpu f $run --checkpoint-dir "$tmp/ck" --resume --export-hf "$tmp/again"
+if cmp -s "$tmp/masters/model.safetensors" "$tmp/again/model.safetensors"; then
+    ok "FP8 from FP16 masters: weights of a checkpoint come back"
+else
+    bad "FP8 from FP16 masters: a load changes weights"
+fi
 # --offload moments changes no bit, in models with one part of moments and with many. A run with it goes on without it.
 for case in "small|bf16" "small|fp8 --optimizer-state coat-stochastic --optimizer-in-backward" \
     "llama3.2-1b|fp8 --optimizer-state coat-stochastic --optimizer-in-backward" \
@@ -113,7 +134,8 @@ for case in "small|bf16" "small|fp8 --optimizer-state coat-stochastic --optimize
     same "$options: resumed without and with --offload moments" a c 2
 done
 for options in "--optimizer-state coat" "--optimizer-state msamp" "--optimizer-state msamp --master-weights fp16" \
-    "--optimizer-state fp32 --master-weights fp16" "--precision fp8 --fp8-activations on"; do
+    "--optimizer-state fp32 --master-weights fp16" "--precision fp8 --fp8-activations on" \
+    "--precision fp8 --optimizer-state msamp --master-weights fp16"; do
     run="small $data --sequence-length 256 --batch-size 2 --learning-rate 1e-3 --num-steps 8 $options"
     cpu a $run && gpu b $run --optimizer-in-backward
     near "$options: last loss on GPU and CPU" "$(field b loss 8)" "$(field a loss 8)" 1e-3

@@ -72,7 +72,7 @@ for tool in memcheck racecheck initcheck; do
             --fp8-recipe $recipe
     done
     start $tool "MS-AMP's states" ./train_fp8cu tiny --sequence-length 160 --precision fp8 --optimizer-state msamp \
-        --master-weights fp16
+        --master-weights fp16 --fp8-audit 2
 done
 # Each range of memory is an allocation of its own here, so memcheck sees a write past its end. Rows end inside a tile.
 for precision in bf16 fp8 "fp8 --fp8-recipe delayed" "fp8 --fp8-recipe rowwise" \

@@ -1,6 +1,7 @@
 // Tests AdamW with MS-AMP's states (msamp.h): 20 steps byte for byte against dev/reference/make_msamp_goldens.py, the
-// scale rule, FP16 conversions, and the rounding of bf16 weights.
+// scale rule, FP16 conversions, the rounding of bf16 weights, and casts of FP16 weights to FP8.
 #include "../../llmc/reference/adamw_msamp.h"
+#include "../../llmc/reference/quantize_reference.h"
 #include "lib/check.h"
 #include "lib/fp8_golden.h"
 
@@ -161,6 +162,56 @@ static void test_fp16(void) {
           "infinity and NaN stay, finite values saturate");
 }
 
+// Compares n elements with a tensor of the golden file.
+static void check_cast(const Safetensors *st, const char *name, SafetensorsType type, const void *got, int64_t n) {
+    const int64_t width = safetensors_type_bytes(type);
+    char *want = (char *)fp8_golden_bytes(st, name, type, n);
+    int64_t differ = 0;
+    for (int64_t i = 0; i < n * width; i += width)
+        differ += memcmp((const char *)got + i, want + i, (size_t)width) != 0;
+    CHECK(differ == 0, "%lld of %lld elements of %s differ", (long long)differ, (long long)n, name);
+    free(want);
+}
+
+// Returns the amax of n values that FP16 numbers stand for.
+static float stored_amax(const fp16_bits *x, float scale, int64_t n) {
+    static float values[MOST];
+    fp16_weights_decode(values, x, scale, n);
+    return float_from_bits(quantize_tensor_amax(values, n, SCALE_TORCHAO));
+}
+
+// Casts weights to FP16, and from there to FP8. The tensors of a fused weight have one FP8 scale.
+static void test_casts(void) {
+    static fp16_bits halves[MOST];
+    static uint8_t codes[MOST];
+    enum { MANY = 64 };
+    float scales[MANY], inverses[MANY], largest[MANY] = {0};
+    Safetensors st = fp8_golden_open("dev/reference/goldens/msamp.safetensors");
+    const int64_t tensors = safetensors_find(&st, "cast.sizes")->elements,
+                  n = safetensors_find(&st, "cast.weights")->elements;
+    if (tensors > MANY || n > MOST) die("the golden has %lld tensors, %lld elements", (long long)tensors, (long long)n);
+    int32_t *sizes = (int32_t *)fp8_golden_bytes(&st, "cast.sizes", ST_I32, tensors),
+            *fused = (int32_t *)fp8_golden_bytes(&st, "cast.fused", ST_I32, tensors);
+    float *weights = (float *)fp8_golden_bytes(&st, "cast.weights", ST_F32, n);
+    for (int64_t k = 0, at = 0; k < tensors; at += sizes[k++]) {
+        const float amax = float_from_bits(quantize_tensor_amax(weights + at, sizes[k], SCALE_TORCHAO));
+        scales[k] = msamp_scale(amax, 1, FP16_MAX);
+        fp16_weights_encode(halves + at, weights + at, scales[k], sizes[k]);
+        largest[fused[k]] = fmaxf(largest[fused[k]], stored_amax(halves + at, scales[k], sizes[k]));
+    }
+    for (int64_t k = 0, at = 0; k < tensors; at += sizes[k++]) {
+        const float scale = fp16_weights_fp8_scale(largest[fused[k]]);
+        fp16_weights_cast(codes + at, halves + at, scales[k], scale, sizes[k]);
+        inverses[fused[k]] = 1 / scale;
+    }
+    check_cast(&st, "cast.fp16", ST_F16, halves, n);
+    check_cast(&st, "cast.fp16_scale", ST_F32, scales, tensors);
+    check_cast(&st, "cast.fp8", ST_U8, codes, n);
+    check_cast(&st, "cast.fp8_scale_inv", ST_F32, inverses, fused[tensors - 1] + 1);
+    free(sizes), free(fused), free(weights);
+    safetensors_close(&st);
+}
+
 // bf16 masters are rounded with the random bits of adamw_reference, so the result depends on the flat element alone.
 static void test_bf16_weights(void) {
     enum { N = 64 };
@@ -184,6 +235,7 @@ int main(void) {
     test_golden();
     test_rule();
     test_fp16();
+    test_casts();
     test_bf16_weights();
     return check_report();
 }

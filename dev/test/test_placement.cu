@@ -62,7 +62,7 @@ static void list_state(const Trainer *t, Moments m) {
     const TensorScales *s = &ln->scales;
     const int64_t n = t->fsdp.plan.total, tensors = tensor_count(t->d.L), scales = 3 * 4 * t->table.count;
     const bool fp32 = t->o->optimizer_state == MOMENTS_FP32, msamp = t->o->optimizer_state == MOMENTS_MSAMP;
-    needed_always(m, "weights", t->params.weights, 2 * n);
+    needed_always(m, "weights", t->params.weights, 2 * weights_begin(&t->fsdp.plan, t->d.L));
     needed_always(m, "fp32 master weights", t->params.master, 4 * n);
     needed_always(m, "FP16 master weights", t->params.scaled.master, 2 * n);
     needed_always(m, "AdamW's first moment", t->params.exp_avg, fp32 ? 4 * n : msamp ? n : 2 * n);
@@ -70,6 +70,8 @@ static void list_state(const Trainer *t, Moments m) {
     needed_always(m, "scales of states", t->params.scaled.scales, scales);
     needed_always(m, "new scales of states", t->params.scaled.new_scales, scales);
     needed_always(m, "amaxes of states", t->params.scaled.amaxes, scales);
+    needed_always(m, "factors of FP16 masters", t->fsdp.masters.factors,
+                  t->precision.casts_masters ? t->d.L * FP16_TENSORS * (int64_t)sizeof(Fp16Factors) : 0);
     needed_always(m, "amaxes", s->amax, t->d.L * s->amax_stride * 4);
     needed_always(m, "scales", s->scale_inv, tensors * 16);
     needed_always(m, "histories", s->history, tensors * t->o->fp8_amax_history * 4);

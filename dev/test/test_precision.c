@@ -349,7 +349,51 @@ static void test_table_notes(void) {
     free(text), free_plan(&x);
 }
 
+// FP8 weights are cast from FP16 masters where nothing reads bf16 weights of the layers' matrices.
+static void test_casts_masters(void) {
+    static const struct {
+        int recipe, masters;
+        const char *model, *filter;
+        bool casts;
+    } cases[] = {{RECIPE_TENSORWISE, STORAGE_FP16, "tiny", "", true},
+                 {RECIPE_TENSORWISE, STORAGE_FP16, "llama3.1-8b", "lm_head", true},
+                 {RECIPE_TENSORWISE, STORAGE_FP16, "tiny", "last", false},
+                 {RECIPE_TENSORWISE, STORAGE_FP16, "tiny", "attention,mlp", false},
+                 {RECIPE_TENSORWISE, STORAGE_FP32, "tiny", "", false},
+                 {RECIPE_TENSORWISE, STORAGE_BF16, "tiny", "", false},
+                 {RECIPE_DELAYED, STORAGE_FP16, "tiny", "", false},
+                 {RECIPE_ROWWISE, STORAGE_FP16, "tiny", "", false},
+                 {RECIPE_BLOCKWISE, STORAGE_FP16, "small", "", false},
+                 {RECIPE_BF16, STORAGE_FP16, "tiny", "", false}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        Plan x = make_plan(cases[i].model, cases[i].recipe, cases[i].filter);
+        precision_free(&x.p);
+        x.o.master_weights = cases[i].masters;
+        x.p = precision_plan(&x.o, x.o.fp8_filter, &x.m, &x.t, true);
+        CHECK(x.p.casts_masters == cases[i].casts, "case %zu: casts_masters %d", i, x.p.casts_masters);
+        free_plan(&x);
+    }
+}
+
+static void plan_bf16_gather(void *context) {
+    Plan x = make_plan("tiny", RECIPE_TENSORWISE, (const char *)context);
+    x.o.master_weights = STORAGE_FP16, x.o.fp8_all_gather = OFF;
+    precision_free(&x.p);
+    x.p = precision_plan(&x.o, x.o.fp8_filter, &x.m, &x.t, true);
+    if (!x.p.casts_masters) die("planned");
+}
+
+// bf16 weights cannot be gathered if there are none.
+static void test_bf16_gather(void) {
+    char output[1024], none[] = "", first[] = "first";
+    CHECK(check_dies(plan_bf16_gather, none, "there are none in bf16; leave it out", output, sizeof output), "%s",
+          output);
+    CHECK(check_dies(plan_bf16_gather, first, "planned", output, sizeof output), "%s", output);
+}
+
 int main(void) {
+    test_casts_masters();
+    test_bf16_gather();
     test_filters();
     test_refused();
     test_sizes();

@@ -347,6 +347,33 @@ ranks 4 $common --num-steps 12 --batch-size 3 --checkpoint-dir "$tmp/ck-full" --
 check "a resume with other masters is refused" \
     grep -q -- "--master-weights is fp16 in the checkpoint, fp32 now" "$tmp/other.out"
 
+# FP8 weights are cast from the FP16 masters, without bf16 weights between. Scales and codes are those of whole tensors:
+# equal on any number of ranks, with any sharding, and after a resume. Losses are not, because each rank scales its own
+# activations.
+common="$tmp/fp8 $data --precision fp8 --optimizer-state msamp --master-weights fp16 --fp8-audit 5"
+rm -rf "$tmp"/ck*
+audited() { sed -n 's/\(.*"step": 5,.*"operand": "w", .*\), "sqnr_db.*/\1/p' "$tmp/$1/log.jsonl"; }
+train 4 whole $common --num-steps 8 --batch-size 3
+for sharding in grad_op none; do
+    train 4 masters-$sharding $common --num-steps 8 --batch-size 3 --sharding $sharding
+    check "FP8 from FP16 masters: --sharding $sharding has the losses of full" \
+        close "$tmp/masters-$sharding.steps" "$tmp/whole.steps" 1e-13
+done
+train 4 masters-bf16 $common --num-steps 8 --batch-size 3 --fp8-filter first
+check "FP8 from FP16 masters: losses are close to those with a layer in bf16" \
+    close "$tmp/masters-bf16.steps" "$tmp/whole.steps" 1e-2
+tail -n 4 "$tmp/whole.steps" >"$tmp/whole.last"
+train 4 saved $common --num-steps 4 --batch-size 3 --checkpoint-dir "$tmp/ck"
+resumed 4 masters-four 0 --batch-size 3
+resumed 2 masters-two 2e-2 --batch-size 6
+resumed 0 masters-one 2e-2 --batch-size 12
+check "FP8 from FP16 masters: the audit has $(audited whole | wc -l) lines of weights, not 24" \
+    [ "$(audited whole | wc -l)" -eq 24 ]
+for name in masters-four masters-two masters-one masters-none; do
+    check "FP8 from FP16 masters: $name has the scales and codes of the unbroken run" \
+        [ "$(audited $name)" = "$(audited whole)" ]
+done
+
 # ---- Starts a run that does not end by itself. $1 ranks, then options. Sets mpi to mpirun's process, and pids[rank].
 start() {
     local n=$1 i pid rank
@@ -481,10 +508,12 @@ while read -r n options <&3; do
 done 3<<'CASES'
 0 --precision bf16
 0 --precision fp8 --fp8-recipe delayed
+0 --precision fp8 --optimizer-state msamp --master-weights fp16
 2 --precision fp8 --fp8-recipe delayed
 2 --precision fp8 --sharding none --reduce-dtype fp32 --master-weights fp32
 3 --precision fp8 --optimizer-state coat
 3 --precision bf16 --optimizer-state msamp --master-weights fp16
+4 --precision fp8 --optimizer-state msamp --master-weights fp16 --sharding hybrid --shard-size 2
 4 --precision fp8 --fp8-recipe rowwise --sharding grad_op
 4 --precision fp8 --sharding hybrid --shard-size 2 --optimizer-state coat-stochastic
 CASES

@@ -38,6 +38,26 @@ static void check_sizes(const ParameterTable *t, int64_t group) {
     CHECK(end == s.total, "all slices have %lld elements; the plan says %lld", (long long)end, (long long)s.total);
 }
 
+// Checks the layout of the array of bf16 weights, without and with the layers' matrices.
+static void check_weights(const ParameterTable *t, int64_t group, bool masters_alone) {
+    ShardPlan s = shard_plan(t, group, group - 1);
+    s.masters_alone = masters_alone;
+    int64_t end = 0, matrices = 0;
+    for (int64_t l = ROOT; l < t->num_layers; l++)
+        for (int k = 0; k < NUM_SEGMENTS; k++) {
+            const ShardSegment g = segment_slice(t, &s, l, k);
+            const bool absent = masters_alone && l != ROOT && k == SEGMENT_MATRICES;
+            CHECK(weights_have(&s, l, k) == !absent, "layer %lld, segment %d", (long long)l, k);
+            if (absent) matrices += g.slice;
+            if (absent || !g.slice) continue;
+            CHECK(weights_place(&s, l, g.shard) == end, "layer %lld, segment %d: weights at %lld, not %lld",
+                  (long long)l, k, (long long)weights_place(&s, l, g.shard), (long long)end);
+            end += g.slice;
+        }
+    CHECK(weights_begin(&s, t->num_layers) == end && end == s.total - matrices && (matrices > 0) == masters_alone,
+          "%lld weights of %lld elements, %lld in matrices", (long long)end, (long long)s.total, (long long)matrices);
+}
+
 // Numbers every element by its flat index, takes each rank's share of all parameters, and gathers the shares.
 static void check_cover(const ParameterTable *t, int64_t group) {
     int64_t *seen = (int64_t *)xcalloc((size_t)t->total, sizeof *seen), parts = 0;
@@ -130,6 +150,7 @@ int main(void) {
             const int64_t groups[] = {1, 2, 3, 4, 7, 64};  // with 64 ranks, most ranks keep only padding of a vector
             for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++) {
                 check_sizes(&t, groups[i]), check_cover(&t, groups[i]);
+                check_weights(&t, groups[i], false), check_weights(&t, groups[i], true);
                 for (int64_t place = 0; place < groups[i]; place += 3) check_backward_order(&t, groups[i], place);
             }
             const ShardPlan one = shard_plan(&t, 1, 0);

@@ -517,6 +517,53 @@ static void test_fp16_masters(void) {
     trainer_free(&t);
 }
 
+// FP8 weights are cast from the FP16 masters: one FP8 scale for a fused weight, made from the largest amax of its
+// tensors, which have FP16 scales of their own. The values between are those that checkpoints hold.
+static void test_fp16_casts(void) {
+    ModelConfig m = fp8_model();
+    Options o = small_options(PRECISION_FP8, 1, 16);
+    o.master_weights = STORAGE_FP16, o.fp8_all_gather = AUTO;
+    options_resolve(&o);
+    Trainer t;
+    trainer_create(&t, &o, &m);
+    initialize(&t);
+    for (int64_t i = 0; i < t.table.count; i++) {  // k has larger weights than q and v, one of gate is just above 448
+        const Parameter *p = &t.table.entries[i];
+        for (int64_t e = 0; strstr(p->name, "k_proj.weight") && e < parameter_elements(p); e++)
+            t.params.master[p->offset + e] *= 37;
+        if (strstr(p->name, "gate_proj")) t.params.master[p->offset + 5] = -448.0625f;
+    }
+    weights_changed(&t);
+    float *values = (float *)xcalloc((size_t)t.table.total, sizeof *values);
+    for (int64_t i = 0; i < t.table.count; i++)
+        state_read(&t, STATE_WEIGHTS, t.table.entries[i].offset, parameter_elements(&t.table.entries[i]),
+                   values + t.table.entries[i].offset);
+    for (int64_t l = 0; l < t.d.L; l++)
+        for (int id = 0; id < NUM_LINEARS; id++) {
+            const ShardRange r = linear_range(&t, l, id);
+            int64_t wrong = 0, fine = 0;
+            double amax = 0, scale = 1;
+            for (int64_t e = 0; e < r.count; e++) amax = fmax(amax, fabs((double)values[r.shard + e]));
+            while (amax * scale > 448) scale /= 2;
+            while (amax * scale * 2 <= 448) scale *= 2;
+            for (int64_t e = 0; e < r.count; e++) {
+                const float x = values[r.shard + e];
+                wrong += linear_codes(&t, l, r)[e] != fp8_from_float((float)((double)x * scale), FP8_E4M3);
+                fine += x != bf16_round(x);
+            }
+            CHECK(wrong == 0 && fine > r.count / 2 && (double)weight_scale(&t, l, id) == scale,
+                  "layer %lld, linear %d: %lld of %lld codes differ, %lld values are no bf16; scale %g, not %g",
+                  (long long)l, id, (long long)wrong, (long long)r.count, (long long)fine,
+                  (double)weight_scale(&t, l, id), scale);
+            CHECK(id != GATE_UP_PROJ || scale == 1, "448.0625 is 448 in FP16, and its scale is 1, not %g", scale);
+        }
+    const Layer w = layer_weights(&t, 1);
+    const ShardRange down = linear_range(&t, 1, DOWN_PROJ);
+    CHECK(!w.down.data && w.down.codes == linear_codes(&t, 1, down), "the model reads the codes");
+    free(values);
+    trainer_free(&t);
+}
+
 // The squares of gradients overflow: no such step is taken, so every weight and moment stays finite.
 static void test_overflow(int precision, int sums) {
     Options o = small_options(precision, 2, 16);
@@ -1239,6 +1286,7 @@ int main(int argc, char **argv) {
                     : i == 1 ? STORAGE_BF16
                              : STORAGE_FP16);
     test_fp16_masters();
+    test_fp16_casts();
     test_overflow(PRECISION_FP32, SUM_FP32);
     if (!SANITIZED) test_overflow(PRECISION_BF16, SUM_BF16);
     if (!SANITIZED) test_overflow(PRECISION_BF16, SUM_FP8);

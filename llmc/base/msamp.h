@@ -33,6 +33,9 @@ HOST_DEVICE static inline float msamp_scale(float amax, float scale, float fp_ma
     return exponent < 0 ? 1 / factor : factor;
 }
 
+// Returns the factor that takes an FP16 weight to the value that is cast to FP8. Both scales are powers of two.
+HOST_DEVICE static inline float msamp_factor(float fp8_scale, float fp16_scale) { return fp8_scale * (1 / fp16_scale); }
+
 // The states that have a scale.
 enum { MSAMP_EXP_AVG, MSAMP_EXP_AVG_SQ, MSAMP_MASTER, MSAMP_STATES };
 

@@ -267,11 +267,11 @@ static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m,
                                    const TrainerState *s) {
     Safetensors st;
     Failure failure;
-    bool ok = model_read_weights(checkpoint, m, t, s, &failure) &&
-              safetensors_open_folder(&st, checkpoint, "optimizer", &failure);
+    bool ok = safetensors_open_folder(&st, checkpoint, "optimizer", &failure);
     StateKind kinds[NUM_STATE_KINDS];
     const int num_kinds = state_kinds(s, STATE_EXP_AVG, STATE_MASTER_SCALE, kinds);
     for (int i = 0; ok && i < num_kinds; i++) ok = checkpoint_read_array(&st, t, s, kinds[i], &failure);
+    ok = ok && model_read_weights(checkpoint, m, t, s, &failure);
     if (!ok || !checkpoint_read_delayed(checkpoint, s, &failure))
         die("cannot resume from %s: %s; move this checkpoint away to resume from the one before it", checkpoint,
             failure.text);

@@ -31,8 +31,9 @@ typedef enum {
 
 // Access to the trainer's arrays. Weights and moments are this rank's flat shards, laid out by `plan`; words of groups
 // lie alike, one for each 128 elements. Scales of moments and masters are arrays with one number for each parameter, in
-// the order of the table, equal on all ranks. read and write copy elements offset .. offset + count - 1 to or from
-// `host`, which has the array's type. One thread calls them, and may reuse `host` when they return.
+// the order of the table, equal on all ranks. The scales of masters are written before the weights, so that these can
+// be stored in FP16. read and write copy elements offset .. offset + count - 1 to or from `host`, which has the array's
+// type. One thread calls them, and may reuse `host` when they return.
 typedef struct {
     void *context;
     SafetensorsType types[NUM_STATE_KINDS];  // see state_type()

@@ -17,6 +17,7 @@ typedef struct {
     int64_t num_layers;
     bool *keeps_bf16;        // [num_layers, NUM_LINEARS]
     bool any_bf16, any_fp8;  // true if at least one linear layer is bf16; is FP8
+    bool casts_masters;      // precision_casts_masters
     bool emulated;           // --fp8-emulate: FP8 operands, multiplied in bf16
     bool filter_open;        // --fp8-filter auto, and the run has not decided yet
     int fast_accum;          // GEMMs that use fast accumulation: FAST_ACCUM_...; none if emulated or on a CPU
@@ -109,6 +110,20 @@ static inline void filter_apply(Precision *p, const char *filter) {
     }
 }
 
+// True if FP8 weights are cast from FP16 masters, as in MS-AMP, and the layers' matrices have no bf16 weights. So it is
+// if no GEMM would read these: all linear layers are FP8, with one scale for a tensor, made from its current amax. Dies
+// if ranks are to gather bf16.
+static inline bool precision_casts_masters(const Precision *p, const Options *o) {
+    if (o->master_weights != STORAGE_FP16 || !p->any_fp8 || p->any_bf16 || !recipe_has_current_tensor_scales(p->recipe))
+        return false;
+    if (o->fp8_all_gather == OFF)
+        die_with(EXIT_USAGE,
+                 "--fp8-all-gather off gathers bf16 weights of linear layers, but with --master-weights fp16 recipe %s "
+                 "casts FP8 weights from the FP16 masters, and there are none in bf16; leave it out",
+                 p->recipe->name);
+    return true;
+}
+
 // Decides the precision of every linear layer. `filter`: --fp8-filter, or the filter that auto has found; "auto" itself
 // filters nothing. has_fast_accum: true if the trainer's GEMMs have fast accumulation. Dies if a word of the filter is
 // unknown or wrong. The caller frees the result with precision_free.
@@ -131,6 +146,7 @@ static inline Precision precision_plan(const Options *o, const char *filter, con
         if (p.keeps_bf16[i]) p.any_bf16 = true;
         else p.any_fp8 = true;
     }
+    p.casts_masters = precision_casts_masters(&p, o);
     return p;
 }
 
@@ -261,6 +277,8 @@ static inline void precision_print(const Precision *p, int64_t R, int64_t head_r
         }
     for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
         precision_print_gemm(p, &p->lm_head, recipe_row(RECIPE_BF16), (GemmKind)gemm, head_rows, plain, "");
+    if (p->casts_masters)
+        printf("  FP8 weights are cast from the FP16 masters; the layers' matrices have no bf16 weights\n");
     if (precision_is_fp8(p) && !p->any_fp8)
         printf("  no GEMM runs in FP8: all linear layers are filtered out, or their sizes are not multiples of %d\n",
                p->recipe->multiple);

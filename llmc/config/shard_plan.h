@@ -9,6 +9,8 @@
 // segment as in the flat array, then padding. With shard_size 1 the shard arrays are the flat arrays of parameters.h,
 // with equal offsets.
 //
+// One array has another layout if masters_alone: that of bf16 weights has no matrices of layers (weights_begin).
+//
 // Functions take a layer's number `l`, or ROOT for the root unit.
 #ifndef LLMC_SHARD_PLAN_H
 #define LLMC_SHARD_PLAN_H
@@ -20,6 +22,7 @@ typedef struct {
     int64_t shard_rank;                                             // number of this rank among them
     int64_t root_slices[NUM_SEGMENTS], layer_slices[NUM_SEGMENTS];  // elements
     int64_t total;                                                  // elements of a rank's flat shard array
+    bool masters_alone;  // the layers' matrices have no bf16 weights beside their masters (precision_casts_masters)
 } ShardPlan;
 
 // The slices of one segment of one unit.
@@ -75,6 +78,27 @@ static inline int64_t shard_largest_slice(const ShardPlan *s) {
 // First element of a unit's slices in the flat shard arrays.
 static inline int64_t shard_begin(const ShardPlan *s, int64_t l) {
     return l == ROOT ? 0 : shard_elements(s, ROOT) + l * shard_elements(s, 0);
+}
+
+// Elements of a layer in the array of bf16 weights.
+static inline int64_t weights_of_layer(const ShardPlan *s) {
+    return s->masters_alone ? s->layer_slices[SEGMENT_VECTORS] : shard_elements(s, 0);
+}
+
+// First element of a unit's slices in the array of bf16 weights; for the number of layers, the array's elements. The
+// unit's elements lie there as in the flat shard arrays, as far as the array has them.
+static inline int64_t weights_begin(const ShardPlan *s, int64_t l) {
+    return l == ROOT ? 0 : shard_elements(s, ROOT) + l * weights_of_layer(s);
+}
+
+// True if the array of bf16 weights has this segment of unit l.
+static inline bool weights_have(const ShardPlan *s, int64_t l, int segment) {
+    return !s->masters_alone || l == ROOT || segment != SEGMENT_MATRICES;
+}
+
+// Element `shard` of the flat shard arrays, which is in unit l, in the array of bf16 weights.
+static inline int64_t weights_place(const ShardPlan *s, int64_t l, int64_t shard) {
+    return weights_begin(s, l) + shard - shard_begin(s, l);
 }
 
 // The order in which the backward pass computes the gradients of a flat array (all parameters, or a rank's shard):

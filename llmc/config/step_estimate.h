@@ -47,10 +47,13 @@ static inline double estimate_row_bytes(const ModelConfig *m, bool fp8) {
 }
 
 // Seconds of AdamW on n parameters.
-static inline double estimate_optimizer(const Options *o, int64_t world, int64_t n) {
+static inline double estimate_optimizer(const Options *o, const Precision *p, int64_t world, int64_t n) {
     const double moments = 2 * (double)options_moment_bytes(o, n), gradients = options_fp32_gradients(o, world) ? 4 : 2;
     const bool fp16 = o->master_weights == STORAGE_FP16;
-    double bytes = (double)n * (gradients + (o->master_weights == STORAGE_FP32 ? 10 : fp16 ? 6 : 4)) + moments;
+    double bytes = (double)n * (gradients + (o->master_weights == STORAGE_FP32 ? 10
+                                             : fp16 && !p->casts_masters       ? 6
+                                                                               : 4)) +
+                   moments;
     if (options_tensor_scales(o)) bytes += (double)n * (gradients + (fp16 ? 2 : 0)) + moments / 2;  // pass 1 of msamp.h
     const double arithmetic = !options_coat(o)                     ? 0
                               : o->optimizer_state == MOMENTS_COAT ? ESTIMATE_COAT
@@ -102,8 +105,8 @@ static inline EstimateWork estimate_work(const Options *o, const ModelConfig *m,
     const ShardPlan s = shard_plan(t, r->shard_size, 0);
     EstimateWork w;
     w.passes = (double)r->micro * estimate_passes(o, m, t, p);
-    if (o->step_ms > 0) w.passes = fmax(0, o->step_ms * 1e-3 - estimate_optimizer(o, 1, t->total));
-    w.optimizer = estimate_optimizer(o, r->world, s.total);
+    if (o->step_ms > 0) w.passes = fmax(0, o->step_ms * 1e-3 - estimate_optimizer(o, p, 1, t->total));
+    w.optimizer = estimate_optimizer(o, p, r->world, s.total);
     return w;
 }
 

@@ -5,11 +5,12 @@
 // the new values again, from the same stored ones, and stores them with the new scales.
 //
 // Bytes per element with bf16 weights and gradients, and MS-AMP's moments: the first pass reads 5, the second reads 7
-// and writes 5. With FP16 masters the first reads 7, and the second writes 7.
+// and writes 5. With FP16 masters the first reads 7, and the second writes 7, or 5 where there are no bf16 weights.
 #ifndef LLMC_ADAMW_MSAMP_CUH
 #define LLMC_ADAMW_MSAMP_CUH
 
 #include "adamw.cuh"
+#include "fp16_weights.cuh"
 
 typedef enum { MSAMP_WEIGHTS_BF16, MSAMP_WEIGHTS_FP32, MSAMP_WEIGHTS_FP16 } MsampWeights;
 
@@ -17,6 +18,7 @@ typedef enum { MSAMP_WEIGHTS_BF16, MSAMP_WEIGHTS_FP32, MSAMP_WEIGHTS_FP16 } Msam
 typedef struct {
     uint32_t begin, end;
     bool decay;
+    bool has_bf16;  // the array of bf16 weights has it (weights_have)
     int tensor;     // index among the tensors of the unit
     int amax_slot;  // amax slot of the fused FP8 weight; -1: none
     int64_t shift;  // index in the unit of the flat parameter array minus index in this rank's part of the unit
@@ -27,7 +29,8 @@ enum { MSAMP_MAX_TENSORS = 16 };
 // `count` units, as AdamwUnits. The tensors of unit u are entries first_tensor + u * num_tensors and on of the
 // parameter table.
 typedef struct {
-    AdamwUnits units;  // without its runs
+    AdamwUnits units;       // without its runs
+    int64_t bf16, of_bf16;  // where the first unit begins in the array of bf16 weights, and a unit's elements there
     int first_tensor, num_tensors, num_runs;
     MsampRun runs[MSAMP_MAX_TENSORS];
 } MsampUnits;
@@ -37,6 +40,7 @@ typedef struct {
     float scale_inv[MSAMP_STATES], new_scale[MSAMP_STATES];
     float new_master_scale_inv;
     bool decay;
+    bf16 *weights;  // the bf16 weight of element i of the flat shard arrays is weights[i]; NULL: there are none
 } MsampTensor;
 
 // The weights and moments of 8 elements.
@@ -48,14 +52,6 @@ typedef struct {
 // Returns the bits of x in FP16. Finite values saturate, as fp16_from_float's.
 __device__ static inline uint32_t msamp_half_bits(float x) {
     return __half_as_ushort(__float2half_rn(fminf(fmaxf(x, -FP16_MAX), FP16_MAX)));
-}
-
-__device__ static inline void msamp_load_halves(float out[8], const fp16_bits *p) {
-    const uint4 v = *(const uint4 *)p;
-    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int k = 0; k < 4; k++)
-        out[2 * k] = half_bits_to_float(words[k] & 0xffffu), out[2 * k + 1] = half_bits_to_float(words[k] >> 16);
 }
 
 __device__ static inline void msamp_store_halves(fp16_bits *p, const float x[8]) {
@@ -74,15 +70,15 @@ __device__ static inline void msamp_load(Msamp8 *e, const AdamwArrays &a, int64_
         adamw_load<true>(m, a.exp_avg, i), adamw_load<true>(v, a.exp_avg_sq, i);
     } else {
         fp8x8_to_floats(m, *(const uint2 *)((const uint8_t *)a.exp_avg + i));
-        msamp_load_halves(v, (const fp16_bits *)a.exp_avg_sq + i);
+        fp16x8_load(v, (const fp16_bits *)a.exp_avg_sq + i);
     }
 #pragma unroll
     for (int j = 0; j < 8; j++) e->moments[j] = MsampPair{m[j], v[j]};
     if (!with_weights) return;
     if (WEIGHTS == MSAMP_WEIGHTS_FP32) adamw_load<true>(e->weight, a.master, i);
-    if (WEIGHTS == MSAMP_WEIGHTS_BF16) adamw_load<false>(e->weight, a.weights, i);
+    if (WEIGHTS == MSAMP_WEIGHTS_BF16) adamw_load<false>(e->weight, t.weights, i);
     if (WEIGHTS == MSAMP_WEIGHTS_FP16) {
-        msamp_load_halves(e->weight, a.scaled.master + i);
+        fp16x8_load(e->weight, a.scaled.master + i);
 #pragma unroll
         for (int j = 0; j < 8; j++) e->weight[j] = __fmul_rn(e->weight[j], t.scale_inv[MSAMP_MASTER]);
     }
@@ -105,10 +101,29 @@ __device__ static inline void msamp_update_one(float *weight, MsampPair *moments
     }
 }
 
-// Stores 8 weights, whose flat indices begin with 8 * group. Returns them in bf16, as the model reads them.
+// Returns the largest magnitude of 8 values, as fp32 bits.
+__device__ static inline uint32_t msamp_largest(const float x[8]) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int j = 0; j < 8; j++) largest = max(largest, float_bits(fabsf(x[j])));
+    return largest;
+}
+
+// Returns the largest magnitude of 8 stored weights, in bf16 or as the FP16 masters stand for them: that which FP8
+// weights are cast from.
 template <MsampWeights WEIGHTS>
-__device__ static inline Bf16x8 msamp_store_weights(const AdamwArrays &a, int64_t i, int64_t group, float weight[8],
-                                                    const MsampTensor &t, const AdamwStep &step) {
+__device__ static inline uint32_t msamp_stored_magnitude(const AdamwArrays &a, int64_t i, const MsampTensor &t) {
+    if (WEIGHTS != MSAMP_WEIGHTS_FP16 || t.weights) return amax_bits(amax_update(0, bf16x8_load(t.weights + i)));
+    float weight[8];
+    fp16x8_load(weight, a.scaled.master + i);
+    return float_bits(__fmul_rn(float_from_bits(msamp_largest(weight)), t.scale_inv[MSAMP_MASTER]));
+}
+
+// Stores 8 weights, whose flat indices begin with 8 * group. Returns their largest magnitude, as msamp_stored_magnitude
+// does.
+template <MsampWeights WEIGHTS>
+__device__ static inline uint32_t msamp_store_weights(const AdamwArrays &a, int64_t i, int64_t group, float weight[8],
+                                                      const MsampTensor &t, const AdamwStep &step) {
     Bf16x8 rounded;
     if (WEIGHTS == MSAMP_WEIGHTS_BF16) {
         const uint32_t hash = adamw_random_group(step.key, group);
@@ -127,11 +142,12 @@ __device__ static inline Bf16x8 msamp_store_weights(const AdamwArrays &a, int64_
 #pragma unroll
             for (int j = 0; j < 8; j++)
                 weight[j] = __fmul_rn(half_bits_to_float(msamp_half_bits(weight[j])), t.new_master_scale_inv);
+            if (!t.weights) return msamp_largest(weight);
         }
         rounded = bf16x8_pack(weight);
     }
-    bf16x8_store(a.weights + i, rounded);
-    return rounded;
+    bf16x8_store(t.weights + i, rounded);
+    return amax_bits(amax_update(0, rounded));
 }
 
 template <bool FP32_MOMENTS>
@@ -165,7 +181,7 @@ __device__ static inline void msamp_raise(uint32_t largest[MSAMP_STATES], const 
 }
 
 // Processes 8 elements. The first pass raises largest[MSAMP_STATES] to the magnitudes of their new values, the second
-// (STORE) stores them and raises largest[0] to the magnitudes of the bf16 weights, all as fp32 bits. Adds the squared
+// (STORE) stores them and raises largest[0] to the magnitudes of the stored weights, all as fp32 bits. Adds the squared
 // gradients to *squares.
 template <MsampWeights WEIGHTS, bool FP32_MOMENTS, bool FP32_GRADIENTS, bool STORE>
 __device__ static inline void msamp_update_8(const AdamwUpdate &u, int64_t i, int64_t group, const MsampTensor &t,
@@ -182,18 +198,22 @@ __device__ static inline void msamp_update_8(const AdamwUpdate &u, int64_t i, in
     }
     if (STORE) {
         msamp_store_moments<FP32_MOMENTS>(a, i, e.moments, t);
-        const Bf16x8 weights = msamp_store_weights<WEIGHTS>(a, i, group, e.weight, t, u.step);
-        largest[0] = max(largest[0], amax_bits(amax_update(0, weights)));
+        largest[0] = max(largest[0], msamp_store_weights<WEIGHTS>(a, i, group, e.weight, t, u.step));
     } else {
         msamp_raise<WEIGHTS>(largest, e);
     }
 }
 
-// Returns what threads need of tensor `index`.
+// Returns what threads need of the tensor of a run of unit number `unit`.
 template <bool STORE>
-__device__ static inline MsampTensor msamp_tensor(const AdamwScaled &s, int64_t index, bool decay) {
+__device__ static inline MsampTensor msamp_tensor(const AdamwArrays &a, const MsampUnits &u, const MsampRun &run,
+                                                  int64_t unit) {
+    const AdamwScaled &s = a.scaled;
+    const int64_t index = u.first_tensor + unit * u.num_tensors + run.tensor;
+    const int64_t moved = u.bf16 + unit * u.of_bf16 - (u.units.first + unit * u.units.size);
     MsampTensor t;
-    t.decay = decay;
+    t.decay = run.decay;
+    t.weights = run.has_bf16 ? (bf16 *)((intptr_t)a.weights + moved * (intptr_t)sizeof(bf16)) : NULL;
 #pragma unroll
     for (int state = 0; state < MSAMP_STATES; state++) {
         t.scale_inv[state] = 1 / s.scales[state * s.tensors + index];
@@ -220,7 +240,7 @@ __device__ static inline void msamp_publish(MsampAmaxes *shared, const MsampRun 
 }
 
 // Processes a block's ADAMW_BLOCK elements of one unit; each thread takes 8 at a time. Returns the sum of squares of
-// this thread's gradients. A skipped step only finds the magnitudes of the bf16 weights.
+// this thread's gradients. A skipped step only finds the magnitudes of the stored weights.
 template <MsampWeights WEIGHTS, bool FP32_MOMENTS, bool FP32_GRADIENTS, bool STORE>
 __device__ static inline float msamp_update_block(const AdamwUpdate &w, const MsampUnits &u, MsampAmaxes *amaxes) {
     const bool skipped = w.control && w.control->nonfinite;
@@ -239,15 +259,13 @@ __device__ static inline float msamp_update_block(const AdamwUpdate &w, const Ms
             end = 0;
             if (run == u.num_runs) break;
             end = u.runs[run].end;
-            tensor = msamp_tensor<STORE>(
-                w.arrays.scaled, u.first_tensor + blockIdx.y * u.num_tensors + u.runs[run].tensor, u.runs[run].decay);
+            tensor = msamp_tensor<STORE>(w.arrays, u, u.runs[run], blockIdx.y);
         }
         if (i < u.runs[run].begin) continue;  // padding
         if (!skipped)
             msamp_update_8<WEIGHTS, FP32_MOMENTS, FP32_GRADIENTS, STORE>(
                 w, first + i, (unit + i + u.runs[run].shift) / 8, tensor, factor, largest, &squares);
-        else if (STORE)
-            largest[0] = max(largest[0], amax_bits(amax_update(0, bf16x8_load(w.arrays.weights + first + i))));
+        else if (STORE) largest[0] = max(largest[0], msamp_stored_magnitude<WEIGHTS>(w.arrays, first + i, tensor));
     }
     if (end) msamp_publish<STORE>(amaxes, u.runs[run], largest);
     return squares;
@@ -313,6 +331,7 @@ static inline MsampTensors msamp_tensors(const ParameterTable *t, int64_t l, int
 static inline void msamp_runs(MsampUnits *u, const ParameterTable *t, const ShardPlan *plan, int64_t l) {
     const MsampTensors tensors = msamp_tensors(t, l, 1);
     if (tensors.count > MSAMP_MAX_TENSORS) die("a unit has more than %d tensors", MSAMP_MAX_TENSORS);
+    u->bf16 = weights_begin(plan, l), u->of_bf16 = weights_of_layer(plan);
     u->first_tensor = (int)tensors.first, u->num_tensors = (int)tensors.count;
     for (int k = 0; k < NUM_SEGMENTS; k++) {
         int slot = -1;
@@ -328,6 +347,7 @@ static inline void msamp_runs(MsampUnits *u, const ParameterTable *t, const Shar
             u->runs[u->num_runs++] = MsampRun{(uint32_t)begin,
                                               (uint32_t)(begin + r.count),
                                               (p->flags & PARAM_DECAY) != 0,
+                                              weights_have(plan, l, k),
                                               i,
                                               fp8 ? slot : -1,
                                               p->offset + r.first - u->units.flat - begin};

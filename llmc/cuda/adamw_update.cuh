@@ -22,13 +22,13 @@ typedef struct {
 // States with one scale for each tensor, an entry of the parameter table (msamp.h): FP16 master weights, MS-AMP's
 // moments. Each scale is equal on all ranks.
 typedef struct {
-    fp16_bits *master;           // FP16 masters, of which `weights` are the bf16 rounding; else NULL
+    fp16_bits *master;           // FP16 masters, of which the bf16 weights are the rounding; else NULL
     float *scales, *new_scales;  // [MSAMP_STATES][tensors]; NULL without such states
     uint32_t *amaxes;            // [tensors][MSAMP_STATES] fp32 bits
     int64_t tensors;
 } AdamwScaled;
 
-// A rank's flat shard arrays. Each has the shard plan's `total` elements.
+// A rank's flat shard arrays. Each has the shard plan's `total` elements; exception: weights_begin.
 typedef struct {
     bf16 *weights;
     // fp32 master weights, and `weights` is their rounded copy. NULL: `weights` are stored alone, with stochastic

@@ -1,70 +1,94 @@
 // FP16 master weights in GPU memory: initial values, and access for checkpoints.
 //
-// A scale follows from the amax of a whole tensor. So new masters arrive as fp32 numbers, each in two halves: the upper
-// half in place of the bf16 weight, the lower half in place of the FP16 master. When all are there, they are encoded in
-// place.
+// A scale follows from the amax of a whole tensor. So masters without a scale arrive as fp32 numbers, each in two
+// halves: the lower half in place of the FP16 master, the upper half in place of the second moment, which begins at
+// zero. When all are there, they are encoded in place. If a checkpoint has brought a tensor's scale before, its masters
+// arrive as codes.
 #ifndef LLMC_FP16_MASTERS_CUH
 #define LLMC_FP16_MASTERS_CUH
 
 #include "adamw_msamp.cuh"
 #include "../reference/adamw_msamp.h"
 
-__device__ static inline float fp16_masters_joined(const bf16 *upper, const fp16_bits *lower, int64_t i) {
-    return float_from_bits((uint32_t)((const bf16_bits *)upper)[i] << 16 | lower[i]);
+__device__ static inline float fp16_masters_joined(const uint16_t *upper, const fp16_bits *lower, int64_t i) {
+    return float_from_bits((uint32_t)upper[i] << 16 | lower[i]);
 }
 
-// Raises *amax to the largest magnitude of n masters in halves.
-static __global__ void fp16_masters_amax_kernel(uint32_t *amax, const bf16 *upper, const fp16_bits *lower, int64_t n) {
+// Raises *amax to the largest magnitude of n masters in halves. Does nothing if the tensor has a scale.
+static __global__ void fp16_masters_amax_kernel(uint32_t *amax, const uint16_t *upper, const fp16_bits *lower,
+                                                int64_t n, const float *scale) {
     grid_dependency_wait();
     uint32_t largest = 0;
+    if (*scale != 0) return;
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
         largest = max(largest, float_bits(fabsf(fp16_masters_joined(upper, lower, i))));
     largest = warp_max_u32(largest);
     if (threadIdx.x % WARP_SIZE == 0 && largest > *(volatile uint32_t *)amax) atomicMax(amax, largest);
 }
 
-// Encodes n masters in halves as FP16, and rounds the weights to bf16 from what they then stand for.
-static __global__ void fp16_masters_encode_kernel(bf16 *weights, fp16_bits *masters, int64_t n, const float *scale) {
+// Encodes n masters as FP16 if their tensor had no scale (*scale is 0): they are in halves then, and the upper ones
+// become zero. Rounds the weights to bf16 from what the masters stand for, unless `weights` is NULL.
+static __global__ void fp16_masters_encode_kernel(bf16 *weights, fp16_bits *masters, uint16_t *upper, int64_t n,
+                                                  const float *scale, const float *new_scale) {
     grid_dependency_wait();
-    const float factor = *scale, scale_inv = 1 / factor;
+    const bool halves = *scale == 0;
+    const float factor = *new_scale, scale_inv = 1 / factor;
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
-        const fp16_bits code = fp16_from_float(fp16_masters_joined(weights, masters, i) * factor);
-        masters[i] = code;
-        ((bf16_bits *)weights)[i] = bf16_from_float(fp16_to_float(code) * scale_inv);
+        if (halves) {
+            masters[i] = fp16_from_float(fp16_masters_joined(upper, masters, i) * factor);
+            upper[i] = 0;
+        }
+        if (weights) ((bf16_bits *)weights)[i] = bf16_from_float(fp16_to_float(masters[i]) * scale_inv);
     }
 }
+
+// Returns where upper halves are.
+static inline uint16_t *fp16_masters_upper(const AdamwArrays *a) { return (uint16_t *)a->exp_avg_sq; }
 
 // Returns enough blocks of 256 threads for n elements, or to fill any GPU.
 static inline unsigned fp16_masters_blocks(int64_t n) { return grid_size(min_i64(n, 1 << 20), 256); }
 
-// Finds the amaxes of this rank's parts of all masters, which are in halves.
+// Finds the amaxes of this rank's parts of all masters that are in halves.
 static inline void fp16_masters_amaxes(const AdamwArrays *a, const ParameterTable *t, const ShardPlan *plan,
                                        cudaStream_t stream) {
-    const size_t bytes = (size_t)(t->count * MSAMP_STATES) * sizeof *a->scaled.amaxes;
-    CUDA_CHECK(cudaMemsetAsync(a->scaled.amaxes, 0, bytes, stream));
+    const AdamwScaled *s = &a->scaled;
+    const size_t bytes = (size_t)(t->count * MSAMP_STATES) * sizeof *s->amaxes;
+    CUDA_CHECK(cudaMemsetAsync(s->amaxes, 0, bytes, stream));
     for (int64_t i = 0; i < t->count; i++) {
         const ShardRange r = shard_parameter(t, plan, &t->entries[i]);
         if (r.count)
             CUDA_LAUNCH(fp16_masters_amax_kernel, fp16_masters_blocks(r.count), 256, 0, stream,
-                        a->scaled.amaxes + i * MSAMP_STATES + MSAMP_MASTER, a->weights + r.shard,
-                        a->scaled.master + r.shard, r.count);
+                        s->amaxes + i * MSAMP_STATES + MSAMP_MASTER, fp16_masters_upper(a) + r.shard,
+                        s->master + r.shard, r.count, s->scales + MSAMP_MASTER * s->tensors + i);
     }
 }
 
-// Encodes all masters, which are in halves and whose amaxes are known. A scale that a checkpoint brought stays.
+// Encodes all masters that are in halves and whose amaxes are known, and makes the bf16 weights.
 static inline void fp16_masters_encode(const AdamwArrays *a, const ParameterTable *t, const ShardPlan *plan,
                                        cudaStream_t stream) {
     const AdamwScaled *s = &a->scaled;
     float *scales = s->scales + MSAMP_MASTER * s->tensors, *new_scales = s->new_scales + MSAMP_MASTER * s->tensors;
     const MsampTensors all = {0, t->count};
     msamp_new_scales(s, all, NULL, true, stream);
-    CUDA_CHECK(cudaMemcpyAsync(scales, new_scales, (size_t)t->count * sizeof *scales, cudaMemcpyDefault, stream));
     for (int64_t i = 0; i < t->count; i++) {
-        const ShardRange r = shard_parameter(t, plan, &t->entries[i]);
+        const Parameter *p = &t->entries[i];
+        const ShardRange r = shard_parameter(t, plan, p);
+        const bool bf16 = weights_have(plan, p->layer, parameter_segment(p));
         if (r.count)
-            CUDA_LAUNCH(fp16_masters_encode_kernel, fp16_masters_blocks(r.count), 256, 0, stream, a->weights + r.shard,
-                        s->master + r.shard, r.count, scales + i);
+            CUDA_LAUNCH(fp16_masters_encode_kernel, fp16_masters_blocks(r.count), 256, 0, stream,
+                        bf16 ? a->weights + weights_place(plan, p->layer, r.shard) : NULL, s->master + r.shard,
+                        fp16_masters_upper(a) + r.shard, r.count, scales + i, new_scales + i);
     }
+    CUDA_CHECK(cudaMemcpyAsync(scales, new_scales, (size_t)t->count * sizeof *scales, cudaMemcpyDefault, stream));
+}
+
+// Returns the scale of the masters of tensor i; 0 if it has none yet. Waits for all work in the stream.
+static inline float fp16_masters_scale(const AdamwScaled *s, int64_t i, cudaStream_t stream) {
+    float scale;
+    CUDA_CHECK(
+        cudaMemcpyAsync(&scale, s->scales + MSAMP_MASTER * s->tensors + i, sizeof scale, cudaMemcpyDefault, stream));
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+    return scale;
 }
 
 // Copies `count` masters of tensor i, the first of which is element `shard` of the flat shard arrays, to the host: the
@@ -72,30 +96,28 @@ static inline void fp16_masters_encode(const AdamwArrays *a, const ParameterTabl
 static inline void fp16_masters_read(const AdamwArrays *a, int64_t i, int64_t shard, int64_t count, float *host,
                                      cudaStream_t stream) {
     const AdamwScaled *s = &a->scaled;
-    const size_t bytes = (size_t)count * sizeof *s->master;
     fp16_bits *codes = (fp16_bits *)xcalloc((size_t)count, sizeof *codes);
-    float scale;
-    CUDA_CHECK(cudaMemcpyAsync(codes, s->master + shard, bytes, cudaMemcpyDefault, stream));
-    CUDA_CHECK(
-        cudaMemcpyAsync(&scale, s->scales + MSAMP_MASTER * s->tensors + i, sizeof scale, cudaMemcpyDefault, stream));
-    CUDA_CHECK(cudaStreamSynchronize(stream));
-    fp16_weights_decode(host, codes, scale, count);
+    CUDA_CHECK(cudaMemcpyAsync(codes, s->master + shard, (size_t)count * sizeof *codes, cudaMemcpyDefault, stream));
+    fp16_weights_decode(host, codes, fp16_masters_scale(s, i, stream), count);
     free(codes);
 }
 
-// Copies `count` masters from the host, in halves. Waits for the copy.
-static inline void fp16_masters_write(const AdamwArrays *a, int64_t shard, int64_t count, const float *host,
+// Copies `count` masters of tensor i from the host: as codes if the tensor has its scale, else in halves. Waits for the
+// copy.
+static inline void fp16_masters_write(const AdamwArrays *a, int64_t i, int64_t shard, int64_t count, const float *host,
                                       cudaStream_t stream) {
+    const float scale = fp16_masters_scale(&a->scaled, i, stream);
     const size_t bytes = (size_t)count * sizeof(fp16_bits);
-    fp16_bits *halves = (fp16_bits *)xcalloc((size_t)count, 2 * sizeof *halves);
-    for (int64_t i = 0; i < count; i++) {
-        const uint32_t bits = float_bits(host[i]);
-        halves[i] = (fp16_bits)(bits >> 16), halves[count + i] = (fp16_bits)bits;
+    fp16_bits *words = (fp16_bits *)xcalloc((size_t)count, 2 * sizeof *words), *upper = words + count;
+    if (scale != 0) fp16_weights_encode(words, host, scale, count);
+    for (int64_t k = 0; scale == 0 && k < count; k++) {
+        const uint32_t bits = float_bits(host[k]);
+        words[k] = (fp16_bits)bits, upper[k] = (uint16_t)(bits >> 16);
     }
-    CUDA_CHECK(cudaMemcpyAsync(a->weights + shard, halves, bytes, cudaMemcpyDefault, stream));
-    CUDA_CHECK(cudaMemcpyAsync(a->scaled.master + shard, halves + count, bytes, cudaMemcpyDefault, stream));
+    CUDA_CHECK(cudaMemcpyAsync(a->scaled.master + shard, words, bytes, cudaMemcpyDefault, stream));
+    if (scale == 0) CUDA_CHECK(cudaMemcpyAsync(fp16_masters_upper(a) + shard, upper, bytes, cudaMemcpyDefault, stream));
     CUDA_CHECK(cudaStreamSynchronize(stream));
-    free(halves);
+    free(words);
 }
 
 #endif

@@ -8,7 +8,7 @@
 
 // Flat shard arrays [total] that get initial values. Pointers but the first may be NULL.
 typedef struct {
-    bf16 *weights;    // rounded to nearest even; with `lower` the upper halves of the fp32 values
+    bf16 *weights;    // rounded to nearest even; with `lower` it is another array, for upper halves of the fp32 values
     float *master;    // fp32 master weights
     uint16_t *lower;  // lower halves of the fp32 values (fp16_masters.cuh)
 } InitialWeights;

@@ -43,7 +43,7 @@
 #ifndef LLMC_FSDP_CUH
 #define LLMC_FSDP_CUH
 
-#include "fsdp_plan.cuh"
+#include "fsdp_weights.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Creation
@@ -58,6 +58,7 @@ static inline void fsdp_invalidate(Fsdp *f) {
 // Sets f->in to *in and creates the transport and the events. Call it after fsdp_place.
 static inline void fsdp_create(Fsdp *f, const FsdpInputs *in) {
     f->in = *in;
+    if (f->precision->casts_masters) fsdp_find_masters(f);
     transport_create(&f->transport, in->nccl, in->log);
     fsdp_invalidate(f);
     for (int i = 0; in->nccl && i < 1 + FSDP_GRADIENT_BUFFERS; i++) event_create(&f->reduced[i]);
@@ -100,80 +101,6 @@ static inline void fsdp_begin_micro_step(Fsdp *f, int64_t micro) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Weights
-
-static inline char *fsdp_slot_data(const Fsdp *f, int64_t slot) {
-    return f->slots + slot * fsdp_layer_matrices(f) * fsdp_slot_element(f);
-}
-
-static inline uint8_t *fsdp_rowwise(const Fsdp *f, int64_t l) {
-    if (fsdp_gathers_fp8(f, l)) return (uint8_t *)fsdp_slot_data(f, l % f->num_slots);
-    return f->rowwise + l % f->num_rowwise * fsdp_layer_matrices(f);
-}
-
-static inline uint8_t *fsdp_columnwise(const Fsdp *f, int64_t l) {
-    return f->columnwise + l % f->num_columnwise * fsdp_layer_matrices(f);
-}
-
-static inline ShardSegment fsdp_segment(const Fsdp *f, int64_t l, int segment) {
-    return segment_slice(f->table, &f->plan, l, segment);
-}
-
-// Returns views of unit l, whose memory begins at `unit`: this rank's part of it, or, if `gathered`, the whole unit.
-static inline FsdpUnit fsdp_unit(const Fsdp *f, bf16 *unit, int64_t l, bool gathered) {
-    bf16 *at[NUM_SEGMENTS];
-    for (int k = 0; k < NUM_SEGMENTS; k++) {
-        const ShardSegment g = fsdp_segment(f, l, k);
-        at[k] = unit + (gathered ? g.gathered : g.shard - shard_begin(&f->plan, l));
-    }
-    const FsdpUnit u = {at[SEGMENT_VECTORS], at[SEGMENT_MATRICES], l == ROOT ? at[embedding_segment(f->table)] : NULL};
-    return u;
-}
-
-// Returns the gathered weights of layer l, valid between fsdp_unshard and fsdp_reshard, or those of the root.
-static inline FsdpUnit fsdp_weights(const Fsdp *f, int64_t l) {
-    if (!fsdp_is_sharded(f)) return fsdp_unit(f, f->in.weights + shard_begin(&f->plan, l), l, false);
-    FsdpUnit u = {NULL, NULL, NULL};
-    if (l == ROOT) {
-        u = fsdp_unit(f, f->root, ROOT, true);
-        if (f->embedding_is_transient) u.embedding = f->root_grads;
-    } else {
-        u.vectors = f->vectors + l * fsdp_layer_vectors(f);
-        if (!fsdp_gathers_fp8(f, l)) u.matrices = (bf16 *)fsdp_slot_data(f, l % f->num_slots);
-    }
-    return u;
-}
-
-// Returns a linear layer's weight in layer l, for casts and GEMMs. bf16 data is NULL if the layer was gathered in FP8.
-static inline QTensor fsdp_weight(const Fsdp *f, int64_t l, LinearId id) {
-    const int64_t offset = f->precision->linear[id].offset;
-    const bf16 *matrices = fsdp_weights(f, l).matrices;
-    QTensor w = tensor_scales_of(f->in.scales, l, TENSOR_W, id);
-    w.data = matrices ? (bf16 *)matrices + offset : NULL;
-    if (!w.fp8) return w;
-    w.rowwise = fsdp_rowwise(f, l) + offset, w.columnwise = fsdp_columnwise(f, l) + offset;
-    if (fsdp_tensor_scales(f)) return w;
-    w.rowwise_scale_inv =
-        f->rowwise_scales + l % f->num_rowwise * f->rowwise_scale_bytes + f->scales[id].rowwise_scales;
-    w.columnwise_scale_inv =
-        f->columnwise_scales + l % f->num_columnwise * f->columnwise_scale_bytes + f->scales[id].columnwise_scales;
-    return w;
-}
-
-// Casts the layer's FP8 weights to rowwise data, columnwise data or both. With scales finer than per tensor, the first
-// cast after the weights changed also computes the amaxes that both need.
-static inline void fsdp_cast(Fsdp *f, int64_t l, bool rowwise, bool columnwise) {
-    for (int id = 0; id < NUM_LINEARS; id++) {
-        const LinearShape *s = &f->precision->linear[id];
-        QTensor w = tensor_scales_audited(f->in.scales, fsdp_weight(f, l, (LinearId)id));
-        if (!w.fp8) continue;
-        if (!rowwise) w.rowwise = NULL;
-        if (!columnwise) w.columnwise = NULL;
-        if (!fsdp_tensor_scales(f) && !f->amaxes_known[l])
-            tensor_amax_pass(w, w.data, s->N, s->K, f->transport.compute);
-        quantize_transpose(w, w.data, s->N, s->K, f->transport.compute);
-    }
-    f->amaxes_known[l] = true;
-}
 
 // True if the layer's rowwise data is still valid from an earlier pass, so that its bf16 need not be gathered again.
 static inline bool fsdp_rowwise_is_cached(const Fsdp *f, int64_t l) {
@@ -259,30 +186,10 @@ static inline void fsdp_gather_vectors(Fsdp *f) {
     for (int64_t l = 0; l < f->table->num_layers; l++) {
         const ShardSegment g = fsdp_segment(f, l, SEGMENT_VECTORS);
         bf16 *to = f->vectors + l * fsdp_layer_vectors(f);
-        nccl_all_gather(f->in.nccl, COMM_SHARD, f->in.weights + g.shard, to, g.slice, ncclBfloat16);
+        nccl_all_gather(f->in.nccl, COMM_SHARD, f->in.weights + weights_place(&f->plan, l, g.shard), to, g.slice,
+                        ncclBfloat16);
     }
     nccl_end(f->in.nccl);
-}
-
-// Casts this rank's slices of the matrices of all layers to FP8.
-static inline void fsdp_cast_shard(Fsdp *f) {
-    const ShardSegment g = fsdp_segment(f, 0, SEGMENT_MATRICES);
-    Fp8Slices s;
-    memset(&s, 0, sizeof s);
-    s.count = f->table->num_layers, s.n = g.slice, s.num_tensors = NUM_LINEARS;
-    for (int j = 0; j < NUM_LINEARS; j++) {
-        const LinearShape *linear = &f->precision->linear[j];
-        const int64_t end = linear->offset + linear->N * linear->K - f->plan.shard_rank * g.slice;
-        s.ends[j] = max_i64(0, min_i64(g.slice, end));
-    }
-    s.x = f->in.weights + g.shard, s.x_stride = shard_elements(&f->plan, 0);
-    s.codes = f->shard_fp8;
-    const TensorScales *scales = f->in.scales;
-    s.amax = scales->amax, s.scale_inv = scales->scale_inv, s.slot_stride = TENSORS_PER_LAYER;
-    s.rule = f->precision->recipe->rule, s.delayed_scale = scales->delayed_scale;
-    quantize_slices(&s, f->transport.compute);
-    AuditSums *audit = scales->auditing ? scales->audit + audit_index(0, 0, TENSOR_W, ROWWISE) : NULL;
-    if (audit) audit_slices(&s, audit, AUDIT_LAYER, AUDIT_LINEAR, f->transport.compute);
 }
 
 // Replaces the amaxes of all tensors by their maxima over a group of ranks, including slots that are still zero.
@@ -302,6 +209,9 @@ static inline void fsdp_publish_layers(Fsdp *f) {
     const int64_t L = f->table->num_layers;
     if (fsdp_tensor_scales(f)) fsdp_reduce_amaxes(f, COMM_SHARD);
     tensor_scales_begin_weights(f->in.scales);
+    if (f->precision->casts_masters)
+        fp16_factors(&f->masters, L, f->in.masters->scales + MSAMP_MASTER * f->in.masters->tensors, f->in.scales->amax,
+                     f->in.scales->scale_inv, TENSORS_PER_LAYER, f->transport.compute);
     fsdp_invalidate(f);
     memset(f->amaxes_known, 0, (size_t)L * sizeof *f->amaxes_known);
     if (f->weights == FSDP_WEIGHTS_GATHER_FP8) fsdp_cast_shard(f);

@@ -3,6 +3,7 @@
 #define LLMC_FSDP_OPTIMIZER_CUH
 
 #include "../cuda/fp16_masters.cuh"
+#include "../cuda/initialize.cuh"
 #include "../cuda/offload.cuh"
 #include "fsdp.cuh"
 
@@ -38,6 +39,20 @@ static inline void fsdp_masters_changed(Fsdp *f, const AdamwArrays *a) {
     fp16_masters_encode(a, f->table, &f->plan, stream);
 }
 
+// Finds the amaxes of this rank's parts of all FP8 weights that are cast from FP16 masters.
+static inline void fsdp_find_master_amaxes(Fsdp *f) {
+    const AdamwScaled *s = f->in.masters;
+    for (int64_t l = 0; l < f->table->num_layers; l++)
+        for (int k = 0; k < f->masters.tensors.count; k++) {
+            const int64_t i = f->masters.tensors.entries[k] + l * f->masters.tensors.layer_entries;
+            const LinearId id = (LinearId)f->masters.tensors.linears[k];
+            const ShardRange r = shard_parameter(f->table, &f->plan, &f->table->entries[i]);
+            if (r.count)
+                fp16_amax(tensor_scales_amax(f->in.scales, l, TENSOR_W, id), s->master + r.shard, r.count,
+                          s->scales + MSAMP_MASTER * s->tensors + i, f->transport.compute);
+        }
+}
+
 // Finds the amaxes of this rank's parts of all FP8 weights, for recipes with one scale per tensor; clears them for
 // others. The update finds those of updated weights.
 static inline void fsdp_find_weight_amaxes(Fsdp *f) {
@@ -48,10 +63,11 @@ static inline void fsdp_find_weight_amaxes(Fsdp *f) {
         const LinearId id = (LinearId)(i % NUM_LINEARS);
         const LinearShape *s = &f->precision->linear[id];
         const ShardRange r = shard_matrix(f->table, &f->plan, l, s->offset, s->N * s->K);
-        if (r.count)
+        if (r.count && !f->precision->casts_masters)
             tensor_amax(tensor_scales_amax(f->in.scales, l, TENSOR_W, id), f->in.weights + r.shard, r.count,
                         f->transport.compute);
     }
+    if (f->precision->casts_masters) fsdp_find_master_amaxes(f);
 }
 
 #endif

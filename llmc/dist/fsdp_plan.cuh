@@ -7,6 +7,8 @@
 #include "../base/arena.h"
 #include "../config/precision.h"
 #include "../config/shard_plan.h"
+#include "../cuda/adamw_update.cuh"
+#include "../cuda/fp16_weights.cuh"
 #include "../cuda/quantize.cuh"
 #include "../cuda/tensor_scales.cuh"
 #include "transport.cuh"
@@ -55,7 +57,7 @@ typedef enum {
 
 // Views of a unit's weights or gradients: each pointer is the start of a segment.
 typedef struct {
-    bf16 *vectors, *matrices;  // matrices is NULL for weights of a layer that was gathered in FP8
+    bf16 *vectors, *matrices;  // matrices is NULL for weights of a layer that has FP8 weights alone
     bf16 *embedding;  // only in the root; also lm_head if tied. NULL if the gradient is added directly to the sums
 } FsdpUnit;
 
@@ -72,10 +74,11 @@ typedef struct {
 
 // The trainer passes these to fsdp_create.
 typedef struct {
-    bf16 *weights;         // [plan.total] this rank's shard
-    TensorScales *scales;  // amaxes and scales of the weights
-    Nccl *nccl;            // connected; NULL if there is one rank
-    StepLog *log;          // the compute stream's
+    bf16 *weights;               // this rank's shard (weights_begin)
+    TensorScales *scales;        // amaxes and scales of the weights
+    Nccl *nccl;                  // connected; NULL if there is one rank
+    StepLog *log;                // the compute stream's
+    const AdamwScaled *masters;  // with precision->casts_masters: FP16 masters, of which FP8 weights are cast
 } FsdpInputs;
 
 typedef struct {
@@ -104,6 +107,7 @@ typedef struct {
     uint64_t embedding_key;  // key of the random rounding of an embedding's gradient, added after a tied lm_head's
     bool *amaxes_known;      // [L] true if the amaxes of the layer's weights are known (scales finer than per tensor)
 
+    Fp16Weights masters;   // with precision->casts_masters
     uint8_t *shard_fp8;    // [L, slice] FP8 casts of this rank's slices of the matrices
     bf16 *root, *vectors;  // gathered root unit; gathered vectors [L, shard_size * slice]
     char *slots;           // [num_slots] each holds the gathered matrices of one layer, in bf16 or FP8
@@ -240,6 +244,7 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Pre
     const int64_t shard_size = options_shard_group(o, world);
     f->table = table, f->precision = precision;
     f->plan = shard_plan(table, shard_size, rank % shard_size);
+    f->plan.masters_alone = precision->casts_masters;
     f->world = world, f->replicas = world / shard_size, f->replica = rank / shard_size;
     f->rounding_seed = (uint64_t)o->rounding_seed;
     f->optimizer_in_backward = o->optimizer_in_backward;
@@ -291,12 +296,20 @@ static inline void fsdp_place_gradient_buffers(Fsdp *f, Arena *a) {
     for (int i = 1; i < FSDP_GRADIENT_BUFFERS; i++) f->layer_grads[i] = f->layer_grads[i - 1] + layer;
 }
 
+// Places the factors of FP16 masters.
+static inline void fsdp_place_factors(Fsdp *f, Arena *a) {
+    const int64_t tensors = f->precision->casts_masters ? f->table->num_layers * FP16_TENSORS : 0;
+    arena_group(a, "amaxes, scales, audit");
+    f->masters.factors = (Fp16Factors *)arena_take(a, tensors * (int64_t)sizeof(Fp16Factors));
+}
+
 // Places everything except this rank's shard and sums, and transient casts (fsdp_place_casts).
 static inline void fsdp_place(Fsdp *f, Arena *a) {
     const int64_t *slices = f->plan.layer_slices, L = f->table->num_layers;
     arena_group(a, fsdp_is_sharded(f) ? "FP8 weights (shard and layers)" : "FP8 weights and their transposes");
     if (f->weights == FSDP_WEIGHTS_GATHER_FP8) f->shard_fp8 = (uint8_t *)arena_take(a, L * slices[SEGMENT_MATRICES]);
     if (!fsdp_casts_are_transient(f)) fsdp_place_casts(f, a);
+    fsdp_place_factors(f, a);
     arena_group(a, "gathered weights");
     if (fsdp_is_sharded(f)) fsdp_place_gathered(f, a);
     arena_group(a, "gradient buffers");

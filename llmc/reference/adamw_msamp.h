@@ -71,4 +71,15 @@ static inline void fp16_weights_decode(float *out, const fp16_bits *weights, flo
     for (int64_t i = 0; i < n; i++) out[i] = fp16_to_float(weights[i]) * scale_inv;
 }
 
+// Returns the scale of an FP8 weight that is cast from FP16 weights, by MS-AMP's rule. amax: of the values that the
+// FP16 numbers stand for; of a fused weight, the largest of its tensors' amaxes.
+static inline float fp16_weights_fp8_scale(float amax) { return msamp_scale(amax, 1, FP8_E4M3_MAX); }
+
+// Casts n FP16 weights of one tensor, which has this scale, to E4M3.
+static inline void fp16_weights_cast(uint8_t *out, const fp16_bits *weights, float scale, float fp8_scale, int64_t n) {
+    const float factor = msamp_factor(fp8_scale, scale);
+    PARALLEL_FOR
+    for (int64_t i = 0; i < n; i++) out[i] = fp8_from_float(fp16_to_float(weights[i]) * factor, FP8_E4M3);
+}
+
 #endif
