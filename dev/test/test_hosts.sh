@@ -101,6 +101,35 @@ same_steps meet3 one3 1
 check "the number of ranks changes the bits, so equal bits mean something" \
     eval '[ "$(steps one2)" != "$(steps one3)" ]'
 
+# ---- Every host may have its own copy of the data. Checkpoints and exports need a disk that all hosts share.
+
+# Starts run $1 on the hosts a and b. Each has a disk of its own at $ROOM/own, with a copy of the data. Then options.
+meet_own() {
+    local name=$1 rank=0 host
+    shift
+    mkdir -p "$ROOM/own"
+    pids=()
+    for host in a b; do
+        on $host unshare --mount sh -c 'room=$1; shift; mount -t tmpfs tmpfs "$room/own" && cp "$room"/s_train.bin \
+            "$room/own" && exec "$@"' sh "$ROOM" env RANK=$rank WORLD_SIZE=2 ./train_fp8 $common --batch-size 3 \
+            --init-from tcp:a:29500 "$@" >"$ROOM/$name.$rank.out" 2>"$ROOM/$name.$rank.err" &
+        pids+=($!)
+        rank=$((rank + 1))
+    done
+    end_meeting "$name"
+}
+
+meet_own own-data --train-data "$ROOM/own/s_train.bin" --log-dir "$ROOM/own-data"
+check "own data: 2 hosts with copies of the data train" equal "$statuses" "0 0 "
+same_steps own-data one2 1
+for option in --checkpoint-dir --export-hf; do
+    meet_own own-disk $option "$ROOM/own/folder"
+    check "$option on disks of the hosts ends the run at the start" equal "$statuses" "2 2 "
+    check "$option on disks of the hosts: one line says why: $(cat "$ROOM/own-disk.err")" \
+        equal "$(grep '^error: ' "$ROOM/own-disk.err" | cut -d';' -f1)" \
+        "error: rank 0 on a: $option $ROOM/own/folder: rank 1 on b: it does not see what rank 0 writes there"
+done
+
 # ---- A slow and lossy network changes no bit.
 
 # Prints how many TCP segments the hosts sent again.
