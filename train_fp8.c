@@ -1497,6 +1497,66 @@ static void create(void *context, const Arena *memory) {
     trainer_allocate((Trainer *)context);
 }
 
+// --check-links: the context of its functions.
+typedef struct {
+    Trainer *t;
+    char *out, *in;  // messages of a pair
+    int64_t bytes;
+} Links;
+
+static double time_collective(void *context, LinkCollective c, int64_t runs) {
+    Trainer *t = ((const Links *)context)->t;
+    const double start = seconds_now();
+    for (int64_t i = 0; i < runs; i++) {
+        if (c == LINK_REDUCE) reduce_scatter_gradients(t, 0);
+        if (c == LINK_REPLICAS)
+            reduce_replicas(t, gradients_at(t, 0, shard_begin(&t->plan, 0)), shard_elements(&t->plan, 0));
+        if (c != LINK_GATHER) continue;
+        layer_slot(t, 0)->layer = -1;
+        unshard(t, 0, false);
+    }
+    return seconds_now() - start;
+}
+
+static double time_pair(void *context, int64_t peer, int64_t runs) {
+    const Links *k = (const Links *)context;
+    const double start = seconds_now();
+    for (int64_t i = 0; i < runs; i++) comm_exchange(k->t->comm, peer, k->out, k->in, k->bytes);
+    return seconds_now() - start;
+}
+
+static LinkPath path_to(void *context, int64_t peer, bool same_host) {
+    (void)peer;
+    if (!same_host) return LINK_NETWORK;
+    return ((const Links *)context)->t->comm->mesh ? LINK_LOOPBACK : LINK_HOST_MEMORY;
+}
+
+static void close_links(void *context) {
+    Links *k = (Links *)context;
+    free(k->out);
+    free(k->in);
+    free(k);
+}
+
+static LinkOps links(void *context) {
+    Links *k = (Links *)xcalloc(1, sizeof *k);
+    Trainer *t = k->t = (Trainer *)context;
+    const int64_t part = shard_elements(&t->plan, 0), matrices = t->plan.layer_slices[SEGMENT_MATRICES];
+    const double whole = (double)t->plan.shard_size * sizeof(float);
+    LinkOps ops = {.context = k, .within = t->comm->mesh ? "TCP" : "MPI"};
+    ops.across = ops.within;
+    ops.collective = time_collective, ops.pair = time_pair, ops.path = path_to, ops.close = close_links;
+    if (t->plan.shard_size > 1) {
+        ops.bytes[LINK_REDUCE] = (double)part * whole;
+        ops.bytes[LINK_GATHER] = (double)(part - (gathered_as_fp8(t, 0) ? matrices : 0)) * whole;
+        if (gathered_as_fp8(t, 0)) ops.bytes[LINK_GATHER] += (double)(matrices * t->plan.shard_size);
+    }
+    if (t->comm->replicas > 1) ops.bytes[LINK_REPLICAS] = (double)part * sizeof(float);
+    ops.pair_bytes = k->bytes = max_i64(LINKS_LEAST_BYTES, min_i64(LINKS_MOST_BYTES, part * (int64_t)sizeof(float)));
+    k->out = (char *)xcalloc((size_t)k->bytes, 1), k->in = (char *)xcalloc((size_t)k->bytes, 1);
+    return ops;
+}
+
 static void initialize(void *context) { weights_initialize((Trainer *)context); }
 
 static void weights_changed(void *context) {
@@ -1550,6 +1610,7 @@ static const TrainerOps trainer_ops = {.program = "train_fp8",
                                        .print_settings = NULL,
                                        .print_gemms = print_gemms,
                                        .create = create,
+                                       .links = links,
                                        .initialize = initialize,
                                        .weights_changed = weights_changed,
                                        .device = device,

@@ -35,6 +35,7 @@
 #include "llmc/cuda/supported.cuh"
 #include "llmc/cuda/swiglu.cuh"
 
+#include "llmc/dist/check_links.cuh"
 #include "llmc/dist/device.cuh"
 #include "llmc/dist/fsdp.cuh"
 #include "llmc/dist/fsdp_embedding.cuh"
@@ -961,6 +962,11 @@ static void create(void *context, const Arena *memory) {
     linears_print_full_accum(&t->linears);
 }
 
+static LinkOps links(void *context) {
+    Trainer *t = (Trainer *)context;
+    return gpu_links(&t->fsdp, t->comm, &t->linears.gemm);
+}
+
 static void initialize(void *context) {
     Trainer *t = (Trainer *)context;
     const bool fp16 = t->params.scaled.master != NULL;
@@ -983,8 +989,8 @@ static void destroy(void *context) { trainer_destroy((Trainer *)context); }
 // clang-format off
 static const TrainerOps trainer_ops = {
     "train_fp8cu", 1, check_supported, open_device, auto_filter_find, describe, memory_needed, memory_available,
-    print_settings, print_gemms, create, initialize, weights_changed, device_info, start_step, finish_step, nonfinite,
-    read_audit, token_losses, next_logits, settle, print_profile, destroy};
+    print_settings, print_gemms, create, links, initialize, weights_changed, device_info, start_step, finish_step,
+    nonfinite, read_audit, token_losses, next_logits, settle, print_profile, destroy};
 // clang-format on
 
 #ifndef TESTING

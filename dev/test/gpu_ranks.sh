@@ -118,6 +118,26 @@ check "NCCL_P2P_DISABLE=1: the run uses NCCL" holds "$tmp/no_peers.log" "transpo
 timeout 120 $launcher -np 2 ./train_fp8cu $pair --copy-engines on >"$tmp/refused.log" 2>&1 </dev/null
 check "NCCL_P2P_DISABLE=1: --copy-engines on is refused" refuses_with "--copy-engines on: NCCL_P2P_DISABLE=1"
 unset NCCL_P2P_DISABLE
+# --check-links changes no loss, and finds no slow link on one host.
+run links $W $common --precision bf16 --num-steps $steps $(split $W) --check-links &&
+    same "with --check-links" bf16_full links
+check "--check-links: no GPU and no link is slow: $(sed -n '/^links/,/^$/p' "$tmp/links.log")" \
+    holds "$tmp/links.log" "no rank and no link is slow"
+# As on two hosts: NCCL takes ranks with different NCCL_HOSTID for ranks of different hosts and moves data by TCP. A
+# shard group of one rank only reduces over replicas; copy engines work inside a group, and NCCL across.
+as_hosts='NCCL_HOSTID=host$((2 * OMPI_COMM_WORLD_RANK / OMPI_COMM_WORLD_SIZE)) exec ./train_fp8cu "$@"'
+for size in $(printf '%s\n' 1 $((W / 2)) | uniq); do
+    name=apart_$size
+    trains $name $launcher -np $W -x NCCL_P2P_DISABLE=$((size == 1)) -x NCCL_SHM_DISABLE=1 -x NCCL_IB_DISABLE=1 \
+        -x NCCL_SOCKET_IFNAME=lo bash -c "$as_hosts" sh $common --precision fp8 --num-steps $steps $(split $W) \
+        --sharding hybrid --shard-size $size --check-links
+    near "first loss of $name and of one GPU" "$(field $name loss 1)" "$(field one_fp8 loss 1)" 3e-6
+    near "last loss of $name and of one GPU" "$(field $name loss $steps)" "$(field one_fp8 loss $steps)" 2e-3
+    check "$name: NCCL reaches the other host over the network: $(sed -n '/^links/,/^$/p' "$tmp/$name.log")" \
+        holds "$tmp/$name.log" "pairs over network"
+    [ $size -eq 1 ] || check "$name: copy engines inside, NCCL across: $(grep ^transport "$tmp/$name.log")" \
+        grep -q '^transport copy engines; .*over replicas by NCCL' "$tmp/$name.log"
+done
 # Each of two ranks sees only its own GPUs. $1 and $2 GPUs of ranks 0 and 1, then the trainer's arguments.
 as_seen='export CUDA_VISIBLE_DEVICES=$(shift $OMPI_COMM_WORLD_LOCAL_RANK; echo $1); shift 2; exec ./train_fp8cu "$@"'
 seeing() { $launcher -np 2 sh -c "$as_seen" sh "$@"; }

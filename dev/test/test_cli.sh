@@ -90,10 +90,10 @@ import json, re, sys
 folder, world = sys.argv[1], int(sys.argv[2])
 plan = json.loads(open(folder + "/plan.json").read())
 text, _, traffic = open(folder + "/plan.txt").read().partition("\ntraffic of a step")
-moved = [(c["collective"], c["rank_receives_bytes"], c["host_receives_bytes"]) for c in plan["traffic"]]
-moved = [(name, f"{rank / 1e6:.2f}", f"{host / 1e6:.2f}") for name, rank, host in moved if rank] + (
-    [("total", *(f"{sum(c[i] for c in moved) / 1e6:.2f}" for i in (1, 2)))] if world > 1 else [])
-assert moved == re.findall(r"^  (\S.*?) {2,}([0-9.]+) +([0-9.]+)$", traffic, re.M), (moved, traffic)
+moved = [(c["collective"], c["rank_receives_bytes"], c["host_receives_bytes"], c["moved_by"]) for c in plan["traffic"]]
+moved = [(name, f"{rank / 1e6:.2f}", f"{host / 1e6:.2f}", by) for name, rank, host, by in moved if rank] + (
+    [("total", *(f"{sum(c[i] for c in moved) / 1e6:.2f}" for i in (1, 2)), "")] if world > 1 else [])
+assert moved == re.findall(r"^  (\S.*?) {2,}([0-9.]+) +([0-9.]+)(?:  (.*))?$", traffic, re.M), (moved, traffic)
 assert (world > 1) == bool(traffic), traffic
 names = dict(line.split(None, 1) for line in text.split("\n") if re.match(r"[a-z]\S+ +\S", line))
 for key in ("parameters", "checkpoint_bytes", "vocab_size", "model_flops_per_token"):

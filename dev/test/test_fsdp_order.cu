@@ -62,7 +62,8 @@ static bool creating;                                 // a trainer is being crea
 static int groups[COMM_NUM_GROUPS][ORDER_MAX_RANKS];  // number of ranks of each communicator
 static int64_t events[MAX_EVENTS];                    // number of each event's last record, -1: none
 static int64_t num_events, copied;
-static size_t host_used;                   // bytes of pinned memory
+static int64_t left_group;  // copies and signals between ranks of different shard groups, which may be on other hosts
+static size_t host_used;    // bytes of pinned memory
 static int64_t first_pending = INT64_MAX;  // events from this one on have not happened
 static Omission omission;
 static bool acts;                                         // calls take effect at once, on host memory
@@ -98,6 +99,12 @@ static OrderOperation *note_write(cudaStream_t s, const void *to, int64_t bytes,
 static bool in_memory(const void *p) {
     const int64_t rank = (int64_t)((uintptr_t)p / ORDER_MEMORY_STRIDE) - 1;
     return rank >= 0 && rank < order.ranks;
+}
+
+// Counts an access of a stream's rank to memory of another shard group.
+static void note_access(cudaStream_t s, const void *p) {
+    const int64_t owner = (int64_t)((uintptr_t)p / ORDER_MEMORY_STRIDE) - 1;
+    left_group += owner / rank_of(s)->comm.shard_size != rank_of(s)->comm.replica;
 }
 
 // Records a read of the loss of the latest micro-step, summed over all ranks.
@@ -171,6 +178,7 @@ static CUresult note_memory_operations(CUstream s, unsigned count, CUstreamBatch
             die("a memory operation that this test does not know");
         const char *at = (const char *)(write ? o->writeValue.address : o->waitValue.address);
         if (!is_arrival(r, at)) die("a value at %p, which is no arrival", (const void *)at);
+        note_access(s, at);
         if (write) order_signal(number_of(s), at, o->writeValue.value);
         else order_await(number_of(s), at, o->waitValue.value);
     }
@@ -341,6 +349,8 @@ cudaError_t __wrap_cudaMemcpyAsync(void *to, const void *from, size_t bytes, cud
     if (acts) return memcpy(to, from, bytes), cudaSuccess;
     if (creating) return cudaSuccess;
     if (in_memory(from) && in_memory(to)) {
+        note_access(s, from);
+        note_access(s, to);
         note_read(s, from, (int64_t)bytes, ORDER_CARRIED);
         note_write(s, to, (int64_t)bytes, ORDER_CARRIED);
         copied++;
@@ -998,7 +1008,7 @@ static void run_case(const Case *c, uint64_t seed) {
     o.fp8_filter = c->filter, o.grad_clip = c->norm_first ? 1 : 0, o.optimizer_in_backward = c->in_backward,
     o.val_steps = 2 * c->world;
     options_resolve(&o);
-    num_events = copied = host_used = 0;
+    num_events = copied = left_group = host_used = 0;
     order_begin(c->world, stream_names, buffer_name);
     for (int64_t rank = 0; rank < c->world; rank++) {
         create_rank(&o, &m, c->world, rank);
@@ -1019,6 +1029,7 @@ static void check_case(const Case *c) {
           c->norm_first, c->in_backward, (long long)order.races, (long long)order.wrong, (long long)order.stuck,
           order.problem);
     if (c->sharding != SHARDING_FULL && c->sharding != SHARDING_HYBRID) return;
+    CHECK(left_group == 0, "hybrid: no copy and no signal leaves a shard group; found %lld", (long long)left_group);
     CHECK((copied > 0) == (c->copies == ON),
           "ranks copy from peers exactly with --copy-engines on; --copy-engines is %d, and there are %lld copies",
           c->copies, (long long)copied);
@@ -1289,6 +1300,28 @@ static void check_disabled(void) {
     }
 }
 
+// Only the ranks of a shard group must be on one host: with --sharding hybrid, copy engines work inside each host.
+static void check_hosts(void) {
+    static char memory[1 << 16];
+    for (int apart = 0; apart < 2; apart++) {
+        PeerMemory p;
+        PeerOffer offers[2];
+        Comm comm = comm_one();
+        char reason[256] = "";
+        memset(&p, 0, sizeof p);
+        memset(offers, 0, sizeof offers);
+        comm.world = 4, comm.rank = 2;
+        comm_split(&comm, 2);  // ranks 2 and 3; ranks 0 and 1 are on host a
+        format_checked(offers[0].host, sizeof offers[0].host, "b");
+        format_checked(offers[1].host, sizeof offers[1].host, apart ? "c" : "b");
+        p.ranks = 2, p.rank = comm.shard_rank, p.base[p.rank] = memory, p.arrivals = (uint32_t *)memory;
+        unsetenv("NCCL_P2P_DISABLE");
+        CHECK(peer_memory_try(&p, &comm, offers, NULL, reason, sizeof reason) == !apart &&
+                  (!apart || strstr(reason, "the ranks of a shard group are on several hosts, b and c")),
+              "a shard group on %s: %s", apart ? "two hosts" : "one host of two", reason);
+    }
+}
+
 // A rank that falls back because another cannot open its memory closes its mappings only when its stream no longer
 // writes to them.
 static void check_fallback(void) {
@@ -1360,6 +1393,7 @@ int main(void) {
     check_watch();
     acts = true;
     check_disabled();
+    check_hosts();
     check_fallback();
     check_proof_of_reads();
     check_proof_of_barrier();

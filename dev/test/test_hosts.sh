@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests train_fp8 on 3 hosts that mpirun reaches by ssh, and without mpirun (--init-from): their losses, a slow and
-# lossy network, a killed rank, a lost host, and runs that go on with fewer hosts. The hosts are network namespaces of
-# this machine (lib/hosts.sh); skipped where these are not allowed. Ends with "N passed, N failed".
+# lossy network, --check-links, a killed rank, a lost host, and runs that go on with fewer hosts. The hosts are network
+# namespaces of this machine (lib/hosts.sh); skipped where these are not allowed. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1  # there are more ranks than cores, so threads would wait for each other
@@ -101,6 +101,35 @@ same_steps meet3 one3 1
 check "the number of ranks changes the bits, so equal bits mean something" \
     eval '[ "$(steps one2)" != "$(steps one3)" ]'
 
+# ---- Every host may have its own copy of the data. Checkpoints and exports need a disk that all hosts share.
+
+# Starts run $1 on the hosts a and b. Each has a disk of its own at $ROOM/own, with a copy of the data. Then options.
+meet_own() {
+    local name=$1 rank=0 host
+    shift
+    mkdir -p "$ROOM/own"
+    pids=()
+    for host in a b; do
+        on $host unshare --mount sh -c 'room=$1; shift; mount -t tmpfs tmpfs "$room/own" && cp "$room"/s_train.bin \
+            "$room/own" && exec "$@"' sh "$ROOM" env RANK=$rank WORLD_SIZE=2 ./train_fp8 $common --batch-size 3 \
+            --init-from tcp:a:29500 "$@" >"$ROOM/$name.$rank.out" 2>"$ROOM/$name.$rank.err" &
+        pids+=($!)
+        rank=$((rank + 1))
+    done
+    end_meeting "$name"
+}
+
+meet_own own-data --train-data "$ROOM/own/s_train.bin" --log-dir "$ROOM/own-data"
+check "own data: 2 hosts with copies of the data train" equal "$statuses" "0 0 "
+same_steps own-data one2 1
+for option in --checkpoint-dir --export-hf; do
+    meet_own own-disk $option "$ROOM/own/folder"
+    check "$option on disks of the hosts ends the run at the start" equal "$statuses" "2 2 "
+    check "$option on disks of the hosts: one line says why: $(cat "$ROOM/own-disk.err")" \
+        equal "$(grep '^error: ' "$ROOM/own-disk.err" | cut -d';' -f1)" \
+        "error: rank 0 on a: $option $ROOM/own/folder: rank 1 on b: it does not see what rank 0 writes there"
+done
+
 # ---- A slow and lossy network changes no bit.
 
 # Prints how many TCP segments the hosts sent again.
@@ -143,6 +172,9 @@ step_time() {
     sed -n 's/.*"type": "step", "step": [0-9]*,.*"ms": \([0-9.]*\),.*/\1/p' "$ROOM/$1/log.jsonl" | tail -n +3 |
         awk '{ sum += $1 } END { print sum / NR }'
 }
+# Prints what --check-links printed in $1.out, and the bus bandwidth of collective $2 of run $1 in GB/s.
+links_said() { sed -n '/^links between/,/^$/p' "$ROOM/$1.out"; }
+bus_bandwidth() { sed -n "s/^  $2 of a layer.*bus bandwidth \([0-9.]*\) GB.*/\1/p" "$ROOM/$1.0.out"; }
 # $1 is within $3 percent of $2.
 within() { awk -v a="$1" -v b="$2" -v p="$3" 'BEGIN { exit !(b > 0 && a / b > 1 - p / 100 && a / b < 1 + p / 100) }'; }
 
@@ -178,8 +210,28 @@ if limit_network a b c; then
             within "$planned" "$measured" 20
         rm -rf "$ROOM/limited"
     done
+    # --check-links: equal links, then a slow one to host c.
+    check "links: 3 hosts over 100 Mbit/s train" meet links "a b c" --batch-size 2 --check-links
+    same_steps links one3 1
+    check "links: none is slow: $(links_said links.0)" holds "$ROOM/links.0.out" "no rank and no link is slow"
+    for collective in all-gather reduce-scatter; do
+        measured=$(bus_bandwidth links $collective)
+        check "links: the bus bandwidth of $collective is that of 100 Mbit/s ($measured GB/s)" \
+            within "$measured" 0.0125 20
+    done
+    tc qdisc change dev v-c root tbf rate 10mbit burst 32kb latency 10s
+    check "links: 3 hosts train, one of them over 10 Mbit/s" meet slow-links "a b c" --batch-size 2 --check-links
+    check "links: 3 hosts train with mpirun" train slow-links-mpi a,b,c --batch-size 2 --check-links
+    for name in slow-links.0 slow-links-mpi; do
+        check "$name: the slow rank and its host are named: $(links_said $name)" \
+            equal "$(grep -o 'slow: rank . on . reaches other ranks over network' "$ROOM/$name.out")" \
+            "slow: rank 2 on c reaches other ranks over network"
+        check "$name: nothing else is slow" equal "$(grep -c 'slow: \|is slow' "$ROOM/$name.out")" 1
+    done
+    check "links: log.jsonl names it, too" \
+        grep -q '"type": "links", .*"slow": \["rank 2 on c reaches' "$ROOM/slow-links/log.jsonl"
 else
-    echo "skipped: the time of a step over 100 Mbit/s: this kernel cannot limit a link (tbf)"
+    echo "skipped: times of steps and --check-links over 100 Mbit/s: this kernel cannot limit a link (tbf)"
     skipped=1
 fi
 for host in a b c; do tc qdisc del dev "v-$host" root 2>/dev/null; done

@@ -558,23 +558,23 @@ for other in turned other_train; do
         [ "$(grep -c "$message" "$tmp/differ.out")" -eq 1 ]
 done
 
-# A save fails on one rank, which sees an empty folder in place of the checkpoints. All ranks stop, the error gives that
-# rank's reason, and the earlier checkpoint stays.
+# A save fails on one rank, which sees an empty folder in place of the checkpoints after the first save. All ranks stop,
+# the error gives that rank's reason, and the earlier checkpoints stay.
 if unshare -m true 2>/dev/null; then
     common="$tmp/qwen2 $data --batch-size 2 --checkpoint-dir $tmp/half"
-    train 3 half-first $common --num-steps 2
-    again="./train_fp8 $common --num-steps 4 --resume"
-    hide='mkdir -p "$0/hidden" && cp -r "$0/step-00000002" "$0/hidden" && mount --bind "$0/hidden" "$0" && exec "$@"'
+    again="./train_fp8 $common --num-steps 1000 --checkpoint-every 1 --keep-checkpoints 1000 --on-save-error stop"
+    mkdir "$tmp/hidden"
+    hide='(until [ -d "$0/half/step-00000001" ]; do sleep 0.01; done; mount --bind "$0/hidden" "$0/half") & exec "$@"'
     mpirun --allow-run-as-root --oversubscribe -np 1 $again : \
-        -np 1 unshare -m bash -c "$hide" "$tmp/half" $again : -np 1 $again >"$tmp/half.out" 2>&1
+        -np 1 unshare -m bash -c "$hide" "$tmp" $again : -np 1 $again >"$tmp/half.out" 2>&1
     status=$?
-    check "a save that fails on rank 1 ends the run with an error status ($status): $(cat "$tmp/half.out")" \
+    check "a save that fails on rank 1 ends the run with an error status ($status): $(tail -n 5 "$tmp/half.out")" \
         [ $status -ne 0 ]
-    message='saving checkpoint .*step-00000004 failed: rank 1 on .*cannot open .* untouched'
+    message='saving checkpoint .* failed: rank 1 on .*cannot open .* untouched'
     check "a save that fails on rank 1: rank 0 prints the reason: $(grep '^error' "$tmp/half.out")" \
         [ "$(grep -c "^error: rank 0 on .*$message" "$tmp/half.out")" -eq 1 ]
-    check "a save that fails on rank 1 leaves only the earlier checkpoint: $(ls "$tmp/half")" \
-        [ "$(ls "$tmp/half" | grep -v hidden)" = step-00000002 ]
+    check "a save that fails on rank 1 leaves only whole checkpoints: $(ls "$tmp/half")" \
+        [ "$(ls "$tmp/half" | head -n 1)$(ls "$tmp/half" | grep -c tmp)" = step-000000010 ]
 else
     echo "skipped: a save that fails on one rank (this user may not mount)"
 fi

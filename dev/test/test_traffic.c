@@ -81,6 +81,22 @@ static void test_replicas(void) {
     check_bytes("all-reduce over 8 replicas", t.received[TRAFFIC_REPLICAS], 2 * 7.0 / 8 * all / 8 * 2);
     check_bytes("8 rings cross the network", t.network[TRAFFIC_REPLICAS], 8 * t.received[TRAFFIC_REPLICAS]);
     CHECK(t.network[TRAFFIC_FORWARD] == 0 && t.received[TRAFFIC_FORWARD] > 0, "gathers stay in a host");
+    CHECK(strcmp(traffic_carrier(&t.ranks, &p.options, TRAFFIC_FORWARD), "copy engines") == 0 &&
+              strcmp(traffic_carrier(&t.ranks, &p.options, TRAFFIC_REPLICAS), "NCCL") == 0,
+          "hybrid: copy engines inside a host, NCCL across");
+    const double bf16_sums = t.received[TRAFFIC_GRADIENTS];
+    p.options.reduce_dtype = REDUCE_FP32;
+    t = traffic_for(&p, false, 64, 8, 8);
+    check_bytes("--reduce-dtype fp32: copy engines move bf16", t.received[TRAFFIC_GRADIENTS], bf16_sums);
+    check_bytes("--reduce-dtype fp32: NCCL moves fp32", t.received[TRAFFIC_REPLICAS], 2 * 7.0 / 8 * all / 8 * 4);
+    p.options.copy_engines = OFF;
+    t = traffic_for(&p, false, 64, 8, 8);
+    check_bytes("--reduce-dtype fp32 by NCCL", t.received[TRAFFIC_GRADIENTS], 2 * bf16_sums);
+    p.options.copy_engines = AUTO;
+    t = traffic_for(&p, false, 64, 16, 8);
+    check_bytes("--reduce-dtype fp32, shard groups on two hosts", t.network[TRAFFIC_GRADIENTS], 4 * 15.0 / 16 * all);
+    CHECK(strcmp(traffic_carrier(&t.ranks, &p.options, TRAFFIC_FORWARD), "NCCL") == 0, "NCCL between two hosts");
+    p.options.reduce_dtype = REDUCE_BF16;
     t = traffic_for(&p, false, 4, 1, 4);
     check_bytes("--sharding none on one host", t.received[TRAFFIC_REPLICAS], 2 * 3.0 / 4 * all * 2);
     CHECK(t.network[TRAFFIC_REPLICAS] == 0 && t.received[TRAFFIC_GRADIENTS] == 0,

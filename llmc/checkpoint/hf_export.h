@@ -153,6 +153,14 @@ static inline void model_export_prepare(const char *dir, const char *model_folde
         die("--export-hf %s: %s", dir, failure.text);
 }
 
+// Dies, on all ranks, if not all ranks see the folder of the export. All ranks call, after model_export_prepare.
+static inline void model_export_check_shared(const Comm *c, const char *dir) {
+    char option[PATH_CAPACITY + 32], path[PATH_CAPACITY], temporary[PATH_CAPACITY], parent[PATH_CAPACITY];
+    format_checked(option, sizeof option, "--export-hf %s", dir);
+    export_names(dir, path, temporary, parent, sizeof path);
+    checkpoint_require_shared(c, option, temporary);
+}
+
 static inline bool export_write(const char *folder, const ModelConfig *m, const ParameterTable *t,
                                 const TrainerState *s, const char *source_folder, Failure *failure) {
     const bool leader = checkpoint_is_leader(s->comm);

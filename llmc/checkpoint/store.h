@@ -229,6 +229,14 @@ static inline void checkpoint_prepare(const char *dir, bool resume) {
     free(list.steps);
 }
 
+// checkpoint_require_shared for the folder of checkpoints, after checkpoint_prepare.
+static inline void checkpoint_check_shared(const Comm *c, const char *dir) {
+    char option[PATH_CAPACITY + 32], probe[PATH_CAPACITY] = "";
+    format_checked(option, sizeof option, "--checkpoint-dir %s", dir);
+    if (c->rank == 0) checkpoint_temporary(dir, 0, probe, sizeof probe);
+    checkpoint_require_shared(c, option, probe);
+}
+
 // ---- resuming
 
 // Finds the newest undamaged checkpoint in `dir` by checking the hash of every file. Prints its name, and that of each

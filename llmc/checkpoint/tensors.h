@@ -46,6 +46,9 @@ typedef struct {
     int64_t delayed_tensors, delayed_window;
 } TrainerState;
 
+// A shared disk shows a new folder to other hosts within this time.
+#define CHECKPOINT_SEEN_SECONDS 10
+
 // ---- writing tensors
 
 // Tells all ranks if any rank failed. If so, returns false on all ranks, and `failure` names the first failed rank and
@@ -65,6 +68,27 @@ static inline bool checkpoint_agree(const Comm *c, bool ok, Failure *failure) {
 }
 
 static inline bool checkpoint_is_leader(const Comm *c) { return !c || c->rank == 0; }
+
+// Dies, on all ranks, if a rank does not see a folder that rank 0 makes: the ranks write one checkpoint or export
+// together. `probe`: a path where rank 0 can make a folder. `option`: "--checkpoint-dir /x". All ranks call.
+static inline void checkpoint_require_shared(const Comm *c, const char *option, const char *probe) {
+    Failure failure;
+    char path[PATH_CAPACITY] = "";
+    if (c->world == 1) return;
+    if (c->rank == 0) format_checked(path, sizeof path, "%s", probe);
+    if (c->rank == 0 && !folder_begin(path, &failure)) die("%s: %s", option, failure.text);
+    comm_broadcast(c, COMM_WORLD, 0, path, sizeof path);
+    const double start = seconds_now();
+    bool seen = path_exists(path);
+    for (; !seen && seconds_now() - start < CHECKPOINT_SEEN_SECONDS; seen = path_exists(path)) usleep(100000);
+    if (!seen)
+        fail(&failure, "it does not see what rank 0 writes there; all ranks write parts of the same files, so give a "
+                       "folder on a disk that all hosts share");
+    seen = checkpoint_agree(c, seen, &failure);
+    const Failure blind = failure;
+    if (c->rank == 0 && !folder_remove(path, &failure)) die("%s: %s", option, failure.text);
+    if (!seen) die_with(EXIT_USAGE, "%s: %s", option, blind.text);
+}
 
 // Context of checkpoint_fetch and checkpoint_part: specification i is parameter i % table->count of array kinds[i /
 // table->count].

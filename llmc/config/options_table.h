@@ -200,6 +200,9 @@ enum { FREE, MUST_MATCH };
          "by what the environment shows") \
     INT(init_timeout, "init-timeout", 300, 1, 86400, FREE, \
          "seconds until all ranks must have found each other (--init-from)") \
+    FLAG(check_links, "check-links", \
+         "before the first step, measure the bandwidth of all-gather, reduce-scatter and all-reduce, and of pairs of " \
+         "ranks, and name slow links, ranks and GPUs") \
     INT(stall_timeout, "stall-timeout", 300, 5, 86400, FREE, \
          "seconds without progress after which a stuck rank ends the run and is named; 4 times that while " \
          "loading, saving and exporting files; a sixth of it, but at least 10, for a rank that does not respond at all") \

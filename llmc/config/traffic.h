@@ -55,6 +55,19 @@ static inline void traffic_add(Traffic *t, TrafficKind kind, int64_t size, int64
     t->network[kind] += (double)groups * bytes * (r->cpu ? (double)(here * (size - here)) : (double)(size - 1));
 }
 
+// True if copy engines move data within shard groups: each group is on one host. They do so if the GPUs of a host can
+// read each other's memory, which only a run can tell.
+static inline bool traffic_copies(const TrafficRanks *r, const Options *o) {
+    const int64_t here = traffic_host_members(r, r->shard_size, 1);
+    return !r->cpu && r->shard_size > 1 && here == r->shard_size && o->copy_engines != OFF;
+}
+
+// Returns what moves the data of a collective. NCCL gathers norms and biases in any case.
+static inline const char *traffic_carrier(const TrafficRanks *r, const Options *o, TrafficKind kind) {
+    if (r->cpu) return "MPI or TCP";
+    return kind != TRAFFIC_REPLICAS && traffic_copies(r, o) ? "copy engines" : "NCCL";
+}
+
 // How often a layer is all-gathered in an optimizer step, forward or backward, as a mean over layers. A layer that is
 // still in memory is not gathered again. With --sharding grad_op (keeps_all) that is each layer after its first gather;
 // else the last layers of the pass before, 2 on GPUs and 1 on CPUs.
@@ -74,7 +87,8 @@ static inline void traffic_add_sharded(Traffic *t, const Options *o, const Param
     const TrafficRanks *r = &t->ranks;
     const int64_t S = r->shard_size, inputs = o->batch_size * o->sequence_length * p->linear[GATE_UP_PROJ].K;
     const int64_t whole_embedding = table->root_segments[embedding_segment(table)];
-    const double element = r->cpu ? 4 : 2, reduced = r->cpu || o->reduce_dtype == REDUCE_FP32 ? 4 : 2;
+    const bool copies = traffic_copies(r, o);  // copy engines move bf16, which a kernel sums in fp32
+    const double element = r->cpu ? 4 : 2, reduced = r->cpu || (o->reduce_dtype == REDUCE_FP32 && !copies) ? 4 : 2;
     const double vectors = (double)s->layer_slices[SEGMENT_VECTORS],
                  matrices = (double)s->layer_slices[SEGMENT_MATRICES];
     const bool keeps_all = o->sharding == SHARDING_GRAD_OP, from_inputs = !r->cpu && S * inputs <= whole_embedding;

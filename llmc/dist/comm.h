@@ -278,6 +278,14 @@ static inline void comm_all_to_all(const Comm *c, CommGroup g, const void *from,
     COMM_CHECK(MPI_Type_free(&type));
 }
 
+// Sends `out` [bytes] to another rank, and receives `in` [bytes] from it. Only that rank must call it too. At most 2
+// GiB.
+static inline void comm_exchange(const Comm *c, int64_t rank, const void *out, void *in, int64_t bytes) {
+    COMM_WAIT("exchange", c->mesh ? mesh_exchange_with(c->mesh, rank, out, in, bytes)
+                                  : MPI_Sendrecv(out, (int)bytes, MPI_BYTE, (int)rank, 0, in, (int)bytes, MPI_BYTE,
+                                                 (int)rank, 0, c->comms[COMM_WORLD], MPI_STATUS_IGNORE));
+}
+
 // Replaces each of n values by its sum over the group, added in the order of ranks.
 static inline void comm_sum(const Comm *c, CommGroup g, double *values, int64_t n) {
     const int64_t ranks = comm_size(c, g);

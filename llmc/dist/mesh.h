@@ -310,6 +310,17 @@ static inline int mesh_barrier(Mesh *m, MeshGroup g) {
     return 0;
 }
 
+// comm_exchange
+static inline int mesh_exchange_with(Mesh *m, int64_t rank, const void *out, void *in, int64_t bytes) {
+    const MeshGroup two = {min_i64(rank, m->rank), rank > m->rank ? rank - m->rank : m->rank - rank, 2, rank < m->rank};
+    MeshPart *parts = mesh_parts(two), *other = &parts[!two.self];
+    other->out = (const char *)out, other->in = (char *)in;
+    other->out_bytes = other->in_bytes = bytes;
+    mesh_exchange(m, two, 5, "exchange", parts);
+    free(parts);
+    return 0;
+}
+
 // ---- start
 
 typedef struct {

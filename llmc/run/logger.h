@@ -394,6 +394,13 @@ static inline void logger_profile(Logger *l, int64_t step, const char *parts) {
     logger_write(l, &line);
 }
 
+// Logs the report of --check-links. members: of the record, as JSON.
+static inline void logger_links(Logger *l, const char *members) {
+    JsonText line = {NULL, 0, 0};
+    json_text_add(&line, "{\"type\": \"links\", %s}", members);
+    logger_write(l, &line);
+}
+
 // Prints and adds the energy of the run, if the GPUs report it. Joules per token leave out the first `warmup` steps.
 static inline void logger_energy(const Logger *l, JsonText *line, int64_t warmup) {
     double joules = 0, settled = 0;

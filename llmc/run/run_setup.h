@@ -343,6 +343,8 @@ static inline RunSetup run_setup(Options *o, const Comm *c, CheckSupported check
     if (c->rank == 0 && *o->log_dir) logger_prepare(o->log_dir);
     if (c->rank == 0 && *o->checkpoint_dir) checkpoint_prepare(o->checkpoint_dir, o->resume);
     if (c->rank == 0 && *o->export_hf) model_export_prepare(o->export_hf, s.model_folder);
+    if (*o->checkpoint_dir) checkpoint_check_shared(c, o->checkpoint_dir);
+    if (*o->export_hf) model_export_check_shared(c, o->export_hf);
     run_setup_verify_weights(&s, o, c);
     comm_barrier(c, COMM_WORLD);
     return s;

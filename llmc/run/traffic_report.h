@@ -72,12 +72,12 @@ static inline void traffic_print(const TrafficFacts *f) {
         return;
     }
     if (r->world > 1) {
-        printf("traffic of a step, MB              %14s  %14s\n", "to a rank", "network, to a host");
+        printf("traffic of a step, MB              %14s  %18s  moved by\n", "to a rank", "network, to a host");
         for (int kind = 0; kind < NUM_TRAFFIC; kind++)
             if (t.received[kind] > 0)
-                printf("  %-32s %14.2f  %14.2f\n", traffic_name((TrafficKind)kind), t.received[kind] * 1e-6,
-                       t.network[kind] * 1e-6);
-        printf("  %-32s %14.2f  %14.2f\n", "total", traffic_sum(t.received) * 1e-6, traffic_sum(t.network) * 1e-6);
+                printf("  %-32s %14.2f  %18.2f  %s\n", traffic_name((TrafficKind)kind), t.received[kind] * 1e-6,
+                       t.network[kind] * 1e-6, traffic_carrier(r, f->options, (TrafficKind)kind));
+        printf("  %-32s %14.2f  %18.2f\n", "total", traffic_sum(t.received) * 1e-6, traffic_sum(t.network) * 1e-6);
     }
     traffic_print_estimate(f, &t);
 }
@@ -95,6 +95,7 @@ static inline void traffic_json(JsonText *out, const TrafficFacts *f) {
         json_text_add_string(out, traffic_name((TrafficKind)kind));
         logger_add(out, "rank_receives_bytes", t.received[kind]);
         logger_add(out, "host_receives_bytes", t.network[kind]);
+        logger_add_text(out, "moved_by", traffic_carrier(&t.ranks, f->options, (TrafficKind)kind));
         json_text_add(out, "}");
         separator = ", ";
     }

@@ -4,6 +4,7 @@
 #define LLMC_TRAIN_H
 
 #include "../config/schedule.h"
+#include "../dist/check_links.h"
 #include "../dist/watch.h"
 #include "../reference/rounding.h"
 #include "audit_report.h"
@@ -47,6 +48,8 @@ typedef struct {
     void (*print_gemms)(const void *t);
     // Takes the memory that describe planned, and clears it. Prints at most three lines (start.h).
     void (*create)(void *t, const Arena *memory);
+    // Returns what --check-links needs. Called after create; it leaves the trainer's memory clear.
+    LinkOps (*links)(void *t);
     void (*initialize)(void *t);       // random weights, by --seed
     void (*weights_changed)(void *t);  // after initialize, or after TrainerState.write
     DeviceInfo (*device)(const Options *o);
@@ -87,6 +90,7 @@ typedef struct {
         joules_at_step;  // energy of this rank's GPU when the first step, and the latest step, began
     GpuReading *gpus;    // [world] of all ranks
     int64_t skipped_in_a_row;
+    JsonText links;                 // the report of --check-links
     AuditSums *step_audit, *audit;  // [audit_count] sums of one step, and of all audits; NULL: no --fp8-audit
 } Run;
 
@@ -327,17 +331,31 @@ static inline Logger run_open_log(const Run *run) {
     return logger;
 }
 
+// --check-links. The trainer must have no weights yet. The report is logged when the log is open.
+static inline void run_check_links(Run *run) {
+    if (!run->options.check_links) return;
+    const LinkOps links = run->ops->links(run->trainer);
+    LinkReport report = links_measure(&links, &run->comm);
+    links_print(&report, &links, &run->comm);
+    links_json(&run->links, &report, &links, &run->comm);
+    link_report_free(&report);
+    links.close(links.context);
+}
+
 // Makes the trainer, with the weights that the first step starts from, and the log.
 static inline void run_create(Run *run) {
     const TrainerOps *ops = run->ops;
     const TrainerParts *p = &run->parts;
     stop_catch();
     ops->create(run->trainer, &p->memory);
+    run_check_links(run);
     if (!run_load(&run->setup, p->table, &p->state)) ops->initialize(run->trainer);
     comm_barrier(&run->comm, COMM_WORLD);  // ranks that have read wait here, not in an NCCL kernel
     ops->weights_changed(run->trainer);
     run->logger = run_open_log(run);
     run->logger.times.began = run->began;
+    if (run->links.size) logger_links(&run->logger, run->links.data);
+    json_text_free(&run->links);
     gpu_monitor_open(&run->monitor, run->device.pci_bus_id);
     run->gpus = (GpuReading *)xcalloc((size_t)run->comm.world, sizeof *run->gpus);
     if (run->options.fp8_audit) {
