@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Tests train_fp8 on 3 hosts that mpirun reaches by ssh, and without mpirun (--init-from): their losses, a slow and
-# lossy network, a killed rank, a lost host, and runs that go on with fewer hosts. The hosts are network namespaces of
-# this machine (lib/hosts.sh); skipped where these are not allowed. Ends with "N passed, N failed".
+# Tests train_fp8 on 1 to 3 hosts that mpirun reaches by ssh, and without mpirun (--init-from): losses, a slow and lossy
+# network, bytes and times of steps against the plan, a killed rank, a lost host, and runs that go on with fewer hosts.
+# The hosts are network namespaces of this machine (lib/hosts.sh). Where these are not allowed, the test is skipped.
+# Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1  # there are more ranks than cores, so threads would wait for each other
@@ -119,7 +120,7 @@ for link in "1 0" "10 0" "1 1"; do
     check "$name: $shaper delays an answer by $((2 * delay)) ms ($took)" [ $took -ge $((2 * delay)) ]
     before=$(resent)
     check "$name: 3 hosts train" train "$name" a,b,c --batch-size 2
-    check "$name: TCP sends segments again that were lost ($before before, $(resent) after)" \
+    check "$name: if frames are lost, TCP sends segments again ($before before, $(resent) after)" \
         [ $loss -eq 0 -o "$(resent)" -gt "$before" ]
     check "$name: 3 hosts train without mpirun" meet "meet-$name" "a b c" --batch-size 2
     fast_network a b c
@@ -137,7 +138,8 @@ plan() {
     ./train_fp8 $common --dry-run --json --world-size "$hosts" --ranks-per-host 1 "$@" |
         grep -o "\"$key\": [0-9.e+]*" | awk '{ sum += $2 } END { print sum }'
 }
-# Prints the bytes that host $1 has received, and the mean milliseconds of the steps from the third on of run $1.
+# received: prints the bytes that host $1 has received. step_time: prints the mean time of the steps of run $1 in
+# milliseconds, without the first two steps.
 received() { on "$1" awk '/eth0:/ { print $2 }' /proc/net/dev; }
 step_time() {
     sed -n 's/.*"type": "step", "step": [0-9]*,.*"ms": \([0-9.]*\),.*/\1/p' "$ROOM/$1/log.jsonl" | tail -n +3 |
@@ -270,5 +272,5 @@ check "gone: the other hosts print one line, which names the rank and the host: 
     equal "$(grep -c '^error: rank 1 on b has not responded' "$ROOM/gone.0.err")$(cat "$ROOM/gone.2.err")" 1
 check "gone: the run goes on on the 2 hosts that are left" meet gone-fewer "a c" --batch-size 3 --num-steps 6 \
     --checkpoint-dir "$ROOM/killed-copy" --resume
-check "gone: its steps are those of 2 ranks on one host" equal "$(steps gone-fewer)" "$(steps fewer)"
+check "gone: its steps are those of the 2 hosts that went on with mpirun" equal "$(steps gone-fewer)" "$(steps fewer)"
 finish
