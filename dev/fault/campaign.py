@@ -34,7 +34,8 @@ TARGETS = ["json", "safetensors", "config", "index", "shard", "tokenizer", "trai
 SECTIONS = ["save", "ranks", "export", "log", "damage", "resume", "fuzz"]
 SAVE_STEPS, SAVE_EVERY = 6, 2
 MSAMP = ["--optimizer-state", "msamp", "--master-weights", "fp16"]
-# A checkpoint of these options has every kind of state: weights, moments, scales of both, amax histories and scales.
+# A checkpoint of these options has every kind of state: weights and moments with their scales, and the amax histories
+# and scales of delayed scaling.
 ALL_STATES = ["--precision", "fp8", "--fp8-recipe", "delayed", "--fp8-amax-history", 16, *MSAMP]
 
 Call = collections.namedtuple("Call", "number name path")

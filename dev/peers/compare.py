@@ -394,7 +394,7 @@ def make_tables(args, results):
 
 
 def write_tables(args, runs, results):
-    """Writes table.md and table.csv and returns the text of the first."""
+    """Writes table.md and table.csv. Returns the text of table.md."""
     text = make_tables(args, results)
     path = os.path.join(ROOT, args.out, "table")
     with open(path + ".md", "w", encoding="utf-8") as file:

@@ -227,8 +227,8 @@ check "--val-every 1 validates after both steps" equal "$(grep -c '^validation a
 check "the GPU's story begins like the CPU's: $(story a)" equal "$(story b | cut -c1-16)" "$(story a | cut -c1-16)"
 check "a story is longer than the sequences: $(story b)" [ "$(story b | wc -c)" -gt 30 ]
 
-# --profile prints a table of the operations of a step: GEMMs in TFLOP/s, other kernels in GB/s, in percent of their
-# limits. AdamW has two calls: for the root and for the layers.
+# --profile prints a table of the operations of a step: GEMMs in TFLOP/s, other kernels in GB/s, and the percentage of
+# their limits. AdamW is called twice: for the root (embedding, final norm, lm_head) and for all layers.
 gpu a $common --precision fp8 --num-steps 3 --profile
 check "--profile has AdamW in GB/s: $(grep -A 3 '^profile of' "$tmp/a.log")" \
     grep -qE '^  AdamW +2 .* GB/s +[0-9.]+%$' "$tmp/a.log"

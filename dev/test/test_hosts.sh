@@ -76,7 +76,7 @@ train() {
 same_steps() {
     check "$1: the steps from $3 on have the losses and norms of $2" \
         equal "$(steps "$1")" "$(steps "$2" | tail -n +"$3")"
-    check "$1: it has steps" [ -n "$(steps "$1")" ]
+    check "$1: log.jsonl has steps" [ -n "$(steps "$1")" ]
 }
 
 # Waits at most $1 seconds until a command succeeds.
@@ -234,10 +234,10 @@ check "lost: mpirun ends with status 6 ($status)" [ $status -eq 6 ]
 check "lost: mpirun ends within 60 s ($((SECONDS - began)))" [ $((SECONDS - began)) -le 60 ]
 check "lost: the rank on the lost host ends" await 30 all_ended b
 check "lost: there is one error: $(grep 'error: ' "$ROOM/lost.out")" equal "$(grep -c 'error: ' "$ROOM/lost.out")" 1
-check "lost: it names the host and the rank" \
+check "lost: the error names the host and the rank" \
     grep -q '^error: rank 1 on b has not responded for 1[0-9] s (limit 10 s, from --stall-timeout 10)' "$ROOM/lost.out"
 keep_second lost
-check "lost: the last checkpoint is whole: the run goes on from it" \
+check "lost: the last checkpoint is whole: a run resumes from it" \
     launch a,c ./train_fp8 $common --num-steps $((10#${last#step-} + 1)) --batch-size 3 \
     --checkpoint-dir "$ROOM/lost-all" --resume >"$ROOM/newest.out" 2>&1
 check "lost: the run goes on from the last checkpoint" holds "$ROOM/newest.out" "continuing from $ROOM/lost-all/$last"
@@ -245,7 +245,8 @@ fewer="--batch-size 3 --checkpoint-dir"
 check "lost: the run goes on on the 2 hosts that are left" train fewer a,c $fewer "$ROOM/lost-ck" --resume
 check "lost: the run goes on on 2 ranks of one host" train fewer-one a:2 $fewer "$ROOM/lost-copy" --resume
 same_steps fewer fewer-one 1
-check "lost: both go on after step 2" equal "$(steps fewer | head -n 1 | cut -d' ' -f1)" 3
+check "lost: the run on the 2 hosts that are left goes on after step 2" \
+    equal "$(steps fewer | head -n 1 | cut -d' ' -f1)" 3
 
 # ---- A killed rank and a lost host, without mpirun.
 
@@ -272,5 +273,6 @@ check "gone: the other hosts print one line, which names the rank and the host: 
     equal "$(grep -c '^error: rank 1 on b has not responded' "$ROOM/gone.0.err")$(cat "$ROOM/gone.2.err")" 1
 check "gone: the run goes on on the 2 hosts that are left" meet gone-fewer "a c" --batch-size 3 --num-steps 6 \
     --checkpoint-dir "$ROOM/killed-copy" --resume
-check "gone: its steps are those of the 2 hosts that went on with mpirun" equal "$(steps gone-fewer)" "$(steps fewer)"
+check "gone: these 2 hosts make the steps of the 2 hosts that went on with mpirun" \
+    equal "$(steps gone-fewer)" "$(steps fewer)"
 finish

@@ -69,7 +69,8 @@ else
 fi
 program=$trainer
 
-# Files with equal names differ, as on hosts with their own disks: each rank reads MODEL and data from its own folder.
+# Each rank reads MODEL and data from its own folder, as on hosts with their own disks, so files with equal names may
+# differ.
 mkdir -p "$tmp/host/model" "$tmp/model"
 model() {
     cat <<JSON

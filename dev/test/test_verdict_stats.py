@@ -77,7 +77,7 @@ def test_against_libraries(rng):
         check(np.allclose([got.low, got.high], expected, atol=1e-4),
               f"the interval is scipy's t-interval over the noisier of pairs and sequences: {got}, {expected}")
 
-    # The mean squares of the two-way table, by another way: projections of the whole vector.
+    # The mean squares of the two-way table, computed in another way: by projections of the whole vector.
     table = seeds + sequences + rng.standard_normal((4, 60))
     y, eye = table.ravel(), np.eye
     of_pair, of_sequence = np.kron(eye(4), np.ones((60, 60)) / 60), np.kron(np.ones((4, 4)) / 4, eye(60))
@@ -130,7 +130,7 @@ def match(fp8, bf16=None, pairs=1, cost=(1.35, 1.0)):
 
 
 def test_speedup_exact():
-    wave = 0.001 * np.sin(np.arange(400))  # both runs see it
+    wave = 0.001 * np.sin(np.arange(400))  # noise that both runs have
     for pairs in (1, 2, 3):
         for efficiency in (0.8, 1.0, 1.2):
             fp8 = falling() - 0.5 * math.log(efficiency) + wave
