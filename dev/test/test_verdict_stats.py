@@ -135,13 +135,17 @@ def test_speedup_exact():
         for efficiency in (0.8, 1.0, 1.2):
             fp8 = falling() - 0.5 * math.log(efficiency) + wave
             got = match(fp8, falling() + wave, pairs)
-            case = f"{pairs} pairs, FP8 with {efficiency} of BF16's progress per step"
-            check(math.isclose(got.estimate, 1.35 * efficiency, rel_tol=2e-3), f"{case}: estimate: {got}")
-            check(got.low <= got.estimate <= got.high and got.high - got.low < 0.02, f"{case}: narrow interval: {got}")
-            check(got.reached == (efficiency >= 1) and math.isclose(got.equal_steps, 1.35), f"{case}: reached: {got}")
-            check(math.isclose(got.step_ratio, efficiency, rel_tol=2e-3), f"{case}: ratio of steps: {got}")
+            check(math.isclose(got.estimate, 1.35 * efficiency, rel_tol=2e-3),
+                  f"pairs: {pairs}, step ratio {efficiency}: the speed-up is 1.35 times the step ratio: {got}")
+            check(got.low <= got.estimate <= got.high and got.high - got.low < 0.02,
+                  f"pairs: {pairs}, step ratio {efficiency}: the interval is narrow and has the estimate: {got}")
+            check(got.reached == (efficiency >= 1) and math.isclose(got.equal_steps, 1.35),
+                  f"pairs: {pairs}, step ratio {efficiency}: FP8 reaches BF16's loss if the ratio is 1 or more: {got}")
+            check(math.isclose(got.step_ratio, efficiency, rel_tol=2e-3),
+                  f"pairs: {pairs}: the step ratio is {efficiency}: {got}")
             check(("did not reach" in vs.speedup_words(got)) == (efficiency < 1),
-                  f"{case}: words: {vs.speedup_words(got)}")
+                  f"pairs: {pairs}, step ratio {efficiency}: the words tell whether FP8 reaches BF16's loss: "
+                  f"{vs.speedup_words(got)}")
 
     slow_start = np.r_[np.full(100, 3.0), np.full(300, 1.0)]  # seconds of steps that differ: 600 in all
     got = vs.loss_matched_speedup(falling(), falling() + 0.5 * math.log(1.25), slow_start, np.ones(400))
