@@ -1548,8 +1548,8 @@ static LinkOps links(void *context) {
     ops.collective = time_collective, ops.pair = time_pair, ops.path = path_to, ops.close = close_links;
     if (t->plan.shard_size > 1) {
         ops.bytes[LINK_REDUCE] = (double)part * whole;
-        ops.bytes[LINK_GATHER] = (double)(part - (gathered_as_fp8(t, 0) ? matrices : 0)) * whole;
-        if (gathered_as_fp8(t, 0)) ops.bytes[LINK_GATHER] += (double)(matrices * t->plan.shard_size);
+        ops.bytes[LINK_GATHER] = (double)(part - (cast_ahead(t, 0) ? matrices : 0)) * whole;
+        if (cast_ahead(t, 0)) ops.bytes[LINK_GATHER] += (double)(matrices * t->plan.shard_size);
     }
     if (t->comm->replicas > 1) ops.bytes[LINK_REPLICAS] = (double)part * sizeof(float);
     ops.pair_bytes = k->bytes = max_i64(LINKS_LEAST_BYTES, min_i64(LINKS_MOST_BYTES, part * (int64_t)sizeof(float)));

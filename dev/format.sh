@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Formats all C and CUDA code with clang-format and the rules of .clang-format. --check changes nothing: it prints what
 # is not formatted and ends with status 1. Versions of clang-format differ in their output, so one is pinned: it is
-# taken from PATH, or installed with pip in build/clang-format. --no-install: status 3 if it is in neither place.
+# taken from PATH, or installed with pip in build/clang-format. With --no-install nothing is installed: if this version
+# is in neither place, the status is 3.
 set -u
 cd "$(dirname "$0")/.."
 version=20.1.8

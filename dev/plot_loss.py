@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Draws the loss of runs and their distance from the first: docs/loss.svg, from docs/loss.csv. Needs matplotlib.
+"""Draws the loss of runs and their distance from the first run: docs/loss.svg, from docs/loss.csv. Needs matplotlib.
 
     dev/plot_loss.py --log-dir BF16=log/bf16 --log-dir FP8=log/fp8 --title "llama3.2-1b, one H200"
     dev/plot_loss.py                                    # draws docs/loss.csv again
     dev/plot_loss.py --out docs/lost_updates.svg        # draws docs/lost_updates.csv again
 
-With --log-dir NAME=FOLDER, given twice or more, it reads the `step` records of FOLDER/log.jsonl and writes the .csv
-first. The file's first line is the title, and it has a row for each step that all runs made. Curves are means over the
-latest --mean steps. The distance is a run's mean minus that of the first run, in percent of the first one's.
+With --log-dir NAME=FOLDER, given twice or more, it first reads the `step` records of FOLDER/log.jsonl and writes the
+.csv: a line with the title, a head, and a row for each step that all runs made. Curves are means over the latest --mean
+steps. The distance is a run's mean minus that of the first run, in percent of the first one's.
 """
 
 import argparse

@@ -34,7 +34,8 @@ TARGETS = ["json", "safetensors", "config", "index", "shard", "tokenizer", "trai
 SECTIONS = ["save", "ranks", "export", "log", "damage", "resume", "fuzz"]
 SAVE_STEPS, SAVE_EVERY = 6, 2
 MSAMP = ["--optimizer-state", "msamp", "--master-weights", "fp16"]
-# A checkpoint of these options has every kind of state: weights, moments, scales of both, amax histories and scales.
+# A checkpoint of these options has every kind of state: weights and moments with their scales, and the amax histories
+# and scales of delayed scaling.
 ALL_STATES = ["--precision", "fp8", "--fp8-recipe", "delayed", "--fp8-amax-history", 16, *MSAMP]
 
 Call = collections.namedtuple("Call", "number name path")
@@ -75,7 +76,8 @@ class Trainer:
         report = folder / "report"
         report.unlink(missing_ok=True)
         (folder / "state").unlink(missing_ok=True)
-        # Open MPI kills the other ranks a second sooner. Its shared memory is in a folder that is removed at the end.
+        # With these variables, Open MPI kills the other ranks a second sooner, and its shared memory is in a folder
+        # that is removed at the end.
         env = dict(os.environ, OMP_NUM_THREADS="1", OMPI_MCA_odls_base_sigkill_timeout="0",
                    OMPI_MCA_btl_vader_backing_directory=str(self.scratch))
         if fault:
@@ -102,7 +104,7 @@ class Trainer:
         return Run(process.returncode, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"), struck)
 
     def calls(self, folder, options, ranks, fault):
-        """Returns the calls of a run without a fault, in order."""
+        """Returns the file system calls of a run without a fault, in order."""
         run = self.run(folder, options, ranks, fault._replace(kind="none", at=0))
         if run.status:
             raise SystemExit(f"a run without a fault fails:\n{run.err}")
@@ -352,7 +354,10 @@ def precisions():
 
 
 def resume_configurations(quick):
-    """Yields (ranks, options) for each row of precisions() with each number of ranks and each sharding."""
+    """Yields (ranks, options): each row of precisions() with 8 splits into ranks, sharding and micro-steps.
+
+    Which sharding goes with 2 and 3 ranks changes from row to row. With `quick`, every other row with one split.
+    """
     split = [(1, "full", 1), (1, "full", 2), (2, "grad_op", 1), (2, "full", 2), (3, "none", 1), (3, "full", 2),
              (4, "hybrid", 1), (4, "none", 2)]
     shards = ["full", "grad_op", "none"]
@@ -407,7 +412,7 @@ def thinned(calls, kind, every):
 
 
 def chosen(calls, kind, most, every):
-    """Returns the calls to strike: all of `thinned`, or a random `most` of them. Up to half of these are calls other
+    """Returns the calls to strike: all of `thinned`, or a random `most` of them. At least half of these are calls other
     than open, write and close, if there are so many."""
     points = thinned(calls, kind, every)
     if most is None or len(points) <= most:

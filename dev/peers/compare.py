@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs ours and the PyTorch peers in turns on the same GPUs and writes a table of both: see --help and README.md."""
+"""Runs ours (train_fp8cu) and the PyTorch peers in turns on the same GPUs and writes tables: see --help, README.md."""
 import argparse
 import collections
 import csv
@@ -64,8 +64,8 @@ def positive(text):
 
 def parse_arguments():
     p = argparse.ArgumentParser(
-        description="Runs ours and the PyTorch peers in turns on the same GPUs; writes OUT/table.md and OUT/table.csv. "
-        "Ends with status 1 if a run failed.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        description="Runs ours (train_fp8cu) and the PyTorch peers in turns on the same GPUs; writes OUT/table.md and "
+        "OUT/table.csv. Ends with status 1 if a run failed.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--gpus", default="0", help="GPUs to use, with commas; rows run side by side")
     p.add_argument("--rows", type=list_of(parse_row), default=ROWS, metavar="LIST",
                    help="rows against transformers and torchao: MODEL:T or MODEL:T:RECIPE; or none")
@@ -73,7 +73,7 @@ def parse_arguments():
     p.add_argument("--titan-rows", type=list_of(parse_titan_row), default="none", metavar="LIST",
                    help="rows against torchtitan, %s on all --gpus (2 or more): bf16:MASTERS or RECIPE:MASTERS, such "
                    "as %s; or none" % (TITAN_MODEL, TITAN_ROWS))
-    p.add_argument("--titan-length", type=positive, default=8192, help="tokens per sequence of these rows")
+    p.add_argument("--titan-length", type=positive, default=8192, help="tokens per sequence of --titan-rows")
     p.add_argument("--titan-ac", default="none", choices=("none", "selective", "full"),
                    help="activation checkpointing of torchtitan; ours recomputes layers only with full")
     p.add_argument("--num-steps", type=positive, default=12, help="steps of ours")
@@ -83,7 +83,7 @@ def parse_arguments():
         p.add_argument("--%s-data" % name, default=path, help="a shard of tokens; synthesised if missing")
     p.add_argument("--limit", type=positive, default=3600, help="seconds in all; runs beyond are ended or not begun")
     p.add_argument("--out", default="log/peers", help="a folder for the output of every run and the tables")
-    p.add_argument("--trainer", default="./train_fp8cu", help="ours")
+    p.add_argument("--trainer", default="./train_fp8cu", help="the program of ours")
     p.add_argument("--python", default=sys.executable, help="the Python that has torch")
     p.add_argument("--dry-run", action="store_true", help="print the commands and stop")
     args = p.parse_args()
@@ -366,7 +366,7 @@ def markdown(title, head, rows):
 
 
 def make_tables(args, results):
-    """The Markdown text of both tables, with the programs' versions and what failed."""
+    """The Markdown text of the tables, with the programs' versions and what failed."""
     parts = []
     if args.rows:
         gpus = "one GPU" if args.ranks == 1 else "%d GPUs, sharded" % args.ranks
@@ -394,7 +394,7 @@ def make_tables(args, results):
 
 
 def write_tables(args, runs, results):
-    """Writes table.md and table.csv and returns the text of the first."""
+    """Writes table.md and table.csv. Returns the text of table.md."""
     text = make_tables(args, results)
     path = os.path.join(ROOT, args.out, "table")
     with open(path + ".md", "w", encoding="utf-8") as file:

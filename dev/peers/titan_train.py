@@ -130,8 +130,8 @@ def make_parts(args, records):
 
 def main():
     args = parse_arguments()
-    sys.argv[1:] = titan_options(args)  # torchtitan reads it when it is imported
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as its run_train.sh does
+    sys.argv[1:] = titan_options(args)  # torchtitan reads sys.argv when it is imported
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as torchtitan's run_train.sh does
     import torch
     from importlib.metadata import version
     from torchtitan.models.llama3 import get_train_spec

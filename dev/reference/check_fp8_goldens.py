@@ -2,7 +2,8 @@
 """Checks the goldens of make_fp8_goldens.py in numpy, from the definition of the formats.
 
 Every cast must be the nearest representable value, ties to the even code, saturated. Every scale must be
-MAX / max(amax, 1e-12). Each result of the linear layer must be the GEMM of its decoded operands.
+MAX / max(amax, 1e-12), or that rounded down to a power of two. Each result of the linear layer must be the GEMM of its
+decoded operands, up to rounding.
 """
 
 import json
@@ -117,8 +118,8 @@ def check_linear(golden):
         value = from_bfloat16(golden[key])
         good &= same_codes(golden[f"{key}_fp8"], cast(value * scale_of(np.abs(value).max(), name), name), name)
     for key, a, b in (("y", x, w.T), ("dx", dy, w), ("dw", dy.T, x)):
-        # rounding to bfloat16 (8 bits) moves a value by at most 2^-8 of it and a float32 sum by far less than 1e-5 of
-        # the sum of its terms' sizes
+        # Rounding to bfloat16 (8 significant bits) moves a value by at most 2^-8 of it. Rounding in float32 moves a sum
+        # by far less than 1e-5 of the sum of its terms' sizes.
         allowed = 2.0**-7.99 * np.abs(a @ b) + 1e-5 * (np.abs(a) @ np.abs(b))
         error = np.abs(from_bfloat16(golden[key]) - a @ b) / allowed
         print(f"  {key}: largest error {error.max():.3f} of the allowed one")

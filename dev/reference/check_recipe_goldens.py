@@ -148,8 +148,8 @@ def check_linear(golden):
             "dw": (operand("dy", "col"), operand("x", "col")),
         }
         for key, (a, b) in gemms.items():
-            # rounding to bfloat16 (8 bits) moves a value by at most 2^-8 of it and a float32 sum by far less than 1e-5
-            # of the sum of its terms' sizes
+            # Rounding to bfloat16 (8 significant bits) moves a value by at most 2^-8 of it. Rounding in float32 moves a
+            # sum by far less than 1e-5 of the sum of its terms' sizes.
             allowed = 2.0**-7.99 * np.abs(a @ b.T) + 1e-5 * (np.abs(a) @ np.abs(b.T))
             error = (np.abs(from_bfloat16(golden[f"{recipe}.{key}"]) - a @ b.T) / allowed).max()
             print(f"  {recipe}.{key}: largest error {error:.3f} of the allowed one")

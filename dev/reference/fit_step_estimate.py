@@ -1,6 +1,6 @@
 """Fits the five factors of llmc/config/step_estimate.h (time over the time at peak) to steps measured on one H200
-(docs/RESULTS.md, "One H200: speed and memory" and "How speed grows", 38215d3 and 85332f2). Prints them, the error of
-each step, and the worst error on each model if that model is left out of the fit. Needs numpy and scipy.
+(docs/RESULTS.md, "One H200: speed and memory" and "How speed grows", commits 38215d3 and 85332f2). Prints the factors,
+the error of each step, and the worst error on each model if that model is left out of the fit. Needs numpy and scipy.
 """
 import numpy as np
 from scipy.optimize import nnls

@@ -2,12 +2,12 @@
 """Makes coat.safetensors: 20 AdamW steps whose moments are FP8 codes in groups of 128 (llmc/base/coat.h), in numpy.
 
 The rules are written here again, from the description of COAT (Xi and others 2024, arXiv 2410.19313) and of what
-differs (the head of coat.h). Every quotient and product is fp32, as there; powers are float64, rounded to fp32. The
+differs (the head of coat.h). Quotients and products are fp32, as in coat.h; powers are float64, rounded to fp32. The
 script also checks that values decode as by COAT's own three numbers (scale, k, sqrt(max * min)), and that COAT's own
 formula, with zeros left out of the min, gives the same codes but for values at the edge of two codes.
 
-Groups of 128 gradients, one kind each: normal; with outliers (x 1e4); with zeros; all zero; uniform; denormal (1e-42);
-huge (1e15) beside tiny (1e-15); half of them zero in every other step.
+Groups of 128 gradients, one kind each: normal; with outliers (x 1e4); with zeros; all zero; all equal; denormal
+(1e-42); huge (1e13) beside tiny (1e-17); half of them zero in every other step.
 
 coat.safetensors   gradients [20, 1024], weights [1024] before the first step, both F32;
                    for MODE nearest and stochastic MODE.weights [20, 1024] F32; MODE.exp_avg, MODE.exp_avg_sq [20, 1024]
@@ -92,7 +92,7 @@ def decode(codes, word):
 
 
 def fma(a, b, c):
-    """fp32 a * b + c with one rounding: the float64 product is exact."""
+    """fp32 a * b + c: the float64 product is exact, and the sum is rounded to float64, then to fp32."""
     return to_f32(np.float64(a) * np.float64(b) + np.float64(c))
 
 
@@ -143,7 +143,7 @@ def make_gradients(rng):
 
 
 def check_against_coat(x, word, codes):
-    """Compares a group with COAT's formula in float64. Returns (values, codes that differ)."""
+    """Compares a group with COAT's formula in float64. Returns how many codes it compared, and how many differ."""
     magnitudes = np.abs(x.astype(np.float64))
     magnitudes = magnitudes[magnitudes > 0]
     top, power = magnitudes.max(), split(word)[1]

@@ -7,7 +7,7 @@ optim/adamw.cu, common/tensor/meta.py). All arithmetic is numpy.float32, in MS-A
 at most 2^126, while MS-AMP's may become infinite; the script checks that nothing else differs from MS-AMP's formula.
 
 One tensor of each kind of gradients: normal; with outliers (x 1e4); with zeros; all zero; all equal; denormal (1e-40);
-huge (1e15) beside tiny (1e-15); zero in every other step. Weights are normal; large in the first tensor, all zero in
+huge (1e13) beside tiny (1e-17); zero in every other step. Weights are normal; large in the first tensor, all zero in
 the fourth, tiny (1e-37) in the fifth.
 
 msamp.safetensors   gradients [20, N], weights [N] before the first step, sizes [8] of the tensors;

@@ -7,7 +7,7 @@ where a sum of two FP8 numbers is FP16's, cast to FP8). The scale rule and E4M3 
 Ranks are added in the order 0, 1, 2, 3. All gradients are finite.
 
 One tensor of each kind: normal; with outliers (x 1e4); with zeros; all zero; all equal; denormal (1e-40); huge (1e30)
-beside tiny (1e-15); zero in every other step. Values are bfloat16.
+beside tiny (1e-17); zero in every other step. Values are bfloat16.
 
 msamp_gradients.safetensors   gradients [4 ranks, 20 steps, N], sizes [8] of the tensors;
                               added [20, N] U8 and added_scale [20, 8]: rank 0's gradients so far, added up;
@@ -62,7 +62,7 @@ def added(gradients):
 
 
 def chain(codes):
-    """FP8 to half, half add, to FP8, for one rank after the other."""
+    """Adds the FP8 codes of one rank after the other: decoded to FP16, added in FP16, cast to FP8."""
     total = codes[0]
     for one in codes[1:]:
         half = e4m3_decode(total).astype(np.float16) + e4m3_decode(one).astype(np.float16)

@@ -262,8 +262,8 @@ def float8_linear_run(recipe, x, w, dy):
     y = layer(x)
     y.backward(dy)
     float8_linear.hp_tensor_to_float8_dynamic = original
-    # torchao casts x and w^T for y, then dy and w^T for dx, then dy and x for dw. A golden is the cast matrix, or its
-    # transpose if True: the dimension that the GEMM sums over comes last.
+    # torchao casts x and w^T for y, then dy and w^T for dx, then dy and x for dw. Where `transposed` is True, the
+    # golden is the transpose of the cast matrix: the dimension that the GEMM sums over comes last.
     transposed = (False, True, False, False, True, True)
     operands = [
         (bytes_of(t._data.t() if turn else t._data), t._scale.reciprocal().reshape(-1, 1))

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Tests train_fp8cu on several GPUs of one host: every sharding strategy against one GPU, FP8 all-gather on and off,
-# resuming on other numbers of GPUs, killed, interrupted and stuck ranks, and compute-sanitizer. Uses 4 GPUs, or 2 if
-# there are fewer. Needs ./train_fp8cu, build/synth_stories and mpirun. Ends with "N passed, N failed".
+# Tests train_fp8cu on several GPUs of one host: sharding strategies and recipes against one GPU, copy engines against
+# NCCL, FP8 all-gather on and off, resuming on other numbers of GPUs, killed, interrupted and stuck ranks, and memcheck.
+# Uses 4 GPUs, or 2 if there are fewer. Needs ./train_fp8cu, build/synth_stories and mpirun. Ends with "N passed, N
+# failed".
 set -u
 cd "$(dirname "$0")/../.."
 tmp=$(mktemp -d)
@@ -36,9 +37,9 @@ refuses_with() {
 }
 
 # ---- Strategies against one GPU. A batch has one sequence. Every rank computes a sequence with equal bits, so only the
-# order in which gradients are added differs (bf16: 2^-9 a sum). The first loss does not depend on gradients: 6 digits
-# agree, except for the fp32 sum over sequences. In the first gradient, each element may differ by 2^-9, and its norm by
-# much less. The last loss comes after $steps steps with such differences.
+# order in which gradients are added differs (a bf16 sum is rounded by up to 2^-9). The first loss does not depend on
+# gradients: it differs only by the rounding of the fp32 sum over sequences. In the first gradient, each element may
+# differ by 2^-9, and its norm by much less. The last loss comes after $steps steps with such differences.
 for precision in bf16 fp8; do run "one_$precision" 1 $common --precision $precision --num-steps $steps $(split 1); done
 against_one() {
     local name=$1 precision=$2
@@ -55,8 +56,8 @@ for precision in bf16 fp8; do
 done
 against_one bf16_full_fp32 bf16 --sharding full --reduce-dtype fp32 --copy-engines off
 against_one bf16_none_fp32 bf16 --sharding none --reduce-dtype fp32
-# All runs above clip gradients, so the norm is computed before AdamW. Without clipping AdamW computes it, with an equal
-# result.
+# All runs above clip gradients, so the norm is computed before AdamW. Without clipping AdamW computes it, with the same
+# result up to rounding.
 run one_unclipped 1 ${common/--grad-clip 1/} --precision bf16 --num-steps $steps $(split 1)
 for sharding in full grad_op none "hybrid --shard-size $((W / 2))"; do
     name=${sharding%% *}
@@ -67,7 +68,7 @@ for sharding in full grad_op none "hybrid --shard-size $((W / 2))"; do
     near "$name, unclipped: last loss of $W GPUs and of one" \
         "$(field unclipped loss $steps)" "$(field one_unclipped loss $steps)" 2e-3
 done
-# --optimizer-in-backward changes no bit.
+# ---- --optimizer-in-backward changes no bit.
 for options in "full" "full --copy-engines off" "grad_op" "none --reduce-dtype fp32" \
     "full --optimizer-state msamp --master-weights fp16" "none --optimizer-state msamp" \
     "grad_op --copy-engines off --optimizer-state msamp --master-weights fp16" \
@@ -76,15 +77,15 @@ for options in "full" "full --copy-engines off" "grad_op" "none --reduce-dtype f
     run late $W $run && run early $W $run --optimizer-in-backward &&
         same "$options: without and with --optimizer-in-backward" late early
 done
-# Ranks that mpirun did not start find each other through a file.
+# ---- Ranks that mpirun did not start find each other through a file.
 meeting="--precision bf16 --num-steps $steps $(split $W) --sharding full --init-from file:$tmp/meet"
 for ((r = 0; r < W; r++)); do
     RANK=$r WORLD_SIZE=$W timeout 120 ./train_fp8cu $common $meeting >"$tmp/met$r.log" 2>&1 &
 done
 wait
-same "ranks without mpirun" bf16_full met0
-# Copy engines and NCCL. The runs above without --copy-engines off use copy engines if the GPUs can. In fp32, sums of
-# two ranks are equal; sums of more ranks differ by their order.
+same "ranks with and without mpirun" bf16_full met0
+# ---- Copy engines and NCCL. The runs above without --copy-engines off use copy engines if the GPUs can. Both give
+# equal fp32 sums for two ranks; for more ranks they add in different orders.
 if grep -q "^transport copy engines" "$tmp/bf16_full.log"; then
     ok "copy engines are used"
     run copies $W $common --precision bf16 --num-steps $steps $(split $W) --copy-engines on &&
@@ -106,8 +107,8 @@ if grep -q "^transport NCCL" "$tmp/nccl_bf16_full.log"; then
 else
     bad "--copy-engines off: $(grep -m1 '^transport' "$tmp/nccl_bf16_full.log")"
 fi
-# If NCCL may not read between GPUs (NCCL_P2P_DISABLE=1), copy engines are off and --copy-engines on is an error. In
-# fp32, sums of two ranks are equal with every transport.
+# With NCCL_P2P_DISABLE=1 the GPUs may not access each other's memory directly. Then copy engines are off, and
+# --copy-engines on is an error. In fp32, sums of two ranks are equal with every transport.
 pair="$common --precision bf16 --num-steps $steps $(split 2) --reduce-dtype fp32"
 run pair 2 $pair
 export NCCL_P2P_DISABLE=1
@@ -138,7 +139,8 @@ for size in $(printf '%s\n' 1 $((W / 2)) | uniq); do
     [ $size -eq 1 ] || check "$name: copy engines inside, NCCL across: $(grep ^transport "$tmp/$name.log")" \
         grep -q '^transport copy engines; .*over replicas by NCCL' "$tmp/$name.log"
 done
-# Each of two ranks sees only its own GPUs. $1 and $2 GPUs of ranks 0 and 1, then the trainer's arguments.
+# Two ranks, each with a CUDA_VISIBLE_DEVICES of its own. $1 that of rank 0, $2 that of rank 1, then the trainer's
+# arguments.
 as_seen='export CUDA_VISIBLE_DEVICES=$(shift $OMPI_COMM_WORLD_LOCAL_RANK; echo $1); shift 2; exec ./train_fp8cu "$@"'
 seeing() { $launcher -np 2 sh -c "$as_seen" sh "$@"; }
 export -f seeing
@@ -152,8 +154,8 @@ for gpus_seen in "0 0" "0,1 1,0"; do
     check "ranks that see GPUs $gpus_seen are refused: both use the same GPU" refuses_with \
          "ranks 0 and 1 on .* have the same GPU, GPU-.* needs its own GPU"
 done
-# Hybrid has three communicators. NCCL allocates part of their memory at their first use. The memory plan must cover all
-# memory that a GPU uses after a step.
+# ---- Hybrid has three communicators. NCCL allocates part of their memory at their first use. The memory plan must
+# cover all memory that a GPU uses after a step.
 if [ $W -lt 4 ]; then
     echo "skipped: the memory of hybrid's three communicators: 2 GPUs need only one communicator"
 elif run hybrid_memory $W $common --precision fp8 --num-steps 2 $(split $W) --sharding hybrid --shard-size 2 \
@@ -163,12 +165,12 @@ elif run hybrid_memory $W $common --precision fp8 --num-steps 2 $(split $W) --sh
     echo "hybrid: ${used:-no} bytes are in use after a step, and ${planned:-no} planned"
     check "hybrid uses no more memory than planned" [ "${used:-$((1 << 62))}" -le "${planned:-0}" ]
 fi
-# log.jsonl says where time went: ranks wait for each other.
+# ---- log.jsonl says where time went: ranks wait for each other.
 run times $W $common --precision fp8 --num-steps 12 $(split $W) --log-dir "$tmp/times" &&
-    check "log.jsonl: times, and the last validation's losses: $(
+    check "the times and losses in log.jsonl add up; the last validation's losses: $(
         python3 dev/test/lib/check_log.py "$tmp/times/log.jsonl" $W 2>&1)" \
         python3 dev/test/lib/check_log.py "$tmp/times/log.jsonl" $W
-# Recipes that all-gather weights in bf16.
+# ---- Recipes that all-gather weights in bf16.
 for recipe in rowwise rowwise_with_gw_hp blockwise; do
     run "one_$recipe" 1 $common --precision fp8 --fp8-recipe $recipe --num-steps $steps $(split 1)
     run "$recipe" $W $common --precision fp8 --fp8-recipe $recipe --num-steps $steps $(split $W) || continue
@@ -197,9 +199,9 @@ for more in "--fp8-recipe delayed --fp8-amax-history 3" "--fp8-filter first,down
 done
 
 # ---- An untied embedding whose slices end in the middle of a row, and vectors that do not fill their slices. With one
-# micro-step per step, gathered weights, logits and gradients share memory; with two they do not. With T 64 a batch has
-# fewer tokens than the embedding has rows, so each rank computes the embedding's gradient from the inputs of all ranks;
-# with T 256 it is reduced.
+# micro-step per step, gathered weights, logits and gradients share memory; with two they do not. With T 64 all ranks
+# together have fewer tokens than the embedding has rows, so each rank computes its part of the embedding's gradient
+# from the input gradients of all ranks; with T 256 the embedding's gradient is reduced.
 mkdir "$tmp/untied"
 cat >"$tmp/untied/config.json" <<'END'
 {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 328, "hidden_size": 80,
@@ -225,8 +227,8 @@ for case in "1 64" "2 64" "2 256"; do
 done
 
 # ---- Delayed scaling. One GPU updates its scales after each micro-step; W GPUs update them after W sequences. So some
-# casts differ by one FP8 rounding (2^-4 of an element), and the loss moves by less than 1e-3, as much as between
-# recipes.
+# casts differ by one FP8 rounding (2^-4 of an element), and the loss moves by less than 1e-3, about as much as from
+# one recipe to another. The bound is 3e-3.
 delayed="$common --precision fp8 --fp8-recipe delayed --fp8-amax-history 3"
 run one_delayed 1 $delayed --num-steps $steps $(split 1)
 run delayed $W $delayed --num-steps $steps $(split $W) &&
@@ -274,7 +276,7 @@ echo "($SECONDS s)"
 
 # ---- A rank that is killed or interrupted.
 # Starts an endless run in the background that saves to $tmp/$1 every 20 steps, and waits for the first checkpoint. Sets
-# `launched` and `ranks` (process ids).
+# `launched` to the process id of mpirun, and `ranks` to those of the ranks.
 start_endless() {
     $launcher -np $W ./train_fp8cu $common --precision bf16 --num-steps 1000000 $(split $W) --checkpoint-dir "$tmp/$1" \
         --checkpoint-every 20 >"$tmp/$1.log" 2>&1 </dev/null &
@@ -285,7 +287,7 @@ start_endless() {
 }
 alive() { for pid in "${ranks[@]}"; do kill -0 $pid 2>/dev/null && echo $pid; done; }
 # Waits at most 60 seconds for the run and all its ranks to end (mpirun may return before the last rank has gone). Sets
-# `status` and `took`.
+# `took`, and `status` to mpirun's exit status. If mpirun has not ended, kills it and sets `status` to "running".
 await_end() {
     local start=$SECONDS
     while { kill -0 $launched 2>/dev/null || [ -n "$(alive)" ]; } && [ $((SECONDS - start)) -lt 60 ]; do sleep 0.2; done
@@ -328,7 +330,8 @@ else
         "$(tail -n 5 "$tmp/stopped.log")"
 fi
 
-# ---- A rank that hangs: it is stopped in each phase, on 2 GPUs. --stall-timeout 5 ends all ranks and names it.
+# ---- A rank that hangs. On 2 GPUs one rank is stopped in each phase. With --stall-timeout 5 all ranks end, and the
+# error names the stopped rank.
 host=$(hostname)
 stall_run() { exec $launcher -np 2 -x LD_PRELOAD="$tmp/shim.so" ./train_fp8cu "$@"; }
 . dev/test/lib/stall_cases.sh
@@ -347,7 +350,7 @@ silent() {
 }
 small="small $endless"
 ending="$small --num-steps 1 --export-hf $tmp/stall_model"
-# Before the first step a rank reads each data file 18 times (rank 0: 19 times), and a model's file a few times.
+# Before the first step a rank reads each data file 18 times (rank 0: 19 times), and a model's file 12 times or more.
 silent start 1 start-up pread 3 synth_train.bin $small
 silent training 1 'step [0-9]*, training' pread 40 synth_train.bin $small
 silent training0 0 'step [0-9]*, training' pread 40 synth_train.bin $small
@@ -361,7 +364,7 @@ run stall_model 2 $ending
 silent loading 1 loading pread 12 model.safetensors "$tmp/stall_model" $endless
 echo "($SECONDS s)"
 
-# A rank that continues in time changes nothing. It is stopped for 20 s, or for 60 s in a read.
+# A rank that goes on before the timeout changes no result. It is stopped for 20 s, or one of its reads takes 60 s.
 goes_on() {  # $1 run
     stall_end "$1" 60
     if [ "$status" = 0 ]; then same "$1" undisturbed "$1"; else bad "$1: status $status: $(tail -n 4 "$tmp/$1.log")"; fi
@@ -378,7 +381,7 @@ stall_await never 60 && stall_says never 15 "rank 1 on $host: a call on a file h
 unset "${!STALL_@}"
 echo "($SECONDS s)"
 
-# ---- memcheck on 2 GPUs. NCCL makes CUDA calls that may fail; errors of API calls are not reported.
+# ---- memcheck on 2 GPUs. NCCL makes CUDA calls that may fail, so errors of API calls are not reported.
 if ! command -v compute-sanitizer >/dev/null; then
     echo "skipped: compute-sanitizer is not installed"
 else

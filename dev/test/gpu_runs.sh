@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Tests whole runs of train_fp8cu on one GPU: compared with the CPU trainer, repeated, resumed, interrupted, and with a
-# model larger than the GPU's memory. Needs ./train_fp8, ./train_fp8cu, build/synth_stories and
-# build/compare_checkpoints. Ends with "N passed, N failed".
+# Tests whole runs of train_fp8cu on one GPU: compared with the CPU trainer, repeated, resumed, interrupted, with
+# weights that overflow, and refused. Needs ./train_fp8, ./train_fp8cu, build/synth_stories, build/compare_checkpoints,
+# mpirun and python3. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 tmp=$(mktemp -d)
@@ -56,8 +56,9 @@ against_cpu "blockwise, hybrid" "--precision fp8 --fp8-recipe blockwise --fp8-fo
 against_cpu "tensorwise, FP8 from FP16 masters" "--precision fp8 --master-weights fp16" 1e-3 1e-1
 against_cpu "tensorwise, filtered" "--precision fp8 --fp8-filter first,down" 1e-3 1e-1
 
-# With CUDA_MODULE_LOADING=EAGER a kernel starts as soon as it is enqueued. Clearing the memory of this model takes
-# milliseconds, longer than the host needs to enqueue the next operation.
+# With CUDA_MODULE_LOADING=EAGER all kernels are loaded at start-up, so no load delays the first launch of a kernel.
+# Clearing the memory of this model takes milliseconds, longer than the host needs to enqueue the next operation. An
+# operation that does not wait until the memory is cleared would change the result.
 run="llama3.2-1b $data --precision bf16 --sequence-length 64 --num-steps 2 --deterministic"
 if ! ./train_fp8cu $run >"$tmp/a.log" 2>&1 && grep -q "GiB are free" "$tmp/a.log"; then
     echo "skipped: llama3.2-1b needs more memory than this GPU has"
@@ -74,17 +75,18 @@ for precision in bf16 fp8 "fp8 --fp8-recipe delayed --fp8-amax-history 4" "fp8 -
     gpu a $run && gpu b $run
     same "$precision: two runs" a b
 
-    # ends after 5 of 12 steps, then is resumed
+    # This run ends after 5 of 12 steps, and is then resumed.
     ck="--checkpoint-dir $tmp/ck"
     gpu c $common --precision $precision --num-steps 5 $ck && gpu d $run $ck --resume
     same "$precision: an unbroken and a resumed run" a d 7
 
-    # Two micro-steps of one sequence have the tokens of one micro-step of two. Gradients are rounded to bf16 once more.
+    # Two micro-steps of one sequence have the tokens of one micro-step of two sequences. Their gradients are rounded to
+    # bf16 once more.
     gpu e $common --precision $precision --num-steps 12 --batch-size 1 --grad-accumulation-steps 2
     near "$precision: last loss of two micro-steps and of one" "$(field e loss 12)" "$(field a loss 12)" 1e-2
 done
 
-# --optimizer-in-backward changes no bit, and a run with it goes on without it.
+# --optimizer-in-backward changes no bit. A run that began with the option may be resumed without it.
 for options in "bf16" "fp8" "fp8 --fp8-recipe delayed" "fp8 --fp8-weight-cache on --optimizer-state coat" \
     "fp8 --fp8-recipe rowwise --recompute layer --optimizer-state coat-stochastic" \
     "bf16 --optimizer-state fp32 --master-weights fp32" "fp8 --optimizer-state msamp" \
@@ -118,7 +120,8 @@ if cmp -s "$tmp/masters/model.safetensors" "$tmp/again/model.safetensors"; then
 else
     bad "FP8 from FP16 masters: a load changes weights"
 fi
-# --offload moments changes no bit, in models with one part of moments and with many. A run with it goes on without it.
+# --offload moments changes no bit, whether the moments move in one part or in many. A resumed run may drop the option
+# or set it again.
 for case in "small|bf16" "small|fp8 --optimizer-state coat-stochastic --optimizer-in-backward" \
     "llama3.2-1b|fp8 --optimizer-state coat-stochastic --optimizer-in-backward" \
     "llama3.2-1b|bf16 --optimizer-state fp32 --master-weights fp32 --grad-clip 1 --grad-accumulation-steps 2"; do
@@ -131,8 +134,9 @@ for case in "small|bf16" "small|fp8 --optimizer-state coat-stochastic --optimize
     gpu c $run --num-steps 2 --offload moments --checkpoint-dir "$tmp/ck" &&
         gpu d $run --num-steps 3 --checkpoint-dir "$tmp/ck" --resume &&
         gpu c $run --num-steps 5 --checkpoint-dir "$tmp/ck" --resume --offload moments
-    same "$options: resumed without and with --offload moments" a c 2
+    same "$options: resumed without --offload moments, then with it" a c 2
 done
+# Compares runs with --optimizer-in-backward on the GPU with runs without this option on the CPU.
 for options in "--optimizer-state coat" "--optimizer-state msamp" "--optimizer-state msamp --master-weights fp16" \
     "--optimizer-state fp32 --master-weights fp16" "--precision fp8 --fp8-activations on" \
     "--precision fp8 --optimizer-state msamp --master-weights fp16"; do
@@ -149,7 +153,7 @@ for recipe in tensorwise delayed rowwise rowwise_with_gw_hp blockwise; do
         gpu b $run --recompute $part
         same "$recipe: without and with --recompute $part" a b
     done
-    # Activations in FP8 leave the first loss as it is. Recomputing other parts changes nothing more.
+    # Activations in FP8 do not change the first loss. Recomputing attention as well changes nothing more.
     gpu b $run --fp8-activations on && gpu c $run --fp8-activations on --recompute attention
     same "$recipe, --fp8-activations on: without and with --recompute attention" b c
     near "$recipe: first loss without and with --fp8-activations on" "$(field a loss 1)" "$(field b loss 1)" 0
@@ -165,12 +169,12 @@ same "FP8 with every layer filtered, and BF16" a b
 gpu a ${common/--deterministic/} --precision fp8 --fp8-filter auto --fp8-audit 2 --log-dir "$tmp/audit" --num-steps 4
 if [ $? -eq 0 ] && { grep -q '"type": "fp8_audit"' "$tmp/audit/log.jsonl" ||
     grep -q '"fp8_gemms": 0,' "$tmp/audit/log.jsonl"; }; then
-    ok "--fp8-filter auto with an audit"
+    ok "--fp8-filter auto: log.jsonl has an audit, or no GEMM runs in FP8"
 else
     bad "filter auto and audit: $(tail -n 3 "$tmp/a.log")"
 fi
 
-# log.jsonl says where time and energy went. NVML belongs to the driver, as nvidia-smi does.
+# log.jsonl says where time and energy went. If nvidia-smi can read the power, NVML must read the energy.
 energy=$(nvidia-smi --query-gpu=power.draw --format=csv,noheader,nounits 2>/dev/null | grep -q '^[0-9]' &&
     echo --energy)
 if gpu a $common --precision fp8 --num-steps 12 --val-data "$tmp/synth_val.bin" --val-steps 5 --val-every 6 \
@@ -182,8 +186,8 @@ else
 fi
 
 # Layer gradients reuse memory of activations. Norm weights of 80 values leave gaps between vectors, and a model of one
-# layer has no other layers' activations. An untied embedding's gradient has room for the logits of 64 tokens, but not
-# of 512, and for the activations of a layer.
+# layer has no other layers' activations. An untied embedding's gradient has room for the activations of a layer, and
+# for the logits of 64 tokens, but not for those of 512.
 mkdir "$tmp/odd"
 for shape in "1 320 true" "5 320 true" "1 16384 false" "5 16384 false"; do
     read -r layers vocabulary tied <<<"$shape"
@@ -198,7 +202,7 @@ END
         args="$tmp/odd $data --sequence-length $T --num-steps 5 --learning-rate 1e-3 --optimizer-state fp32"
         args="$args --master-weights fp32"
         cpu a $args && gpu b $args --deterministic
-        # In five steps, bf16 roundings differ from those of the CPU: a step moves the norm by less than 2^-9.
+        # bf16 roundings differ from the CPU's. In each of the five steps that moves the norm by less than 2^-9.
         near "$name: gradient norm on GPU and CPU" "$(field b norm 5)" "$(field a norm 5)" 1e-2
         args="$args --precision fp8 --deterministic"
         gpu a $args && gpu b $args --recompute layer && gpu c $args --fp8-weight-cache on
@@ -214,7 +218,7 @@ done
 # sums. An fp32 sum differs from the large batch's gradient by the bf16 roundings of 256 gradients, with FP8 also by
 # other scales. bf16 sums add noise: each micro-step 1.8e-6 to 2.7e-6 of the squared norm
 # (llmc/reference/gradient_sum.h), in all 0.03% of the norm. By chance it may be a few times more, since few elements
-# make up most of the norm. Rounding to nearest instead lost 0.3% and more.
+# make up most of the norm. Rounding to nearest instead lost 0.3% of the norm and more.
 for case in "bf16 auto 1e-3" "bf16 bf16 4e-3" "fp8 auto 1e-2"; do
     read -r precision dtype limit <<<"$case"
     run="small $data --sequence-length 64 --num-steps 1 --precision $precision --deterministic"
@@ -234,8 +238,8 @@ gpu a $run && gpu b $run --fp8-fast-accum all &&
     near "last loss with and without --fp8-fast-accum all" "$(field b loss 12)" "$(field a loss 12)" 1e-2
 
 # Validation, and a sample longer than the training sequences, with a model that has learned a little. Its first words
-# equal those of the CPU, because few tokens are likely. Later words may differ where a random draw falls between two
-# roundings.
+# equal those of the CPU, because few tokens are likely. Later words may differ where GPU and CPU round a probability
+# differently and the random draw falls between both values.
 gpu a small $data --sequence-length 64 --batch-size 16 --num-steps 300 --learning-rate 1e-3 --export-hf "$tmp/told"
 run="$tmp/told --train-data $tmp/synth_train.bin --val-data $tmp/synth_val.bin --val-every 1 --val-steps 7"
 run="$run --sequence-length 16 --batch-size 2 --num-steps 2 --learning-rate 0 --sample-every 2 --sample-tokens 40"
@@ -245,8 +249,8 @@ check "--val-every 1 validates after both steps" equal "$(grep -c '^validation a
 check "the GPU's story begins like the CPU's: $(story a)" equal "$(story b | cut -c1-16)" "$(story a | cut -c1-16)"
 check "a story is longer than the sequences: $(story b)" [ "$(story b | wc -c)" -gt 30 ]
 
-# --profile prints a table of the operations of a step: GEMMs in TFLOP/s, other kernels in GB/s, in percent of their
-# limits. AdamW has two calls: for the root and for the layers.
+# --profile prints a table of the operations of a step: GEMMs in TFLOP/s, other kernels in GB/s, and the percentage of
+# their limits. AdamW is called twice: for the root (embedding, final norm, lm_head) and for all layers.
 gpu a $common --precision fp8 --num-steps 3 --profile
 check "--profile has AdamW in GB/s: $(grep -A 3 '^profile of' "$tmp/a.log")" \
     grep -qE '^  AdamW +2 .* GB/s +[0-9.]+%$' "$tmp/a.log"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Two steps of small models under the tools of compute-sanitizer, six programs at a time. Each has its own log in
-# build/sanitize/ and is killed after SANITIZE_SECONDS (default 900). Needs ./train_fp8cu, build/train_fp8cu_apart
-# and build/synth_stories. Ends with "N passed, N failed".
+# Runs two steps of small models under memcheck, racecheck and initcheck of compute-sanitizer, six programs at a time.
+# Each program has its own log in build/sanitize/ and is killed after SANITIZE_SECONDS (default 900). Needs
+# ./train_fp8cu, build/train_fp8cu_apart and build/synth_stories. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . scripts/tally.sh
@@ -32,8 +32,8 @@ start() {
     pids+=($!)
 }
 
-# True if every hazard in racecheck's output $1 is in a kernel of cuBLASLt (nvjet...): racecheck takes its bulk copies
-# to shared memory for races.
+# True if racecheck's output $1 has hazards, and all are in kernels of cuBLASLt (nvjet...): racecheck takes these
+# kernels' bulk copies to shared memory for races.
 only_in_cublaslt() {
     local all own
     all=$(sed -n 's/.*RACECHECK SUMMARY: \([0-9]*\) hazards\{0,1\} displayed.*/\1/p' "$1" | tail -n 1)
@@ -66,7 +66,7 @@ for tool in memcheck racecheck initcheck; do
     for precision in bf16 fp8; do
         start $tool $precision ./train_fp8cu tiny --sequence-length 160 --precision $precision
     done
-    # blockwise needs sizes of 128: small has them.
+    # blockwise needs sizes that are multiples of 128. The model "small" has them.
     for recipe in delayed rowwise rowwise_with_gw_hp blockwise "mxfp8 --fp8-emulate"; do
         start $tool "$recipe" ./train_fp8cu small --sequence-length 64 --precision fp8 --fp8-audit 2 \
             --fp8-recipe $recipe
@@ -74,7 +74,8 @@ for tool in memcheck racecheck initcheck; do
     start $tool "MS-AMP's states" ./train_fp8cu tiny --sequence-length 160 --precision fp8 --optimizer-state msamp \
         --master-weights fp16 --fp8-audit 2
 done
-# Each range of memory is an allocation of its own here, so memcheck sees a write past its end. Rows end inside a tile.
+# In train_fp8cu_apart each range of memory is an allocation of its own, so memcheck sees a write past a range's end.
+# The 1,064 tokens of a sequence do not fill their last tile.
 for precision in bf16 fp8 "fp8 --fp8-recipe delayed" "fp8 --fp8-recipe rowwise" \
     "fp8 --fp8-recipe rowwise_with_gw_hp" "fp8 --recompute layer"; do
     start memcheck "ranges apart, $precision" build/train_fp8cu_apart small --sequence-length 1064 \

@@ -197,7 +197,7 @@ check "a resumed run prints at most 25 lines before its first step" \
     equal "$(($(sed '/^step /Q' "$tmp/resumed" | wc -l) <= 25))" 1
 check "a resumed run prints the checkpoint that it continues from" \
     holds "$tmp/resumed" "resume: continuing from $tmp/started/steps/step-00000002"
-# every option that a run of 2 ranks may have
+# Sets most options that have a value other than on and off, each to the value that it has anyway.
 many=$($trainer tiny $data --precision fp8 --fp8-recipe delayed --dry-run --json | python3 -c '
 import json, sys
 left_out = ("train-data", "val-data", "sequence-length", "num-steps", "fp8-filter", "shard-size", "world-size",
@@ -210,7 +210,7 @@ $trainer tiny $data --precision fp8 --dry-run >"$tmp/start"
 check "--dry-run prints settings, memory plan and table of GEMMs" equal \
     "$(grep -cE '^(model|eps|stall-timeout) |^memory plan|^  (lm_head|down) ' "$tmp/start")" 10
 
-# ---- --log-every: prints the step lines of the first, every N-th and the last step; the log has all
+# ---- --log-every: prints the step lines of the first, every N-th and the last step; log.jsonl has all steps
 
 printed() { grep '^step ' "$1" | sed 's|^step *\([0-9]*\)/.*|\1|' | paste -sd' '; }
 rm -rf "$tmp/every"

@@ -133,7 +133,7 @@ def test_split_and_fraction(folder):
         status, output = run("--tokenizer", "bytes", "--text", one, two, "--val-text", one, "--out", folder, "--name",
                              "part", "--fraction", str(fraction))
         got = read("part_train.bin")
-        # The limit of a file may cut the last story. All others must be there.
+        # The limit may lie within a story, which is then left out. All stories before it must be there.
         length = sum(len(s) + 15 for s in got)
         check(status == 0 and got == stories[:len(got)] and -40 < length - fraction * size <= 0,
               f"--fraction {fraction}: {len(got)} stories, {length} of {size} bytes")
@@ -269,7 +269,7 @@ def test_hub(folder):
     status, output = prepare("tenth", "--fraction", "0.1")
     got = stories_of("tenth")
     check(status == 0 and got == stories[:len(got)] and 0.09 * size < sum(len(s) + 15 for s in got) <= 0.1 * size + 1,
-          f"--fraction 0.1 gives the first tenth of the stories, not {len(got)}: {output}")
+          f"--fraction 0.1 gives the first tenth of the stories: {len(got)} stories, {output}")
     check(not os.path.exists(f"{folder}/tenth/TinyStories-train.txt"),
           "--fraction 0.1 leaves no file with the whole text's name")
     check(prepare("tenth")[0] == 0 and stories_of("tenth") == stories,
@@ -344,7 +344,7 @@ def test_tokenizer_json(folder):
         os.makedirs(f"{folder}/my {kind}", exist_ok=True)
         path = f"{folder}/my {kind}/tokenizer.json"
         subprocess.run([VENV_PYTHON, "-c", MAKE_TOKENIZER, kind, text, path, special], check=True)
-        # replaces the earlier shards
+        # With this name the third case replaces the shards of the first.
         extra = ["--separator", special, "--name", f"tinystories_my_{kind}"] if special == "<sep>" else []
         status, output = run("--tokenizer", os.path.dirname(path), "--text", text, "--val-text", text, "--out", folder,
                              *extra, python=VENV_PYTHON)
@@ -400,7 +400,7 @@ def test_synth(folder):
     check(all(s[0].isupper() and s[-1] in ".!" and s.count('"') % 2 == 0 for s in stories["train"]),
           "each story begins with a capital, ends with a full stop or \"!\", and closes its quotes")
     words = set(re.findall(r"[a-z]+", text.lower()))
-    check(len(words) >= 300, f"the stories have at least 300 different words, not {len(words)}")
+    check(len(words) >= 300, f"the stories have at least 300 different words: {len(words)}")
     for arguments, message in ((["--bytes", "0"], 'bytes "0": a whole number'), (["--bytes", "4e6"], 'bytes "4e6"'),
                                (["--seed", "-1"], 'seed "-1"'), (["x"], 'argument "x"'),
                                (["--size", "3"], "--help"), (["--out", f"{folder}/no/x"],

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests scripts/export_logs.py: the event files hold every scalar of the logs, with valid checksums.
+"""Tests scripts/export_logs.py: the event files hold the scalars of the logs, with valid checksums.
 
 The files are read here by their format (TFRecord with masked CRC-32C, Event messages). Runs with build/report-venv
 (scripts/setup_report.sh), or skips. Ends with "N passed, N failed".
@@ -45,7 +45,7 @@ def read_events(path):
         size, = struct.unpack("<Q", data[at:at + 8])
         body = data[at + 12:at + 12 + size]
         sums = struct.unpack("<I", data[at + 8:at + 12]) + struct.unpack("<I", data[at + 12 + size:at + 16 + size])
-        check(sums == (masked(data[at:at + 8]), masked(body)), f"{path}: checksums at byte {at}")
+        check(sums == (masked(data[at:at + 8]), masked(body)), f"{path}: the checksums at byte {at} are right")
         event = Event.FromString(body)
         for value in event.summary.value:
             scalars[value.tag, event.step] = value.simple_value, event.wall_time
@@ -81,16 +81,17 @@ def test_events(folder):
         for key, name in names.items():
             value = scalars.get((name, record["step"]), (None, 0))[0]
             want = struct.unpack("<f", struct.pack("<f", record[key]))[0]
-            check(value == want, f"{name} of step {record['step']}: {value}, not {want}")
+            check(value == want, f"{name} of step {record['step']} is {want}: {value}")
     validations = {name_step[1]: value[0] for name_step, value in scalars.items() if name_step[0] == "loss/validation"}
     wanted = {r["step"]: r["loss"] for r in records if r["type"] == "validation"}
     check(sorted(validations) == sorted(wanted) == [4, 6],
           f"events have the validation losses of steps 4 and 6: {validations}")
-    check(all(abs(validations[s] - wanted[s]) < 1e-6 for s in wanted), f"{validations}, not {wanted}")
+    check(all(abs(validations[s] - wanted[s]) < 1e-6 for s in wanted),
+          f"the validation losses are {wanted}: {validations}")
     check(not any("mfu" in name for name, _ in scalars), "a null (mfu on the CPU) is not exported")
     times = [scalars["loss/training", step][1] for step in range(1, 7)]
     check(times == sorted(times) and 0 <= time.time() - times[-1] < 600,
-          f"times of events increase and end now: {times}")
+          f"the times of events increase, and the last one is less than 600 s ago: {times}")
 
 
 def test_errors(folder):

@@ -114,7 +114,7 @@ check "one of 2 ranks prints that MODEL is damaged" equal "$(grep -c '^error: .*
 rm "$tmp/hf/train_fp8.json"
 check "a MODEL without hashes trains" trains ./train_fp8 "$tmp/hf" $model
 
-# ---- Saves that fail: the first FAILING folders of checkpoints cannot be made.
+# ---- Saves that fail: the first $FAILING calls of mkdir for a checkpoint return an error.
 
 cat >"$tmp/failing.c" <<'C'
 #define _GNU_SOURCE

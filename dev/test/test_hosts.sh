@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Tests train_fp8 on 3 hosts that mpirun reaches by ssh, and without mpirun (--init-from): their losses, a slow and
-# lossy network, --check-links, a killed rank, a lost host, and runs that go on with fewer hosts. The hosts are network
-# namespaces of this machine (lib/hosts.sh); skipped where these are not allowed. Ends with "N passed, N failed".
+# Tests train_fp8 on 1 to 3 hosts that mpirun reaches by ssh, and without mpirun (--init-from): losses, a slow and lossy
+# network, bytes and times of steps against the plan, --check-links, a killed rank, a lost host, and runs that go on
+# with fewer hosts. The hosts are network namespaces of this machine (lib/hosts.sh). Where these are not allowed, the
+# test is skipped. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1  # there are more ranks than cores, so threads would wait for each other
@@ -75,7 +76,7 @@ train() {
 same_steps() {
     check "$1: the steps from $3 on have the losses and norms of $2" \
         equal "$(steps "$1")" "$(steps "$2" | tail -n +"$3")"
-    check "$1: it has steps" [ -n "$(steps "$1")" ]
+    check "$1: log.jsonl has steps" [ -n "$(steps "$1")" ]
 }
 
 # Waits at most $1 seconds until a command succeeds.
@@ -148,7 +149,7 @@ for link in "1 0" "10 0" "1 1"; do
     check "$name: $shaper delays an answer by $((2 * delay)) ms ($took)" [ $took -ge $((2 * delay)) ]
     before=$(resent)
     check "$name: 3 hosts train" train "$name" a,b,c --batch-size 2
-    check "$name: TCP sends segments again that were lost ($before before, $(resent) after)" \
+    check "$name: if frames are lost, TCP sends segments again ($before before, $(resent) after)" \
         [ $loss -eq 0 -o "$(resent)" -gt "$before" ]
     check "$name: 3 hosts train without mpirun" meet "meet-$name" "a b c" --batch-size 2
     fast_network a b c
@@ -166,7 +167,8 @@ plan() {
     ./train_fp8 $common --dry-run --json --world-size "$hosts" --ranks-per-host 1 "$@" |
         grep -o "\"$key\": [0-9.e+]*" | awk '{ sum += $2 } END { print sum }'
 }
-# Prints the bytes that host $1 has received, and the mean milliseconds of the steps from the third on of run $1.
+# received: prints the bytes that host $1 has received. step_time: prints the mean time of the steps of run $1 in
+# milliseconds, without the first two steps.
 received() { on "$1" awk '/eth0:/ { print $2 }' /proc/net/dev; }
 step_time() {
     sed -n 's/.*"type": "step", "step": [0-9]*,.*"ms": \([0-9.]*\),.*/\1/p' "$ROOM/$1/log.jsonl" | tail -n +3 |
@@ -284,10 +286,10 @@ check "lost: mpirun ends with status 6 ($status)" [ $status -eq 6 ]
 check "lost: mpirun ends within 60 s ($((SECONDS - began)))" [ $((SECONDS - began)) -le 60 ]
 check "lost: the rank on the lost host ends" await 30 all_ended b
 check "lost: there is one error: $(grep 'error: ' "$ROOM/lost.out")" equal "$(grep -c 'error: ' "$ROOM/lost.out")" 1
-check "lost: it names the host and the rank" \
+check "lost: the error names the host and the rank" \
     grep -q '^error: rank 1 on b has not responded for 1[0-9] s (limit 10 s, from --stall-timeout 10)' "$ROOM/lost.out"
 keep_second lost
-check "lost: the last checkpoint is whole: the run goes on from it" \
+check "lost: the last checkpoint is whole: a run resumes from it" \
     launch a,c ./train_fp8 $common --num-steps $((10#${last#step-} + 1)) --batch-size 3 \
     --checkpoint-dir "$ROOM/lost-all" --resume >"$ROOM/newest.out" 2>&1
 check "lost: the run goes on from the last checkpoint" holds "$ROOM/newest.out" "continuing from $ROOM/lost-all/$last"
@@ -295,7 +297,8 @@ fewer="--batch-size 3 --checkpoint-dir"
 check "lost: the run goes on on the 2 hosts that are left" train fewer a,c $fewer "$ROOM/lost-ck" --resume
 check "lost: the run goes on on 2 ranks of one host" train fewer-one a:2 $fewer "$ROOM/lost-copy" --resume
 same_steps fewer fewer-one 1
-check "lost: both go on after step 2" equal "$(steps fewer | head -n 1 | cut -d' ' -f1)" 3
+check "lost: the run on the 2 hosts that are left goes on after step 2" \
+    equal "$(steps fewer | head -n 1 | cut -d' ' -f1)" 3
 
 # ---- A killed rank and a lost host, without mpirun.
 
@@ -322,5 +325,6 @@ check "gone: the other hosts print one line, which names the rank and the host: 
     equal "$(grep -c '^error: rank 1 on b has not responded' "$ROOM/gone.0.err")$(cat "$ROOM/gone.2.err")" 1
 check "gone: the run goes on on the 2 hosts that are left" meet gone-fewer "a c" --batch-size 3 --num-steps 6 \
     --checkpoint-dir "$ROOM/killed-copy" --resume
-check "gone: its steps are those of 2 ranks on one host" equal "$(steps gone-fewer)" "$(steps fewer)"
+check "gone: these 2 hosts make the steps of the 2 hosts that went on with mpirun" \
+    equal "$(steps gone-fewer)" "$(steps fewer)"
 finish

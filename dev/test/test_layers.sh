@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tests the order of files in llmc/. llmc/README.md lists every file with its first line, and a file includes only files
-# that are listed before it. Ends with "N passed, N failed".
+# Tests the order of files in llmc/. llmc/README.md lists every file with its first line, a file includes only files
+# that are listed before it, and no .h includes a .cuh. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . scripts/tally.sh
@@ -10,7 +10,7 @@ cd "$(dirname "$0")/../.."
 listed() { awk -v lines="${2:-}" -F'`' '/^## / { folder = $0; sub(/^## /, "", folder); sub(/:.*/, "", folder) }
     /^- `/ { print folder $2 (lines ? substr($3, 2) : "") }' "$1/README.md"; }
 
-# Prints every include in tree $1 of a file that is not listed before, as "FILE includes OTHER".
+# Prints every include in tree $1 of a file that is not listed before, or of a .cuh in a .h, as "FILE includes OTHER".
 climbs() {
     (cd "$1" && for file in */*.h */*.cuh; do
         sed -n 's/^ *# *include "\(.*\)"/\1/p' "$file" | while read -r other; do
@@ -26,8 +26,9 @@ while read -r line; do
     file=${line%%[ ]*}
     check "README.md repeats the first line of $file" equal "$line" "$file $(sed -n '1s#^// ##p' "llmc/$file")"
 done < <(listed llmc lines)
-check "no file of llmc/ includes a file that is listed after it" equal "$(climbs llmc)" ""
-check "the trainers include llmc/ by its folders" \
+check "files of llmc/ include only files that are listed before them, and no .h includes a .cuh" \
+    equal "$(climbs llmc)" ""
+check "the trainers include files of llmc/ as \"llmc/FOLDER/FILE\"" \
     equal "$(grep -h '^#include "' train_fp8.c train_fp8.cu |
         grep -vE '"llmc/[a-z]+/[a-z0-9_]+\.cuh?"|"llmc/[a-z]+/[a-z0-9_]+\.h"')" ""
 
@@ -39,7 +40,7 @@ cp -r llmc "$tmp/"
 sed -i '1a #include "../run/run.h"' "$tmp/llmc/base/utils.h"
 sed -i '1a #include "precision.h"' "$tmp/llmc/config/recipes.h"
 sed -i '1a #include "../cuda/amax.cuh"' "$tmp/llmc/run/stop.h"
-check "the test finds includes of files that are listed later" \
+check "the test finds includes of files that are listed later, and of a .cuh in a .h" \
     equal "$(climbs "$tmp/llmc" | sort)" "base/utils.h includes run/run.h
 config/recipes.h includes config/precision.h
 run/stop.h includes cuda/amax.cuh"

@@ -1,7 +1,8 @@
 """Checks scripts/mpijob.yaml against the schema of MPIJob in Kubeflow's MPI Operator.
 
 Takes the schema from the file that the environment variable MPIJOB_CRD names, or downloads it once to build/. Also
-checks what the schema does not say. Skipped without PyYAML or without network. Ends with "N passed, N failed".
+checks what the schema does not say; without network it checks only that. Skipped without PyYAML. Ends with "N passed, N
+failed".
 """
 import copy
 import os
@@ -99,16 +100,17 @@ def check_roles(job):
     launcher, worker = (spec["mpiReplicaSpecs"][role]["template"]["spec"] for role in ("Launcher", "Worker"))
     gpus = worker["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
     ranks = spec.get("slotsPerWorker")
-    check(gpus == ranks, f"a worker has {gpus} GPUs and {ranks} ranks")
-    check("nvidia.com/gpu" not in launcher["containers"][0]["resources"]["limits"], "the launcher asks for GPUs")
+    check(gpus == ranks, f"a worker has a rank for each GPU: {gpus} GPUs, {ranks} ranks")
+    check("nvidia.com/gpu" not in launcher["containers"][0]["resources"]["limits"], "the launcher asks for no GPU")
     check(spec["mpiReplicaSpecs"]["Launcher"]["replicas"] == 1, "there is one launcher")
     images = {launcher["containers"][0]["image"], worker["containers"][0]["image"]}
-    check(len(images) == 1, f"both have one image: {images}")
+    check(len(images) == 1, f"launcher and worker have one image: {images}")
     volumes = {volume["name"] for volume in worker["volumes"]}
     mounts = {mount["name"] for mount in worker["containers"][0]["volumeMounts"]}
-    check(volumes == mounts, f"volumes {volumes} are mounted: {mounts}")
+    check(volumes == mounts, f"the worker mounts its volumes {volumes}: {mounts}")
     words = launcher["containers"][0]["args"]
-    check("--resume" in words and any(word.startswith("--checkpoint-dir") for word in words), "the run can go on")
+    check("--resume" in words and any(word.startswith("--checkpoint-dir") for word in words),
+          "the command has --resume and --checkpoint-dir, so the run can go on")
     check("openssh-server" in (ROOT / "Dockerfile").read_text(), "the image has sshd")
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""dev/peers without a GPU and without torch: the shard reader, command lines, and compare.py with stand-ins.
+"""Tests dev/peers without a GPU and without torch: the shard reader, command lines, and compare.py with stand-ins.
 
 A stand-in writes what the trainer or a peer writes, and fails where a test wants it. Ends with "N passed, N failed".
 """
@@ -22,7 +22,8 @@ from energy import EnergyCounter
 
 counts = {"passed": 0, "failed": 0}
 
-# Stands for ./train_fp8cu and mpirun's rank 0: the line of a run that fails, or a log.jsonl with settings and summary.
+# Stands for ./train_fp8cu, alone or as rank 0 of mpirun. Writes a log.jsonl with settings and summary; for one model it
+# fails with an error line, for another it hangs.
 TRAINER = r'''#!/usr/bin/env python3
 import json, os, sys, time
 of = dict(zip(sys.argv[2::2], sys.argv[3::2]))
@@ -76,7 +77,7 @@ int nvmlDeviceGetTotalEnergyConsumption(void *device, unsigned long long *millij
 }
 '''
 
-# Stands for mpirun: one rank.
+# Stands for mpirun: starts one rank only.
 MPIRUN = """#!/bin/sh
 while [ $# -gt 0 ]; do case $1 in */trainer) exec "$@" ;; esac; shift; done
 """
@@ -203,17 +204,19 @@ def test_titan_result():
                                       (20, 8200.0, 99.0))]
     result = titan_train.summarize(args, records, 2, "torchtitan", "GPU X")
     speed = result["tokens_per_second_per_gpu"]
-    check(speed == 8192.0 and result["median_ms"] == 1000.0, "torchtitan's median step is after step 5:", result)
+    check(speed == 8192.0 and result["median_ms"] == 1000.0,
+          "torchtitan's median leaves out the first 5 steps:", result)
     check(result["memory_bytes"] == int(99.5 * 2**30) and result["last_loss"] == 10.0,
-          "torchtitan's peak memory and last loss")
+          "the result has torchtitan's peak memory and last loss")
     args = argparse.Namespace(model="llama3.1-8b", precision="fp8", masters="bf16", length=64, ac="none", steps=20,
                               out="x", options=["--debug.seed", "1"])
     words = " ".join(titan_train.titan_options(args))
     check("enable_fsdp_float8_all_gather" in words and "--training.dtype bfloat16" in words
-          and words.endswith("--debug.seed 1"), "torchtitan's options for tensorwise with bf16 weights:", words)
+          and words.endswith("--debug.seed 1"),
+          "tensorwise with bf16 weights has FP8 all-gather and dtype bfloat16:", words)
     args.precision = "rowwise"
     words = " ".join(titan_train.titan_options(args))
-    check("recipe_name rowwise" in words and "all_gather" not in words, "torchtitan's options for rowwise:", words)
+    check("recipe_name rowwise" in words and "all_gather" not in words, "rowwise has no FP8 all-gather:", words)
 
 
 def run_compare(folder, *words):

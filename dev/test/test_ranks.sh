@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Tests train_fp8 on several ranks of this machine (mpirun): every sharding strategy against one rank, FP8 all-gather,
-# checkpoints resumed on other numbers of ranks, signals, killed ranks, wrong options. Needs ./train_fp8,
-# build/synth_stories, build/compare_checkpoints. Ends with "N passed, N failed".
+# Tests train_fp8 on several ranks of this machine (mpirun): every sharding strategy against one rank, validation, FP8
+# all-gather, checkpoints resumed on other numbers of ranks, moments and gradients in FP8, signals, killed ranks, wrong
+# options, and more. Needs mpirun and python3. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export LC_ALL=C  # awk and printf use a decimal point
@@ -15,9 +15,8 @@ bad() { failed=$((failed + 1)); echo "FAILED: $*"; }
 check() { local name=$1; shift; if "$@"; then ok; else bad "$name"; fi; }
 ranks() { local n=$1; shift; mpirun --allow-run-as-root --oversubscribe -np "$n" ./train_fp8 "$@"; }
 
-# Writes models whose tensors rarely divide by the number of ranks: Qwen2 with biases, Qwen3 with tied embeddings,
-# Llama. Two more have sizes for FP8: multiples of 16, and of 128. $1 folder, $2 family, $3 tied, then hidden size,
-# intermediate size, query heads, head dimension.
+# Writes a model. $1 folder, $2 family, $3 whether the embedding is tied, then hidden size, intermediate size, query
+# heads, head dimension.
 write_model() {
     mkdir -p "$tmp/$1"
     cat >"$tmp/$1/config.json" <<JSON
@@ -27,6 +26,8 @@ write_model() {
  "tie_word_embeddings": $3, "initializer_range": 0.05, "torch_dtype": "float32"}
 JSON
 }
+# The sizes of the tensors of the first three models are rarely multiples of the number of ranks. Qwen2 has biases. The
+# sizes of the last two models suit FP8: multiples of 16, and of 128.
 write_model qwen2 qwen2 false 52 76 6 10
 write_model qwen3 qwen3 true 52 76 6 10
 write_model llama llama false 52 76 6 10
@@ -41,7 +42,7 @@ steps() {
 }
 
 # True if the losses in two lists of steps agree to a relative error of $3, and the norms to 10 times that. In fp32 they
-# differ by the order of sums. Losses are printed to 6 digits.
+# differ by the order of sums.
 close() {
     [ -s "$1" ] && [ "$(wc -l <"$1")" -eq "$(wc -l <"$2")" ] && paste -d' ' "$1" "$2" | awk -v t="$3" '
         function off(a, b) { return a > b ? (a - b) / b : (b - a) / b }
@@ -49,7 +50,8 @@ close() {
         END { exit wrong }'
 }
 
-# Runs $1 ranks (0: without mpirun) with the log in folder $2. Prints the output if the run fails.
+# Runs $1 ranks (0: without mpirun) with the log in folder $2, and writes the steps to $2.steps. Prints the end of the
+# output if the run fails.
 train() {
     local n=$1 name=$2 program=./train_fp8
     shift 2
@@ -92,8 +94,8 @@ against_one qwen3 clipped --grad-clip 0.5
 check "clipping changes the losses" \
     [ "$(cut -d' ' -f2 "$tmp/qwen2-plain-one.steps")" != "$(cut -d' ' -f2 "$tmp/qwen2-clipped-one.steps")" ]
 
-# In bf16 each rank rounds its gradients before they are summed (2^-9). That moves losses of 6 by well under 1e-3 in 4
-# steps.
+# In bf16 each rank rounds its gradients before they are summed (2^-9). In 4 steps that moves a loss of about 6 by well
+# under 1e-3 of it.
 train 0 bf16-one "$tmp/qwen3" $data --num-steps 4 --batch-size 12
 for dtype in bf16 fp32; do
     train 4 "bf16-$dtype" "$tmp/qwen3" $data --num-steps 4 --batch-size 3 --reduce-dtype $dtype &&
@@ -101,7 +103,7 @@ for dtype in bf16 fp32; do
             close "$tmp/bf16-$dtype.steps" "$tmp/bf16-one.steps" 1e-3
 done
 # Gradients reduced in fp32 stay in fp32: the sum over 24 micro-steps on 2 ranks equals the gradient of one micro-step,
-# except for random bf16 roundings.
+# except for the bf16 roundings of single gradients, most of which cancel.
 sums="$tmp/qwen3 $data --num-steps 1 --reduce-dtype fp32"
 train 2 sums-one $sums --batch-size 24 && train 2 sums-many $sums --batch-size 1 --grad-accumulation-steps 24 &&
     check "24 micro-steps reduced in fp32 have the loss and norm of one micro-step" \
@@ -176,8 +178,9 @@ done
 
 # Scales of rows and blocks do not depend on the rows of other ranks. So the forward pass equals that of one rank,
 # except for the order in which losses are added (1e-6). In the backward pass each rank rounds its gradients to bf16
-# before they are added, as without FP8 (1e-3). In wgrad, blocks of rows are equal. The rowwise amax over the rows of
-# one rank may give a scale of another power of two, which changes only subnormal codes.
+# before they are added, as without FP8 (1e-3). In wgrad, a scale of a block covers the same tokens on any number of
+# ranks. A rowwise scale there covers all tokens of one rank, so it may be another power of two than that of one rank
+# with all tokens. That changes only subnormal codes.
 for recipe in rowwise rowwise_with_gw_hp blockwise mxfp8; do
     fp8="$tmp/fp8-wide $data --precision fp8 --fp8-recipe $recipe --num-steps 4"
     train 0 one-$recipe $fp8 --batch-size 8 && train 2 two-$recipe $fp8 --batch-size 4 || continue
@@ -193,7 +196,7 @@ done
 train 2 audit "$tmp/fp8" $data --precision fp8 --num-steps 4 --batch-size 2 --fp8-audit 4 &&
     check "the audit of 2 ranks logs every FP8 operand" [ "$(grep -c '"fp8_audit"' "$tmp/audit/log.jsonl")" -eq 72 ]
 
-# ---- Checkpoints: a run of 8 steps, and one that is stopped after 4 steps and resumed.
+# ---- Checkpoints: a run of 8 steps, and one that ends after 4 steps and is resumed.
 resumed() {  # $1 ranks, $2 name, $3 largest error (0: equal bits), the rest: options
     local n=$1 name=$2 tolerance=$3
     shift 3
@@ -220,8 +223,8 @@ for precision in fp32 bf16; do
     resumed 0 one 1e-6 --batch-size 12
     resumed 4 hybrid 1e-6 --batch-size 3 --sharding hybrid --shard-size 2
     resumed 4 none 1e-6 --batch-size 3 --sharding none
-    # The checkpoint of one rank after these steps has equal files. Its tensors differ only by the order of sums, which
-    # AdamW's division magnifies where a gradient is nearly zero.
+    # The checkpoint of one rank after these steps has files of equal names and sizes. Its tensors differ only by the
+    # order of sums. AdamW's division magnifies that difference where a gradient is nearly zero.
     train 0 alone $common --num-steps 4 --batch-size 12 --checkpoint-dir "$tmp/ck-alone"
     check "checkpoints of 4 ranks and of one rank have equal file names" \
         [ "$(ls "$tmp/ck/step-00000004")" = "$(ls "$tmp/ck-alone/step-00000004")" ]
@@ -251,7 +254,7 @@ check "fp8_state.safetensors is saved" [ -s "$tmp/ck/step-00000004/fp8_state.saf
 resumed 2 delayed-two 0 --batch-size 4
 resumed 4 delayed-four 1e-3 --batch-size 2  # bf16 gradients, as above
 
-# Moments in FP8: their groups of 128 lie in one rank's slice, also where biases of q, k and v share a group (qwen2).
+# Moments in FP8: each group of 128 lies in one rank's slice, also where biases of q, k and v share a group (qwen2).
 common="$tmp/qwen2 $data --optimizer-state coat-stochastic"
 rm -rf "$tmp"/ck*
 train 4 whole $common --num-steps 8 --batch-size 3
@@ -268,8 +271,8 @@ ranks 4 $common --num-steps 8 --batch-size 3 --checkpoint-dir "$tmp/ck" --resume
 check "a resume with other moments is refused" \
     grep -q -- "--optimizer-state is coat-stochastic in the checkpoint, bf16 now" "$tmp/other.out"
 
-# MS-AMP's moments and FP16 masters: one scale for each tensor, whatever part of it a rank has. So ranks that share the
-# parameters write the bytes of ranks that hold them whole.
+# MS-AMP's moments and FP16 masters have one scale for each tensor, whatever part of the tensor a rank has. So ranks
+# that shard the parameters write the same bytes as ranks that hold all of them.
 common="$tmp/qwen2 $data --optimizer-state msamp --master-weights fp16"
 rm -rf "$tmp"/ck*
 train 0 msamp-one $common --num-steps 8 --batch-size 12
@@ -281,7 +284,7 @@ check "msamp: 4 ranks have the losses of one rank" close "$tmp/msamp-four.steps"
 check "msamp: 2 ranks have the losses of one rank" close "$tmp/whole.steps" "$tmp/msamp-one.steps" 1e-3
 check "msamp: --sharding hybrid has the losses of one rank" close "$tmp/msamp-hybrid.steps" "$tmp/msamp-one.steps" 1e-3
 for file in model optimizer; do
-    check "msamp: $file.safetensors of --sharding full and of none are equal" \
+    check "msamp: $file.safetensors is equal with --sharding full and none" \
         cmp "$tmp"/ck-{full,none}/step-00000008/$file.safetensors
 done
 tail -n 4 "$tmp/whole.steps" >"$tmp/whole.last"
@@ -315,15 +318,15 @@ for name, values in tensors(sys.argv[1]):
 assert elements > 10000 and min(x for x in largest if x) > 65504 / 2.01 and max(largest) <= 65504, largest
 PY
 
-# Gradients in FP8, summed rank after rank: the bits of a run repeat, and a resumed run has them. Each rank rounds each
-# gradient to 4 bits, and large sums saturate, which moves losses by about 1e-3 and norms by 1e-2.
+# Gradients in FP8, summed rank after rank: a resumed run has the bits of an unbroken one. Each rank rounds each
+# gradient to 4 significant bits, and large sums saturate, which moves losses by about 1e-3 and norms by 1e-2.
 common="$tmp/fp8 $data --precision fp8 --optimizer-state msamp --reduce-dtype fp8 --grad-accumulation-steps 2"
 rm -rf "$tmp"/ck*
 train 0 fp8-gradients $common --num-steps 8 --batch-size 6
 while read -r n options <&3; do
     train $n whole $common $options --num-steps 8 --batch-size $((6 / n)) --checkpoint-dir "$tmp/ck-whole"
     train $n saved $common $options --num-steps 4 --batch-size $((6 / n)) --checkpoint-dir "$tmp/ck"
-    check "FP8 gradients, $n ranks, $options: the losses of one rank" \
+    check "FP8 gradients, $n ranks, $options: the losses are close to those of one rank" \
         close "$tmp/whole.steps" "$tmp/fp8-gradients.steps" 3e-3
     tail -n 4 "$tmp/whole.steps" >"$tmp/whole.last"
     name="fp8-$n-${options//[- ]/}"
@@ -374,7 +377,10 @@ for name in masters-four masters-two masters-one masters-none; do
         [ "$(audited $name)" = "$(audited whole)" ]
 done
 
-# ---- Starts a run that does not end by itself. $1 ranks, then options. Sets mpi to mpirun's process, and pids[rank].
+# ---- Ranks that are killed, and signals to a rank.
+
+# Starts a run that does not end by itself. $1 ranks, then options. Sets mpi and pids[rank] to the process ids of mpirun
+# and of the ranks.
 start() {
     local n=$1 i pid rank
     shift
@@ -392,7 +398,8 @@ start() {
     check "all $n ranks have started: $(tail -n 3 "$tmp/run.out")" [ ${#pids[@]} -eq "$n" ]
 }
 
-# Waits up to 60 s for mpirun to end. Sets status (124: mpirun did not end).
+# Waits up to 60 s for mpirun to end, and kills the run otherwise. Sets status (124: mpirun did not end). Checks that
+# all ranks end.
 finish() {
     local i
     status=124
@@ -487,8 +494,8 @@ for sharding in full none "hybrid --shard-size 2"; do
         "$tmp/spoiled" $data --no-verify --precision fp32 --sharding $sharding
 done
 
-# ---- --optimizer-in-backward changes no bit of weights and optimizer state, and resumes a run without it. Norms differ
-# by the order of sums.
+# ---- --optimizer-in-backward changes no bit of weights and optimizer state, and a run that began without it may be
+# resumed with it. Norms differ by the order of sums.
 while read -r n options <&3; do
     common="$tmp/fp8 $data --num-steps 4 --batch-size 1 $options"
     rm -rf "$tmp/early" "$tmp/late" "$tmp/resumed"
@@ -521,7 +528,7 @@ CASES
 train 2 burst "$tmp/qwen2" $data --num-steps 1 --checkpoint-dir "$tmp/burst" --optimizer-in-backward
 refused 2 7 "is in .*, element [0-9]*.*The loss is" "$tmp/qwen2" $data --num-steps 40 --learning-rate 1000 \
     --checkpoint-dir "$tmp/burst" --resume --optimizer-in-backward
-check "the checkpoint of before is there: $(ls "$tmp/burst")" [ -e "$tmp/burst/step-00000001" ]
+check "the earlier checkpoint is still there: $(ls "$tmp/burst")" [ -e "$tmp/burst/step-00000001" ]
 
 # ---- Delayed scaling with --on-nonfinite skip: a skipped step does not change the state of any rank.
 ranks 2 "$tmp/fp8" $data --precision fp8 --fp8-recipe delayed --fp8-amax-history 8 --learning-rate 1000 --num-steps 60 \
@@ -539,8 +546,8 @@ done
 check "a learning rate of 1000: at least 9 skipped steps are saved ($skipped): $(tail -n 2 "$tmp/skips.out")" \
     [ $skipped -ge 9 ]
 
-# Rank 1 reads another file than rank 0, as hosts with their own disks may: one with the tokens in another order, and
-# one with other tokens.
+# ---- Rank 1 reads another file than rank 0, as hosts with their own disks may: a file with the tokens in another
+# order, and a file with other tokens.
 build/synth_stories --out "$tmp/other" --bytes 60000 --seed 5 >/dev/null
 python3 - "$tmp/s_train.bin" "$tmp/turned.bin" <<'PY'
 import sys
@@ -558,8 +565,8 @@ for other in turned other_train; do
         [ "$(grep -c "$message" "$tmp/differ.out")" -eq 1 ]
 done
 
-# A save fails on one rank, which sees an empty folder in place of the checkpoints after the first save. All ranks stop,
-# the error gives that rank's reason, and the earlier checkpoints stay.
+# ---- A save fails on rank 1, which sees an empty folder in place of that of the checkpoints after the first save. All
+# ranks stop, the error gives that rank's reason, and the earlier checkpoints stay.
 if unshare -m true 2>/dev/null; then
     common="$tmp/qwen2 $data --batch-size 2 --checkpoint-dir $tmp/half"
     again="./train_fp8 $common --num-steps 1000 --checkpoint-every 1 --keep-checkpoints 1000 --on-save-error stop"
@@ -579,7 +586,7 @@ else
     echo "skipped: a save that fails on one rank (this user may not mount)"
 fi
 
-# Only rank 0 prints help and samples.
+# ---- Only rank 0 prints help and samples.
 check "one of 2 ranks prints the help" [ "$(ranks 2 --help 2>&1 | grep -c '^usage')" -eq 1 ]
 train 3 sample "$tmp/qwen2" $data --batch-size 1 --num-steps 2 --sample-every 1 --sample-tokens 8 &&
     check "one of 3 ranks prints the samples" [ "$(grep -c '^sample after step' "$tmp/sample.out")" -eq 2 ]

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Tests ranks of train_fp8 that mpirun did not start (--init-from): losses, how they meet, who is missing, strangers at
-# the door, ranks that die or hang. Needs python3; mpirun for comparison. Ends with "N passed, N failed".
+# Tests ranks of train_fp8 that mpirun did not start (--init-from): losses, how the ranks meet, ranks that are missing,
+# connections of other programs, ranks that die or hang. Needs python3, and mpirun for comparison. Ends with "N passed,
+# N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
@@ -55,7 +56,7 @@ await_line() {
     return 1
 }
 
-# ---- losses: equal to those of ranks that mpirun started, with every sharding strategy and dtype of a reduction
+# ---- losses: equal to those of ranks that mpirun started, with sharding full, hybrid and none
 
 compare() {
     local n=$1 name=$2
@@ -64,17 +65,18 @@ compare() {
     ranks "$name" "$n" "file:$tmp/$name.meet" --num-steps 4 "$@"
     ends "$name"
     check "$name: all ranks end with status 0" equal "${statuses// /}" "$(printf '0%.0s' $(seq "$n"))"
-    check "$name: the losses of mpirun" equal "$(steps "$tmp/$name.0.out")" "$(steps "$tmp/$name.mpi")"
-    check "$name: 4 steps" equal "$(steps "$tmp/$name.0.out" | wc -l)" 4
-    check "$name: no error" equal "$(cat "$tmp/$name.errors")" ""
-    check "$name: the file is gone" equal "$(ls "$tmp/$name.meet" 2>/dev/null)" ""
+    check "$name: the step lines equal those of ranks that mpirun started" \
+        equal "$(steps "$tmp/$name.0.out")" "$(steps "$tmp/$name.mpi")"
+    check "$name: rank 0 prints 4 steps" equal "$(steps "$tmp/$name.0.out" | wc -l)" 4
+    check "$name: no rank prints an error" equal "$(cat "$tmp/$name.errors")" ""
+    check "$name: the file where the ranks met is removed" equal "$(ls "$tmp/$name.meet" 2>/dev/null)" ""
 }
 compare 2 two --val-data "$tmp/s_val.bin" --val-every 2
 compare 4 four --precision fp8 --fp8-recipe delayed --grad-clip 0.5 --sample-every 2
 compare 4 hybrid --sharding hybrid --shard-size 2 --precision fp8 --reduce-dtype fp32
 compare 3 replicas --sharding none --grad-accumulation-steps 2
 
-# ---- each way to learn rank and place
+# ---- each way in which a process learns its rank and where the ranks meet
 
 free_port
 ranks tcp 3 "tcp:localhost:$port" --num-steps 2
@@ -86,7 +88,8 @@ ends six
 if [ -e /proc/net/if_inet6 ] && grep -q ' lo$' /proc/net/if_inet6; then
     check "an IPv6 address in brackets trains" equal "$statuses$(steps "$tmp/six.0.out" | wc -l)" "0 0 2"
 fi
-# Starts all ranks by variables alone. $1 name, $2 ranks, then VARIABLE=value with @ for the rank, up to --.
+# Runs ranks that learn their rank from environment variables. $1 name, $2 ranks, then VARIABLE=value with @ for the
+# rank, up to --, then arguments.
 by_variables() {
     local name=$1 n=$2 r variables=()
     shift 2
@@ -107,13 +110,15 @@ slurm=(SLURM_PROCID=@ SLURM_STEP_NUM_TASKS=2 "SLURM_STEP_NODELIST=localhost,othe
 by_variables slurm 2 "${slurm[@]}" --
 check "Slurm's variables are enough" equal "$statuses$(steps "$tmp/slurm.0.out" | wc -l)" "0 0 2"
 by_variables slurm-file 2 "${slurm[@]}" -- --init-from "file:$tmp/slurm.meet"
-check "Slurm's rank with a file" equal "$statuses$(steps "$tmp/slurm-file.0.out" | wc -l)" "0 0 2"
+check "Slurm's variables and a file are enough" equal "$statuses$(steps "$tmp/slurm-file.0.out" | wc -l)" "0 0 2"
 by_variables batch 1 SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_JOB_ID=7 --
 check "a batch script itself is a single rank" equal "$statuses$(steps "$tmp/batch.0.out" | wc -l)" "0 2"
 by_variables single 1 RANK=0 WORLD_SIZE=1 -- --init-from tcp:nowhere:1
-check "one rank of one needs nobody" equal "$statuses$(steps "$tmp/single.0.out" | wc -l)" "0 2"
+check "a single rank does not need the address of --init-from" \
+    equal "$statuses$(steps "$tmp/single.0.out" | wc -l)" "0 2"
 
-# ---- hybrid sharding takes the ranks of one host as its shard group. Host names apart are enough to be other hosts.
+# ---- hybrid sharding takes the ranks of one host as its shard group. Ranks with different host names count as ranks of
+# different hosts.
 
 # Starts 4 ranks on hosts. $1 name, $2 the hosts of ranks 0 to 3.
 on_hosts() {
@@ -141,7 +146,7 @@ if unshare --uts hostname other 2>/dev/null; then
         '^error: rank 0 on a: --sharding hybrid: the ranks of a host do not follow each other' \
         "$tmp/mixed.errors")" "2 2 2 2 1"
 else
-    echo "skipped: hybrid on several hosts: this system does not allow host names of one's own"
+    echo "skipped: hybrid on several hosts: this user may not set a host name for a process (unshare --uts)"
 fi
 
 # ---- a wrong command line: $1 name, $2 pattern, then variables, --, arguments
@@ -173,7 +178,7 @@ start=$SECONDS
 pids=()
 for r in 0 1 3; do rank missing $r 4 "file:$tmp/missing.meet" --init-timeout 3; done
 fails missing "6 6 6" "rank 0 on $host: rank 2 of 4 did not come to $tmp/missing.meet within 3 s \(--init-timeout\)$"
-check "missing: the file is gone" equal "$(ls "$tmp"/missing.meet* 2>/dev/null)" ""
+check "missing: the file where the ranks met is removed" equal "$(ls "$tmp"/missing.meet* 2>/dev/null)" ""
 pids=()
 rank nobody 1 2 "file:$tmp/nobody.meet" --init-timeout 2
 fails nobody 6 "rank 1 on $host: rank 0 could not be reached within 2 s \(--init-timeout\): rank 0 has not written"
@@ -206,20 +211,20 @@ check "a killed rank 0 leaves its file" [ -s "$tmp/stale.meet" ]
 ranks stale 2 "file:$tmp/stale.meet" --num-steps 2
 ends stale
 check "stale: the run trains" equal "$statuses$(steps "$tmp/stale.0.out" | wc -l)" "0 0 2"
-check "stale: a warning says so" grep -q "^warning: .*an earlier run on $host left the file; it is replaced" \
-    "$tmp/stale.errors"
+check "stale: a warning says that the file is replaced" \
+    grep -q "^warning: .*an earlier run on $host left the file; it is replaced" "$tmp/stale.errors"
 
-# Two jobs on one file, and on one port.
+# Two runs that would meet at one file, and at one port.
 free_port
 for place in "file:$tmp/both.meet" "tcp:localhost:$port"; do
     pids=()
     rank first 0 2 "$place" --init-timeout 20
     sleep 0.5
-    rank second 1 2 "$place-" --init-timeout 3 2>/dev/null  # another place: it must not disturb
+    rank second 1 2 "$place-" --init-timeout 3 2>/dev/null  # this rank goes to another place and must not disturb
     pids=("${pids[0]}")
     RANK=0 WORLD_SIZE=2 timeout 20 ./train_fp8 $data --init-from "$place" >/dev/null 2>"$tmp/second.err"
     check "${place%%:*}: a second rank 0 ends with status 1" equal $? 1
-    check "${place%%:*}: it says that another run is there" \
+    check "${place%%:*}: its error says that another run is there" \
         grep -qE "another run uses (the file: its rank 0 on $host|it)" "$tmp/second.err" || cat "$tmp/second.err"
     kill "${pids[0]}"
     wait "${pids[0]}" 2>/dev/null
@@ -233,8 +238,8 @@ wait "${pids[1]}"
 check "twice: the second rank 1 ends with status 2" equal $? 2
 wait "${pids[0]}"
 check "twice: rank 0 ends with status 2" equal $? 2
-check "twice: the error names both" grep -qE "rank 1 came twice, from $host \(process [0-9]+\) and $host \(process" \
-    "$tmp/twice.0.err"
+check "twice: the error names both processes" \
+    grep -qE "rank 1 came twice, from $host \(process [0-9]+\) and $host \(process" "$tmp/twice.0.err"
 for r in 0 1; do
     env SLURM_JOB_ID=$r SLURM_STEP_ID=0 RANK=$r WORLD_SIZE=2 timeout 20 ./train_fp8 $data \
         --init-timeout $((6 - 4 * r)) --init-from "file:$tmp/jobs.meet" >/dev/null 2>"$tmp/jobs.$r.err" &
@@ -242,7 +247,8 @@ done
 wait
 check "ranks of two Slurm jobs do not meet" grep -q "jobs.meet is of another job: slurm 0.0.0" "$tmp/jobs.1.err"
 
-# ---- strangers at the door: garbage, silence, many connections, half a hello. The run trains all the same.
+# ---- connections of other programs ("strangers"): random bytes, an HTTP request, half of a rank's greeting, silence.
+# The run trains all the same.
 
 free_port
 cat >"$tmp/strangers.py" <<'PY'
@@ -276,9 +282,9 @@ sleep 1
 rank strangers 2 3 "tcp:localhost:$port" --num-steps 2 --init-timeout 60
 ends strangers
 wait $crowd
-check "strangers came" [ "$(<"$tmp/strangers.count")" -ge 100 ]
+check "strangers: other programs have made 100 connections or more" [ "$(<"$tmp/strangers.count")" -ge 100 ]
 check "strangers: the run trains" equal "$statuses$(steps "$tmp/strangers.0.out" | wc -l)" "0 0 0 2"
-check "strangers: no error" equal "$(cat "$tmp/strangers.errors")" ""
+check "strangers: no rank prints an error" equal "$(cat "$tmp/strangers.errors")" ""
 
 # ---- ranks that fail, die, hang, stop
 
@@ -291,7 +297,7 @@ begin() {
     ranks "$name" "$n" "file:$tmp/$name.meet" $endless "$@"
     await_line "$tmp/$name.0.out" '^step  *5/' || cat "$tmp/$name".*.err
 }
-# The trainer's process of rank $1: timeout's child.
+# Prints the process id of the trainer of rank $1, which is a child of timeout.
 process() { pgrep -P "${pids[$1]}"; }
 for victim in 0 1; do
     begin killed$victim 3

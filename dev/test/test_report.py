@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests of scripts/report.py on logs with known differences, made here, and on broken and half-written ones.
+"""Tests scripts/report.py on logs that it makes itself: with known differences, damaged, and half-written.
 
 The numbers of report.json are compared with computations in this file. Runs with build/report-venv
 (scripts/setup_report.sh), or skips. Ends with "N passed, N failed".
@@ -43,7 +43,7 @@ def close(got, expected, what, tolerance=1e-9):
 
 
 def load_program():
-    """scripts/report.py as a module: its libraries take seconds to load, so most tests call it here."""
+    """Returns scripts/report.py as a module. Its libraries take seconds to load, so most tests call it in-process."""
     sys.path.insert(0, str(ROOT / "scripts"))
     spec = importlib.util.spec_from_file_location("report_program", ROOT / "scripts" / "report.py")
     module = importlib.util.module_from_spec(spec)
@@ -55,7 +55,7 @@ PROGRAM = load_program()
 
 
 def report(*arguments, status=0):
-    """Runs scripts/report.py. Returns (stdout, stderr)."""
+    """Runs scripts/report.py and checks its exit status. Returns (stdout, stderr)."""
     out, error, code = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), io.StringIO(), 0
     before, sys.argv = sys.argv, ["report.py", *map(str, arguments)]
     try:
@@ -75,7 +75,7 @@ def report(*arguments, status=0):
 
 
 def test_command_line(tmp):
-    """The program itself: its exit status, its output, and its words where the libraries are missing."""
+    """Starts the program: its exit status, its output, and its error if the libraries are missing."""
     folder = two_runs(tmp / "program")
     program = [sys.executable, ROOT / "scripts" / "report.py"]
     ended = subprocess.run([*program, folder, "--out", tmp / "page.html"], capture_output=True, text=True)
@@ -93,7 +93,7 @@ def test_command_line(tmp):
 
 
 def numbers(path):
-    """report.json, read by a parser that refuses NaN."""
+    """Reads report.json and refuses NaN."""
     def refuse(word):
         raise ValueError(word)
     return json.loads(path.read_text(), parse_constant=refuse)
@@ -144,7 +144,8 @@ def test_numbers(tmp):
     close([got["estimate"], got["low"], got["high"]], t_interval(means), "training difference")
     got = one["validation"]
     close([got["estimate"], got["low"], got["high"]], validation_interval(np.array(table)), "validation difference")
-    check(one["verdict"] == "costs" and "in validation loss it is higher by" in out, f"verdict: {out}")
+    check(one["verdict"] == "costs" and "in validation loss it is higher by" in out,
+          f"the verdict is that FP8 costs loss: {out}")
     close(one["tokens_per_second_ratio"], 1.3, "speed")
     tokens = 128 * STEPS
     mean_joules = np.mean([1 + 0.01 * (step % 3) for step in range(1, STEPS + 1)])
@@ -152,8 +153,10 @@ def test_numbers(tmp):
     seconds = sum(0.01 * (1 + 0.01 * (step % 5)) for step in range(1, STEPS + 1))
     close(one["money_per_billion_tokens"], [seconds / f / 3600 * 2.5 / tokens * 1e9 for f in (1, 1.3)], "money")
     close(one["speedup"]["equal_steps"], 1.3, "speed-up of equal steps")
-    check(one["speedup"]["estimate"] < 1.3 and not one["speedup"]["reached"], f"speed-up: {one['speedup']}")
-    check("saves 2.2 of 11 kWh a billion tokens (20% of the energy)" in out, f"energy in words: {out}")
+    check(one["speedup"]["estimate"] < 1.3 and not one["speedup"]["reached"],
+          f"the speed-up is below 1.3, and FP8 does not reach BF16's last loss: {one['speedup']}")
+    check("saves 2.2 of 11 kWh a billion tokens (20% of the energy)" in out,
+          f"the saved energy is told in words: {out}")
     curve = one["difference_over_steps"]
     differences = np.mean([make_losses(s, s, 0.03)[0] - make_losses(s, s, 0.0)[0] for s in (42, 43, 44)], axis=0)
     close(curve["estimate"], differences.reshape(-1, one["window"]).mean(axis=1), "difference over steps")
@@ -192,7 +195,8 @@ def test_rounding(tmp):
             values[precision].append(make_losses(42, rounding, difference))
     out, _ = report(folder)
     one = numbers(folder / "report.json")["comparisons"][0]
-    check(len(one["pairs"]) == 3 and one["seeds"] == [42], f"pairs of rounding seeds: {one['pairs']}")
+    check(len(one["pairs"]) == 3 and one["seeds"] == [42],
+          f"three rounding seeds of one seed make three pairs: {one['pairs']}")
     bf16, fp8 = (np.mean([v[1] for v in values[name]], axis=0) for name in ("bf16", "fp8"))
     close(one["validation"]["estimate"], (fp8 - bf16).mean(), "mean over rounding seeds")
     deviation = np.std([v[1].mean() for v in values["bf16"]], ddof=1)
@@ -200,7 +204,8 @@ def test_rounding(tmp):
     out_twice, _ = report(folder, folder / "bf16.r1", "--out", tmp / "twice.html")
     shutil.copytree(folder / "bf16.r1", folder / "copy")
     again, _ = report(folder)
-    check(out.splitlines()[0] == again.splitlines()[0] == out_twice.splitlines()[0], f"a run given twice: {again}")
+    check(out.splitlines()[0] == again.splitlines()[0] == out_twice.splitlines()[0],
+          f"a run that is given twice counts once: {again}")
     error, band = one["validation"]["standard_error"], deviation * math.sqrt(2 / 3)
     check(error >= band * (1 - 1e-9) and one["validation"]["covers"] == "sequences and rounding"
           and "is not covered" not in out and one["noise_of"] == "rounding seed",
@@ -241,20 +246,20 @@ class Page(html.parser.HTMLParser):
 def check_page(path, data, figures):
     text = path.read_text()
     page = Page(text)
-    check(not page.fetches and "http:" not in text and "https:" not in text, f"{path} fetches {page.fetches}")
-    check(not re.search(r"@import|url\((?!['\"]?(#|data:))", text), f"{path} has a style that fetches")
+    check(not page.fetches and "http:" not in text and "https:" not in text, f"{path} fetches nothing: {page.fetches}")
+    check(not re.search(r"@import|url\((?!['\"]?(#|data:))", text), f"no style of {path} fetches anything")
     check(json.loads(page.json)["comparisons"] == data["comparisons"],
           f"the page's JSON has the comparisons of report.json: {path}")
-    check(len(text.encode()) < SIZE, f"{path} has {len(text.encode())} bytes")
+    check(len(text.encode()) < SIZE, f"{path} has fewer than {SIZE} bytes: {len(text.encode())}")
     check(sorted(page.figures) == sorted(figure["name"] for figure in data["figures"]),
           f"{path} has the figures of report.json: {page.figures}")
     ids = re.findall(r'\sid="([^"]*)"', text)
     check(len(ids) == len(set(ids)), f"{path} has no id twice: {sorted(i for i in set(ids) if ids.count(i) > 1)[:3]}")
     for name in figures:
-        check(any(figure.startswith(name) for figure in page.figures), f"{path} has no figure {name}")
+        check(any(figure.startswith(name) for figure in page.figures), f"{path} has a figure {name}")
     for name in page.figures:
         png = path.with_name(path.stem + "_figures") / f"{name}.png"
-        check(png.is_file() and png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n", f"{png} is no PNG")
+        check(png.is_file() and png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n", f"{png} is a PNG")
     marked = path.with_suffix(".md").read_text()
     check(data["verdict"][0]["words"] in marked.replace("**", "") and "## Receipt" in marked,
           f"the Markdown file has the verdict and the receipt: {path}")
@@ -280,12 +285,12 @@ def test_gpu(tmp):
     close(run["joules_per_token"], sum(s["joules"] for s in steps) / (180 * 2 * 2048), "joules per token")
     close(run["memory_bytes"], max(s["memory_bytes"] for s in steps), "memory")
     rate = 2 * 2048 / sorted(s["ms"] for s in steps[10:])[85] * 1000
-    check(abs(run["tokens_per_second"] / rate - 1) < 1e-3, f"tokens per second: {run['tokens_per_second']}, {rate}")
+    check(abs(run["tokens_per_second"] / rate - 1) < 1e-3, f"tokens per second are {rate}: {run['tokens_per_second']}")
     close(run["mfu"], run["tokens_per_second"] / 2 * (7.8e9 + 1.5e5 * 2048) / 989.5e12, "MFU")
 
 
 def test_sweep(tmp):
-    """A sweep: the five figures of speed, first; runs out of memory by name; its table does not need the libraries."""
+    """A sweep's page begins with speed and names the runs out of memory. sweep_table.py needs no libraries."""
     folder = sweep_folder(tmp / "sweep", 60, ("llama3.2-1b", "qwen3-14b"), (2048, 4096), (1, 2))
     out, error = report(folder)
     data = numbers(folder / "report.json")
@@ -323,11 +328,12 @@ def test_limit(tmp):
             "receipt": {"facts": [], "common": {}, "differing": []}}
     text = page.fit(data, [page.Part(name, name) for name in ("speed", "strip", "loss")], large, "large")
     shown = [d.name for d in large if f'id="{d.name}"' in text]
-    check(len(text) < SIZE and shown == ["speed-1", "speed-2", "loss-1"], f"shown: {shown}")
+    check(len(text) < SIZE and shown == ["speed-1", "speed-2", "loss-1"],
+          f"speed-1, speed-2 and loss-1 are shown: {shown}")
     check("strip-2.png" in text and "loss-2.png" in text, "figures that are left out are named")
 
 
-# ---- what is wrong
+# ---- logs that cannot be compared, are damaged, or belong to an unfinished run
 
 
 def two_runs(folder, seed=42, **changes):
@@ -348,7 +354,8 @@ def test_refused(tmp):
         out, _ = report(folder)
         one = numbers(folder / "report.json")["comparisons"][0]
         check(reason in out and "no verdict" in out, f"{name}: \"{reason}\" expected: {out}")
-        check(one["pairs"] == [] and one["training"] is None and one["speedup"] is None, f"{name}: a number: {one}")
+        check(one["pairs"] == [] and one["training"] is None and one["speedup"] is None,
+              f"{name}: the comparison has no number: {one}")
 
 
 def test_broken(tmp):
@@ -470,7 +477,7 @@ def test_diverged(tmp):
           f"a run that diverged is reported as diverged: {out}")
     check(one["training"] is None, "a diverged run gives no difference")
 
-    # One of two seeds fails: the sentence on the other one says so.
+    # The run of one of two seeds fails: the verdict on the other seed says so.
     write(folder / "bf16.43", records_of("bf16", 43))
     write(folder / "fp8.43", records_of("fp8", 43, difference=0.01))
     log.write_text("".join(json.dumps(record) + "\n" for record in lines[:123]))

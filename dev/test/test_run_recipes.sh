@@ -20,8 +20,8 @@ cat >"$tmp/mini/config.json" <<'END'
  "tie_word_embeddings": true, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
 END
 
-# A stand-in for the GPU trainer, without the GEMMs of some recipes, like real GPUs. Its name tells scripts that it runs
-# on the CPU.
+# A stand-in for the GPU trainer. Like some GPUs it lacks the GEMMs of mxfp8, and it fails with another error for
+# delayed. Its name tells scripts that it runs on the CPU.
 mkdir "$tmp/bin"
 cat >"$tmp/bin/train_fp8" <<END
 #!/usr/bin/env bash

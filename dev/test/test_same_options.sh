@@ -45,8 +45,8 @@ timeout -k 5 60 mpirun --allow-run-as-root --oversubscribe -np 3 "$trainer" $zer
 check "if two of five ranks differ, only the first prints an error" equal "$? $(grep '^error: ' "$tmp/out")" \
     "2 error: rank 3 on $(hostname): --seed is 7 here, 42 on rank 0; $together"
 
-# Makes another program: a copy of this one with another name or version. The linker may store a text as the end of a
-# longer text, so any byte may stand before it.
+# Makes a copy of the trainer in which its name or version is replaced. The linker may store such a text as the end of a
+# longer one, so any byte may stand before it.
 rename() {  # $1 copy, $2 old text, $3 new text
     python3 - "$trainer" "$tmp/$1" "$2" "$3" <<'PY' && chmod +x "$tmp/$1"
 import sys
@@ -69,7 +69,8 @@ else
 fi
 program=$trainer
 
-# Files with equal names differ, as on hosts with their own disks: each rank reads MODEL and data from its own folder.
+# Each rank reads MODEL and data from its own folder, as on hosts with their own disks, so files with equal names may
+# differ.
 mkdir -p "$tmp/host/model" "$tmp/model"
 model() {
     cat <<JSON

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# gpu_sanitize.sh without a GPU, with stand-ins for compute-sanitizer, nvidia-smi and the trainer: all programs run,
-# at most six at a time and on every GPU; one that fails or hangs counts as failed. Ends with "N passed, N failed".
+# Tests gpu_sanitize.sh without a GPU, with stand-ins for compute-sanitizer, nvidia-smi and the trainer. All programs
+# must run, at most six at a time, spread over all GPUs. A program that fails or hangs must count as failed. Ends with
+# "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . scripts/tally.sh
@@ -15,7 +16,8 @@ printf '#!/bin/sh\nexit 0\n' >"$tmp/train_fp8cu"
 cp "$tmp/train_fp8cu" "$tmp/build/train_fp8cu_apart"
 cp "$tmp/train_fp8cu" "$tmp/build/synth_stories"
 printf '#!/bin/sh\necho "GPU 0: a"\necho "GPU 1: b"\n' >"$tmp/bin/nvidia-smi"
-# Notes its GPU and how many run, then ends as the real one does. With FAULTS, some fail and one hangs.
+# This stand-in writes its GPU and the number of running programs to `seen`, then ends as compute-sanitizer does. With
+# FAULTS=yes some programs fail and one hangs.
 cat >"$tmp/bin/compute-sanitizer" <<'END'
 #!/usr/bin/env bash
 cd "$(dirname "$0")/.."
@@ -70,9 +72,9 @@ check "the failed programs are named" equal "$(grep '^FAILED: ' "$out")" "FAILED
 FAILED: compute-sanitizer racecheck, delayed
 FAILED: compute-sanitizer initcheck, bf16
 FAILED: compute-sanitizer initcheck, mxfp8 --fp8-emulate"
-check "a failed program's lines of the tool are printed" \
+check "the lines that compute-sanitizer printed for a failed program are shown" \
     holds "$out" "========= Invalid __global__ write of size 4 bytes"
-check "a failed program's lines of the trainer are printed" holds "$out" "error: out of memory"
+check "the error that the trainer printed in a failed program is shown" holds "$out" "error: out of memory"
 check "a killed program is reported as killed" holds "$out" "compute-sanitizer initcheck, bf16 was killed after 4 s"
 check "a program whose only hazards are in cuBLASLt's kernels passes" holds "$out" \
     "RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings), all in cuBLASLt's kernels"

@@ -43,7 +43,7 @@ for script in scripts/quickstart.sh scripts/test.sh scripts/check_gpu.sh scripts
     check "$script refuses an argument before any work" equal "$? $(cat "$tmp/log")" \
         "2 error: unknown argument \"--quick\"; $script takes only --help"
 done
-# The quickstart prints at most 60 lines, its story among them. On a machine with a GPU it trains there.
+# The quickstart prints at most 60 lines, its story among them. On a machine with a GPU it trains on the GPU.
 STEPS=30 OUT=$tmp/quickstart scripts/quickstart.sh >"$tmp/log" 2>&1
 check "quickstart prints one story" equal "$? $(grep -c '^sample after step 30: ' "$tmp/log")" "0 1"
 check "quickstart logs all steps" equal "$(grep -c '"type": "step"' "$tmp/quickstart/log.jsonl")" 30
@@ -63,7 +63,7 @@ check "slurm.sbatch refuses a job without --checkpoint-dir" refuses /bin/sh "giv
 data/setup_venv.sh --help >"$tmp/log" 2>&1
 check "data/setup_venv.sh --help prints the usage" equal "$? $(grep -c '^usage: data/setup_venv.sh' "$tmp/log")" "0 1"
 
-# ---- make without nvcc: targets for the GPU fail and say why. Others are built.
+# ---- make without nvcc (-n: it only prints its commands): a GPU target fails and says why, "all" leaves it out.
 for target in train_fp8cu build/test_gpu build/bench_gemm cuda-headers; do
     make -B -n NVCC= $target >"$tmp/log" 2>&1
     check "make $target without nvcc fails (status $?)" [ $? -ne 0 ]

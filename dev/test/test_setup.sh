@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tests what a run refuses before its first step, and what it prints about its start: weights, output folders, shards.
-# Ends with "N passed, N failed".
+# Tests what a run refuses before its first step, and what it prints about its start: weights, output folders, data,
+# options. Also tests a second Ctrl-C. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . scripts/tally.sh
@@ -55,7 +55,7 @@ rm "$tmp/model/model.gguf"
 check "a model folder with training_args.bin, which has no weights, trains" trains "$tmp/model" $data --num-steps 1
 rm "$tmp/model/training_args.bin"
 
-# ---- Folders of an export. They must still be usable after the last step.
+# ---- The folder of an export. A run checks before its first step that it can write the export after the last one.
 
 mkdir "$tmp/e"
 check "a run exports a model" trains "$tmp/model" $data --num-steps 1 --export-hf "$tmp/e/hf"
@@ -161,7 +161,7 @@ sleep 2
 kill -INT $long
 sleep 0.5
 kill -INT $long
-check "a Ctrl-C that mpirun repeats counts once" kill -0 $long
+check "a Ctrl-C that is repeated within half a second, as mpirun does, counts once" kill -0 $long
 sleep 2
 kill -INT $long
 wait $long
@@ -169,7 +169,7 @@ check "a second Ctrl-C ends the run with status 130" equal $? 130
 kill -KILL $busy
 wait $busy 2>/dev/null
 
-# ---- Options that this run cannot follow.
+# ---- Options that the CPU trainer refuses, and unusual values that it takes.
 
 check "--profile is refused on the CPU" refuses 4 "--profile needs the GPU trainer" tiny $data --profile
 check "--copy-engines on is refused on the CPU" \
@@ -217,7 +217,7 @@ cp "$tmp/s_train.bin" "$tmp/t/a_train_1.bin"
 cp "$tmp/s_train.bin" "$tmp/t/a_train_2.bin"
 cp "$tmp/s.tokenizer" "$tmp/t/a.tokenizer"
 cp "$tmp/s_train.bin" "$tmp/t/b_train_1.bin"
-LC_ALL=C sed 's/e/x/' "$tmp/s.tokenizer" >"$tmp/t/b.tokenizer"  # equal number of tokens and separator, but another text
+LC_ALL=C sed 's/e/x/' "$tmp/s.tokenizer" >"$tmp/t/b.tokenizer"  # the table differs in one letter
 cp "$tmp/s_val.bin" "$tmp/t/c_val.bin"
 check "shards of one tokenizer train" trains tiny --train-data "$tmp/t/a_train_*.bin" --val-data "$tmp/s_val.bin" \
     --sequence-length 32 --num-steps 1
@@ -232,7 +232,7 @@ check "a validation shard of another tokenizer is refused" refuses 1 \
     "b_train_1.bin belongs to the tokenizer table $tmp/t/b.tokenizer" tiny --train-data "$tmp/t/a_train_1.bin" \
     --val-data "$tmp/t/b_train_1.bin" --sequence-length 32
 
-# The vocabulary of a shard without a table is its largest id. The error blames the shard, not the model.
+# Without a table, a shard's largest id tells the size of its vocabulary. The error blames the shard, not the model.
 python3 - "$tmp/t/huge.bin" <<'PY'
 import struct, sys
 header = struct.pack("<256i", 20240801, 7, 100, *[0] * 253)

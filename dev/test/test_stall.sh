@@ -21,9 +21,9 @@ lines() { grep '^step ' "$tmp/$1.log" | sed 's/ | [0-9.]* ms.*//'; }
 # Exports the weights that a run loads below.
 ./train_fp8 tiny $data --num-steps 1 --export-hf "$tmp/model" >"$tmp/one.log" 2>&1 || bad "$(tail -n 3 "$tmp/one.log")"
 
-# ---- SIGSTOP of a rank in each phase. Several runs at once, because each waits most of the time. Before the first step
-# a rank reads each data file 18 times: its header, and samples for its fingerprint. Rank 0 reads it 19 times. A model's
-# file is read a few times.
+# ---- SIGSTOP of a rank in each phase. Several runs go on at once, because each waits most of the time. Before the
+# first step a rank reads each data file 18 times: the header, and parts of the file for its fingerprint. Rank 0 reads
+# it 19 times. A rank reads a model's file 12 times or more.
 endless="--num-steps 1000000 --stall-timeout 5"
 # Checks the error of a run with a stopped rank. $1 run, $2 rank, $3 phase.
 silent() {

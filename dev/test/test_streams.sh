@@ -19,7 +19,7 @@ steps() { grep -c '"type": "step"' "$1/log.jsonl"; }
 # True if the last line of a log is its summary with the number of its step lines.
 whole_log() { tail -n 1 "$1/log.jsonl" | grep -q "^{\"type\": \"summary\", \"steps\": $(steps "$1"), .*}$"; }
 
-# ---- A second SIGTERM ends a run in the middle of a long step. The run goes on while the next tests run.
+# ---- Starts a run with a long step. A second SIGTERM will end it in the middle of that step, after the next tests.
 
 ./train_fp8 small $data --sequence-length 4096 --batch-size 8 >"$tmp/long.out" 2>&1 &
 long=$!
@@ -78,7 +78,8 @@ fresh; mpirun --allow-run-as-root --oversubscribe -np 2 \
 check "2 ranks stop with --on-output-lost stop if stdout is on a full disk" equal "$? $(cat "$tmp/err")" \
     "0 warning: stdout cannot be written: No space left on device$off"
 
-# ---- A log that cannot grow: one warning, and the run goes on to its end. A resumed run appends after complete lines.
+# ---- A log that cannot grow (ulimit -f): one warning, and the run goes on to its end. Checkpoints that cannot grow. A
+# resumed run appends to a log after its last complete line.
 
 fresh; (ulimit -f 12; exec $run --num-steps 60 --checkpoint-dir "") 2>"$tmp/err" | cat >"$tmp/out"
 check "the run goes on with one warning if log.jsonl may not grow" \
@@ -103,7 +104,7 @@ check "log.jsonl of the resumed run has complete lines" \
 kill -TERM $long
 sleep 0.3
 kill -TERM $long
-check "a SIGTERM that mpirun repeats counts once" kill -0 $long
+check "a SIGTERM that is repeated within 0.3 s, as mpirun does, counts once" kill -0 $long
 sleep 2
 kill -TERM $long
 wait $long 2>/dev/null
@@ -156,7 +157,7 @@ check "a run trains with a clock that goes back" \
     back $run --num-steps 3 --checkpoint-dir "$tmp/back" --log-dir "$tmp/back"
 check "a run resumes with a clock that goes back" back $run --checkpoint-dir "$tmp/back" --log-dir "$tmp/back" --resume
 check "a clock that goes back does not change the losses" equal "$(losses "$tmp/back")" "$(losses "$tmp/plain")"
-check "a clock that goes back gives no step time below 0" \
+check "with a clock that goes back all step times are above 0" \
     python3 -c "import json, sys; assert all(json.loads(line).get('ms', 1) > 0 for line in open(sys.argv[1]))" \
     "$tmp/back/log.jsonl"
 clocks='\btime\(|gettimeofday|CLOCK_REALTIME|localtime'

@@ -14,7 +14,7 @@ COLUMNS = 120
 SUFFIXES = {".c": "//", ".h": "//", ".cu": "//", ".cuh": "//", ".sh": "#", ".py": "#", "Makefile": "#"}
 FOLDERS = ("llmc", "dev", "data", "scripts")
 RIDDLES = re.compile(r"(Of|Those|The same|What|Whatever|Whether|Where|Who|Whoever)\b", re.I)
-SUBCLAUSE = re.compile(r"(Where|What|Whether)\b[^.:]*,", re.I)  # "Where GPUs differ, ..." and its sentence goes on
+SUBCLAUSE = re.compile(r"(Where|What|Whether)\b[^.:]*,", re.I)  # allowed, as in "Where GPUs differ, ..."
 
 
 def comments(lines, mark):

@@ -99,8 +99,8 @@ tables() {
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Some runs of a sweep fail: FP8 needs T to be a multiple of 16, and T 40 is not. Two more sweeps follow in that folder:
-# of a model folder without config.json, and of a model too large for any machine.
+# Some runs of a sweep fail: FP8 needs T to be a multiple of 16, and T 40 is not. Two more sweeps follow in the same
+# folder: of a model folder without config.json, and of a model too large for any machine.
 
 out=$tmp/sweep
 mkdir "$tmp/mine"
@@ -232,8 +232,8 @@ interrupted() {
 interrupted TERM 1 400 143
 interrupted INT 2 400 130
 
-# A sweep cannot catch SIGKILL, so its current run goes on. No other sweep may start until that run ends. Then it counts
-# as finished.
+# A sweep cannot catch SIGKILL, so its current run goes on. No other sweep may start in its folder until that run ends.
+# Then the run counts as finished.
 out=$tmp/killed
 arguments=(--models tiny --sequence-lengths 128 --precisions bf16 --gpus 1 --num-steps 200 --out "$out")
 start_until "$out/tiny_T128_bf16_1gpu"
@@ -260,7 +260,7 @@ corrected() {
 }
 corrected tiny -- --learning-rate abc
 check "a typing error in an option makes the run fail" equal "$? $(kind_of "$out/tiny_T64_bf16_1gpu")" "1 failed"
-# The log of an interrupted run.
+# Writes a log like that of an interrupted run.
 mkdir -p "$out/tiny_T64_bf16_1gpu" && echo '{"type": "summary", "steps": 7, "skipped": 0}' \
     >"$out/tiny_T64_bf16_1gpu/log.jsonl"
 corrected llama3.1-405b -- --learning-rate 1
@@ -282,7 +282,7 @@ check "refused settings do not change settings.txt" \
     equal "$(tail -n 1 "$out/settings.txt")" "trainer options --learning-rate 1e-4"
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Numbers of GPUs, a wrong mpirun, refused options.
+# Numbers of GPUs, a wrong mpirun, a stdout that nothing reads, refused options.
 
 out=$tmp/counts
 arguments=(--models tiny --sequence-lengths 64 --precisions bf16 --gpus 1,2 --num-steps 22 --out "$out")

@@ -62,7 +62,7 @@ def sound_files():
 def run_both(folder, files):
     """Runs both programs on these files. Returns (status, output) of each.
 
-    If a program raises an exception, its text is the status, which fails the check.
+    If a program raises an exception, the text of the exception is the status, which fails the check.
     """
     outputs = []
     for path, data in files.items():
@@ -180,7 +180,8 @@ def test_random(rounds):
             files = dict(sound, **{path: mutate(sound[path], rng)})
             (status, table), (recipes_status, recipes) = run_both(folder, files)
             check(well_ended(status) and well_ended(recipes_status),
-                  "round %d, %s: %s, %s\n%r" % (i, path, status, recipes_status, files[path][:2000]))
+                  "round %d, %s: both programs end with status 0 or 1 or an error: %s, %s\n%r" % (
+                      i, path, status, recipes_status, files[path][:2000]))
             check(path == "runs.txt" or sum("5.7500" in line for line in table.split("\n")) >= 2,
                   "round %d: the other rows keep their numbers\n%s" % (i, table))
             damaged += "damaged: " in table
@@ -198,8 +199,8 @@ def test_programs(folder):
                         {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}):
         ended = subprocess.run([sys.executable, SCRIPTS + "/sweep_table.py", folder], capture_output=True,
                                env=dict(os.environ, **environment))
-        check(ended.returncode == 0 and b"Traceback" not in ended.stderr and b"9984" in ended.stdout, environment,
-              ended)
+        check(ended.returncode == 0 and b"Traceback" not in ended.stderr and b"9984" in ended.stdout,
+              "the program prints its table with", environment, ended)
     reader, writer = os.pipe()
     os.close(reader)
     ended = subprocess.run([sys.executable, SCRIPTS + "/sweep_table.py", folder], stdout=writer, stderr=subprocess.PIPE)
@@ -209,7 +210,7 @@ def test_programs(folder):
         os.path.exists(folder + "/table.txt") and os.remove(folder + "/table.txt")
         os.makedirs(folder + "/table.txt", exist_ok=True)
         ended = subprocess.run([sys.executable, SCRIPTS + "/sweep_table.py", path], capture_output=True)
-        check(ended.returncode == 1 and ended.stderr.startswith(message), path, ended)
+        check(ended.returncode == 1 and ended.stderr.startswith(message), "the error is", message, path, ended)
         os.rmdir(folder + "/table.txt")
 
 

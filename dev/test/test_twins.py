@@ -20,7 +20,8 @@ TWIN_STRUCTS = ["Layer", "LayerActs", "OutputGradients"]
 TWIN_FUNCTIONS = ["layer_attention", "layer_forward", "layer_recompute", "layer_backward"]
 LINES = {"layer_forward": 20, "layer_recompute": 20, "layer_backward": 40}  # at most
 
-# Functions that the twins call. Types of result and arguments are equal, const aside, and bodies must differ.
+# Functions that the twins call. In both trainers the types of result and arguments must be equal, const aside, and the
+# bodies must differ.
 KERNELS = "the CPU computes with llmc/reference/, the GPU launches kernels"
 DIFFERENT = {
     "layer_weights": "the CPU finds views of a gathered layer, the GPU asks fsdp",
@@ -142,20 +143,20 @@ def compare(root):
         check(not missing and a == b,
               f"{name}: " + (f"not in {' and '.join(missing)}" if missing else first_difference(a, b)))
     for name, most in LINES.items():
-        check(0 < lines_of(c_text, name) <= most, f"{name} has more than {most} lines")
+        check(0 < lines_of(c_text, name) <= most, f"{name} has at most {most} lines")
     for name, reason in DIFFERENT.items():
         at, bt = find_function(c, name), find_function(cu, name)
         if not at or not bt:
-            check(False, f"{name}: not in both trainers")
+            check(False, f"{name} is in both trainers")
             continue
         a, b = types(c, at), types(cu, bt)
-        check(a == b, f"{name}: types in train_fp8.c and in the GPU trainer differ: {a} and {b}")
+        check(a == b, f"{name}: types in train_fp8.c and in the GPU trainer are equal: {a} and {b}")
         check(c[at[2]:at[3]] != cu[bt[2]:bt[3]],
-              f"{name} is equal in both trainers, which must differ: {reason}; move it to TWIN_FUNCTIONS")
+              f"{name} differs between the trainers: {reason}; if it is equal now, move it to TWIN_FUNCTIONS")
     for name, reason in DIFFERENT_STRUCTS.items():
         a, b = find_struct(c, name), find_struct(cu, name)
-        check(a and b, f"{name}: not in both trainers")
-        check(a != b, f"{name} is equal in both trainers, which must differ: {reason}; move it to TWIN_STRUCTS")
+        check(a and b, f"{name} is in both trainers")
+        check(a != b, f"{name} differs between the trainers: {reason}; if it is equal now, move it to TWIN_STRUCTS")
 
 
 def fake_gpu(text):
@@ -195,19 +196,19 @@ def test_itself():
         shutil.copy(REPOSITORY / "train_fp8.c", directory)
         right = fake_gpu((REPOSITORY / "train_fp8.c").read_text())
         status, output = result_of(directory, right)
-        check(status == 0, "a correct GPU trainer is refused:\n" + output)
+        check(status == 0, "a correct GPU trainer passes:\n" + output)
         spaced = changed(right, "layer_forward", "{\n", "{\n\n    // another comment\n")
         status, output = result_of(directory, spaced)
-        check(status == 0, "a comment and an empty line are taken for a difference:\n" + output)
+        check(status == 0, "another comment and an empty line are no difference:\n" + output)
         for name, word, other in plants:
             status, output = result_of(directory, changed(right, name, word, other))
-            check(status == 1 and f"FAILED: {name}:" in output, f"{name}: {word!r} made {other!r} is not found")
+            check(status == 1 and f"FAILED: {name}:" in output, f"{name}: {other!r} in place of {word!r} is found")
         renamed = right.replace("layer_backward(Trainer", "layer_backwards(Trainer")
-        check(result_of(directory, renamed)[0] == 1, "a missing layer_backward is not found")
+        check(result_of(directory, renamed)[0] == 1, "a missing layer_backward is found")
         swapped = re.sub(r"(\bswiglu\(Trainer \*t, )QTensor \*", r"\1Real *", right, count=1)
-        check(result_of(directory, swapped)[0] == 1, "another type of an argument of swiglu is not found")
+        check(result_of(directory, swapped)[0] == 1, "another type of an argument of swiglu is found")
         check(result_of(directory, (REPOSITORY / "train_fp8.c").read_text())[0] == 1,
-              "functions that need not differ are not found")
+              "functions that should differ and are equal are found")
 
 
 def main():

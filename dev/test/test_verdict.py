@@ -33,12 +33,12 @@ def verdict(*words):
 
 
 def refuses(folder, message, *words):
-    """The verdict ends with one error line that holds `message`, before any run."""
+    """Checks that the verdict ends before any run, with status 1 and one error line that contains `message`."""
     result = verdict(*words)
     lines = result.stderr.strip().splitlines()
     check(result.returncode == 1 and len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0],
           f"{message}: status {result.returncode}, {result.stderr[:500]}")
-    check(not (pathlib.Path(folder) / "verdict").exists(), f"{message}: the folder is made before the check")
+    check(not (pathlib.Path(folder) / "verdict").exists(), f"{message}: no folder is made")
 
 
 def test_bad_options(folder):
@@ -96,7 +96,7 @@ def finished(folder):
 
 
 def test_killed(folder, words):
-    """A SIGTERM stops the runs; a run that had finished is kept by the next start."""
+    """Stops a verdict with SIGTERM. Returns {name: time of the log} of finished runs, which the next start keeps."""
     process = subprocess.Popen(["scripts/verdict.sh", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     deadline = time.time() + 120
     while len(finished(folder)) < 2 and time.time() < deadline:
@@ -137,12 +137,12 @@ def test_report(folder):
         means = []
         for seed in SEEDS:
             bf16, fp8 = (tail_losses(folder, r, seed, last) for r in ("bf16", recipe))
-            check(bf16 != fp8, f"{recipe}, seed {seed}: FP8 has the losses of BF16")
+            check(bf16 != fp8, f"{recipe}, seed {seed}: FP8 has other losses than BF16")
             means.append(sum(b - a for a, b in zip(bf16, fp8)) / last)
         mean = sum(means) / 3
         half = t_factor * math.sqrt(sum((m - mean)**2 for m in means) / 2 / 3)
         for key, want in (("estimate", mean), ("low", mean - half), ("high", mean + half)):
-            check(abs(training[key] - want) < 1e-9, f"{recipe}: {key} is {training[key]}, not {want}")
+            check(abs(training[key] - want) < 1e-9, f"{recipe}: {key} is {want}: {training[key]}")
         values = []
         for seed in SEEDS:
             pair = [[r for r in read(folder, r_, seed) if r["type"] == "validation"][-1] for r_ in ("bf16", recipe)]
@@ -150,9 +150,10 @@ def test_report(folder):
                   f"both runs have the losses of equal sequences after the last step: {pair}")
             values.append(pair[1]["loss"] - pair[0]["loss"])
         check(abs(comparison["validation"]["estimate"] - sum(values) / 3) < 1e-9,
-              f"{recipe}: validation {comparison['validation']['estimate']}, not {sum(values) / 3}")
+              f"{recipe}: the validation estimate is {sum(values) / 3}: {comparison['validation']['estimate']}")
     page = (pathlib.Path(folder) / "verdict" / "report.html").read_text()
-    check(len(page) < 1_000_000 and "<svg" in page and "src=\"http" not in page, "report.html")
+    check(len(page) < 1_000_000 and "<svg" in page and "src=\"http" not in page,
+          "report.html has fewer than 1,000,000 bytes, has a figure and loads no file")
 
 
 def test_cut_log(folder):
@@ -202,7 +203,8 @@ def main():
         words = options(folder, "--recipes", ",".join(RECIPES), "--price", "3", "--", "--val-steps", "6")
         times = test_killed(folder, words)
         result = verdict(*words)
-        check(len(finished(folder)) == len(SEEDS) * (1 + len(RECIPES)), f"{result.stdout}{result.stderr}")
+        check(len(finished(folder)) == len(SEEDS) * (1 + len(RECIPES)),
+              f"all runs finish: {result.stdout}{result.stderr}")
         check(result.stdout.count("from before") == len(times),
               f"the second start keeps the finished runs: {result.stdout}")
         for name, when in times.items():

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests of scripts/verdict_stats.py: exact cases, and simulated pairs whose true difference is known.
+"""Tests scripts/verdict_stats.py: exact cases, and simulated pairs whose true difference is known.
 
 usage: test_verdict_stats.py [--trials N] [--seed N]. With 1000 trials or more, 93 to 97% of the intervals must cover
 the truth (up to 99% for validation with two pairs). With fewer trials (120 by default) these limits are wider, so that
@@ -60,10 +60,12 @@ def test_against_libraries(rng):
     fp8 = bf16 + 0.1 + 0.05 * rng.standard_normal((4, 60))
     got = vs.training_difference(bf16, fp8, 50)
     expected = stats.ttest_rel(fp8[:, 10:].mean(axis=1), bf16[:, 10:].mean(axis=1)).confidence_interval()
-    check(np.allclose([got.low, got.high], expected), f"scipy's t-interval over pairs: {got}, {expected}")
+    check(np.allclose([got.low, got.high], expected),
+          f"the interval is scipy's t-interval over pairs: {got}, {expected}")
     got = vs.validation_difference(bf16[0], fp8[0])
     expected = stats.ttest_rel(fp8[0], bf16[0]).confidence_interval()
-    check(np.allclose([got.low, got.high], expected), f"scipy's t-interval over sequences: {got}, {expected}")
+    check(np.allclose([got.low, got.high], expected),
+          f"the interval is scipy's t-interval over sequences: {got}, {expected}")
     check((got.pairs, got.covers) == (1, "sequences"), f"one pair covers the noise of sequences: {got}")
 
     # With sequences that hardly differ, the pairs decide; with pairs that hardly differ, the sequences decide.
@@ -73,9 +75,9 @@ def test_against_libraries(rng):
         got = vs.validation_difference(np.zeros((4, 60)), table)
         expected = stats.ttest_1samp(sample, 0).confidence_interval()
         check(np.allclose([got.low, got.high], expected, atol=1e-4),
-              f"scipy's t-interval over the noisier of pairs and sequences: {got}, {expected}")
+              f"the interval is scipy's t-interval over the noisier of pairs and sequences: {got}, {expected}")
 
-    # The mean squares of the two-way table, by another way: projections of the whole vector.
+    # The mean squares of the two-way table, computed in another way: by projections of the whole vector.
     table = seeds + sequences + rng.standard_normal((4, 60))
     y, eye = table.ravel(), np.eye
     of_pair, of_sequence = np.kron(eye(4), np.ones((60, 60)) / 60), np.kron(np.ones((4, 4)) / 4, eye(60))
@@ -84,9 +86,11 @@ def test_against_libraries(rng):
                                           (eye(240) - of_pair - of_sequence + mean, 177))]
     got = vs.validation_difference(np.zeros((4, 60)), table)
     widest = max(math.sqrt((squares[0] + squares[1] - squares[2]) / 240), math.sqrt(squares[0] / 240))
-    check(got.standard_error <= widest * (1 + 1e-9), f"mean squares: {got}, {squares}")
+    check(got.standard_error <= widest * (1 + 1e-9),
+          f"the standard error is at most that of the mean squares: {got}, {squares}")
     check(math.isclose(got.standard_error, math.sqrt((squares[0] + squares[1] - squares[2]) / 240)) or
-          math.isclose(got.standard_error, math.sqrt(squares[0] / 240)), f"mean squares: {got}, {squares}")
+          math.isclose(got.standard_error, math.sqrt(squares[0] / 240)),
+          f"the standard error is that of the mean squares: {got}, {squares}")
 
 
 def test_detectable(rng):
@@ -94,7 +98,8 @@ def test_detectable(rng):
         shift = vs.detectable_difference(1.0, degrees)
         t = (rng.standard_normal(40000) + shift) / np.sqrt(rng.chisquare(degrees, 40000) / degrees)
         power = np.mean(np.abs(t) > stats.t.ppf(0.975, degrees))
-        check(abs(power - 0.8) < 0.01, f"power {power} at the detectable difference, {degrees} degrees of freedom")
+        check(abs(power - 0.8) < 0.01,
+              f"{degrees} degrees of freedom: at the detectable difference the power is 0.8: {power}")
     check(abs(vs.detectable_difference(2.0, 1e6) - 2 * 2.8016) < 1e-3,
           "with many degrees of freedom the detectable difference is that of a normal mean")
     check(vs.detectable_difference(0.0, 2) == 0, "without noise every difference is detectable")
@@ -125,16 +130,22 @@ def match(fp8, bf16=None, pairs=1, cost=(1.35, 1.0)):
 
 
 def test_speedup_exact():
-    wave = 0.001 * np.sin(np.arange(400))  # both runs see it
+    wave = 0.001 * np.sin(np.arange(400))  # noise that both runs have
     for pairs in (1, 2, 3):
         for efficiency in (0.8, 1.0, 1.2):
             fp8 = falling() - 0.5 * math.log(efficiency) + wave
             got = match(fp8, falling() + wave, pairs)
-            check(math.isclose(got.estimate, 1.35 * efficiency, rel_tol=2e-3), f"{pairs}, {efficiency}: {got}")
-            check(got.low <= got.estimate <= got.high and got.high - got.low < 0.02, f"{pairs}, {efficiency}: {got}")
-            check(got.reached == (efficiency >= 1) and math.isclose(got.equal_steps, 1.35), f"{efficiency}: {got}")
-            check(math.isclose(got.step_ratio, efficiency, rel_tol=2e-3), f"{pairs}, {efficiency}: {got}")
-            check(("did not reach" in vs.speedup_words(got)) == (efficiency < 1), vs.speedup_words(got))
+            check(math.isclose(got.estimate, 1.35 * efficiency, rel_tol=2e-3),
+                  f"pairs: {pairs}, step ratio {efficiency}: the speed-up is 1.35 times the step ratio: {got}")
+            check(got.low <= got.estimate <= got.high and got.high - got.low < 0.02,
+                  f"pairs: {pairs}, step ratio {efficiency}: the interval is narrow and has the estimate: {got}")
+            check(got.reached == (efficiency >= 1) and math.isclose(got.equal_steps, 1.35),
+                  f"pairs: {pairs}, step ratio {efficiency}: FP8 reaches BF16's loss if the ratio is 1 or more: {got}")
+            check(math.isclose(got.step_ratio, efficiency, rel_tol=2e-3),
+                  f"pairs: {pairs}: the step ratio is {efficiency}: {got}")
+            check(("did not reach" in vs.speedup_words(got)) == (efficiency < 1),
+                  f"pairs: {pairs}, step ratio {efficiency}: the words tell whether FP8 reaches BF16's loss: "
+                  f"{vs.speedup_words(got)}")
 
     slow_start = np.r_[np.full(100, 3.0), np.full(300, 1.0)]  # seconds of steps that differ: 600 in all
     got = vs.loss_matched_speedup(falling(), falling() + 0.5 * math.log(1.25), slow_start, np.ones(400))
@@ -144,13 +155,13 @@ def test_speedup_exact():
     got = match(falling() + 1, cost=(1.4, 1.0))  # FP8 ends where BF16 was before the fitted steps
     check(got.estimate is None and not got.reached and math.isclose(got.high, 1.4 * 0.25),
           f"FP8 far above BF16 gets an upper limit alone: {got}")
-    check("below 0.35x" in vs.speedup_words(got), vs.speedup_words(got))
+    check("below 0.35x" in vs.speedup_words(got), f"the words have the upper limit: {vs.speedup_words(got)}")
     check(math.isclose(match(falling() + 1000).high, 1.35 * 0.25),
           "FP8 very far above BF16 gets the smallest upper limit")
     got = match(falling() - 1)
     check(got.estimate is None and got.reached and math.isclose(got.low, 1.35 / 0.25),
           f"FP8 far below BF16 gets a lower limit alone: {got}")
-    check("above 5.40x" in vs.speedup_words(got), vs.speedup_words(got))
+    check("above 5.40x" in vs.speedup_words(got), f"the words have the lower limit: {vs.speedup_words(got)}")
     noise = np.random.default_rng(0).standard_normal((2, 400))
     for bf16, fp8 in ((3 + 0.001 * noise[0], falling()), (falling(), 3 + 0.001 * np.arange(400)),
                       (falling() + noise[0], falling() + noise[1])):  # the last: noise hides that the curves fall
@@ -203,7 +214,7 @@ def test_words():
 
 
 def test_with_rounding():
-    """Equal to the sum of both variances, worked out by hand: errors 3 and 4 with 8 and 2 degrees make 5."""
+    """Variances add up, worked out by hand: errors of 3 and 4, with 8 and 2 degrees of freedom, make an error of 5."""
     one = vs.Difference(7.0, 0.0, 0.0, 3.0, 8.0, 0.0, 1, "batches")
     band = vs.NoiseBand(np.array(0.0), np.array(4 * stats.t.ppf(0.975, 2)), 2)
     got = vs.with_rounding(one, band)
@@ -240,7 +251,7 @@ def test_real_curves():
 
 
 def report_coverage(name, hits, low=0.93, high=0.97):
-    """Checks how many of `hits` are true against [low, high]; with few trials against what chance makes of those."""
+    """Checks that the share of true `hits` is in [low, high]; with few trials, in limits that chance widens."""
     count, trials = int(np.sum(hits)), len(hits)
     if trials < 1000:
         good = stats.binom.cdf(count, trials, low) > 0.001 and stats.binom.sf(count - 1, trials, high) > 0.001
@@ -255,7 +266,9 @@ def covers(got, truth):
 
 
 def validation_pairs(rng, true, pairs, sequences, of_pairs, of_sequences, tails=0):
-    """Losses that differ by `true`, noise of pairs, noise of sequences common to all pairs, and a rest of 1."""
+    """Returns losses of BF16 and of FP8. Those of FP8 are higher by `true`, plus noise of each pair, noise of each
+    sequence that all pairs share, and noise of each value with standard deviation 1.
+    """
     draw = (lambda *shape: rng.standard_t(tails, shape)) if tails else (lambda *shape: rng.standard_normal(shape))
     bf16 = 5 + rng.standard_normal((pairs, 1)) + draw(1, sequences)
     return bf16, bf16 + true + of_pairs * draw(pairs, 1) + of_sequences * draw(1, sequences) + draw(pairs, sequences)
@@ -279,7 +292,8 @@ def cover_validation(rng, trials):
             if true == 0:
                 same = [vs.verdict(r).kind == "same" for r in results]
                 report_coverage(f"validation, {name}: \"cannot be told apart\"", same, high=1)
-    # The factor of two pairs is so large that the part of the sequences hardly matters: wider than promised.
+    # With two pairs the t factor is so large that the noise of sequences hardly matters: the interval covers more often
+    # than promised.
     results = [vs.validation_difference(*validation_pairs(rng, 0.2, 2, 1024, 0.05, 1)) for _ in range(trials)]
     hits = [covers(r, 0.2) for r in results]
     report_coverage("validation, 2 pairs, 1,024 sequences (on the safe side)", hits, high=0.99)
@@ -319,7 +333,8 @@ def cover_noise(rng, trials):
         without.append(vs.verdict(one).kind == "same")
     report_coverage("noise band of 3 seeds x 2 rounding seeds, two other BF16 runs", band_hits)
     report_coverage("one pair that differs in rounding, with the noise band: \"cannot be told apart\"", same, high=1)
-    check(np.mean(without) < 0.9, f"one pair without a noise band: {np.mean(without)}, so this test could not fail")
+    check(np.mean(without) < 0.9,
+          f"without the noise band fewer than 90% of verdicts are \"same\", so this test can fail: {np.mean(without)}")
 
 
 def cover_over_steps(rng, trials):
@@ -329,7 +344,8 @@ def cover_over_steps(rng, trials):
         truth = 0.0001 * np.arange(400)
         got = vs.difference_over_steps(bf16, fp8 + truth, 50, seed=i)
         hits += list((got.low <= 0.0001 * got.steps) & (0.0001 * got.steps <= got.high))
-    check(got.steps.tolist() == [24.5 + 50 * i for i in range(8)], f"middles of windows: {got.steps}")
+    check(got.steps.tolist() == [24.5 + 50 * i for i in range(8)],
+          f"the middles of the windows are 24.5, 74.5, ...: {got.steps}")
     report_coverage("difference over steps, windows of 50", hits)
 
 
@@ -338,12 +354,12 @@ EFFECTS = (("no difference", 1.0, 0.0), ("5% more steps needed", 1 / 1.05, 0.0),
 
 
 def curve(step, efficiency=1.0, shift=0.0):
-    """A loss curve with a power law's fall: 11 after a few steps, 4.9 after 1,800, falling 0.0003 a step there."""
+    """A loss curve that falls as a power law: 11 after 15 steps, 4.9 after 1,800, where it falls by 0.0003 a step."""
     return 3 + 18 * (step * efficiency)**-0.3 + shift
 
 
 def matched_truth(efficiency, shift):
-    """The true speed-up, of the curves themselves: not of smoothed ones."""
+    """Returns the true speed-up: that of the curves without noise, not smoothed."""
     ends = curve(STEPS), curve(STEPS, efficiency, shift)
     bf16 = ((max(ends) - 3) / 18)**(-1 / 0.3)
     fp8 = ((max(ends) - 3 - shift) / 18)**(-1 / 0.3) / efficiency
@@ -368,14 +384,14 @@ def cover_speedup(rng, trials):
             title = f"speed-up, pairs: {pairs}, {name}, {truth:.4f}x"
             report_coverage(title, [covers(r, truth) for r in results])
             middle = np.median([r.estimate for r in results if r.estimate is not None])
-            check(abs(middle / truth - 1) < 0.005, f"{title}: the median estimate is {middle}")
+            check(abs(middle / truth - 1) < 0.005, f"{title}: the median estimate is within 0.5% of that: {middle}")
             missed = np.mean([not r.reached for r in results])
             check(missed > 0.9 if truth < 1.34 else missed < 0.1 if truth > 1.36 else 0.3 < missed < 0.7,
-                  f"{title}: FP8 did not reach BF16's loss in {100 * missed:.0f}%")
+                  f"{title}: FP8 misses BF16's last loss as often as it should: in {100 * missed:.0f}%")
 
 
 def cover_with_common_methods(rng, trials):
-    """Common methods that verdict_stats.py does not use cover too little: these simulations can fail an interval."""
+    """Common methods, not used by verdict_stats.py, cover too little here. So these simulations find a bad interval."""
     names = ("a t-test over steps", "percentiles of the moving-block bootstrap", "the hierarchical bootstrap")
     hits = {name: [] for name in names}
     for i in range(max(trials // 2, 100)):
@@ -396,7 +412,8 @@ def cover_with_common_methods(rng, trials):
         hits["the hierarchical bootstrap"].append(low <= 0.02 <= high)
     for name, most in zip(names, (0.85, 0.93, 0.85)):
         print(f"for comparison: {name}: {100 * np.mean(hits[name]):.1f}% of {len(hits[name])}")
-        check(np.mean(hits[name]) < most, f"{name} covers {np.mean(hits[name])}: this simulation fails no interval")
+        check(np.mean(hits[name]) < most,
+              f"{name} covers less than {most}, so this simulation finds it: {np.mean(hits[name])}")
 
 
 def main():

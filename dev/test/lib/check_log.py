@@ -1,9 +1,9 @@
 """usage: dev/test/lib/check_log.py LOG RANKS [--energy]
 
-Checks what log.jsonl says about time, energy and validation: the parts of a step's time and of the run's time add up, a
-validation loss is the mean of its sequences' losses, and several ranks wait for each other. With --energy every step
-must have the energy of every GPU. Prints the losses of the last validation's sequences. Exits with 1 and the reason if
-something is wrong.
+Checks what log.jsonl says about time, energy and validation: the parts of a step's time take no more than the step, the
+parts of the run's time add up, a validation loss is the mean of its sequences' losses, and only several ranks wait for
+each other. With --energy every step must have energy, and power, clock and temperature of every GPU. Prints the losses
+of the last validation's sequences. Exits with 1 and the reason if something is wrong.
 """
 import json
 import sys
@@ -16,7 +16,7 @@ def close(a, b, tolerance):
 def check_steps(steps, ranks, energy):
     for step in steps:
         parts = [step[key] for key in ("data_ms", "communication_ms", "optimizer_ms")]
-        # Parts are means over all ranks, and "ms" is the time of rank 0.
+        # Parts are means over all ranks and "ms" is the time of rank 0, so the parts of several ranks may take longer.
         assert min(parts) >= 0 and sum(parts) <= (1.001 if ranks == 1 else 1.5) * step["ms"], step
         assert step["optimizer_ms"] > 0, step
         assert not energy or step["joules"] > 0, step

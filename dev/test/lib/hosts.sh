@@ -105,7 +105,7 @@ make_agent() {
 }
 
 # Makes the network of the hosts $3... slow, in both directions: $1 ms of delay for each frame, $2 percent of them lost.
-# The kernel does it (netem) where it can, else slow_link.c. fast_network undoes it. Both set or read `shaper`.
+# The kernel does it (netem) where it can, else slow_link.c. fast_network undoes it. Sets `shaper`.
 slow_network() {
     local delay=$1 loss=$2 host ports=()
     shift 2

@@ -74,7 +74,7 @@ def write(folder, records, tail=""):
 
 
 def gemms_of(precision):
-    """The GEMMs of a settings record. With precision fp8, those of all layers but layer 0 and lm_head are FP8."""
+    """The GEMMs of a settings record. With precision fp8 they are FP8, except those of layer 0 and of lm_head."""
     gemms = []
     for linear, (n, k) in {**LINEARS, "lm_head": (128256, 2048)}.items():
         for gemm, operands in (("fprop", "xw"), ("dgrad", "yw"), ("wgrad", "yx")):
