@@ -119,7 +119,7 @@ enum { FREE, MUST_MATCH };
          "--learning-rate 1e-5 the rms difference to fp32 weights is 4.0e-4, an absolute value; AdamW itself moves " \
          "weights by 2.4e-4 if gradients are pure noise, and by 1.9e-3 if they have a direction); bf16-nearest: " \
          "rounded to nearest, which loses small updates; fp16: FP16 with a scale for each tensor, as in MS-AMP; " \
-         "--fp8-recipe tensorwise casts FP8 weights from it if all linear layers are FP8 (on the GPU only with " \
+         "recipe tensorwise casts FP8 weights from it if all linear layers are FP8 (on the GPU only with " \
          "--optimizer-state msamp or fp32); auto: bf16, or fp32 with --precision fp32") \
     CHOICE(optimizer_state, "optimizer-state", MOMENTS_AUTO, MOMENTS, MUST_MATCH, \
          "dtype of AdamW's two moments; bf16: rounded stochastically; coat: FP8 (E4M3) in groups of 128 whose range " \
