@@ -97,6 +97,22 @@ for options in "bf16" "fp8" "fp8 --fp8-recipe delayed" "fp8 --fp8-weight-cache o
         gpu d $run --num-steps 8 --checkpoint-dir "$tmp/ck" --resume
     same "$options: resumed without --optimizer-in-backward" a d 3
 done
+# --grad-clip with --optimizer-in-backward: a clip value above all norms changes no bit, a low one gives the losses of
+# the CPU trainer, and a resumed run has the same bits.
+for options in "bf16" "fp8" "fp8 --fp8-recipe delayed --optimizer-state coat-stochastic" \
+    "fp8 --optimizer-state msamp --master-weights fp16" "bf16 --optimizer-state fp32 --master-weights fp32"; do
+    run="$common --precision $options --optimizer-in-backward"
+    rm -rf "$tmp/ck"
+    gpu a $run --num-steps 8 && gpu b $run --num-steps 8 --grad-clip 1000000
+    same "$options: in backward, without and with a --grad-clip above all norms" a b
+    gpu c $run --num-steps 8 --grad-clip 0.2 && cpu d ${run/--deterministic/} --num-steps 8 --grad-clip 0.2
+    clipped="$options: in backward with --grad-clip 0.2"
+    near "$clipped: last loss on GPU and CPU" "$(field c loss 8)" "$(field d loss 8)" 2e-3
+    near "$clipped: last norm on GPU and CPU" "$(field c norm 8)" "$(field d norm 8)" 2e-2
+    gpu a $run --num-steps 5 --grad-clip 0.2 --checkpoint-dir "$tmp/ck" &&
+        gpu b $run --num-steps 8 --grad-clip 0.2 --checkpoint-dir "$tmp/ck" --resume
+    same "$clipped: an unbroken and a resumed run" c b 3
+done
 # --offload moments changes no bit, in models with one part of moments and with many. A run with it goes on without it.
 for case in "small|bf16" "small|fp8 --optimizer-state coat-stochastic --optimizer-in-backward" \
     "llama3.2-1b|fp8 --optimizer-state coat-stochastic --optimizer-in-backward" \

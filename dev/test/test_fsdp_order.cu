@@ -279,6 +279,27 @@ static bool note_sum_kernel(cudaStream_t s, const void *function, void **argumen
     return false;
 }
 
+// Kernels that clip a unit by its squares. These have the content of the gradients; the all-reduce of squares counts
+// the ranks once more.
+static bool note_clip_kernel(cudaStream_t s, const void *function, void **arguments) {
+    const bool fp32 = function == (const void *)adamw_squares_kernel<float>;
+    if (fp32 || function == (const void *)adamw_squares_kernel<bf16>) {
+        note_read(s, POINTER(void, 1), INTEGER(2) * (fp32 ? 4 : 2), ORDER_CARRIED);
+        note_write(s, POINTER(double, 0), ADAMW_NORM_BLOCKS * (int64_t)sizeof(double), ORDER_CARRIED);
+    } else if (function == (const void *)adamw_sum_kernel) {
+        note_read(s, POINTER(double, 1), INTEGER(2) * (int64_t)sizeof(double), ORDER_CARRIED);
+        note_write(s, POINTER(double, 0), sizeof(double), ORDER_CARRIED);
+    } else if (function == (const void *)adamw_clip_kernel) {
+        const AdamwClip *clip = (const AdamwClip *)arguments[1];
+        const int64_t world = now->f->world, over = fsdp_is_sharded(now->f) ? world * world : world;
+        note_read(s, &clip->squares[INTEGER(3)], sizeof(double),
+                  gradients_of(now->gradient_step, now->micro, INTEGER(2), over));
+    } else {
+        return false;
+    }
+    return true;
+}
+
 static void note_kernel(cudaStream_t s, const void *function, void **arguments) {
     const TensorSource *source = (const TensorSource *)arguments[0];
     if (is_cast(function)) note_cast(s, source, (const QTensor *)arguments[1], INTEGER(2), INTEGER(3));
@@ -290,7 +311,8 @@ static void note_kernel(cudaStream_t s, const void *function, void **arguments) 
         note_transpose(s, POINTER(uint8_t, 0), POINTER(uint8_t, 1), INTEGER(2) * INTEGER(3));
     else if (function == (const void *)transport_to_fp32_kernel)
         note_to_fp32(s, POINTER(float, 0), POINTER(bf16, 1), INTEGER(2), INTEGER(3), INTEGER(4));
-    else if (!note_sum_kernel(s, function, arguments)) die("a kernel that this test does not know");
+    else if (!note_sum_kernel(s, function, arguments) && !note_clip_kernel(s, function, arguments))
+        die("a kernel that this test does not know");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -894,7 +916,7 @@ typedef struct {
     int precision, recipe, sharding, gather, reduce, recompute, cache, copies;
     const char *filter;
     int64_t world, layers, accumulation;
-    bool untied, many_tokens, norm_first, in_backward;
+    bool untied, many_tokens, clips, in_backward;
 } Case;
 
 static Trainer trainers[ORDER_MAX_RANKS];
@@ -913,6 +935,8 @@ static const char *buffer_name(int64_t rank, const char *address) {
                {"sums_fp32", f->transport.sums_fp32},
                {"amax", t->linears.scales.amax},
                {"squares", t->step.squares},
+               {"workspace of a unit's squares", f->clip.workspace},
+               {"squares of a unit", f->clip.squares},
                {"stats", t->step.stats},
                {"dx", t->acts.dx},
                {"logits", t->acts.logits},
@@ -991,7 +1015,7 @@ static void run_case(const Case *c, uint64_t seed) {
     if (c->sharding != SHARDING_NONE) o.fp8_weight_cache = OFF;  // the trainer refuses the cache when sharded
     o.batch_size = 1,
     o.sequence_length = c->many_tokens ? m.vocab_size : 512;  // many: inputs are larger than the embedding
-    o.fp8_filter = c->filter, o.grad_clip = c->norm_first ? 1 : 0, o.optimizer_in_backward = c->in_backward,
+    o.fp8_filter = c->filter, o.grad_clip = c->clips ? 1 : 0, o.optimizer_in_backward = c->in_backward,
     o.val_steps = 2 * c->world;
     options_resolve(&o);
     num_events = copied = host_used = 0;
@@ -1008,12 +1032,11 @@ static void check_case(const Case *c) {
     run_case(c, 1);
     CHECK(order.races == 0 && order.wrong == 0 && order.stuck == 0,
           "precision %d, recipe %d, filter \"%s\", sharding %d, gather %d, reduce %d, recompute %d, cache %d, copies "
-          "%d, %lld ranks, %lld layers, accumulation %lld, untied %d, many tokens %d, norm first %d, in backward %d: "
+          "%d, %lld ranks, %lld layers, accumulation %lld, untied %d, many tokens %d, clips %d, in backward %d: "
           "%lld races, %lld wrong contents, %lld streams stuck; %s",
           c->precision, c->recipe, c->filter, c->sharding, c->gather, c->reduce, c->recompute, c->cache, c->copies,
-          (long long)c->world, (long long)c->layers, (long long)c->accumulation, c->untied, c->many_tokens,
-          c->norm_first, c->in_backward, (long long)order.races, (long long)order.wrong, (long long)order.stuck,
-          order.problem);
+          (long long)c->world, (long long)c->layers, (long long)c->accumulation, c->untied, c->many_tokens, c->clips,
+          c->in_backward, (long long)order.races, (long long)order.wrong, (long long)order.stuck, order.problem);
     if (c->sharding != SHARDING_FULL && c->sharding != SHARDING_HYBRID) return;
     CHECK((copied > 0) == (c->copies == ON), "--copy-engines %d, but %lld copies to peers", c->copies,
           (long long)copied);
@@ -1035,7 +1058,7 @@ static void check_all(int64_t world, int precision, int recipe, const char *filt
                                           cache,        copies,           filter,       world,  layers[i], accumulation,
                                           ends % 2 > 0, ends / 2 % 2 > 0, ends / 4 > 0, false};
                                 check_case(&c);
-                                c.in_backward = accumulation == 1 && !c.norm_first;
+                                c.in_backward = accumulation == 1;
                                 if (c.in_backward) check_case(&c);
                             }
 }
@@ -1101,7 +1124,9 @@ static void check_omissions(void) {
         {{"summed", 0, 2}, SHARDING_FULL, OFF, true},
         {{"summed", 0, 1}, SHARDING_HYBRID, ON, true},
         {{"summed", 0, 0}, SHARDING_NONE, OFF, true},
-        {{"reduce-scatter of the gradients", 1, 1}, SHARDING_FULL, ON, true}};
+        {{"reduce-scatter of the gradients", 1, 1}, SHARDING_FULL, ON, true},
+        {{"all-reduce of a unit's gradient norm", 0, -1}, SHARDING_FULL, ON, true},
+        {{"all-reduce of a unit's gradient norm", 0, 2}, SHARDING_HYBRID, OFF, true}};
     for (int i = 0; i < (int)(sizeof all / sizeof *all); i++)
         for (uint64_t seed = 1; seed < 4; seed++) {
             const Case c = {PRECISION_FP8,
@@ -1118,7 +1143,7 @@ static void check_omissions(void) {
                             all[i].in_backward ? 1 : 2,
                             true,
                             false,
-                            !all[i].in_backward && seed % 2 > 0,
+                            seed % 2 > 0 || strstr(all[i].omission.what, "a unit's"),
                             all[i].in_backward};
             check_noticed(&c, all[i].omission, seed);
         }

@@ -77,6 +77,13 @@ static void list_state(const Trainer *t, Moments m) {
     needed_always(m, "audit", s->audit, s->audit ? audit_count(&t->precision) * (int64_t)sizeof(AuditSums) : 0);
     needed_always(m, "squares", t->step.squares, 8);
     needed_always(m, "squares of blocks", t->step.block_squares, adamw_workspace_bytes(&t->table, &t->fsdp.plan));
+    if (t->fsdp.grad_clip > 0) {
+        const AdamwClip *clip = &t->fsdp.clip;
+        needed_always(m, "workspace of units' squares", clip->workspace, ADAMW_NORM_BLOCKS * 8);
+        needed_always(m, "squares of units", clip->squares, ADAMW_CLIP_SLOTS * 8);
+        needed_always(m, "squares so far", clip->so_far, 8);
+        needed_always(m, "norms of the last step", clip->norms, (1 + t->d.L) * 4);
+    }
     needed_always(m, "statistics", t->step.stats, sizeof(StepStats));
     needed_always(m, "losses", t->acts.losses, t->d.R * 4);
     needed_always(m, "RoPE table", t->acts.rope_table, t->d.T * t->d.HD * 4);
@@ -361,7 +368,7 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
             if (recipe < RECIPE_BF16 && o.recompute < RECOMPUTE_MLP) o.fp8_activations = variant & 1 ? ON : OFF;
             if (recipe == RECIPE_DELAYED) o.on_nonfinite = variant & 4 ? NONFINITE_SKIP : NONFINITE_STOP;
             char conflict[512];
-            o.optimizer_in_backward = variant & 8;
+            o.optimizer_in_backward = variant & 8, o.grad_clip = variant & 2 || recipe == RECIPE_BF16 ? 1 : 0;
             if (o.optimizer_in_backward && *options_conflict(&o, conflict, sizeof conflict)) continue;
             format_checked(label, sizeof label, "%s, %lld x %lld, %s, %s, --recompute %d, %d micro-steps%s%s%s", name,
                            (long long)B, (long long)T, ranks.name, recipe_row(recipe)->name, o.recompute,

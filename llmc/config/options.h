@@ -338,17 +338,13 @@ static inline void options_rank_conflict(const Options *o, char *message, size_t
 
 // Rules of --optimizer-in-backward.
 static inline void options_backward_conflict(const Options *o, char *message, size_t capacity) {
-    const char *first = "--optimizer-in-backward updates the last layer before the gradient of the first is computed";
     if (!o->optimizer_in_backward) return;
-    if (o->grad_clip > 0)
-        format_checked(message, capacity, "%s, and --grad-clip needs the norm of all gradients first; leave out one",
-                       first);
-    else if (o->on_nonfinite == NONFINITE_SKIP)
+    if (o->on_nonfinite == NONFINITE_SKIP)
         format_checked(
             message, capacity,
-            "%s, and --on-nonfinite skip must know that all gradients are finite before it changes a weight; "
-            "leave out one",
-            first);
+            "--optimizer-in-backward updates the last layer before the gradient of the first is computed, and "
+            "--on-nonfinite skip must know that all gradients are finite before it changes a weight; "
+            "leave out one");
     else if (o->grad_accumulation_steps > 1)
         format_checked(message, capacity,
                        "--optimizer-in-backward keeps no gradients from one micro-step to the next; use "
@@ -464,6 +460,9 @@ static inline Recomputed options_recomputed(const Options *o) {
 static inline bool options_keeps_fp8(const Options *o) {
     return o->precision == PRECISION_FP8 && o->fp8_activations == ON && !options_recomputed(o).mlp;
 }
+
+// True if gradients are clipped unit by unit in the backward pass (clip_norm_so_far in adamw_math.h).
+static inline bool options_clips_in_backward(const Options *o) { return o->optimizer_in_backward && o->grad_clip > 0; }
 
 // True if the moments are FP8 codes in groups (coat.h).
 static inline bool options_coat(const Options *o) {

@@ -43,7 +43,7 @@ static inline bool memory_fit_set_recompute(Options *o, int choice, char *words,
     return format_checked(words, capacity, " --recompute %s", names[choice]), true;
 }
 
-// True if --optimizer-in-backward may be added.
+// True if --optimizer-in-backward may be added. It would change the numbers of a run that clips gradients.
 static inline bool memory_fit_may_update_early(const Options *o) {
     return !o->optimizer_in_backward && o->grad_clip <= 0 && o->on_nonfinite != NONFINITE_SKIP &&
            o->grad_accumulation_steps == 1;
