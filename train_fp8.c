@@ -1326,10 +1326,11 @@ static void check_supported(const ModelConfig *m, const Options *o, int64_t shar
     if (o->copy_engines == ON)
         die_with(EXIT_UNSUPPORTED,
                  "--copy-engines on needs the GPU trainer (train_fp8cu): this one uses MPI or TCP; leave it out");
-    if (o->offload != OFFLOAD_NONE)
+    if (options_offloads(o))
         die_with(EXIT_UNSUPPORTED,
-                 "--offload moments needs the GPU trainer (train_fp8cu): this one keeps everything in host memory; "
-                 "leave it out");
+                 "--offload %s needs the GPU trainer (train_fp8cu): this one keeps everything in host memory; "
+                 "leave it out",
+                 o->offload);
     if (o->fp8_weight_cache == ON)
         die_with(
             EXIT_UNSUPPORTED,

@@ -113,21 +113,26 @@ for options in "bf16" "fp8" "fp8 --fp8-recipe delayed --optimizer-state coat-sto
         gpu b $run --num-steps 8 --grad-clip 0.2 --checkpoint-dir "$tmp/ck" --resume
     same "$clipped: an unbroken and a resumed run" c b 3
 done
-# --offload moments changes no bit, in models with one part of moments and with many. A run with it goes on without it.
-for case in "small|bf16" "small|fp8 --optimizer-state coat-stochastic --optimizer-in-backward" \
-    "llama3.2-1b|fp8 --optimizer-state coat-stochastic --optimizer-in-backward" \
-    "llama3.2-1b|bf16 --optimizer-state fp32 --master-weights fp32 --grad-clip 1 --grad-accumulation-steps 2"; do
-    model=${case%%|*} options=${case#*|}
+# --offload changes no bit, in models with one part and with many. A run with it goes on without it.
+for case in "small|moments|bf16" "small|moments|fp8 --optimizer-state coat-stochastic --optimizer-in-backward" \
+    "llama3.2-1b|moments|fp8 --optimizer-state coat-stochastic --optimizer-in-backward --grad-clip 0.2" \
+    "small|master|bf16 --master-weights fp32" \
+    "small|moments,master|fp8 --master-weights fp32 --optimizer-state fp32 --optimizer-in-backward" \
+    "llama3.2-1b|master|fp8 --master-weights fp32 --optimizer-state coat --optimizer-in-backward" \
+    "llama3.2-1b|moments,master|bf16 --master-weights fp32 --optimizer-in-backward --grad-clip 1" \
+    "llama3.2-1b|moments,master|bf16 --optimizer-state fp32 --master-weights fp32 --grad-accumulation-steps 2"; do
+    IFS='|' read -r model offload options <<<"$case"
     run="$model ${common#small } --precision $options"
     rm -rf "$tmp/ck"
-    gpu a $run --num-steps 5 && gpu b $run --num-steps 5 --offload moments
-    same "$model, $options: without and with --offload moments" a b
+    gpu a $run --num-steps 5 && gpu b $run --num-steps 5 --offload $offload
+    same "$model, $options: without and with --offload $offload" a b
     [ "$model" = small ] || continue
-    gpu c $run --num-steps 2 --offload moments --checkpoint-dir "$tmp/ck" &&
+    gpu c $run --num-steps 2 --offload $offload --checkpoint-dir "$tmp/ck" &&
         gpu d $run --num-steps 3 --checkpoint-dir "$tmp/ck" --resume &&
-        gpu c $run --num-steps 5 --checkpoint-dir "$tmp/ck" --resume --offload moments
-    same "$options: resumed without and with --offload moments" a c 2
+        gpu c $run --num-steps 5 --checkpoint-dir "$tmp/ck" --resume --offload $offload
+    same "$options: resumed without and with --offload $offload" a c 2
 done
+refused "this run has none: add --master-weights fp32" ./train_fp8cu small $data --offload master
 for options in "--optimizer-state coat" "--optimizer-state msamp" "--optimizer-state msamp --master-weights fp16" \
     "--optimizer-state fp32 --master-weights fp16" "--precision fp8 --fp8-activations on"; do
     run="small $data --sequence-length 256 --batch-size 2 --learning-rate 1e-3 --num-steps 8 $options"

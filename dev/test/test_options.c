@@ -279,6 +279,37 @@ static void test_backward_conflicts(void) {
     }
 }
 
+// Lists of --offload: what each means, or a part of the message.
+static void test_offload(void) {
+    static const struct {
+        const char *options;
+        bool moments, master;
+        const char *message;
+    } cases[] = {{"", false, false, ""},
+                 {"--offload none", false, false, ""},
+                 {"--offload moments", true, false, ""},
+                 {"--offload master --master-weights fp32", false, true, ""},
+                 {"--offload moments,master --master-weights fp32", true, true, ""},
+                 {"--offload master,moments --master-weights fp32", true, true, ""},
+                 {"--offload moment", false, false, "\"moment\" is none of moments, master; none stands alone"},
+                 {"--offload moments,masters", true, false, "\"masters\" is none of moments"},
+                 {"--offload none,moments", false, false, "\"none\" is none of moments"},
+                 {"--offload master", false, true, "this run has none: add --master-weights fp32, or leave master out"},
+                 {"--offload moments,master --master-weights fp16", true, true, "this run has none: add"}};
+    char message[512], line[256];
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        format_checked(line, sizeof line, "tiny %s", cases[i].options);
+        const Options o = parse(line);
+        options_conflict(&o, message, sizeof message);
+        CHECK(*cases[i].message ? strstr(message, cases[i].message) != NULL : *message == 0, "%s: \"%s\"", line,
+              message);
+        Offloaded out;
+        options_read_offload(o.offload, &out);
+        CHECK(out.moments == cases[i].moments && out.master == cases[i].master, "%s: moments %d, master %d", line,
+              out.moments, out.master);
+    }
+}
+
 // FP8 options without FP8: each is named, with the remedy. Values that switch nothing on are accepted.
 static void test_stray_fp8(void) {
     static const char *const strays[] = {"recipe mxfp8", "recipe rowwise",  "format e4m3",  "filter first",
@@ -560,6 +591,7 @@ int main(void) {
     test_conflicts();
     test_fp8_conflicts();
     test_backward_conflicts();
+    test_offload();
     test_stray_fp8();
     test_resolve();
     test_resolve_fp8();

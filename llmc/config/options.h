@@ -351,6 +351,52 @@ static inline void options_backward_conflict(const Options *o, char *message, si
                        "--grad-accumulation-steps 1, and a larger --batch-size or more ranks");
 }
 
+// The states that --offload keeps in host memory.
+typedef struct {
+    bool moments, master;
+} Offloaded;
+
+// Reads --offload. Returns the first word that it does not know; NULL if it knows all.
+static inline const char *options_read_offload(const char *text, Offloaded *out) {
+    const char *const between = ", ";
+    memset(out, 0, sizeof *out);
+    if (strcmp(text, "none") == 0) return NULL;
+    for (const char *at = text + strspn(text, between); *at; at += strcspn(at, between), at += strspn(at, between)) {
+        const size_t n = strcspn(at, between);
+        if (n == 7 && strncmp(at, "moments", n) == 0) out->moments = true;
+        else if (n == 6 && strncmp(at, "master", n) == 0) out->master = true;
+        else return at;
+    }
+    return NULL;
+}
+
+// --offload of a run that options_conflict has accepted.
+static inline Offloaded options_offloaded(const Options *o) {
+    Offloaded out;
+    options_read_offload(o->offload, &out);
+    return out;
+}
+
+static inline bool options_offloads(const Options *o) {
+    const Offloaded out = options_offloaded(o);
+    return out.moments || out.master;
+}
+
+// Rules of --offload.
+static inline void options_offload_conflict(const Options *o, char *message, size_t capacity) {
+    Offloaded out;
+    const char *unknown = options_read_offload(o->offload, &out);
+    const bool fp32 =
+        o->master_weights == STORAGE_FP32 || (o->master_weights == STORAGE_AUTO && o->precision == PRECISION_FP32);
+    if (unknown)
+        format_checked(message, capacity, "--offload: \"%.*s\" is none of moments, master; none stands alone",
+                       (int)strcspn(unknown, ", "), unknown);
+    else if (out.master && !fp32)
+        format_checked(message, capacity,
+                       "--offload master keeps fp32 master weights in host memory, and this run has none: add "
+                       "--master-weights fp32, or leave master out");
+}
+
 // Rules of --precision fp32, and of options for FP8 without --precision fp8.
 static inline void options_precision_conflict(const Options *o, char *message, size_t capacity) {
     const OptionRow *stray = o->precision == PRECISION_FP8 ? NULL : options_stray_fp8(o);
@@ -384,6 +430,7 @@ static inline const char *options_conflict(const Options *o, char *message, size
     else options_precision_conflict(o, message, capacity);
     if (!*message) options_rank_conflict(o, message, capacity);
     if (!*message) options_backward_conflict(o, message, capacity);
+    if (!*message) options_offload_conflict(o, message, capacity);
     if (!*message && o->json && !o->dry_run)
         format_checked(message, capacity, "--json is for --dry-run; a run writes log.jsonl to --log-dir");
     if (!*message && o->precision == PRECISION_FP8) options_fp8_conflict(o, message, capacity);

@@ -17,7 +17,6 @@
     X(RECOMPUTE_NONE, "none") \
     X(RECOMPUTE_NORM, "norm") \
     X(RECOMPUTE_ATTENTION, "attention") X(RECOMPUTE_MLP, "mlp") X(RECOMPUTE_LAYER, "layer") X(RECOMPUTE_AUTO, "auto")
-#define OFFLOADS(X) X(OFFLOAD_NONE, "none") X(OFFLOAD_MOMENTS, "moments")
 #define SCHEDULES(X) \
     X(SCHEDULE_CONSTANT, "constant") X(SCHEDULE_COSINE, "cosine") X(SCHEDULE_LINEAR, "linear") X(SCHEDULE_WSD, "wsd")
 #define NONFINITES(X) X(NONFINITE_STOP, "stop") X(NONFINITE_SKIP, "skip")
@@ -42,7 +41,6 @@ enum { PRECISIONS(CHOICE_ID) };
 enum { WEIGHT_STORAGES(CHOICE_ID) };
 enum { MOMENTS(CHOICE_ID) };
 enum { RECOMPUTES(CHOICE_ID) };
-enum { OFFLOADS(CHOICE_ID) };
 enum { SCHEDULES(CHOICE_ID) };
 enum { NONFINITES(CHOICE_ID) };
 enum { OUTPUT_LOSSES(CHOICE_ID) };
@@ -135,9 +133,10 @@ enum { FREE, MUST_MATCH };
          "update each layer's weights in the backward pass, as soon as its gradient is complete: gradients of one layer " \
          "(two with several ranks) and of the embedding and lm_head take memory, not those of the whole model; the " \
          "numbers stay the same, but with --grad-clip; not with --on-nonfinite skip or several micro-steps") \
-    CHOICE(offload, "offload", OFFLOAD_NONE, OFFLOADS, FREE, \
-         "moments: keep AdamW's moments in pinned host memory, and copy them to the GPU and back in each step, with " \
-         "--optimizer-in-backward while backward computes; GPU trainer only") \
+    TEXT(offload, "offload", "none", FREE, \
+         "what to keep in pinned host memory, separated by commas: moments (AdamW's), master (fp32 master weights), or " \
+         "none; copied to the GPU and back in each step, with --optimizer-in-backward while backward computes; the " \
+         "numbers stay the same; GPU trainer only") \
     REAL(memory_limit, "memory-limit", 0, 0, 1e6, FREE, \
          "GiB of memory that each rank may use, on a GPU including CUDA's own memory: a run that needs more ends " \
          "before it starts, and names options with which it fits; 0: all that is free") \
