@@ -3,6 +3,7 @@
 #define LLMC_FSDP_OPTIMIZER_CUH
 
 #include "../cuda/fp16_masters.cuh"
+#include "../cuda/initialize.cuh"
 #include "../cuda/offload.cuh"
 #include "fsdp.cuh"
 
