@@ -141,6 +141,7 @@ enum { TENSOR_SCALES = STATE_MASTER_SCALE - STATE_EXP_AVG_SCALE + 1 };
 typedef struct {
     int64_t step;         // its number, counted from 0
     double squares;       // sum of squares of the gradients
+    float *norms;         // with --grad-clip: STATE_CLIP_NORMS, else NULL
     NonfiniteStep large;  // the largest gradient, and the first large one (find_large)
 } BackwardUpdate;
 
@@ -243,6 +244,7 @@ static void place_parameters(Trainer *t, Arena *a) {
         p->scales = take(a, TENSOR_SCALES * t->table.count);
         p->amaxes = (uint32_t *)arena_take(a, TENSOR_SCALES * t->table.count * (int64_t)sizeof *p->amaxes);
     }
+    t->early.norms = options_clips_in_backward(t->o) ? take(a, t->d.L + 1) : NULL;
 }
 
 // Places the buffers that hold whole units, and the gradients received from all ranks of a group.
@@ -1246,6 +1248,16 @@ static void find_large(const Trainer *t, const float *gradients, int64_t shard, 
     if (largest > s->magnitude) s->magnitude = largest;
 }
 
+// Returns the factor that clips the gradient of unit l. early.squares already includes it.
+static float clip_in_backward(Trainer *t, int64_t l) {
+    float *norms = t->early.norms;
+    if (!norms) return 1;
+    const float norm = (float)sqrt(t->early.squares);
+    const float factor = clip_factor(clip_norm_so_far(norm, norms[1 + l], norms[1 + ROOT]), t->o->grad_clip);
+    norms[1 + l] = norm;
+    return factor;
+}
+
 // --optimizer-in-backward: updates unit l, a layer or ROOT, whose gradient is complete. A unit with a gradient norm
 // that is not accepted keeps its weights: the run ends after this step. This function also locates gradients that could
 // make the norm of the whole model too large.
@@ -1257,9 +1269,10 @@ static void update_in_backward(Trainer *t, int64_t l) {
     t->early.squares += norm * norm;
     if (!adamw_accepts(norm * sqrt((double)units)))
         find_large(t, gradients, shard_begin(&t->plan, l), n, &t->early.large);
+    const float factor = clip_in_backward(t, l);
     if (!adamw_accepts(norm)) return;
     const UnitEntries u = unit_entries(t, l);
-    parameters_update(t, u.begin, u.end, t->early.step, 1);
+    parameters_update(t, u.begin, u.end, t->early.step, factor);
 }
 
 // Returns what this rank knows of a step whose gradient norm is not accepted.
@@ -1418,6 +1431,7 @@ static void *state_array(const Trainer *t, StateKind kind) {
         return coat ? p->coat_avg_sq.codes : msamp ? (void *)p->msamp.exp_avg_sq : (void *)p->exp_avg_sq;
     if (state_is_groups(kind)) return kind == STATE_EXP_AVG_GROUPS ? p->coat_avg.groups : p->coat_avg_sq.groups;
     if (kind == STATE_AMAX_HISTORY) return t->scales.delayed.history;
+    if (kind == STATE_CLIP_NORMS) return t->early.norms;
     return kind == STATE_SCALES ? t->scales.delayed.scale : p->master;
 }
 
@@ -1450,8 +1464,15 @@ static void state_write(void *context, StateKind kind, int64_t offset, int64_t c
 }
 
 static TrainerState trainer_state(Trainer *t) {
-    TrainerState s = {
-        t, {ST_F32}, state_read, state_write, &t->plan, t->comm, t->scales.delayed.tensors, t->scales.delayed.window};
+    TrainerState s = {t,
+                      {ST_F32},
+                      state_read,
+                      state_write,
+                      &t->plan,
+                      t->comm,
+                      t->scales.delayed.tensors,
+                      t->scales.delayed.window,
+                      options_clips_in_backward(t->o) ? t->d.L + 1 : 0};
     for (int kind = 0; kind < NUM_STATE_KINDS; kind++) s.types[kind] = state_type(t->o, (StateKind)kind);
     return s;
 }
@@ -1469,10 +1490,11 @@ static void check_supported(const ModelConfig *m, const Options *o, int64_t worl
     if (o->copy_engines == ON)
         die_with(EXIT_UNSUPPORTED,
                  "--copy-engines on needs the GPU trainer (train_fp8cu): this one uses MPI or TCP; leave it out");
-    if (o->offload != OFFLOAD_NONE)
+    if (options_offloads(o))
         die_with(EXIT_UNSUPPORTED,
-                 "--offload moments needs the GPU trainer (train_fp8cu): this one keeps everything in host memory; "
-                 "leave it out");
+                 "--offload %s needs the GPU trainer (train_fp8cu): this one keeps everything in host memory; "
+                 "leave it out",
+                 o->offload);
     if (o->fp8_weight_cache == ON)
         die_with(
             EXIT_UNSUPPORTED,

@@ -532,7 +532,9 @@ static void update_delayed_scales(Trainer *t) {
 
 // True if the update needs the gradient norm first: to clip by it, or to skip a step. Otherwise AdamW computes the norm
 // too, and a norm that is not finite ends the run before anything of the step is saved.
-static bool norm_comes_first(const Options *o) { return o->grad_clip > 0 || o->on_nonfinite == NONFINITE_SKIP; }
+static bool norm_comes_first(const Options *o) {
+    return (o->grad_clip > 0 || o->on_nonfinite == NONFINITE_SKIP) && !o->optimizer_in_backward;
+}
 
 // Sums the step's loss over all ranks, and t->step.squares too if gradients are sharded, in one group of NCCL calls.
 static void reduce_step_stats(Trainer *t) { fsdp_reduce_step_stats(&t->fsdp, &t->step.stats->loss, t->step.squares); }
@@ -545,7 +547,7 @@ static AdamwUpdate update_of_step(const Trainer *t) {
     double *squares = t->step.block_squares ? t->step.block_squares : (double *)t->linears.gemm.workspace;
     const AdamwUpdate update = {t->params,
                                 adamw_step_of(t->o, t->fsdp.step),
-                                norm_first ? &t->step.stats->control : NULL,
+                                norm_first || t->fsdp.grad_clip > 0 ? &t->step.stats->control : NULL,
                                 norm_first ? NULL : squares,
                                 fsdp_tensor_scales(&t->fsdp) ? scales->amax : NULL,
                                 scales->amax_stride,
@@ -568,7 +570,9 @@ static void finish_norm(Trainer *t) {
 // Runs AdamW on this rank's part of unit l, a layer or ROOT, and of the count - 1 layers that follow it.
 static void update_units(Trainer *t, int64_t l, int64_t count) {
     const AdamwUpdate update = update_of_step(t);
-    if (l != ROOT) tensor_scales_begin_new_weights(&t->linears.scales, l, count, &t->step.stats->control.nonfinite);
+    AdamwControl *control = &t->step.stats->control;
+    if (t->fsdp.grad_clip > 0) profile_bytes(&t->profile, "gradient norm", fsdp_clip_unit(&t->fsdp, control, l));
+    if (l != ROOT) tensor_scales_begin_new_weights(&t->linears.scales, l, count, &control->nonfinite);
     fsdp_update_units(&t->fsdp, &t->offload, &update, l, count);
     profile_bytes(&t->profile, "AdamW", adamw_bytes(&t->params, count * shard_elements(&t->fsdp.plan, l)));
 }
@@ -806,6 +810,7 @@ static char *state_array(const Trainer *t, StateKind kind) {
     if (state_is_scale(kind)) return (char *)(p->scaled.scales + (kind - STATE_EXP_AVG_SCALE) * p->scaled.tensors);
     if (kind == STATE_AMAX_HISTORY) return (char *)t->linears.scales.history;
     if (kind == STATE_SCALES) return (char *)t->linears.scales.delayed_scale;
+    if (kind == STATE_CLIP_NORMS) return (char *)t->fsdp.clip.norms;
     return (char *)arrays[kind];
 }
 
@@ -834,7 +839,7 @@ static TrainerState trainer_state(Trainer *t) {
     s.read = state_read, s.write = state_write;
     s.plan = &t->fsdp.plan, s.comm = t->comm;
     s.delayed_tensors = t->precision.recipe->delayed ? tensor_count(t->d.L) : 0;
-    s.delayed_window = t->o->fp8_amax_history;
+    s.delayed_window = t->o->fp8_amax_history, s.clip_norms = t->fsdp.grad_clip > 0 ? t->d.L + 1 : 0;
     return s;
 }
 

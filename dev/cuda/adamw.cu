@@ -440,6 +440,42 @@ static void check_initialize(const char *preset, bool with_master, int64_t shard
     parameter_table_free(&t);
 }
 
+// Factors and norms of three steps that are clipped in the backward pass, the second one ten times larger, against
+// adamw_math.h: equal bits. A norm that is not finite skips the update.
+static void check_clip_in_backward(void) {
+    enum { LAYERS = 3, REPLICAS = 2 };
+    const float clip_value = 0.5f;
+    AdamwControl *control = (AdamwControl *)bench_alloc(sizeof *control);
+    const AdamwClip clip = {(double *)bench_alloc(ADAMW_NORM_BLOCKS * sizeof(double)),
+                            (double *)bench_alloc(ADAMW_CLIP_SLOTS * sizeof(double)),
+                            (double *)bench_alloc(sizeof(double)), (float *)bench_zeros((1 + LAYERS) * 4)};
+    float norms[1 + LAYERS] = {0};
+    for (int step = 0; step < 4; step++) {
+        double so_far = 0;
+        for (int64_t l = LAYERS - 1; l >= ROOT; l--) {
+            const int64_t slot = l == ROOT ? 0 : l % ADAMW_CLIP_SLOTS;
+            double squares = (step == 1 ? 100 : 1) * rng_normal(3, (uint64_t)(10 * step + l + 1));
+            squares = step == 3 && l == 1 ? (double)INFINITY : fabs(squares);
+            CUDA_CHECK(cudaMemcpy(clip.squares + slot, &squares, sizeof squares, cudaMemcpyHostToDevice));
+            adamw_clip(control, &clip, l, slot, l == LAYERS - 1, REPLICAS, clip_value, 0);
+            AdamwControl *got = (AdamwControl *)bench_download(control, sizeof *got, "control");
+            so_far += squares / REPLICAS;
+            const float norm = (float)sqrt(so_far);
+            const float want = clip_factor(clip_norm_so_far(norm, norms[1 + l], norms[0]), clip_value);
+            norms[1 + l] = norm;
+            CHECK(got->gradient_factor == want && got->nonfinite == !isfinite(norm),
+                  "step %d, unit %lld: factor %.9g, want %.9g, flag %u", step, (long long)l,
+                  (double)got->gradient_factor, (double)want, got->nonfinite);
+            free(got);
+        }
+        float *got = (float *)bench_download(clip.norms, sizeof norms, "norms");
+        CHECK(memcmp(got, norms, sizeof norms) == 0, "step %d: other norms than on the CPU", step);
+        free(got);
+    }
+    void *device[] = {control, clip.workspace, clip.squares, clip.so_far, clip.norms};
+    for (void *p : device) bench_free(p);
+}
+
 // The flat arrays of a real model on the device.
 typedef struct {
     ModelConfig m;
@@ -562,6 +598,7 @@ int main(int argc, char **argv) {
         for (const char *preset : presets)
             for (int64_t shard_size = 1; shard_size < 9; shard_size++) check_units(preset, shard_size);
         check_random();
+        check_clip_in_backward();
         for (const char *preset : presets)
             for (int kind = 0; kind < 4; kind++) {
                 const bool master = kind & 1, moments = kind & 2;

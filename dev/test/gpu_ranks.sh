@@ -77,6 +77,17 @@ for options in "full" "full --copy-engines off" "grad_op" "none --reduce-dtype f
     run late $W $run && run early $W $run --optimizer-in-backward &&
         same "$options: without and with --optimizer-in-backward" late early
 done
+# With --grad-clip it clips by equal norms on any number of GPUs, up to the order of sums. The clip value of 1000000 is
+# above all norms.
+early="${common/--grad-clip 1/} --precision bf16 --num-steps $steps --optimizer-in-backward"
+run one_clipped 1 $early --batch-size $W --grad-clip 0.2
+for sharding in full "full --copy-engines off" grad_op "none" "hybrid --shard-size $((W / 2))"; do
+    run unclipped $W $early --sharding $sharding && run high $W $early --sharding $sharding --grad-clip 1000000 &&
+        same "$sharding, in backward: without and with a --grad-clip above all norms" unclipped high
+    run clipped $W $early --sharding $sharding --batch-size 1 --grad-clip 0.2 || continue
+    near "$sharding, in backward with --grad-clip 0.2: last loss of $W GPUs and of one" \
+        "$(field clipped loss $steps)" "$(field one_clipped loss $steps)" 2e-3
+done
 # ---- Ranks that mpirun did not start find each other through a file.
 meeting="--precision bf16 --num-steps $steps $(split $W) --sharding full --init-from file:$tmp/meet"
 for ((r = 0; r < W; r++)); do

@@ -120,22 +120,43 @@ if cmp -s "$tmp/masters/model.safetensors" "$tmp/again/model.safetensors"; then
 else
     bad "FP8 from FP16 masters: a load changes weights"
 fi
-# --offload moments changes no bit, whether the moments move in one part or in many. A resumed run may drop the option
-# or set it again.
-for case in "small|bf16" "small|fp8 --optimizer-state coat-stochastic --optimizer-in-backward" \
-    "llama3.2-1b|fp8 --optimizer-state coat-stochastic --optimizer-in-backward" \
-    "llama3.2-1b|bf16 --optimizer-state fp32 --master-weights fp32 --grad-clip 1 --grad-accumulation-steps 2"; do
-    model=${case%%|*} options=${case#*|}
+# --grad-clip with --optimizer-in-backward: a clip value above all norms changes no bit, a low one gives the losses of
+# the CPU trainer, and a resumed run has the same bits.
+for options in "bf16" "fp8" "fp8 --fp8-recipe delayed --optimizer-state coat-stochastic" \
+    "fp8 --optimizer-state msamp --master-weights fp16" "bf16 --optimizer-state fp32 --master-weights fp32"; do
+    run="$common --precision $options --optimizer-in-backward"
+    rm -rf "$tmp/ck"
+    gpu a $run --num-steps 8 && gpu b $run --num-steps 8 --grad-clip 1000000
+    same "$options: in backward, without and with a --grad-clip above all norms" a b
+    gpu c $run --num-steps 8 --grad-clip 0.2 && cpu d ${run/--deterministic/} --num-steps 8 --grad-clip 0.2
+    clipped="$options: in backward with --grad-clip 0.2"
+    near "$clipped: last loss on GPU and CPU" "$(field c loss 8)" "$(field d loss 8)" 2e-3
+    near "$clipped: last norm on GPU and CPU" "$(field c norm 8)" "$(field d norm 8)" 2e-2
+    gpu a $run --num-steps 5 --grad-clip 0.2 --checkpoint-dir "$tmp/ck" &&
+        gpu b $run --num-steps 8 --grad-clip 0.2 --checkpoint-dir "$tmp/ck" --resume
+    same "$clipped: an unbroken and a resumed run" c b 3
+done
+# --offload changes no bit, whether an array moves in one part or in many. A resumed run may drop the option or set it
+# again.
+for case in "small|moments|bf16" "small|moments|fp8 --optimizer-state coat-stochastic --optimizer-in-backward" \
+    "llama3.2-1b|moments|fp8 --optimizer-state coat-stochastic --optimizer-in-backward --grad-clip 0.2" \
+    "small|master|bf16 --master-weights fp32" \
+    "small|moments,master|fp8 --master-weights fp32 --optimizer-state fp32 --optimizer-in-backward" \
+    "llama3.2-1b|master|fp8 --master-weights fp32 --optimizer-state coat --optimizer-in-backward" \
+    "llama3.2-1b|moments,master|bf16 --master-weights fp32 --optimizer-in-backward --grad-clip 1" \
+    "llama3.2-1b|moments,master|bf16 --optimizer-state fp32 --master-weights fp32 --grad-accumulation-steps 2"; do
+    IFS='|' read -r model offload options <<<"$case"
     run="$model ${common#small } --precision $options"
     rm -rf "$tmp/ck"
-    gpu a $run --num-steps 5 && gpu b $run --num-steps 5 --offload moments
-    same "$model, $options: without and with --offload moments" a b
+    gpu a $run --num-steps 5 && gpu b $run --num-steps 5 --offload $offload
+    same "$model, $options: without and with --offload $offload" a b
     [ "$model" = small ] || continue
-    gpu c $run --num-steps 2 --offload moments --checkpoint-dir "$tmp/ck" &&
+    gpu c $run --num-steps 2 --offload $offload --checkpoint-dir "$tmp/ck" &&
         gpu d $run --num-steps 3 --checkpoint-dir "$tmp/ck" --resume &&
-        gpu c $run --num-steps 5 --checkpoint-dir "$tmp/ck" --resume --offload moments
-    same "$options: resumed without --offload moments, then with it" a c 2
+        gpu c $run --num-steps 5 --checkpoint-dir "$tmp/ck" --resume --offload $offload
+    same "$options: resumed without --offload $offload, then with it" a c 2
 done
+refused "this run has none: add --master-weights fp32" ./train_fp8cu small $data --offload master
 # Compares runs with --optimizer-in-backward on the GPU with runs without this option on the CPU.
 for options in "--optimizer-state coat" "--optimizer-state msamp" "--optimizer-state msamp --master-weights fp16" \
     "--optimizer-state fp32 --master-weights fp16" "--precision fp8 --fp8-activations on" \

@@ -33,8 +33,12 @@
 #include "lib/check.h"
 #include "lib/order_model.h"
 
-enum { COMPUTE, COMMUNICATION, MAX_EVENTS = 1 << 14, HOST_BYTES = 1 << 24 };
-static const char *const stream_names[ORDER_STREAMS] = {"compute", "communication"};
+enum { COMPUTE, COMMUNICATION, TO_GPU, TO_HOST, MAX_EVENTS = 1 << 14, HOST_BYTES = 1 << 24 };
+static const char *const stream_names[ORDER_STREAMS] = {"compute", "communication", "to the GPU", "to the host"};
+
+// A rank's memory: of its GPU from 0 on, and pinned memory for offloading from here on.
+#define PINNED_BEGIN (ORDER_MEMORY_STRIDE / 4)
+#define PINNED_END (ORDER_MEMORY_STRIDE / 2)
 
 // Facts about a rank's trainer that this file needs.
 typedef struct {
@@ -43,6 +47,9 @@ typedef struct {
     bf16 *logits;  // [chunk, V]
     double *squares;
     float *loss;
+    const struct Offload *offload;
+    int streams;     // created so far
+    int64_t pinned;  // bytes of pinned memory for offloading
     Comm comm;
     int64_t step;                  // version of the weights
     int64_t gradient_step, micro;  // weights' version, and micro-step, from which the gradients come
@@ -80,12 +87,19 @@ static int64_t gradients_of(int64_t step, int64_t micro, int64_t l, int64_t over
     return order_content((step * 100 + micro) * 1000 + 1 + l, over);
 }
 
+// Content: an offloaded array from an element of the shard on, after the update that made the weights of this version.
+static int64_t offloaded_of(int64_t step, int array, int64_t element) {
+    return step == 1 ? ORDER_UNWRITTEN
+                     : order_content((1ll << 46) + (step << 40) + ((int64_t)array << 38) + element, 0);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Recording
 
 static cudaStream_t stream_handle(int64_t rank, int stream) {
     return (cudaStream_t)(intptr_t)(1 + rank * ORDER_STREAMS + stream);
 }
+static bool is_pinned(const void *p) { return (int64_t)((uintptr_t)p % ORDER_MEMORY_STRIDE) >= PINNED_BEGIN; }
 static int number_of(cudaStream_t s) { return (int)(intptr_t)s - 1; }
 static Rank *rank_of(cudaStream_t s) { return &ranks[number_of(s) / ORDER_STREAMS]; }
 
@@ -121,6 +135,8 @@ static bool is_omitted(cudaStream_t s, const char *what, int64_t number) {
 // Returns the name of the operation, by NCCL or copy engines, that is being enqueued.
 static const char *operation_name(const Rank *r) { return r->nccl->operations[r->nccl->enqueued % NCCL_PENDING].what; }
 
+static const char *offload_event_name(const Rank *r, cudaEvent_t e);
+
 static const char *event_name(const Rank *r, cudaEvent_t e) {
     const Fsdp *f = r->f;
     if (e == f->transport.handover) return r->to_replicas ? "handover to the replicas" : "handover";
@@ -132,7 +148,7 @@ static const char *event_name(const Rank *r, cudaEvent_t e) {
         if (e == f->slot[i].arrived) return "arrived";
         if (e == f->slot[i].released) return "released";
     }
-    return NULL;
+    return offload_event_name(r, e);
 }
 
 static int64_t nccl_element(ncclDataType_t type) {
@@ -290,6 +306,27 @@ static bool note_sum_kernel(cudaStream_t s, const void *function, void **argumen
     return false;
 }
 
+// Kernels that clip a unit by its squares. These have the content of the gradients; the all-reduce of squares counts
+// the ranks once more.
+static bool note_clip_kernel(cudaStream_t s, const void *function, void **arguments) {
+    const bool fp32 = function == (const void *)adamw_squares_kernel<float>;
+    if (fp32 || function == (const void *)adamw_squares_kernel<bf16>) {
+        note_read(s, POINTER(void, 1), INTEGER(2) * (fp32 ? 4 : 2), ORDER_CARRIED);
+        note_write(s, POINTER(double, 0), ADAMW_NORM_BLOCKS * (int64_t)sizeof(double), ORDER_CARRIED);
+    } else if (function == (const void *)adamw_sum_kernel) {
+        note_read(s, POINTER(double, 1), INTEGER(2) * (int64_t)sizeof(double), ORDER_CARRIED);
+        note_write(s, POINTER(double, 0), sizeof(double), ORDER_CARRIED);
+    } else if (function == (const void *)adamw_clip_kernel) {
+        const AdamwClip *clip = (const AdamwClip *)arguments[1];
+        const int64_t world = now->f->world, over = fsdp_is_sharded(now->f) ? world * world : world;
+        note_read(s, &clip->squares[INTEGER(3)], sizeof(double),
+                  gradients_of(now->gradient_step, now->micro, INTEGER(2), over));
+    } else {
+        return false;
+    }
+    return true;
+}
+
 static void note_kernel(cudaStream_t s, const void *function, void **arguments) {
     const TensorSource *source = (const TensorSource *)arguments[0];
     if (is_cast(function)) note_cast(s, source, (const QTensor *)arguments[1], INTEGER(2), INTEGER(3));
@@ -301,7 +338,8 @@ static void note_kernel(cudaStream_t s, const void *function, void **arguments) 
         note_transpose(s, POINTER(uint8_t, 0), POINTER(uint8_t, 1), INTEGER(2) * INTEGER(3));
     else if (function == (const void *)transport_to_fp32_kernel)
         note_to_fp32(s, POINTER(float, 0), POINTER(bf16, 1), INTEGER(2), INTEGER(3), INTEGER(4));
-    else if (!note_sum_kernel(s, function, arguments)) die("a kernel that this test does not know");
+    else if (!note_sum_kernel(s, function, arguments) && !note_clip_kernel(s, function, arguments))
+        die("a kernel that this test does not know");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -353,7 +391,7 @@ cudaError_t __wrap_cudaMemcpyAsync(void *to, const void *from, size_t bytes, cud
         note_access(s, to);
         note_read(s, from, (int64_t)bytes, ORDER_CARRIED);
         note_write(s, to, (int64_t)bytes, ORDER_CARRIED);
-        copied++;
+        copied += !is_pinned(from) && !is_pinned(to);
     } else if (in_memory(from))
         note_statistics(s);  // the trainer copies only the loss of a step to the host on a stream
     else note_write(s, to, (int64_t)bytes, ORDER_UNWRITTEN);
@@ -410,7 +448,8 @@ cudaError_t __wrap_cudaStreamQuery(cudaStream_t) {
     return cudaSuccess;
 }
 cudaError_t __wrap_cudaStreamCreateWithFlags(cudaStream_t *s, unsigned) {
-    *s = creating ? stream_handle(now - ranks, COMPUTE) : NULL;
+    static const int in_order[] = {COMPUTE, TO_GPU, TO_HOST};
+    *s = creating ? stream_handle(now - ranks, in_order[now->streams++]) : NULL;
     return cudaSuccess;
 }
 cudaError_t __wrap_cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
@@ -695,6 +734,50 @@ static void called_update_units(const AdamwUpdate *w, const ParameterTable *, co
                    ORDER_UNWRITTEN);
 }
 
+// Returns the unit that holds an element of this rank's shard.
+static int64_t unit_of(int64_t element) {
+    int64_t l = ROOT;
+    while (element >= shard_begin(&now->f->plan, l) + shard_elements(&now->f->plan, l)) l++;
+    return l;
+}
+
+// An offloaded array in a slot: it must hold what the last step has left.
+static void note_offloaded(const void *slot, int array, int64_t bytes, const AdamwUnits *u) {
+    const char *at = (const char *)((intptr_t)slot + u->first * bytes);
+    if (is_pinned(at)) die("an update of an array in host memory");
+    note_read(computing(), at, u->size * bytes, offloaded_of(now->gradient_step, array, u->first));
+    note_write(computing(), at, u->size * bytes, offloaded_of(now->gradient_step + 1, array, u->first));
+}
+
+static int64_t offloaded_bytes(int array);
+
+// The update of a part of a unit.
+static void called_launch(const AdamwUpdate *w, const AdamwUnits *u, cudaStream_t) {
+    const int64_t l = unit_of(u->first);
+    const AdamwGradients g = adamw_shift_gradients(w->arrays.gradients, u->first);
+    const void *const arrays[] = {w->arrays.exp_avg, w->arrays.exp_avg_sq, w->arrays.master};
+    note_read(computing(), g.fp32_data ? (const void *)g.fp32_data : (const void *)g.bf16_data,
+              u->size * (g.fp32_data ? 4 : 2), gradients_now(l, now->f->world));
+    for (int k = 0; k < 3; k++)
+        if (offloaded_bytes(k)) note_offloaded(arrays[k], k, offloaded_bytes(k), u);
+    note_write(computing(), now->f->in.weights + u->first, u->size * (int64_t)sizeof(bf16),
+               weights_of(now->gradient_step + 1, l));
+    if (l == ROOT) now->step = now->gradient_step + 1;
+    if (w->amax && l != ROOT)
+        note_write(computing(), w->amax + l * w->amax_stride, NUM_LINEARS * (int64_t)sizeof *w->amax, ORDER_UNWRITTEN);
+}
+
+// Makes bf16 weights from fp32 masters that have been initialized.
+static void called_round(bf16 *, const float *master, int64_t n, cudaStream_t) {
+    note_read(computing(), master, n * (int64_t)sizeof *master, ORDER_UNWRITTEN);
+}
+
+static void *trainer_pinned(const char *, int64_t bytes) {
+    void *memory = order_base(now - ranks) + PINNED_BEGIN + now->pinned;
+    now->pinned += round_up(bytes, ARENA_ALIGNMENT);
+    return memory;
+}
+
 static void squares_computed(void) {
     note_write(computing(), now->squares, sizeof *now->squares, gradients_now(STATISTICS, 1));
 }
@@ -810,7 +893,8 @@ static bool trainer_open_peers(Transport *t, const Comm *c, char *, int64_t, cha
 
 static cudaError_t trainer_malloc(void **memory, size_t bytes) {
     *memory = order_base(now - ranks);
-    order_memory(now - ranks, (int64_t)bytes);
+    if ((int64_t)bytes > PINNED_BEGIN) die("%lld bytes of GPU memory", (long long)bytes);
+    order_memory(now - ranks, PINNED_END);
     return cudaSuccess;
 }
 
@@ -841,6 +925,7 @@ static void trainer_batch(DataLoader *, int64_t, int64_t, int32_t *, int32_t *) 
 static void trainer_gemm_choose(const Gemm *, GemmPlan *, bf16 *, const QTensor *, const QTensor *, const bf16 *) {}
 
 #define CALLED(function, ...) called(&(function), __VA_ARGS__)
+#define adamw_launch called_launch
 #define adamw_locate called_locate
 #define adamw_locate_block ignored
 #define adamw_norm called_norm
@@ -862,6 +947,7 @@ static void trainer_gemm_choose(const Gemm *, GemmPlan *, bf16 *, const QTensor 
 #define quantize_source called_source
 #define residual_rmsnorm_forward(...) CALLED(residual_rmsnorm_forward, __VA_ARGS__)
 #define rmsnorm_backward called_rmsnorm_backward
+#define round_weights called_round
 #define rmsnorm_forward(...) CALLED(rmsnorm_forward, __VA_ARGS__)
 #define swiglu_backward called_swiglu_backward
 #define swiglu_backward_amax(...) CALLED(swiglu_backward_amax, __VA_ARGS__)
@@ -891,6 +977,7 @@ static void trainer_gemm_choose(const Gemm *, GemmPlan *, bf16 *, const QTensor 
 #define embedding_sort ignored
 #define gemm_choose trainer_gemm_choose
 #define gemm_describe trainer_gemm
+#define host_memory_pinned trainer_pinned
 #define initialize_parameters ignored
 #define nccl_close ignored
 #define nccl_open trainer_nccl_open
@@ -907,10 +994,22 @@ typedef struct {
     int precision, recipe, sharding, gather, reduce, recompute, cache, copies;
     const char *filter;
     int64_t world, layers, accumulation;
-    bool untied, many_tokens, norm_first, in_backward;
+    bool untied, many_tokens, clips, in_backward;
+    const char *offload;  // NULL: none
 } Case;
 
 static Trainer trainers[ORDER_MAX_RANKS];
+
+static int64_t offloaded_bytes(int array) { return now->offload->bytes[array]; }
+
+static const char *offload_event_name(const Rank *r, cudaEvent_t e) {
+    for (int64_t i = 0; i < r->offload->num_slots; i++) {
+        const OffloadSlot *s = &r->offload->slots[i];
+        if (e == s->loaded || e == s->updated || e == s->stored)
+            return e == s->loaded ? "loaded" : e == s->updated ? "updated" : "stored";
+    }
+    return NULL;
+}
 
 // Returns the name of the rank's buffer that contains an address.
 static const char *buffer_name(int64_t rank, const char *address) {
@@ -926,6 +1025,8 @@ static const char *buffer_name(int64_t rank, const char *address) {
                {"sums_fp32", f->transport.sums_fp32},
                {"amax", t->linears.scales.amax},
                {"squares", t->step.squares},
+               {"workspace of a unit's squares", f->clip.workspace},
+               {"squares of a unit", f->clip.squares},
                {"stats", t->step.stats},
                {"dx", t->acts.dx},
                {"logits", t->acts.logits},
@@ -940,6 +1041,10 @@ static const char *buffer_name(int64_t rank, const char *address) {
                {"layer_grads[1]", f->layer_grads[1]},
                {"staging", f->transport.staging},
                {"received", f->transport.received},
+               {"a slot of offloaded parts", t->offload.slots[0].array[OFFLOAD_EXP_AVG]},
+               {"a slot of offloaded parts", t->offload.slots[0].array[OFFLOAD_MASTER]},
+               {"an offloaded array", t->offload.host[OFFLOAD_EXP_AVG]},
+               {"an offloaded array", t->offload.host[OFFLOAD_MASTER]},
                {"arrivals", f->transport.arrivals}};
     int found = 0;
     for (int i = 0; i < (int)(sizeof all / sizeof *all); i++)
@@ -955,7 +1060,7 @@ static void create_rank(const Options *o, const ModelConfig *m, int64_t world, i
     r->comm = comm_one();
     r->comm.world = world, r->comm.rank = rank;
     comm_split(&r->comm, options_shard_group(o, world));
-    r->f = &t->fsdp, r->nccl = &t->nccl;
+    r->f = &t->fsdp, r->nccl = &t->nccl, r->offload = &t->offload;
     creating = true;
     const Arena plan = trainer_describe(t, o, m, &r->comm);
     trainer_create(t, &plan);
@@ -994,7 +1099,7 @@ static void enqueue_steps(Rank *r, const Options *o) {
 // Enqueues the run on all ranks and runs it. `seed` gives the order of streams.
 static void run_case(const Case *c, uint64_t seed) {
     ModelConfig m;
-    model_config_preset(&m, "small");
+    model_config_preset(&m, c->offload ? "llama3.2-1b" : "small");  // offloaded layers have several parts
     m.vocab_size = 8192, m.num_layers = c->layers,
     m.tie_word_embeddings = !c->untied;  // the root's slices are larger than those of a layer
     Options o = options_default();
@@ -1005,8 +1110,10 @@ static void run_case(const Case *c, uint64_t seed) {
     if (c->sharding != SHARDING_NONE) o.fp8_weight_cache = OFF;  // the trainer refuses the cache when sharded
     o.batch_size = 1,
     o.sequence_length = c->many_tokens ? m.vocab_size : 512;  // many: inputs are larger than the embedding
-    o.fp8_filter = c->filter, o.grad_clip = c->norm_first ? 1 : 0, o.optimizer_in_backward = c->in_backward,
+    o.fp8_filter = c->filter, o.grad_clip = c->clips ? 1 : 0, o.optimizer_in_backward = c->in_backward,
     o.val_steps = 2 * c->world;
+    if (c->offload) o.offload = c->offload;
+    if (options_offloaded(&o).master) o.master_weights = STORAGE_FP32;
     options_resolve(&o);
     num_events = copied = left_group = host_used = 0;
     order_begin(c->world, stream_names, buffer_name);
@@ -1022,12 +1129,11 @@ static void check_case(const Case *c) {
     run_case(c, 1);
     CHECK(order.races == 0 && order.wrong == 0 && order.stuck == 0,
           "precision %d, recipe %d, filter \"%s\", sharding %d, gather %d, reduce %d, recompute %d, cache %d, copies "
-          "%d, %lld ranks, %lld layers, accumulation %lld, untied %d, many tokens %d, norm first %d, in backward %d: "
+          "%d, %lld ranks, %lld layers, accumulation %lld, untied %d, many tokens %d, clips %d, in backward %d: "
           "no race, wrong content or stuck stream (found %lld, %lld, %lld); %s",
           c->precision, c->recipe, c->filter, c->sharding, c->gather, c->reduce, c->recompute, c->cache, c->copies,
-          (long long)c->world, (long long)c->layers, (long long)c->accumulation, c->untied, c->many_tokens,
-          c->norm_first, c->in_backward, (long long)order.races, (long long)order.wrong, (long long)order.stuck,
-          order.problem);
+          (long long)c->world, (long long)c->layers, (long long)c->accumulation, c->untied, c->many_tokens, c->clips,
+          c->in_backward, (long long)order.races, (long long)order.wrong, (long long)order.stuck, order.problem);
     if (c->sharding != SHARDING_FULL && c->sharding != SHARDING_HYBRID) return;
     CHECK(left_group == 0, "hybrid: no copy and no signal leaves a shard group; found %lld", (long long)left_group);
     CHECK((copied > 0) == (c->copies == ON),
@@ -1049,9 +1155,9 @@ static void check_all(int64_t world, int precision, int recipe, const char *filt
                             for (int ends = 0; ends < 8; ends++) {
                                 Case c = {precision,    recipe,           sharding,     gather, reduce,    recompute,
                                           cache,        copies,           filter,       world,  layers[i], accumulation,
-                                          ends % 2 > 0, ends / 2 % 2 > 0, ends / 4 > 0, false};
+                                          ends % 2 > 0, ends / 2 % 2 > 0, ends / 4 > 0, false,  NULL};
                                 check_case(&c);
-                                c.in_backward = accumulation == 1 && !c.norm_first;
+                                c.in_backward = accumulation == 1;
                                 if (c.in_backward) check_case(&c);
                             }
 }
@@ -1064,60 +1170,106 @@ static void check_noticed(const Case *c, Omission left_out, uint64_t seed) {
           omission.what, (long long)omission.number);
 }
 
+// Offloaded arrays: slots that hold a layer and two more parts, and one slot.
+static void check_offload(int64_t world) {
+    for (const char *offload : {"moments", "master", "moments,master"})
+        for (int sharding = SHARDING_FULL; sharding <= (world == 4 ? SHARDING_HYBRID : SHARDING_NONE); sharding++)
+            for (int64_t layers : {1, 2, 6})
+                for (int in_backward = 0; in_backward < 2; in_backward++)
+                    for (int64_t accumulation = 1; accumulation <= 2 - in_backward; accumulation++) {
+                        const Case c = {PRECISION_FP8,
+                                        RECIPE_TENSORWISE,
+                                        sharding,
+                                        ON,
+                                        REDUCE_BF16,
+                                        RECOMPUTE_NONE,
+                                        ON,
+                                        OFF,
+                                        "",
+                                        world,
+                                        layers,
+                                        accumulation,
+                                        layers == 2,
+                                        false,
+                                        layers > 1,
+                                        in_backward > 0,
+                                        offload};
+                        check_case(&c);
+                    }
+}
+
 // The test detects an omitted operation in each of three orders of running.
 static void check_omissions(void) {
     const struct {
         Omission omission;
         int sharding, copies;
         bool in_backward;
+        const char *offload;
     } all[] = {
-        {{"reduce-scatter of the gradients", 0, -1}, SHARDING_FULL, ON, false},  // its two barriers
-        {{"reduce-scatter of the gradients", 1, -1}, SHARDING_FULL, ON, false},
-        {{"reduce-scatter of the gradients", 1, 0}, SHARDING_FULL, ON, false},
-        {{"all-gather of the embedding's output gradients", 0, -1}, SHARDING_FULL, ON, false},
-        {{"all-gather of the embedding's output gradients", 0, 2}, SHARDING_FULL, OFF, false},
-        {{"all-gather of the weights", 0, -1}, SHARDING_FULL, ON, false},  // the barrier before the root's all-gather
-        {{"all-gather of the weights", 0, 1}, SHARDING_FULL, ON, false},
-        {{"all-gather of norms and biases", 0, -1}, SHARDING_FULL, ON, false},     // orders the layers' all-gathers too
-        {{"reduce-scatter of the gradients", 0, -1}, SHARDING_HYBRID, ON, false},  // 4 ranks as 2 groups of 2
-        {{"reduce-scatter of the gradients", 1, 3}, SHARDING_HYBRID, ON, false},
-        {{"reduce-scatter of the gradients", 0, 1}, SHARDING_HYBRID, OFF, false},
-        {{"all-reduce of the gradients", 0, -1}, SHARDING_HYBRID, ON, false},
-        {{"all-reduce of the gradients", 0, 2}, SHARDING_HYBRID, ON, false},
-        {{"all-reduce of the gradients", 0, -1}, SHARDING_HYBRID, OFF, false},
-        {{"all-reduce of the gradients", 0, -1}, SHARDING_NONE, OFF, false},
-        {{"all-reduce of loss and gradient norm", 0, -1}, SHARDING_FULL, ON, false},
-        {{"all-reduce of loss and gradient norm", 0, 2}, SHARDING_FULL, OFF, false},
-        {{"arrived", 0, -1}, SHARDING_FULL, OFF, false},
-        {{"arrived", 0, 3}, SHARDING_FULL, ON, false},
-        {{"released", 0, -1}, SHARDING_FULL, OFF, false},
-        {{"released", 0, 3}, SHARDING_FULL, ON, false},
-        {{"reduced", 0, -1}, SHARDING_GRAD_OP, OFF, false},
+        {{"reduce-scatter of the gradients", 0, -1}, SHARDING_FULL, ON, false, NULL},  // its two barriers
+        {{"reduce-scatter of the gradients", 1, -1}, SHARDING_FULL, ON, false, NULL},
+        {{"reduce-scatter of the gradients", 1, 0}, SHARDING_FULL, ON, false, NULL},
+        {{"all-gather of the embedding's output gradients", 0, -1}, SHARDING_FULL, ON, false, NULL},
+        {{"all-gather of the embedding's output gradients", 0, 2}, SHARDING_FULL, OFF, false, NULL},
+        {{"all-gather of the weights", 0, -1},
+         SHARDING_FULL,
+         ON,
+         false,
+         NULL},  // the barrier before the root's all-gather
+        {{"all-gather of the weights", 0, 1}, SHARDING_FULL, ON, false, NULL},
+        {{"all-gather of norms and biases", 0, -1},
+         SHARDING_FULL,
+         ON,
+         false,
+         NULL},  // orders the layers' all-gathers too
+        {{"reduce-scatter of the gradients", 0, -1}, SHARDING_HYBRID, ON, false, NULL},  // 4 ranks as 2 groups of 2
+        {{"reduce-scatter of the gradients", 1, 3}, SHARDING_HYBRID, ON, false, NULL},
+        {{"reduce-scatter of the gradients", 0, 1}, SHARDING_HYBRID, OFF, false, NULL},
+        {{"all-reduce of the gradients", 0, -1}, SHARDING_HYBRID, ON, false, NULL},
+        {{"all-reduce of the gradients", 0, 2}, SHARDING_HYBRID, ON, false, NULL},
+        {{"all-reduce of the gradients", 0, -1}, SHARDING_HYBRID, OFF, false, NULL},
+        {{"all-reduce of the gradients", 0, -1}, SHARDING_NONE, OFF, false, NULL},
+        {{"all-reduce of loss and gradient norm", 0, -1}, SHARDING_FULL, ON, false, NULL},
+        {{"all-reduce of loss and gradient norm", 0, 2}, SHARDING_FULL, OFF, false, NULL},
+        {{"arrived", 0, -1}, SHARDING_FULL, OFF, false, NULL},
+        {{"arrived", 0, 3}, SHARDING_FULL, ON, false, NULL},
+        {{"released", 0, -1}, SHARDING_FULL, OFF, false, NULL},
+        {{"released", 0, 3}, SHARDING_FULL, ON, false, NULL},
+        {{"reduced", 0, -1}, SHARDING_GRAD_OP, OFF, false, NULL},
         {{"reduced", 0, 3},
          SHARDING_GRAD_OP,
          ON,
-         false},  // with --sharding full, arrivals in the backward pass order these accesses too
-        {{"handover", 0, -1}, SHARDING_FULL, OFF, false},
-        {{"handover", 0, 3}, SHARDING_HYBRID, ON, false},
-        {{"handover", 0, 0}, SHARDING_HYBRID, OFF, false},
-        {{"handover to the replicas", 0, -1}, SHARDING_HYBRID, ON, false},
-        {{"handover to the replicas", 0, 1}, SHARDING_HYBRID, OFF, false},
-        {{"handover to the replicas", 0, -1}, SHARDING_NONE, OFF, false},
-        {{"fsdp_unshard", 0, -1}, SHARDING_FULL, ON, false},
-        {{"fsdp_unshard", 0, 3}, SHARDING_GRAD_OP, OFF, false},  // a call of the trainer, as in the case before
-        {{"fsdp_reshard", 0, -1}, SHARDING_FULL, ON, false},
-        {{"fsdp_reshard", 0, 2}, SHARDING_FULL, OFF, false},
-        {{"fsdp_begin_gradients", 0, -1}, SHARDING_FULL, OFF, false},
-        {{"fsdp_begin_gradients", 0, 1}, SHARDING_GRAD_OP, ON, false},
-        {{"fsdp_reduce_scatter", 0, -1}, SHARDING_FULL, ON, false},
-        {{"fsdp_reduce_replicas", 0, -1}, SHARDING_HYBRID, ON, false},
-        {{"fsdp_publish_root", 0, -1}, SHARDING_FULL, OFF, false},
-        {{"fsdp_publish_layers", 0, -1}, SHARDING_FULL, ON, false},
-        {{"summed", 0, -1}, SHARDING_FULL, ON, true},
-        {{"summed", 0, 2}, SHARDING_FULL, OFF, true},
-        {{"summed", 0, 1}, SHARDING_HYBRID, ON, true},
-        {{"summed", 0, 0}, SHARDING_NONE, OFF, true},
-        {{"reduce-scatter of the gradients", 1, 1}, SHARDING_FULL, ON, true}};
+         false,
+         NULL},  // with --sharding full, arrivals in the backward pass order these accesses too
+        {{"handover", 0, -1}, SHARDING_FULL, OFF, false, NULL},
+        {{"handover", 0, 3}, SHARDING_HYBRID, ON, false, NULL},
+        {{"handover", 0, 0}, SHARDING_HYBRID, OFF, false, NULL},
+        {{"handover to the replicas", 0, -1}, SHARDING_HYBRID, ON, false, NULL},
+        {{"handover to the replicas", 0, 1}, SHARDING_HYBRID, OFF, false, NULL},
+        {{"handover to the replicas", 0, -1}, SHARDING_NONE, OFF, false, NULL},
+        {{"fsdp_unshard", 0, -1}, SHARDING_FULL, ON, false, NULL},
+        {{"fsdp_unshard", 0, 3}, SHARDING_GRAD_OP, OFF, false, NULL},  // a call of the trainer, as in the case before
+        {{"fsdp_reshard", 0, -1}, SHARDING_FULL, ON, false, NULL},
+        {{"fsdp_reshard", 0, 2}, SHARDING_FULL, OFF, false, NULL},
+        {{"fsdp_begin_gradients", 0, -1}, SHARDING_FULL, OFF, false, NULL},
+        {{"fsdp_begin_gradients", 0, 1}, SHARDING_GRAD_OP, ON, false, NULL},
+        {{"fsdp_reduce_scatter", 0, -1}, SHARDING_FULL, ON, false, NULL},
+        {{"fsdp_reduce_replicas", 0, -1}, SHARDING_HYBRID, ON, false, NULL},
+        {{"fsdp_publish_root", 0, -1}, SHARDING_FULL, OFF, false, NULL},
+        {{"fsdp_publish_layers", 0, -1}, SHARDING_FULL, ON, false, NULL},
+        {{"summed", 0, -1}, SHARDING_FULL, ON, true, NULL},
+        {{"summed", 0, 2}, SHARDING_FULL, OFF, true, NULL},
+        {{"summed", 0, 1}, SHARDING_HYBRID, ON, true, NULL},
+        {{"summed", 0, 0}, SHARDING_NONE, OFF, true, NULL},
+        {{"reduce-scatter of the gradients", 1, 1}, SHARDING_FULL, ON, true, NULL},
+        {{"all-reduce of a unit's gradient norm", 0, -1}, SHARDING_FULL, ON, true, NULL},
+        {{"all-reduce of a unit's gradient norm", 0, 2}, SHARDING_HYBRID, OFF, true, NULL},
+        {{"loaded", 0, -1}, SHARDING_FULL, OFF, true, "moments"},
+        {{"loaded", 0, 1}, SHARDING_FULL, OFF, false, "moments,master"},
+        {{"updated", 0, -1}, SHARDING_FULL, OFF, true, "master"},
+        {{"updated", 0, 2}, SHARDING_NONE, OFF, false, "moments"},
+        {{"stored", 0, -1}, SHARDING_FULL, OFF, true, "moments"},
+        {{"stored", 0, 3}, SHARDING_FULL, OFF, false, "moments,master"}};
     for (int i = 0; i < (int)(sizeof all / sizeof *all); i++)
         for (uint64_t seed = 1; seed < 4; seed++) {
             const Case c = {PRECISION_FP8,
@@ -1134,8 +1286,9 @@ static void check_omissions(void) {
                             all[i].in_backward ? 1 : 2,
                             true,
                             false,
-                            !all[i].in_backward && seed % 2 > 0,
-                            all[i].in_backward};
+                            seed % 2 > 0 || strstr(all[i].omission.what, "a unit's"),
+                            all[i].in_backward,
+                            all[i].offload};
             check_noticed(&c, all[i].omission, seed);
         }
     memset(&omission, 0, sizeof omission);
@@ -1388,6 +1541,7 @@ int main(void) {
             check_all(world, PRECISION_FP8, RECIPE_BLOCKWISE, "last", OFF, recompute, ON);
         }
     }
+    for (int64_t world = 2; world <= 4; world++) check_offload(world);
     check_omissions();
     check_embedding_ranks();
     check_watch();

@@ -5,7 +5,7 @@
 #define GIB ((int64_t)1 << 30)
 
 // A stand-in for the memory plan, in GiB. Weights, gradients and moments take 40. fp32 moments add 4, fp32 masters 8,
-// FP16 masters 4. FP8 moments take away 8, --offload moments 3, --optimizer-in-backward 2. With --sharding full, ranks
+// FP16 masters 4. FP8 moments take away 8, --offload moments 3 and master 6, --optimizer-in-backward 2. With --sharding full, ranks
 // share this sum. Each sequence of a batch takes 10, or 9, 7, 5 and 1 with --recompute norm, attention, mlp and layer;
 // --fp8-activations takes away 3 from each. An FP8 weight cache takes 6.
 static int64_t needed(const Options *o, const ModelConfig *m, const Comm *c) {
@@ -14,7 +14,7 @@ static int64_t needed(const Options *o, const ModelConfig *m, const Comm *c) {
     int64_t gib = 40 + (o->optimizer_state == MOMENTS_FP32 ? 4 : 0) + (o->master_weights == STORAGE_FP32 ? 8 : 0) +
                   (o->master_weights == STORAGE_FP16 ? 4 : 0) - (o->optimizer_in_backward ? 2 : 0) -
                   (o->optimizer_state == MOMENTS_COAT_STOCHASTIC ? 8 : 0);
-    if (o->offload == OFFLOAD_MOMENTS) gib -= 3;
+    gib -= (options_offloaded(o).moments ? 3 : 0) + (options_offloaded(o).master ? 6 : 0);
     if (o->sharding == SHARDING_FULL) gib /= c->shard_size;
     gib +=
         o->batch_size * (sequence[o->recompute] - (options_keeps_fp8(o) ? 3 : 0)) + (o->fp8_weight_cache == ON ? 6 : 0);
@@ -112,16 +112,20 @@ static void test_combinations(void) {
     c.available = 30;
     check_says("the last resort", &c,
                "--master-weights bf16 --recompute layer --offload moments it needs 30.0 GiB, and a step takes about "
-               "24% longer, and each step copies the moments to the GPU and back; or use 4 ranks");
+               "24% longer, and each step copies what is offloaded to the GPU and back; or use 4 ranks");
     c.available = 27;
     check_says("nothing fits", &c,
                "with --fp8-weight-cache off --optimizer-state coat-stochastic --master-weights bf16 --recompute layer "
                "--optimizer-in-backward --offload moments it still needs 28.0 GiB; use a shorter --sequence-length or "
                "a smaller model; or "
                "use 8 ranks");
+    c = case_of(1, 34);
+    c.options.master_weights = STORAGE_FP32, c.options.offload = "master", c.options.recompute = RECOMPUTE_LAYER;
+    c.options.grad_clip = 1, c.options.optimizer_state = MOMENTS_COAT_STOCHASTIC;
+    check_says("masters stay offloaded", &c, "with --offload moments,master it needs 32.0 GiB");
     c = case_of(1, 30);
     c.options.recompute = RECOMPUTE_LAYER, c.options.optimizer_in_backward = true;
-    c.options.optimizer_state = MOMENTS_COAT_STOCHASTIC, c.options.offload = OFFLOAD_MOMENTS;
+    c.options.optimizer_state = MOMENTS_COAT_STOCHASTIC, c.options.offload = "moments";
     c.available = 27;
     check_says("no option is left", &c, "the limit is 27.0 GiB; use a shorter --sequence-length");
     c.available = 0;

@@ -287,7 +287,7 @@ static void test_backward_conflicts(void) {
     static const char *const cases[][2] = {
         {"", ""},
         {"--on-nonfinite stop --precision fp8 --sharding none", ""},
-        {"--grad-clip 1", "--grad-clip needs the norm of all gradients first; leave out one of the two"},
+        {"--grad-clip 1", ""},
         {"--on-nonfinite skip",
          "must know that all gradients are finite before it changes a weight; leave out one of the two"},
         {"--grad-accumulation-steps 2", "keeps no gradients from one micro-step to the next; use "
@@ -304,6 +304,37 @@ static void test_backward_conflicts(void) {
         o.optimizer_in_backward = false;
         CHECK(*options_conflict(&o, message, sizeof message) == 0,
               "%s is allowed if --optimizer-in-backward is left out: \"%s\"", line, message);
+    }
+}
+
+// Lists of --offload: what each means, or a part of the message.
+static void test_offload(void) {
+    static const struct {
+        const char *options;
+        bool moments, master;
+        const char *message;
+    } cases[] = {{"", false, false, ""},
+                 {"--offload none", false, false, ""},
+                 {"--offload moments", true, false, ""},
+                 {"--offload master --master-weights fp32", false, true, ""},
+                 {"--offload moments,master --master-weights fp32", true, true, ""},
+                 {"--offload master,moments --master-weights fp32", true, true, ""},
+                 {"--offload moment", false, false, "\"moment\" is none of moments, master; none stands alone"},
+                 {"--offload moments,masters", true, false, "\"masters\" is none of moments"},
+                 {"--offload none,moments", false, false, "\"none\" is none of moments"},
+                 {"--offload master", false, true, "this run has none: add --master-weights fp32, or leave master out"},
+                 {"--offload moments,master --master-weights fp16", true, true, "this run has none: add"}};
+    char message[512], line[256];
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        format_checked(line, sizeof line, "tiny %s", cases[i].options);
+        const Options o = parse(line);
+        options_conflict(&o, message, sizeof message);
+        CHECK(*cases[i].message ? strstr(message, cases[i].message) != NULL : *message == 0,
+              "%s is accepted, or refused for the expected reason; found \"%s\"", line, message);
+        Offloaded out;
+        options_read_offload(o.offload, &out);
+        CHECK(out.moments == cases[i].moments && out.master == cases[i].master, "%s: moments %d, master %d", line,
+              out.moments, out.master);
     }
 }
 
@@ -612,6 +643,7 @@ int main(void) {
     test_conflicts();
     test_fp8_conflicts();
     test_backward_conflicts();
+    test_offload();
     test_stray_fp8();
     test_resolve();
     test_resolve_fp8();

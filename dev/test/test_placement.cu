@@ -67,6 +67,14 @@ static void list_state(const Trainer *t, Moments m) {
     needed_always(m, "FP16 master weights", t->params.scaled.master, 2 * n);
     needed_always(m, "AdamW's first moment", t->params.exp_avg, fp32 ? 4 * n : msamp ? n : 2 * n);
     needed_always(m, "AdamW's second moment", t->params.exp_avg_sq, fp32 ? 4 * n : 2 * n);
+    for (int64_t i = 0; i < t->offload.num_slots; i++)
+        for (int k = 0; k < OFFLOAD_ARRAYS; k++)
+            needed_always(m, "slot of an offloaded array", t->offload.slots[i].array[k],
+                          OFFLOAD_PART * t->offload.bytes[k]);
+    const Offloaded off = options_offloaded(t->o);
+    CHECK((t->params.master != NULL) == (t->o->master_weights == STORAGE_FP32 && !off.master) &&
+              (t->params.exp_avg != NULL) == !off.moments,
+          "arrays are on the GPU unless they are offloaded");
     needed_always(m, "scales of states", t->params.scaled.scales, scales);
     needed_always(m, "new scales of states", t->params.scaled.new_scales, scales);
     needed_always(m, "amaxes of states", t->params.scaled.amaxes, scales);
@@ -81,6 +89,13 @@ static void list_state(const Trainer *t, Moments m) {
     needed_always(m, "audit", s->audit, s->audit ? audit_count(&t->precision) * (int64_t)sizeof(AuditSums) : 0);
     needed_always(m, "squares", t->step.squares, 8);
     needed_always(m, "squares of blocks", t->step.block_squares, adamw_workspace_bytes(&t->table, &t->fsdp.plan));
+    if (t->fsdp.grad_clip > 0) {
+        const AdamwClip *clip = &t->fsdp.clip;
+        needed_always(m, "workspace of units' squares", clip->workspace, ADAMW_NORM_BLOCKS * 8);
+        needed_always(m, "squares of units", clip->squares, ADAMW_CLIP_SLOTS * 8);
+        needed_always(m, "squares so far", clip->so_far, 8);
+        needed_always(m, "norms of the last step", clip->norms, (1 + t->d.L) * 4);
+    }
     needed_always(m, "statistics", t->step.stats, sizeof(StepStats));
     needed_always(m, "losses", t->acts.losses, t->d.R * 4);
     needed_always(m, "RoPE table", t->acts.rope_table, t->d.T * t->d.HD * 4);
@@ -367,8 +382,9 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
             else if (variant & 8) o.master_weights = STORAGE_FP16, o.optimizer_state = MOMENTS_MSAMP;
             if (recipe < RECIPE_BF16 && o.recompute < RECOMPUTE_MLP) o.fp8_activations = variant & 1 ? ON : OFF;
             if (recipe == RECIPE_DELAYED) o.on_nonfinite = variant & 4 ? NONFINITE_SKIP : NONFINITE_STOP;
+            if (variant & 4) o.offload = variant & 1 ? "moments,master" : recipe == RECIPE_BF16 ? "master" : "none";
             char conflict[512];
-            o.optimizer_in_backward = variant & 8;
+            o.optimizer_in_backward = variant & 8, o.grad_clip = variant & 2 || recipe == RECIPE_BF16 ? 1 : 0;
             if (o.optimizer_in_backward && *options_conflict(&o, conflict, sizeof conflict)) continue;
             format_checked(label, sizeof label, "%s, %lld x %lld, %s, %s, --recompute %d, %d micro-steps%s%s%s", name,
                            (long long)B, (long long)T, ranks.name, recipe_row(recipe)->name, o.recompute,

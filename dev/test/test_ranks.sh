@@ -524,6 +524,30 @@ done 3<<'CASES'
 4 --precision fp8 --fp8-recipe rowwise --sharding grad_op
 4 --precision fp8 --sharding hybrid --shard-size 2 --optimizer-state coat-stochastic
 CASES
+# With --grad-clip, 1, 2 and 4 ranks clip by equal norms, up to the order of sums, and a resumed run clips by the norms
+# of its checkpoint. The clip value is below all norms.
+while read -r n options <&3; do
+    common="$tmp/fp8 $data --num-steps 4 --precision fp32 --grad-clip 0.2 --batch-size $((4 / (n + !n))) $options"
+    common="$common --optimizer-in-backward"
+    rm -rf "$tmp/clips" "$tmp/resumed"
+    train "$n" clips $common --checkpoint-dir "$tmp/clips" --checkpoint-every 2 || continue
+    [ "$n" -eq 0 ] && cp "$tmp/clips.steps" "$tmp/clips-one.steps"
+    check "--grad-clip in the backward pass, $n ranks, $options: the losses of one rank" \
+        close "$tmp/clips.steps" "$tmp/clips-one.steps" 1e-6
+    check "--grad-clip in the backward pass, $n ranks, $options: every norm is above it" \
+        awk '$3 < 0.4 { exit 1 }' "$tmp/clips.steps"
+    rm -rf "$tmp/clips/step-00000004"
+    train "$n" resumed $common --checkpoint-dir "$tmp/clips" --resume || continue
+    tail -n 2 "$tmp/clips.steps" >"$tmp/clips.last"
+    check "--grad-clip in the backward pass, $n ranks, $options: a resumed run has equal losses" \
+        cmp -s "$tmp/clips.last" "$tmp/resumed.steps"
+done 3<<'CASES'
+0
+2 --sharding full
+2 --sharding none
+4 --sharding grad_op
+4 --sharding hybrid --shard-size 2
+CASES
 # A gradient that is not finite ends the run, is located, and leaves the last checkpoint as it was.
 train 2 burst "$tmp/qwen2" $data --num-steps 1 --checkpoint-dir "$tmp/burst" --optimizer-in-backward
 refused 2 7 "is in .*, element [0-9]*.*The loss is" "$tmp/qwen2" $data --num-steps 40 --learning-rate 1000 \

@@ -174,8 +174,8 @@ wait $busy 2>/dev/null
 check "--profile is refused on the CPU" refuses 4 "--profile needs the GPU trainer" tiny $data --profile
 check "--copy-engines on is refused on the CPU" \
     refuses 4 "--copy-engines on needs the GPU trainer" tiny $data --copy-engines on
-check "--offload moments is refused on the CPU" refuses 4 "--offload moments needs the GPU trainer" tiny $data \
-    --offload moments
+check "--offload is refused on the CPU" refuses 4 "--offload moments,master needs the GPU trainer" tiny $data \
+    --offload moments,master --master-weights fp32
 check "--fp8-weight-cache on is refused on the CPU" refuses 4 "--fp8-weight-cache on needs the GPU trainer" tiny $data \
     --precision fp8 --fp8-weight-cache on
 check "a run trains with less validation data than a batch" \

@@ -641,6 +641,83 @@ static void test_fp8_gradients(void) {
     trainer_free(&plain), trainer_free(&fp8);
 }
 
+// --grad-clip with --optimizer-in-backward, in plain code: the units come in the order of backward, each with its
+// gradient in `gradients`. norms [1 + L]: those of the last step, which this step's replace; 0: there is none. Returns
+// the smallest and the largest factor.
+typedef struct {
+    double smallest, largest;
+} Factors;
+
+static Factors clip_plainly(const ParameterTable *table, float *gradients, int64_t L, double clip, double *norms) {
+    const double whole_before = norms[0];
+    double squares = 0;
+    Factors f = {1, 0};
+    for (int64_t l = L - 1; l >= ROOT; l--) {
+        const int64_t n = l == ROOT ? table->root_size : table->layer_size;
+        float *unit = gradients + layer_offset(table, l);
+        const double own = global_norm(unit, n);
+        squares += own * own;
+        const double so_far = (double)(float)sqrt(squares), before = norms[1 + l];
+        const double norm = before > 0 ? so_far * (whole_before / before) : so_far;
+        const double factor = clip / (norm + 1e-6) < 1 ? clip / (norm + 1e-6) : 1;
+        CHECK(own * factor <= clip && norm >= so_far, "layer %lld: norm %g, factor %g", (long long)l, own, factor);
+        for (int64_t i = 0; i < n; i++) unit[i] *= (float)factor;
+        norms[1 + l] = so_far;
+        f.smallest = fmin(f.smallest, factor), f.largest = fmax(f.largest, factor);
+    }
+    return f;
+}
+
+// Takes 6 steps with and without clipping in the backward pass, and in plain code: gradients of the whole model,
+// clipped by clip_plainly, then AdamW. Weights have the same bits. A clip value that no norm reaches changes no bit.
+static void test_clip_in_backward(void) {
+    ModelConfig m = odd_model(FAMILY_QWEN3);
+    m.vocab_size = 64;
+    Options o = small_options(PRECISION_FP32, 2, 16);
+    o.train_data = scratch_path("train.bin"), o.optimizer_in_backward = true, o.learning_rate = 0.02;
+    Options clipped = o, high = o, plain = o;
+    clipped.grad_clip = 0.5, high.grad_clip = 1e6, plain.optimizer_in_backward = false;
+    const Options *options[] = {&o, &high, &clipped, &plain};
+    Trainer t[4];
+    for (int i = 0; i < 4; i++) trainer_create(&t[i], options[i], &m), initialize_weights(&t[i]);
+    DataLoader data = dataloader_open(o.train_data, 16, true, 42);
+    Trainer *p = &t[3];
+    const size_t bytes = (size_t)p->table.total * sizeof(float);
+    double norms[3] = {0, 0, 0};
+    int apart = 0, whole = 0;
+    for (int64_t step = 0; step < 6; step++) {
+        StepRecord s[3];
+        for (int i = 0; i < 3; i++) s[i] = train_step(&t[i], &data, step, 2 * step);
+        read_batch(p, &data, 2 * step, 0);
+        micro_step(p, 1.0f / 32, step, 0);
+        const double norm = global_norm(p->params.gradients, p->table.total);
+        const Factors f = clip_plainly(&p->table, p->params.gradients, m.num_layers, clipped.grad_clip, norms);
+        weights_update(p, step, 0);
+        apart += f.smallest < f.largest, whole += f.largest < 1;
+        CHECK(memcmp(t[2].params.master, p->params.master, bytes) == 0 &&
+                  memcmp(t[2].params.exp_avg_sq, p->params.exp_avg_sq, bytes) == 0,
+              "step %lld: other bits than in plain code", (long long)step + 1);
+        CHECK(fabs(s[2].norm / norm - 1) < 1e-12, "step %lld: norm %g before clipping, not %g", (long long)step + 1,
+              s[2].norm, norm);
+        CHECK(s[0].norm == s[1].norm && memcmp(t[0].params.master, t[1].params.master, bytes) == 0,
+              "step %lld: a clip value above all norms changes bits", (long long)step + 1);
+    }
+    CHECK(apart >= 3 && whole >= 3, "%d steps have different factors, %d clip all units", apart, whole);
+    CHECK(memcmp(t[0].params.master, t[2].params.master, bytes) != 0, "clipping changes the weights");
+    dataloader_close(&data);
+    for (int i = 0; i < 4; i++) trainer_free(&t[i]);
+}
+
+// If every gradient has grown by one factor since the last step, each unit is clipped as by the whole norm.
+static void test_clip_norms(void) {
+    const float before[] = {1, 2, 4};
+    for (int i = 0; i < 3; i++) {
+        CHECK(clip_norm_so_far(before[i] * 10, before[i], 4) == 40, "unit %d", i);
+        CHECK(clip_norm_so_far(before[i] / 8, before[i], 4) == 0.5, "unit %d after a spike", i);
+        CHECK(clip_norm_so_far(before[i], 0, 0) == (double)before[i], "unit %d in the first step", i);
+    }
+}
+
 // Returns the run of a trainer, without a log.
 static Run run_of(Trainer *t) {
     Run run;
@@ -811,9 +888,10 @@ static char *loss_lines(const char *name, int64_t first) {
 }
 
 static void test_resume(const char *name_of_run, const char *precision) {
-    char command[512];
-    const char *const common =
-        SMALL_RUN "--warmup-steps 2 --lr-schedule cosine --num-steps 8 --grad-accumulation-steps 2 --precision";
+    char command[512], common[256];
+    const char *const micro_steps = strstr(precision, "in-backward") ? "" : "--grad-accumulation-steps 2 ";
+    format_checked(common, sizeof common, SMALL_RUN "--warmup-steps 2 --lr-schedule cosine --num-steps 8 %s--precision",
+                   micro_steps);
     char *output;
     format_checked(command, sizeof command, "%s %s --log-dir @/log-%s", common, precision, name_of_run);
     CHECK(run_program(command, NULL) == 0, "%s: a plain run of 8 steps ends with status 0", precision);
@@ -837,6 +915,38 @@ static void test_resume(const char *name_of_run, const char *precision) {
     CHECK(*whole && strcmp(whole, resumed) == 0, "%s: step lines of the whole and of the resumed run are equal:\n%s%s",
           precision, whole, resumed);
     free(whole), free(resumed), free(output);
+}
+
+// A checkpoint without the norms of the last step resumes with none, and one with too few of them does not resume. A
+// run that does not clip writes none.
+static void test_clip_resume(void) {
+    char *output, path[PATH_CAPACITY];
+    const char *const run =
+        SMALL_RUN "--precision bf16 --optimizer-in-backward --checkpoint-dir @/ck-clips --num-steps";
+    char command[512];
+    for (int step = 1; step <= 2; step++) {
+        format_checked(command, sizeof command, "%s %d --resume %s", run, step, step == 1 ? "" : "--grad-clip 0.5");
+        CHECK(run_program(command, &output) == 0, "%s", output);
+        free(output);
+        format_checked(path, sizeof path, "%s/ck-clips/step-%08d/trainer.json", scratch, step);
+        char *text = read_file(path, NULL);
+        CHECK(text && !strstr(text, "\"clip_norms\"") == (step == 1), "%s", path);
+        free(text);
+    }
+    char *text = read_file(path, NULL), *comma = text ? strchr(strstr(text, "\"clip_norms\""), ',') : NULL;
+    if (!comma) die("%s has no norms", path);
+    const char *next = comma + 1 + strcspn(comma + 1, ",");
+    memmove(comma, next, strlen(next) + 1);  // one number less
+    const size_t sealed = strlen(text) - CHECKPOINT_SEAL_BYTES;
+    snprintf(text + sealed, CHECKPOINT_SEAL_BYTES + 1, CHECKPOINT_SEAL_FORMAT,
+             (unsigned long long)xxhash64(text, sealed));
+    Failure failure;
+    format_checked(path, sizeof path, "%s/ck-clips/step-00000002", scratch);
+    CHECK(file_write(path, "trainer.json", text, (int64_t)strlen(text), NULL, &failure), "%s", failure.text);
+    free(text);
+    format_checked(command, sizeof command, "%s 3 --resume --grad-clip 0.5", run);
+    CHECK(run_program(command, &output) == 1 && strstr(output, "has 2 clip_norms instead of 3"), "%s", output);
+    free(output);
 }
 
 // A run resumes only with the --fp8-amax-history of its checkpoint. Its export has no fp8_state.safetensors.
@@ -1287,6 +1397,8 @@ int main(int argc, char **argv) {
                              : STORAGE_FP16);
     test_fp16_masters();
     test_fp16_casts();
+    test_clip_norms();
+    test_clip_in_backward();
     test_overflow(PRECISION_FP32, SUM_FP32);
     if (!SANITIZED) test_overflow(PRECISION_BF16, SUM_BF16);
     if (!SANITIZED) test_overflow(PRECISION_BF16, SUM_FP8);
@@ -1295,6 +1407,8 @@ int main(int argc, char **argv) {
     test_resume("msamp", "fp8 --optimizer-state msamp --master-weights fp16");
     test_resume("fp32", "fp32");
     test_resume("gradients", "fp8 --grad-accum-dtype fp8 --optimizer-state msamp");
+    test_resume("clip", "fp8 --optimizer-in-backward --grad-clip 0.5");
+    test_clip_resume();
     test_resume("delayed", "fp8 --fp8-recipe delayed --fp8-amax-history 3");
     test_delayed_resume();
     if (!SANITIZED) test_recipes();  // test_invariance runs this code on smaller layers

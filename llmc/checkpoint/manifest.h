@@ -5,6 +5,7 @@
 #ifndef LLMC_MANIFEST_H
 #define LLMC_MANIFEST_H
 
+#include <float.h>
 #include <fnmatch.h>
 
 #include "../base/file_io.h"
@@ -66,8 +67,40 @@ static inline bool checkpoint_write_sealed(const char *folder, const char *name,
     return ok;
 }
 
+// Appends the norms by which the next step clips in the backward pass (STATE_CLIP_NORMS). Every fp32 number reads back
+// as it was. False if one is not finite.
+static inline bool checkpoint_add_clip_norms(JsonText *out, const float *norms, int64_t count, Failure *failure) {
+    if (!count) return true;
+    for (int64_t i = 0; i < count; i++) {
+        if (!isfinite(norms[i])) return fail(failure, "a gradient norm of the last step is %g", (double)norms[i]);
+        json_text_add(out, "%s%.9g", i ? ", " : ",\n  \"clip_norms\": [", (double)norms[i]);
+    }
+    json_text_add(out, "]");
+    return true;
+}
+
+// Reads what checkpoint_add_clip_norms has written. Sets zeros if a checkpoint has no norms: its run did not clip in
+// the backward pass.
+static inline bool checkpoint_read_clip_norms(const Json *json, float *norms, int64_t count, Failure *failure) {
+    const JsonNode *list = json_member(json, json_root(json), "clip_norms");
+    memset(norms, 0, (size_t)count * sizeof *norms);
+    if (!list) return true;
+    if (list->type != JSON_ARRAY) return json_expected(json, list, json_type_name(JSON_ARRAY), failure);
+    int64_t found = 0;
+    for (const JsonNode *node = json_first(json, list); node; node = json_next(json, node), found++) {
+        double norm = 0;
+        if (!json_real(json, node, &norm, failure)) return false;
+        if (!(norm >= 0 && norm <= FLT_MAX)) return json_expected(json, node, "a gradient norm", failure);
+        if (found < count) norms[found] = (float)norm;
+    }
+    return found == count ||
+           fail(failure, "%s has %lld clip_norms instead of %lld", json->source, (long long)found, (long long)count);
+}
+
+// clip_norms: [num_clip_norms] STATE_CLIP_NORMS.
 static inline bool checkpoint_write_trainer(const char *folder, const TrainerProgress *progress,
-                                            const CheckpointRun *run, const FileList *files, Failure *failure) {
+                                            const CheckpointRun *run, const float *clip_norms, int64_t num_clip_norms,
+                                            const FileList *files, Failure *failure) {
     JsonText out = {NULL, 0, 0};
     json_text_add(&out, "{\n  \"format_version\": %d,\n  \"step\": %lld,\n  \"samples\": %lld,\n  \"model\": ",
                   CHECKPOINT_FORMAT_VERSION, (long long)progress->step, (long long)progress->samples);
@@ -76,6 +109,7 @@ static inline bool checkpoint_write_trainer(const char *folder, const TrainerPro
                   ",\n  \"training_data\": {\"tokens\": %lld, \"shards\": %lld, \"fingerprint\": \"" FINGERPRINT_FORMAT
                   "\"}",
                   (long long)run->data.tokens, (long long)run->data.shards, (unsigned long long)run->data.fingerprint);
+    if (!checkpoint_add_clip_norms(&out, clip_norms, num_clip_norms, failure)) return json_text_free(&out), false;
     json_text_add(&out, ",\n  \"settings\": {");
     const char *separator = "\n    ";
     for (const OptionRow *row = option_rows(); row->name; row++) {

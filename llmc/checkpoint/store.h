@@ -8,7 +8,8 @@
 //                                     exp_avg_sq_scale.NAME, and FP16 masters master_scale.NAME, one number each
 //   fp8_state.safetensors             with delayed scaling only: amax_history [tensors, window] and scale [tensors],
 //                                     tensors numbered by tensor_index()
-//   trainer.json                      the manifest (manifest.h); written last
+//   trainer.json                      the manifest (manifest.h); written last; "clip_norms" is there only if the run
+//                                     clips gradients in the backward pass
 //   .train_fp8                        the marker file (file_io.h), written first; a folder without it is removed
 //                                     only if it is empty or has an undamaged trainer.json
 // Several ranks write one checkpoint together (tensors.h), and any number of ranks can resume it.
@@ -158,6 +159,18 @@ static inline bool checkpoint_prune(const char *dir, int64_t newest, int64_t kee
 
 // ---- saving
 
+// Writes trainer.json.
+static inline bool checkpoint_write_manifest(const char *folder, const TrainerProgress *progress,
+                                             const CheckpointRun *run, const TrainerState *s, const FileList *files,
+                                             Failure *failure) {
+    const int64_t n = s->clip_norms;
+    float *norms = (float *)xcalloc((size_t)n + 1, sizeof *norms);
+    if (n) s->read(s->context, STATE_CLIP_NORMS, 0, n, norms);
+    const bool ok = checkpoint_write_trainer(folder, progress, run, norms, n, files, failure);
+    free(norms);
+    return ok;
+}
+
 static inline bool checkpoint_write(const char *folder, const TrainerProgress *progress, const CheckpointRun *run,
                                     const ParameterTable *t, const TrainerState *s, int64_t shard_bytes,
                                     Failure *failure) {
@@ -169,7 +182,7 @@ static inline bool checkpoint_write(const char *folder, const TrainerProgress *p
                                        &files, failure) &&
               checkpoint_write_delayed(folder, s, &files, failure);
     ok = ok && (!leader ||
-                (checkpoint_write_trainer(folder, progress, run, &files, failure) && folder_sync(folder, failure)));
+                (checkpoint_write_manifest(folder, progress, run, s, &files, failure) && folder_sync(folder, failure)));
     file_list_free(&files);
     return ok;  // only rank 0 knows if the last steps failed
 }
@@ -269,8 +282,22 @@ static inline bool checkpoint_find_together(const Comm *c, const char *dir, char
     return *path;
 }
 
-// Loads weights, optimizer state and the state of delayed scaling from a checkpoint that passed checkpoint_check. Dies
-// if a file cannot be read, or if a tensor does not fit the model or the options, or holds a value that is not finite.
+// Sets STATE_CLIP_NORMS from trainer.json, on every rank.
+static inline bool checkpoint_load_clip_norms(const char *checkpoint, const TrainerState *s, Failure *failure) {
+    Json json;
+    if (!s->clip_norms) return true;
+    if (!checkpoint_open_trainer(checkpoint, &json, failure)) return false;
+    float *norms = (float *)xcalloc((size_t)s->clip_norms, sizeof *norms);
+    const bool ok = checkpoint_read_clip_norms(&json, norms, s->clip_norms, failure);
+    if (ok) s->write(s->context, STATE_CLIP_NORMS, 0, s->clip_norms, norms);
+    free(norms);
+    json_free(&json);
+    return ok;
+}
+
+// Loads weights, optimizer state, the state of delayed scaling and that of clipping from a checkpoint that passed
+// checkpoint_check. Dies if a file cannot be read, or if a tensor does not fit the model or the options, or holds a
+// value that is not finite.
 static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m, const ParameterTable *t,
                                    const TrainerState *s) {
     Safetensors st;
@@ -280,7 +307,8 @@ static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m,
     const int num_kinds = state_kinds(s, STATE_EXP_AVG, STATE_MASTER_SCALE, kinds);
     for (int i = 0; ok && i < num_kinds; i++) ok = checkpoint_read_array(&st, t, s, kinds[i], &failure);
     ok = ok && model_read_weights(checkpoint, m, t, s, &failure);
-    if (!ok || !checkpoint_read_delayed(checkpoint, s, &failure))
+    if (!ok || !checkpoint_read_delayed(checkpoint, s, &failure) ||
+        !checkpoint_load_clip_norms(checkpoint, s, &failure))
         die("cannot resume from %s: %s; move this checkpoint away to resume from the one before it", checkpoint,
             failure.text);
     safetensors_close(&st);

@@ -13,8 +13,8 @@
 #include "safetensors_writer.h"
 
 // The arrays of a trainer. STATE_..._GROUPS (words of groups) exist only with COAT's moments (coat.h), scales of the
-// moments only with MS-AMP's moments (msamp.h), scales of the master weights only if those are FP16, and
-// STATE_AMAX_HISTORY and STATE_SCALES only with delayed scaling.
+// moments only with MS-AMP's moments (msamp.h), scales of the master weights only if those are FP16, STATE_AMAX_HISTORY
+// and STATE_SCALES only with delayed scaling, and STATE_CLIP_NORMS only with options_clips_in_backward.
 typedef enum {
     STATE_WEIGHTS,
     STATE_EXP_AVG,
@@ -26,6 +26,7 @@ typedef enum {
     STATE_MASTER_SCALE,
     STATE_AMAX_HISTORY,
     STATE_SCALES,
+    STATE_CLIP_NORMS,
     NUM_STATE_KINDS
 } StateKind;
 
@@ -44,6 +45,10 @@ typedef struct {
     // STATE_AMAX_HISTORY has shape [tensors, window] and STATE_SCALES [tensors] (delayed.h), with the same values on
     // all ranks; both sizes are 0 without delayed scaling
     int64_t delayed_tensors, delayed_window;
+    // STATE_CLIP_NORMS has this many numbers, equal on all ranks; 0 without options_clips_in_backward. Number 1 + l is
+    // the norm of the last step's gradients from the last layer down to layer l; number 0 is that of all gradients. All
+    // are 0 before the first step.
+    int64_t clip_norms;
 } TrainerState;
 
 // A shared disk shows a new folder to other hosts within this time.
@@ -121,8 +126,8 @@ static inline bool state_is_groups(StateKind kind) {
 static inline bool state_is_scale(StateKind kind) { return kind >= STATE_EXP_AVG_SCALE && kind <= STATE_MASTER_SCALE; }
 
 // Returns the type of an array's elements in files and in read and write of TrainerState, after options_resolve;
-// ST_NUM_TYPES if the run has no such array (but F32 for delayed scaling's arrays in every run). FP16 masters appear as
-// the fp32 numbers that they stand for.
+// ST_NUM_TYPES if the run has no such array (but F32, in every run, for the arrays from STATE_AMAX_HISTORY on). FP16
+// masters appear as the fp32 numbers that they stand for.
 static inline SafetensorsType state_type(const Options *o, StateKind kind) {
     const bool msamp = o->optimizer_state == MOMENTS_MSAMP;
     if (kind == STATE_WEIGHTS) return options_bf16_weights(o) ? ST_BF16 : ST_F32;

@@ -357,18 +357,13 @@ static inline bool options_fp8_gradients(const Options *o) {
 
 // Rules of --optimizer-in-backward.
 static inline void options_backward_conflict(const Options *o, char *message, size_t capacity) {
-    const char *first =
-        "--optimizer-in-backward updates the last layer before the gradient of the first layer is computed";
     if (!o->optimizer_in_backward) return;
-    if (o->grad_clip > 0)
-        format_checked(message, capacity,
-                       "%s, and --grad-clip needs the norm of all gradients first; leave out one of the two", first);
-    else if (o->on_nonfinite == NONFINITE_SKIP)
+    if (o->on_nonfinite == NONFINITE_SKIP)
         format_checked(
             message, capacity,
-            "%s, and --on-nonfinite skip must know that all gradients are finite before it changes a weight; "
-            "leave out one of the two",
-            first);
+            "--optimizer-in-backward updates the last layer before the gradient of the first layer is computed, and "
+            "--on-nonfinite skip must know that all gradients are finite before it changes a weight; "
+            "leave out one of the two");
     else if (o->grad_accumulation_steps > 1)
         format_checked(message, capacity,
                        "--optimizer-in-backward keeps no gradients from one micro-step to the next; use "
@@ -392,6 +387,52 @@ static inline void options_gradient_conflict(const Options *o, char *message, si
                        "--reduce-dtype fp8 sums FP8 gradients, but with --grad-accum-dtype %s they are not FP8; leave "
                        "--grad-accum-dtype at auto, or use --reduce-dtype bf16",
                        o->grad_accum_dtype == SUM_FP32 ? "fp32" : "bf16");
+}
+
+// The states that --offload keeps in host memory.
+typedef struct {
+    bool moments, master;
+} Offloaded;
+
+// Reads --offload. Returns the first word that it does not know; NULL if it knows all.
+static inline const char *options_read_offload(const char *text, Offloaded *out) {
+    const char *const between = ", ";
+    memset(out, 0, sizeof *out);
+    if (strcmp(text, "none") == 0) return NULL;
+    for (const char *at = text + strspn(text, between); *at; at += strcspn(at, between), at += strspn(at, between)) {
+        const size_t n = strcspn(at, between);
+        if (n == 7 && strncmp(at, "moments", n) == 0) out->moments = true;
+        else if (n == 6 && strncmp(at, "master", n) == 0) out->master = true;
+        else return at;
+    }
+    return NULL;
+}
+
+// --offload of a run that options_conflict has accepted.
+static inline Offloaded options_offloaded(const Options *o) {
+    Offloaded out;
+    options_read_offload(o->offload, &out);
+    return out;
+}
+
+static inline bool options_offloads(const Options *o) {
+    const Offloaded out = options_offloaded(o);
+    return out.moments || out.master;
+}
+
+// Rules of --offload.
+static inline void options_offload_conflict(const Options *o, char *message, size_t capacity) {
+    Offloaded out;
+    const char *unknown = options_read_offload(o->offload, &out);
+    const bool fp32 =
+        o->master_weights == STORAGE_FP32 || (o->master_weights == STORAGE_AUTO && o->precision == PRECISION_FP32);
+    if (unknown)
+        format_checked(message, capacity, "--offload: \"%.*s\" is none of moments, master; none stands alone",
+                       (int)strcspn(unknown, ", "), unknown);
+    else if (out.master && !fp32)
+        format_checked(message, capacity,
+                       "--offload master keeps fp32 master weights in host memory, and this run has none: add "
+                       "--master-weights fp32, or leave master out");
 }
 
 // Rules of --precision fp32, and of options for FP8 without --precision fp8.
@@ -425,6 +466,7 @@ static inline const char *options_conflict(const Options *o, char *message, size
     if (!*message) options_gradient_conflict(o, message, capacity);
     if (!*message) options_rank_conflict(o, message, capacity);
     if (!*message) options_backward_conflict(o, message, capacity);
+    if (!*message) options_offload_conflict(o, message, capacity);
     if (!*message && o->json && !o->dry_run)
         format_checked(message, capacity, "--json is for --dry-run; a run writes log.jsonl to --log-dir");
     if (!*message && o->precision == PRECISION_FP8) options_fp8_conflict(o, message, capacity);
@@ -503,6 +545,9 @@ static inline Recomputed options_recomputed(const Options *o) {
 static inline bool options_keeps_fp8(const Options *o) {
     return o->precision == PRECISION_FP8 && o->fp8_activations == ON && !options_recomputed(o).mlp;
 }
+
+// True if gradients are clipped unit by unit in the backward pass (clip_norm_so_far in adamw_math.h).
+static inline bool options_clips_in_backward(const Options *o) { return o->optimizer_in_backward && o->grad_clip > 0; }
 
 // True if the moments are FP8 codes in groups (coat.h).
 static inline bool options_coat(const Options *o) {

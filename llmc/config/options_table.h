@@ -22,7 +22,6 @@
     X(RECOMPUTE_NONE, "none") \
     X(RECOMPUTE_NORM, "norm") \
     X(RECOMPUTE_ATTENTION, "attention") X(RECOMPUTE_MLP, "mlp") X(RECOMPUTE_LAYER, "layer") X(RECOMPUTE_AUTO, "auto")
-#define OFFLOADS(X) X(OFFLOAD_NONE, "none") X(OFFLOAD_MOMENTS, "moments")
 #define SCHEDULES(X) \
     X(SCHEDULE_CONSTANT, "constant") X(SCHEDULE_COSINE, "cosine") X(SCHEDULE_LINEAR, "linear") X(SCHEDULE_WSD, "wsd")
 #define NONFINITES(X) X(NONFINITE_STOP, "stop") X(NONFINITE_SKIP, "skip")
@@ -49,7 +48,6 @@ enum { SUM_STORAGES(CHOICE_ID) };
 enum { MOMENTS(CHOICE_ID) };
 enum { MSAMP_LEVELS(CHOICE_ID) };
 enum { RECOMPUTES(CHOICE_ID) };
-enum { OFFLOADS(CHOICE_ID) };
 enum { SCHEDULES(CHOICE_ID) };
 enum { NONFINITES(CHOICE_ID) };
 enum { OUTPUT_LOSSES(CHOICE_ID) };
@@ -148,10 +146,11 @@ enum { FREE, MUST_MATCH };
     FLAG(optimizer_in_backward, "optimizer-in-backward", \
          "update each layer's weights in the backward pass, as soon as its gradient is complete: gradients of one layer " \
          "(two with several ranks) and of the embedding and lm_head take memory, not those of the whole model; the " \
-         "numbers stay the same; not with --grad-clip, --on-nonfinite skip or several micro-steps") \
-    CHOICE(offload, "offload", OFFLOAD_NONE, OFFLOADS, FREE, \
-         "moments: keep AdamW's moments in pinned host memory, and copy them to the GPU and back in each step, with " \
-         "--optimizer-in-backward while backward computes; GPU trainer only") \
+         "numbers stay the same, but with --grad-clip; not with --on-nonfinite skip or several micro-steps") \
+    TEXT(offload, "offload", "none", FREE, \
+         "what to keep in pinned host memory, separated by commas: moments (AdamW's), master (fp32 master weights), or " \
+         "none; copied to the GPU and back in each step, with --optimizer-in-backward while backward computes; the " \
+         "numbers stay the same; GPU trainer only") \
     REAL(memory_limit, "memory-limit", 0, 0, 1e6, FREE, \
          "GiB of memory that each rank may use, on a GPU including CUDA's own memory: a run that needs more ends " \
          "before it starts, and names options with which it fits; 0: all that is free") \
@@ -172,7 +171,9 @@ enum { FREE, MUST_MATCH };
     REAL(beta2, "beta2", 0.999, 0, 0.9999999, FREE, "AdamW's decay of the second moment") \
     REAL(eps, "eps", 1e-8, 1e-30, 1, FREE, "AdamW's epsilon, added to the square root of the second moment") \
     REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, FREE, \
-         "largest norm of the whole gradient: a gradient with a larger norm is scaled down to it; 0: off") \
+         "largest norm of the whole gradient: a gradient with a larger norm is scaled down to it; with " \
+         "--optimizer-in-backward each layer is scaled by what the norm will be, as its part so far and the last step's " \
+         "norms tell; 0: off") \
     CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, NONFINITES, FREE, \
          "what to do when the gradient norm is not finite or above 2^63; stop: end the run and save nothing of " \
          "this step; skip: change no weight in this step (10 skipped steps in a row end the run)") \

@@ -4,6 +4,7 @@
 #ifndef LLMC_ADAMW_NORM_CUH
 #define LLMC_ADAMW_NORM_CUH
 
+#include "../base/arena.h"
 #include "../config/shard_plan.h"
 #include "../reference/adamw_math.h"
 #include "cuda_utils.cuh"
@@ -173,6 +174,46 @@ static inline void adamw_locate(AdamwControl *control, AdamwGradients gradients,
                                 cudaStream_t stream) {
     if (gradients.fp32_data) adamw_find_large(control, gradients.fp32_data, order, stream);
     else adamw_find_large(control, gradients.bf16_data, order, stream);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --grad-clip with --optimizer-in-backward: each unit is clipped by clip_norm_so_far, before its update
+
+enum { ADAMW_CLIP_SLOTS = 2 };
+
+// All in device memory.
+typedef struct {
+    double *workspace;  // [ADAMW_NORM_BLOCKS]
+    double *squares;    // [ADAMW_CLIP_SLOTS] sums of squares of a unit's gradients: its slot is that of its sums
+    double *so_far;     // sum of squares of all units of this step so far
+    float *norms;       // [1 + layers] STATE_CLIP_NORMS (tensors.h)
+} AdamwClip;
+
+static inline AdamwClip adamw_clip_place(int64_t layers, Arena *a) {
+    AdamwClip c;
+    c.workspace = (double *)arena_take(a, ADAMW_NORM_BLOCKS * (int64_t)sizeof(double));
+    c.squares = (double *)arena_take(a, ADAMW_CLIP_SLOTS * (int64_t)sizeof(double));
+    c.so_far = (double *)arena_take(a, sizeof(double));
+    c.norms = (float *)arena_take(a, (1 + layers) * (int64_t)sizeof(float));
+    return c;
+}
+
+static __global__ void adamw_clip_kernel(AdamwControl *control, AdamwClip c, int64_t l, int64_t slot, bool first,
+                                         int64_t replicas, float grad_clip) {
+    grid_dependency_wait();
+    const double squares = (first ? 0 : *c.so_far) + c.squares[slot] / (double)replicas;
+    const float norm = (float)sqrt(squares);
+    control->gradient_factor = clip_factor(clip_norm_so_far(norm, c.norms[1 + l], c.norms[1 + ROOT]), grad_clip);
+    control->nonfinite = !adamw_accepts(norm);
+    *c.so_far = squares;
+    c.norms[1 + l] = norm;
+}
+
+// Sets the factor of unit l, and whether its update is skipped, from c->squares[slot], which is over `replicas`
+// replicas. first: l is the step's first unit.
+static inline void adamw_clip(AdamwControl *control, const AdamwClip *c, int64_t l, int64_t slot, bool first,
+                              int64_t replicas, float grad_clip, cudaStream_t stream) {
+    CUDA_LAUNCH(adamw_clip_kernel, 1, 1, 0, stream, control, *c, l, slot, first, replicas, grad_clip);
 }
 
 #endif

@@ -34,13 +34,14 @@ static inline void adamw_place_scales(AdamwScaled *s, int64_t tensors, Arena *a)
     s->amaxes = (uint32_t *)arena_take(a, n * (int64_t)sizeof(uint32_t));
 }
 
-// Places a rank's weights, moments and, if the run has them, masters. The pointer to the gradients stays NULL. With
-// --offload moments, the pointers to the moments also stay NULL.
+// Places a rank's weights, moments and, if the run has them, masters. The pointer to the gradients stays NULL, and so do
+// pointers to what is offloaded.
 static inline void adamw_place(AdamwArrays *p, const Options *o, const ParameterTable *t, const ShardPlan *plan,
                                Arena *a) {
     static const char *const names[] = {"optimizer state (bf16)", "optimizer state (fp32)", "optimizer state (FP8)",
                                         "optimizer state (FP8)", "optimizer state (FP8, FP16)"};
-    const bool fp16 = o->master_weights == STORAGE_FP16;
+    const bool fp16 = o->master_weights == STORAGE_FP16, fp32 = o->master_weights == STORAGE_FP32;
+    const Offloaded offloaded = options_offloaded(o);
     const int64_t n = plan->total;
     memset(p, 0, sizeof *p);
     p->moments = adamw_moments_of(o);
@@ -48,10 +49,10 @@ static inline void adamw_place(AdamwArrays *p, const Options *o, const Parameter
     arena_group(a, "weights (bf16)");
     p->weights = (bf16 *)arena_take(a, weights_begin(plan, t->num_layers) * (int64_t)sizeof(bf16));
     arena_group(a, fp16 ? "master weights (FP16)" : "master weights (fp32)");
-    if (o->master_weights == STORAGE_FP32) p->master = (float *)arena_take(a, n * (int64_t)sizeof(float));
+    if (fp32 && !offloaded.master) p->master = (float *)arena_take(a, n * (int64_t)sizeof(float));
     if (fp16) p->scaled.master = (fp16_bits *)arena_take(a, n * (int64_t)sizeof(fp16_bits));
     arena_group(a, names[p->moments]);
-    if (o->offload != OFFLOAD_MOMENTS) p->exp_avg = arena_take(a, n * first), p->exp_avg_sq = arena_take(a, n * second);
+    if (!offloaded.moments) p->exp_avg = arena_take(a, n * first), p->exp_avg_sq = arena_take(a, n * second);
     if (adamw_is_coat(p->moments)) adamw_place_coat(&p->coat, n, a);
     if (options_tensor_scales(o)) adamw_place_scales(&p->scaled, t->count, a);
 }

@@ -272,4 +272,15 @@ __device__ static inline void fp8x8_to_floats(float out[8], uint2 codes) {
     }
 }
 
+// Returns pinned host memory, all zero. Dies if it cannot be had: `what` names the option that needs it.
+static inline void *host_memory_pinned(const char *what, int64_t bytes) {
+    void *memory = NULL;
+    const cudaError_t status = cudaHostAlloc(&memory, (size_t)bytes, cudaHostAllocDefault);
+    if (status != cudaSuccess)
+        die_with(EXIT_MEMORY, "%s: cannot pin %.1f GiB of host memory: %s; free host memory, or leave out %s", what,
+                 (double)bytes / (1 << 30), cudaGetErrorString(status), what);
+    memset(memory, 0, (size_t)bytes);
+    return memory;
+}
+
 #endif

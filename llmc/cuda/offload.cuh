@@ -1,10 +1,10 @@
-// Keeps AdamW's moments in pinned host memory (--offload moments).
+// Keeps AdamW's moments, fp32 master weights or both in pinned host memory (--offload moments,master).
 //
-// The update takes a rank's shard in parts. A part's moments are copied to a slot of GPU memory, updated there, and
-// copied back. Copies in both directions have streams of their own, and begin before the update needs them: the order
-// of parts is known, so as many of the next parts are on their way as there are other slots. With
-// --optimizer-in-backward the slots hold a whole layer, whose moments travel while backward computes. The words of FP8
-// moments stay on the GPU. Results do not depend on offloading.
+// The update takes a rank's shard in parts. A part is copied to a slot of GPU memory, updated there, and copied back.
+// Copies in both directions have streams of their own, and begin before the update needs them: the order of parts is
+// known, so as many of the next parts are on their way as there are other slots. With --optimizer-in-backward the slots
+// hold a whole layer, which travels while backward computes. The words of FP8 moments stay on the GPU. Results do not
+// depend on offloading.
 #ifndef LLMC_OFFLOAD_CUH
 #define LLMC_OFFLOAD_CUH
 
@@ -13,20 +13,26 @@
 
 enum { OFFLOAD_PART = 1024 * ADAMW_BLOCK, OFFLOAD_MAX_SLOTS = 64 };  // elements of a part: 16 Mi
 
+// The rate of copies, each way, that plans assume: an H200's with PCIe 5.0 x16.
+enum { OFFLOAD_GB_PER_S = 47 };
+
+// The arrays that may be offloaded.
+enum { OFFLOAD_EXP_AVG, OFFLOAD_EXP_AVG_SQ, OFFLOAD_MASTER, OFFLOAD_ARRAYS };
+
 // A place for a part on the GPU.
 typedef struct {
-    int64_t part;  // index of the part that it holds or gets; -1: none
-    char *exp_avg, *exp_avg_sq;
+    int64_t part;                 // index of the part that it holds or gets; -1: none
+    char *array[OFFLOAD_ARRAYS];  // NULL for arrays that stay on the GPU
     cudaEvent_t loaded, updated, stored;
 } OffloadSlot;
 
-typedef struct {
-    bool on;
-    int64_t moment_bytes;  // bytes of one moment of an element
+typedef struct Offload {
+    int64_t bytes[OFFLOAD_ARRAYS];  // bytes of an element; 0: the array stays on the GPU
+    int64_t element;                // bytes of an element of all arrays; 0: nothing is offloaded
     const ShardPlan *plan;
     int64_t layers;
     bool backwards;              // true: the layers are updated from the last to the first, and the root after them
-    char *exp_avg, *exp_avg_sq;  // pinned host memory, one moment for each element of the shard
+    char *host[OFFLOAD_ARRAYS];  // pinned host memory, one number for each element of the shard
     OffloadSlot slots[OFFLOAD_MAX_SLOTS];
     int64_t num_slots, next_slot;
     cudaStream_t in, out;
@@ -62,49 +68,44 @@ static inline int64_t offload_following(const Offload *f, int64_t index) {
 // Describes the parts of a rank's shard. Slots hold a layer and two more parts; a shard with few parts gets one slot,
 // with which every copy waits for the last.
 static inline void offload_describe(Offload *f, const Options *o, const ShardPlan *plan, int64_t layers) {
-    f->on = o->offload == OFFLOAD_MOMENTS;
-    f->moment_bytes = adamw_moment_bytes(adamw_moments_of(o));
+    const Offloaded offloaded = options_offloaded(o);
+    const AdamwMoments moments = adamw_moments_of(o);
+    const int64_t first = adamw_moment_bytes(moments), second = adamw_moments_bytes(moments) - first;
+    f->bytes[OFFLOAD_EXP_AVG] = offloaded.moments ? first : 0;
+    f->bytes[OFFLOAD_EXP_AVG_SQ] = offloaded.moments ? second : 0;
+    f->bytes[OFFLOAD_MASTER] = offloaded.master ? (int64_t)sizeof(float) : 0;
+    f->element = 0;
+    for (int k = 0; k < OFFLOAD_ARRAYS; k++) f->element += f->bytes[k];
     f->plan = plan, f->layers = layers, f->backwards = o->optimizer_in_backward;
     const int64_t wanted = min_i64(offload_unit_parts(f, 0) + 2, OFFLOAD_MAX_SLOTS);
     const int64_t parts = offload_index(f, layers, 0);
-    f->num_slots = !f->on ? 0 : parts > 2 * wanted ? wanted : 1;
+    f->num_slots = !f->element ? 0 : parts > 2 * wanted ? wanted : 1;
 }
 
 // Places the slots. They belong to the group of the optimizer state.
 static inline void offload_place(Offload *f, Arena *a) {
-    for (int64_t i = 0; i < f->num_slots; i++) {
-        f->slots[i].exp_avg = (char *)arena_take(a, OFFLOAD_PART * f->moment_bytes);
-        f->slots[i].exp_avg_sq = (char *)arena_take(a, OFFLOAD_PART * f->moment_bytes);
-    }
+    for (int64_t i = 0; i < f->num_slots; i++)
+        for (int k = 0; k < OFFLOAD_ARRAYS; k++)
+            f->slots[i].array[k] = f->bytes[k] ? (char *)arena_take(a, OFFLOAD_PART * f->bytes[k]) : NULL;
 }
 
 // Prints, in a dry run, what offloading takes and moves.
 static inline void offload_print(const Offload *f) {
-    const double GiB = 2 * (double)(f->plan->total * f->moment_bytes) / (1 << 30);
-    if (f->on)
-        printf("%-26s %.1f GiB of moments in host memory; each step copies as much to the GPU and back, which takes "
-               "%.2f s "
-               "at 47 GB/s each way (PCIe 5.0 x16)%s\n",
-               "offloaded", GiB, GiB * 1.073741824 / 47,
-               f->backwards ? ", while backward computes"
-                            : "; with --optimizer-in-backward backward would hide some of it");
+    const double bytes = (double)(f->plan->total * f->element);
+    if (!f->element) return;
+    printf("%-26s %.1f GiB of %s%s%s in host memory; each step copies as much to the GPU and back, which takes %.2f s "
+           "at %d GB/s each way (PCIe 5.0 x16)%s\n",
+           "offloaded", bytes / (1 << 30), f->bytes[OFFLOAD_EXP_AVG] ? "moments" : "",
+           f->bytes[OFFLOAD_EXP_AVG] && f->bytes[OFFLOAD_MASTER] ? " and " : "",
+           f->bytes[OFFLOAD_MASTER] ? "master weights" : "", bytes / (OFFLOAD_GB_PER_S * 1e9), OFFLOAD_GB_PER_S,
+           f->backwards ? ", while backward computes"
+                        : "; with --optimizer-in-backward backward would hide some of it");
 }
 
-static inline char *offload_host_memory(int64_t bytes) {
-    void *memory = NULL;
-    const cudaError_t status = cudaHostAlloc(&memory, (size_t)bytes, cudaHostAllocDefault);
-    if (status != cudaSuccess)
-        die_with(EXIT_MEMORY,
-                 "--offload moments: cannot pin %.1f GiB of host memory for one of two moments: %s; free host memory, "
-                 "or leave out --offload",
-                 (double)bytes / (1 << 30), cudaGetErrorString(status));
-    memset(memory, 0, (size_t)bytes);
-    return (char *)memory;
-}
-
-// Takes the host memory, and points the moments at it.
+// Takes the host memory, and points the arrays at it. The GPU reads and writes it directly when weights are initialized
+// or loaded.
 static inline void offload_create(Offload *f, AdamwArrays *params) {
-    if (!f->on) return;
+    if (!f->element) return;
     CUDA_CHECK(cudaStreamCreateWithFlags(&f->in, cudaStreamNonBlocking));
     CUDA_CHECK(cudaStreamCreateWithFlags(&f->out, cudaStreamNonBlocking));
     for (int64_t i = 0; i < f->num_slots; i++) {
@@ -113,20 +114,22 @@ static inline void offload_create(Offload *f, AdamwArrays *params) {
         for (cudaEvent_t *event : {&s->loaded, &s->updated, &s->stored})
             CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
     }
-    f->exp_avg = offload_host_memory(f->plan->total * f->moment_bytes);
-    f->exp_avg_sq = offload_host_memory(f->plan->total * f->moment_bytes);
-    params->exp_avg = f->exp_avg, params->exp_avg_sq = f->exp_avg_sq;
+    for (int k = 0; k < OFFLOAD_ARRAYS; k++)
+        if (f->bytes[k]) f->host[k] = (char *)host_memory_pinned("--offload", f->plan->total * f->bytes[k]);
+    if (f->bytes[OFFLOAD_EXP_AVG])
+        params->exp_avg = f->host[OFFLOAD_EXP_AVG], params->exp_avg_sq = f->host[OFFLOAD_EXP_AVG_SQ];
+    if (f->bytes[OFFLOAD_MASTER]) params->master = (float *)f->host[OFFLOAD_MASTER];
 }
 
 static inline void offload_destroy(Offload *f) {
-    if (!f->on) return;
+    if (!f->element) return;
     for (int64_t i = 0; i < f->num_slots; i++)
         for (cudaEvent_t event : {f->slots[i].loaded, f->slots[i].updated, f->slots[i].stored})
             CUDA_CHECK(cudaEventDestroy(event));
     CUDA_CHECK(cudaStreamDestroy(f->in));
     CUDA_CHECK(cudaStreamDestroy(f->out));
-    CUDA_CHECK(cudaFreeHost(f->exp_avg));
-    CUDA_CHECK(cudaFreeHost(f->exp_avg_sq));
+    for (int k = 0; k < OFFLOAD_ARRAYS; k++)
+        if (f->bytes[k]) CUDA_CHECK(cudaFreeHost(f->host[k]));
 }
 
 // Makes the stream wait for all copies to the host.
@@ -145,6 +148,16 @@ static inline OffloadSpan offload_span(const Offload *f, int64_t index) {
     return s;
 }
 
+// Copies elements of the shard from host memory to a slot, or back.
+static inline void offload_copy(const Offload *f, const OffloadSlot *s, int64_t first, int64_t count, bool back) {
+    for (int k = 0; k < OFFLOAD_ARRAYS; k++) {
+        const size_t bytes = (size_t)(count * f->bytes[k]);
+        char *host = f->host[k] + first * f->bytes[k];
+        if (bytes && back) CUDA_CHECK(cudaMemcpyAsync(host, s->array[k], bytes, cudaMemcpyDefault, f->out));
+        else if (bytes) CUDA_CHECK(cudaMemcpyAsync(s->array[k], host, bytes, cudaMemcpyDefault, f->in));
+    }
+}
+
 // Returns the slot of a part. Starts its copy to the GPU if no slot has it. A slot's last part is back in host memory
 // by then, and so is all that was copied before it.
 static inline OffloadSlot *offload_fetch(Offload *f, int64_t index) {
@@ -152,11 +165,8 @@ static inline OffloadSlot *offload_fetch(Offload *f, int64_t index) {
     for (int64_t i = 0; i < f->num_slots; i++)
         if (f->slots[i].part == index) return &f->slots[i];
     OffloadSlot *s = &f->slots[f->next_slot++ % f->num_slots];
-    const int64_t from = (shard_begin(f->plan, span.unit) + span.begin) * f->moment_bytes;
-    const size_t bytes = (size_t)(span.size * f->moment_bytes);
     CUDA_CHECK(cudaStreamWaitEvent(f->in, s->stored));
-    CUDA_CHECK(cudaMemcpyAsync(s->exp_avg, f->exp_avg + from, bytes, cudaMemcpyDefault, f->in));
-    CUDA_CHECK(cudaMemcpyAsync(s->exp_avg_sq, f->exp_avg_sq + from, bytes, cudaMemcpyDefault, f->in));
+    offload_copy(f, s, shard_begin(f->plan, span.unit) + span.begin, span.size, false);
     CUDA_CHECK(cudaEventRecord(s->loaded, f->in));
     s->part = index;
     return s;
@@ -169,24 +179,24 @@ static inline void offload_update_part(Offload *f, const AdamwUpdate *w, const A
     OffloadSlot *s = offload_fetch(f, index);
     AdamwUpdate update = *w;
     const AdamwUnits u = adamw_part(unit, span.begin, span.size);
-    update.arrays.exp_avg = (void *)((intptr_t)s->exp_avg - u.first * f->moment_bytes);
-    update.arrays.exp_avg_sq = (void *)((intptr_t)s->exp_avg_sq - u.first * f->moment_bytes);
+    void *at[OFFLOAD_ARRAYS];
+    for (int k = 0; k < OFFLOAD_ARRAYS; k++) at[k] = (void *)((intptr_t)s->array[k] - u.first * f->bytes[k]);
+    if (s->array[OFFLOAD_EXP_AVG])
+        update.arrays.exp_avg = at[OFFLOAD_EXP_AVG], update.arrays.exp_avg_sq = at[OFFLOAD_EXP_AVG_SQ];
+    if (s->array[OFFLOAD_MASTER]) update.arrays.master = (float *)at[OFFLOAD_MASTER];
     CUDA_CHECK(cudaStreamWaitEvent(stream, s->loaded));
     adamw_launch(&update, &u, stream);
     CUDA_CHECK(cudaEventRecord(s->updated, stream));
     CUDA_CHECK(cudaStreamWaitEvent(f->out, s->updated));
-    const size_t bytes = (size_t)(span.size * f->moment_bytes);
-    const int64_t to = u.first * f->moment_bytes;
-    CUDA_CHECK(cudaMemcpyAsync(f->exp_avg + to, s->exp_avg, bytes, cudaMemcpyDefault, f->out));
-    CUDA_CHECK(cudaMemcpyAsync(f->exp_avg_sq + to, s->exp_avg_sq, bytes, cudaMemcpyDefault, f->out));
+    offload_copy(f, s, u.first, span.size, true);
     CUDA_CHECK(cudaEventRecord(s->stored, f->out));
     s->part = -1;
 }
 
-// adamw_update_units with moments that may be in host memory.
+// adamw_update_units with arrays that may be in host memory.
 static inline void offload_update_units(Offload *f, const AdamwUpdate *w, const ParameterTable *t, int64_t l,
                                         int64_t count, int64_t first_gradient, cudaStream_t stream) {
-    if (!f->on) return adamw_update_units(w, t, f->plan, l, count, first_gradient, stream);
+    if (!f->element) return adamw_update_units(w, t, f->plan, l, count, first_gradient, stream);
     for (int64_t unit = l; unit < l + count; unit++) {
         AdamwUnits u;
         const int64_t gradient = first_gradient + shard_begin(f->plan, unit) - shard_begin(f->plan, l);

@@ -40,10 +40,11 @@ static inline void check_supported(const ModelConfig *m, const Options *o, int64
         die_with(EXIT_UNSUPPORTED,
                  "--master-weights fp16 on the GPU goes with --optimizer-state msamp or fp32; the CPU trainer "
                  "(train_fp8) supports the others too");
-    if (o->offload == OFFLOAD_MOMENTS && options_tensor_scales(o))
+    if (options_offloads(o) && options_tensor_scales(o))
         die_with(EXIT_UNSUPPORTED,
-                 "--offload moments does not go with --optimizer-state msamp or --master-weights fp16, whose update "
-                 "reads the moments twice; use --optimizer-state coat-stochastic, or leave --offload out");
+                 "--offload %s does not go with --optimizer-state msamp or --master-weights fp16, whose update "
+                 "reads weights and moments twice; use --optimizer-state coat-stochastic, or leave --offload out",
+                 o->offload);
     if (options_fp8_gradients(o))
         die_with(EXIT_UNSUPPORTED,
                  "--grad-accum-dtype fp8 and --reduce-dtype fp8 work in the CPU trainer (train_fp8); use bf16 or fp32");

@@ -27,7 +27,7 @@
 //
 // With --optimizer-in-backward, AdamW updates a layer in the backward pass, with several ranks one layer later, when
 // its gradient is reduced. Every rank has then finished its last gather of the layer. The sums of layers take turns in
-// the memory of one layer, or of two.
+// the memory of one layer, or of two. With --grad-clip the squares of a layer's sums are summed behind its reduction.
 //
 // Copy engines read other ranks' memory, so two orders must hold:
 //   before a layer's gather   every rank has updated its shard: the gather of the vectors, which comes first, waits for
@@ -43,6 +43,7 @@
 #ifndef LLMC_FSDP_CUH
 #define LLMC_FSDP_CUH
 
+#include "fsdp_norm.cuh"
 #include "fsdp_weights.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -306,10 +307,11 @@ static inline void fsdp_reduce_scatter(Fsdp *f, int64_t l) {
 }
 
 // Call it when the unit's reductions in the communication stream are enqueued, after its last micro-step:
-// fsdp_await_sums waits for them.
+// fsdp_await_sums waits for them. A layer's squares are summed there too, so that no other wait is needed.
 static inline void fsdp_complete_sums(Fsdp *f, int64_t l) {
-    if (f->in.nccl && l != ROOT && f->optimizer_in_backward)
-        CUDA_CHECK(cudaEventRecord(f->summed[l % f->sum_layers], f->transport.nccl->stream));
+    if (!f->in.nccl || l == ROOT || !f->optimizer_in_backward) return;
+    if (f->grad_clip > 0) fsdp_sum_squares(f, l, f->transport.nccl->stream);
+    CUDA_CHECK(cudaEventRecord(f->summed[l % f->sum_layers], f->transport.nccl->stream));
 }
 
 // With optimizer_in_backward: makes the compute stream wait until this rank's sums of layer l are those over all ranks.
@@ -341,20 +343,5 @@ static inline const bf16 *fsdp_gather_input_gradients(Fsdp *f, const bf16 *dx) {
     compute_waits_comm(&f->transport);
     return f->root_grads;
 }
-
-// Sums the loss over all ranks, and also the squares of gradients if gradients are sharded. Without sharding every rank
-// has the same gradients.
-static inline void fsdp_reduce_step_stats(Fsdp *f, float *loss, double *squares) {
-    if (!f->in.nccl) return;
-    comm_waits_compute(&f->transport);
-    nccl_begin(f->in.nccl, "all-reduce of loss and gradient norm", NO_LAYER);
-    nccl_all_reduce(f->in.nccl, COMM_WORLD, loss, 1, ncclFloat32, ncclSum);
-    if (fsdp_is_sharded(f)) nccl_all_reduce(f->in.nccl, COMM_WORLD, squares, 1, ncclFloat64, ncclSum);
-    nccl_end(f->in.nccl);
-    compute_waits_comm(&f->transport);
-}
-
-// Returns how often each gradient is counted in the sum of squares over all ranks.
-static inline int64_t fsdp_times_counted(const Fsdp *f) { return fsdp_is_sharded(f) ? f->replicas : 1; }
 
 #endif

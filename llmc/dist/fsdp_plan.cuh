@@ -7,6 +7,7 @@
 #include "../base/arena.h"
 #include "../config/precision.h"
 #include "../config/shard_plan.h"
+#include "../cuda/adamw_norm.cuh"
 #include "../cuda/adamw_update.cuh"
 #include "../cuda/fp16_weights.cuh"
 #include "../cuda/quantize.cuh"
@@ -24,6 +25,7 @@ static_assert(offsetof(LayerOffsets, wq) < offsetof(LayerOffsets, wk) &&
                   offsetof(LayerOffsets, wgate) < offsetof(LayerOffsets, wup) &&
                   offsetof(LayerOffsets, wup) < offsetof(LayerOffsets, wdown),
               "LinearId numbers the weights in the order of parameters.h");
+static_assert((int)ADAMW_CLIP_SLOTS >= (int)FSDP_GRADIENT_BUFFERS, "layers take turns in as many places of sums");
 static_assert(TENSOR_W == 0, "a layer's weights are first among its amaxes and scales");
 static_assert((int)NUM_LINEARS <= (int)SLICE_MAX_TENSORS, "quantize_slices takes all FP8 weights of a layer");
 
@@ -124,6 +126,8 @@ typedef struct {
     bf16 *layer_grads[FSDP_GRADIENT_BUFFERS];
     cudaEvent_t reduced[1 + FSDP_GRADIENT_BUFFERS];  // one of root_grads, one of each layer_grads
     cudaEvent_t summed[FSDP_GRADIENT_BUFFERS];       // with optimizer_in_backward: of the sums of layers
+    double grad_clip;  // with optimizer_in_backward, and above 0: gradients are clipped unit by unit
+    AdamwClip clip;    // for grad_clip
     int64_t root_elements[NUM_SEGMENTS], layer_elements[NUM_SEGMENTS];  // number of parameters, without padding
     int64_t input_elements;  // elements of a rank's input gradients: dx [R, C], the gradient of the embedding's output
 } Fsdp;
@@ -248,6 +252,7 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Pre
     f->world = world, f->replicas = world / shard_size, f->replica = rank / shard_size;
     f->rounding_seed = (uint64_t)o->rounding_seed;
     f->optimizer_in_backward = o->optimizer_in_backward;
+    f->grad_clip = options_clips_in_backward(o) ? o->grad_clip : 0;
     f->sum_layers = table->num_layers;
     if (f->optimizer_in_backward) f->sum_layers = min_i64(world > 1 ? FSDP_GRADIENT_BUFFERS : 1, f->sum_layers);
     f->input_elements = o->batch_size * o->sequence_length * precision->linear[GATE_UP_PROJ].K;
@@ -321,6 +326,7 @@ static inline void fsdp_place(Fsdp *f, Arena *a) {
 // Places this rank's sums of gradients, of the root and of sum_layers layers.
 static inline void fsdp_place_gradients(Fsdp *f, Arena *a) {
     arena_group(a, f->transport.fp32_sums ? "gradients (fp32)" : "gradients (bf16)");
+    if (f->grad_clip > 0) f->clip = adamw_clip_place(f->table->num_layers, a);
     transport_place_sums(&f->transport, a, shard_begin(&f->plan, f->sum_layers));
 }
 

@@ -43,7 +43,7 @@ static inline bool memory_fit_set_recompute(Options *o, int choice, char *words,
     return format_checked(words, capacity, " --recompute %s", names[choice]), true;
 }
 
-// True if --optimizer-in-backward may be added.
+// True if --optimizer-in-backward may be added. It would change the numbers of a run that clips gradients.
 static inline bool memory_fit_may_update_early(const Options *o) {
     return !o->optimizer_in_backward && o->grad_clip <= 0 && o->on_nonfinite != NONFINITE_SKIP &&
            o->grad_accumulation_steps == 1 && !options_fp8_gradients(o);
@@ -62,7 +62,7 @@ static inline bool memory_fit_change_states(Options *o, int change, char *words,
         o->optimizer_state = MOMENTS_BF16;
         return format_checked(words, capacity, " --optimizer-state bf16"), true;
     default:
-        if (options_bf16_weights(o)) return false;
+        if (options_bf16_weights(o) || options_offloaded(o).master) return false;
         o->master_weights = STORAGE_BF16;
         return format_checked(words, capacity, " --master-weights bf16"), true;
     }
@@ -98,9 +98,9 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
         o->fp8_activations = ON;
         return format_checked(words, capacity, " --fp8-activations on"), true;
     case FIT_OFFLOAD:
-        if (o->offload == OFFLOAD_MOMENTS || options_tensor_scales(o)) return false;
-        o->offload = OFFLOAD_MOMENTS;
-        return format_checked(words, capacity, " --offload moments"), true;
+        if (options_offloaded(o).moments || options_tensor_scales(o)) return false;
+        o->offload = options_offloaded(o).master ? "moments,master" : "moments";
+        return format_checked(words, capacity, " --offload %s", o->offload), true;
     default: return memory_fit_set_recompute(o, RECOMPUTE_NORM + change - FIT_RECOMPUTE, words, capacity);
     }
 }
@@ -111,7 +111,7 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
 // --optimizer-in-backward adds 2% at most, --fp8-activations 3%, and coat-stochastic 3% at T 8192. `price` orders the
 // combinations. bf16 moments and weights cost no time but change how numbers are rounded, so they have a higher price
 // than the options that cost at most 1% of time. FP8 moments come late, and offloading comes last: how long its copies
-// take depends on much.
+// take depends on much. Master weights are not offloaded, because bf16 masters cost less time and need less memory.
 static const struct {
     int price, percent;
 } memory_fit_costs[FIT_CHANGES] = {
@@ -202,7 +202,7 @@ static inline void memory_fit_advice(const MemoryFit *f, char *out, size_t capac
     if (best.percent) format_checked(longer, sizeof longer, ", and a step takes about %d%% longer", best.percent);
     if (best.bytes <= f->available)
         format_checked(out, capacity, "with%s it needs %.1f GiB%s%s", best.words, (double)best.bytes / GiB, longer,
-                       copies ? ", and each step copies the moments to the GPU and back" : "");
+                       copies ? ", and each step copies what is offloaded to the GPU and back" : "");
     else if (best.bytes < INT64_MAX)
         format_checked(out, capacity,
                        "with%s it still needs %.1f GiB; use a shorter --sequence-length or a smaller model", best.words,

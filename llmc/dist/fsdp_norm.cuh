@@ -1,0 +1,59 @@
+// Norms of gradients over all ranks: of a step, and of units that are clipped in the backward pass.
+#ifndef LLMC_FSDP_NORM_CUH
+#define LLMC_FSDP_NORM_CUH
+
+#include "fsdp_plan.cuh"
+
+// Sums the loss over all ranks, and also the squares of gradients if gradients are sharded. Without sharding every rank
+// has the same gradients.
+static inline void fsdp_reduce_step_stats(Fsdp *f, float *loss, double *squares) {
+    if (!f->in.nccl) return;
+    comm_waits_compute(&f->transport);
+    nccl_begin(f->in.nccl, "all-reduce of loss and gradient norm", NO_LAYER);
+    nccl_all_reduce(f->in.nccl, COMM_WORLD, loss, 1, ncclFloat32, ncclSum);
+    if (fsdp_is_sharded(f)) nccl_all_reduce(f->in.nccl, COMM_WORLD, squares, 1, ncclFloat64, ncclSum);
+    nccl_end(f->in.nccl);
+    compute_waits_comm(&f->transport);
+}
+
+// Returns how often each gradient is counted in the sum of squares over all ranks.
+static inline int64_t fsdp_times_counted(const Fsdp *f) { return fsdp_is_sharded(f) ? f->replicas : 1; }
+
+// Returns the slot of unit l's sum of squares.
+static inline int64_t fsdp_clip_slot(const Fsdp *f, int64_t l) { return l == ROOT ? 0 : l % f->sum_layers; }
+
+// Sums the squares of unit l's sums of gradients, which are complete in `stream`, over all ranks. Only with grad_clip.
+// Returns the bytes moved.
+static inline int64_t fsdp_sum_squares(Fsdp *f, int64_t l, cudaStream_t stream) {
+    const Transport *t = &f->transport;
+    const int64_t at = fsdp_sums_begin(f, l);
+    double *squares = &f->clip.squares[fsdp_clip_slot(f, l)];
+    AdamwGradients sums = {NULL, NULL};
+    if (t->fp32_sums) sums.fp32_data = t->sums_fp32 + at;
+    else sums.bf16_data = t->sums + at;
+    const int64_t bytes = adamw_squares(squares, sums, shard_elements(&f->plan, l), f->clip.workspace, stream);
+    if (!fsdp_is_sharded(f)) return bytes;
+    nccl_begin(f->in.nccl, "all-reduce of a unit's gradient norm", l);
+    nccl_all_reduce(f->in.nccl, COMM_WORLD, squares, 1, ncclFloat64, ncclSum);
+    nccl_end(f->in.nccl);
+    return bytes;
+}
+
+// Only with grad_clip: computes the factor for unit l's gradient, which is complete in the compute stream, and if its
+// update is skipped. Returns the bytes that the compute stream moves.
+static inline int64_t fsdp_clip_unit(Fsdp *f, AdamwControl *control, int64_t l) {
+    Transport *t = &f->transport;
+    int64_t bytes = 0;
+    if (!f->in.nccl) {
+        bytes = fsdp_sum_squares(f, l, t->compute);
+    } else if (l == ROOT) {
+        comm_waits_compute(t);
+        fsdp_sum_squares(f, l, t->nccl->stream);
+        compute_waits_comm(t);
+    }
+    adamw_clip(control, &f->clip, l, fsdp_clip_slot(f, l), l == f->table->num_layers - 1, fsdp_times_counted(f),
+               (float)f->grad_clip, t->compute);
+    return bytes;
+}
+
+#endif
