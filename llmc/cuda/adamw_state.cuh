@@ -34,8 +34,8 @@ static inline void adamw_place_scales(AdamwScaled *s, int64_t tensors, Arena *a)
     s->amaxes = (uint32_t *)arena_take(a, n * (int64_t)sizeof(uint32_t));
 }
 
-// Places a rank's weights, moments and, if the run has them, masters. The pointer to the gradients stays NULL, and so do
-// pointers to what is offloaded.
+// Places a rank's weights, moments and, if the run has them, masters. The pointer to the gradients stays NULL, and so
+// do pointers to what is offloaded.
 static inline void adamw_place(AdamwArrays *p, const Options *o, const ParameterTable *t, const ShardPlan *plan,
                                Arena *a) {
     static const char *const names[] = {"optimizer state (bf16)", "optimizer state (fp32)", "optimizer state (FP8)",
