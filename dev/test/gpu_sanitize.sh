@@ -73,6 +73,8 @@ for tool in memcheck racecheck initcheck; do
     done
     start $tool "MS-AMP's states" ./train_fp8cu tiny --sequence-length 160 --precision fp8 --optimizer-state msamp \
         --master-weights fp16
+    start $tool "FP8 gradients" ./train_fp8cu tiny --sequence-length 160 --precision fp8 --grad-accum-dtype fp8 \
+        --grad-accumulation-steps 2
 done
 # Each range of memory is an allocation of its own here, so memcheck sees a write past its end. Rows end inside a tile.
 for precision in bf16 fp8 "fp8 --fp8-recipe delayed" "fp8 --fp8-recipe rowwise" \

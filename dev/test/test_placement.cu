@@ -89,6 +89,29 @@ static void list_state(const Trainer *t, Moments m) {
     needed_always(m, "alpha of emulated GEMMs", ln->gemm.alpha, 4);
 }
 
+// Adds FP8 gradients of matrices, and bf16 gradients of all else. The buffer of a layer is listed before, if
+// micro-steps add to its sum.
+static void list_fp8_gradients(const Trainer *t, Moments m) {
+    const Fsdp *f = &t->fsdp;
+    const bool cast = f->gradients == FSDP_GRADIENTS_CAST;
+    const int64_t *root = t->table.root_segments, vectors = t->table.layer_segments[SEGMENT_VECTORS],
+                  matrices = t->table.layer_segments[SEGMENT_MATRICES], before = segment_begin(root, SEGMENT_EMBEDDING);
+    const bf16 *sums = f->transport.sums;
+    if (cast)
+        needed_in_backward(m, "gradient of a layer before it is cast", f->layer_grads[0], t->table.layer_size * 2);
+    CHECK(sums && !f->transport.sums_fp32 && f->fp8_sums.codes && f->layer_grads[0], "gradients have no place");
+    needed("gradient of the root", sums, before * 2, cast ? loss(m) : 0, optimizer(m));
+    needed("gradient of the embedding", sums + before, root[SEGMENT_EMBEDDING] * 2,
+           cast ? embedding_backward_moment(m) : 0, optimizer(m));
+    for (int64_t l = 0; l < t->d.L; l++) {
+        const int64_t from = cast ? backward(m, l) : 0;
+        needed("gradient of vectors", sums + t->table.root_size + l * vectors, vectors * 2, from, optimizer(m));
+        needed("FP8 gradient of matrices", f->fp8_sums.codes + l * matrices, matrices, from, optimizer(m));
+    }
+    needed_always(m, "scales of gradients", f->fp8_sums.scale_inv, t->table.count * 4);
+    needed_always(m, "amaxes of gradients", f->fp8_sums.amaxes, t->table.count * 4);
+}
+
 // Adds gradients: each is needed from the moment it is written, or always if micro-steps add to it.
 static void list_gradients(const Trainer *t, Moments m) {
     const Fsdp *f = &t->fsdp;
@@ -99,6 +122,7 @@ static void list_gradients(const Trainer *t, Moments m) {
         needed_in_backward(m, "gradient of a layer before it is added to its sum", f->layer_grads[0],
                            t->table.layer_size * 2);
     }
+    if (f->fp8_gradients) return list_fp8_gradients(t, m);
     if (f->gradients != FSDP_GRADIENTS_IN_PLACE) {
         const bool fp32 = f->transport.fp32_sums;
         const bf16 *sums = f->transport.sums;
@@ -358,16 +382,19 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
                 o.reduce_dtype = REDUCE_FP32, o.master_weights = STORAGE_FP32, o.optimizer_state = MOMENTS_FP32,
                 o.fp8_audit = 10, o.fp8_filter = recipe == RECIPE_BF16 ? "" : "first,down";
             else if (variant & 8) o.master_weights = STORAGE_FP16, o.optimizer_state = MOMENTS_MSAMP;
+            if ((variant & 12) == 12 && ranks.world == 1) o.grad_accum_dtype = SUM_FP8, o.reduce_dtype = REDUCE_BF16;
             if (recipe < RECIPE_BF16 && o.recompute < RECOMPUTE_MLP) o.fp8_activations = variant & 1 ? ON : OFF;
             if (recipe == RECIPE_DELAYED) o.on_nonfinite = variant & 4 ? NONFINITE_SKIP : NONFINITE_STOP;
             char conflict[512];
-            o.optimizer_in_backward = variant & 8;
+            o.optimizer_in_backward = variant & 8 && o.grad_accum_dtype != SUM_FP8;
             if (o.optimizer_in_backward && *options_conflict(&o, conflict, sizeof conflict)) continue;
             format_checked(label, sizeof label, "%s, %lld x %lld, %s, %s, --recompute %d, %d micro-steps%s%s%s", name,
                            (long long)B, (long long)T, ranks.name, recipe_row(recipe)->name, o.recompute,
                            variant & 1 ? 2 : 1, cache ? ", --fp8-weight-cache on" : "",
                            variant & 4 ? ", fp32 state and sums, filtered" : "",
-                           variant & 8 ? ", --optimizer-in-backward" : "");
+                           o.optimizer_in_backward ? ", --optimizer-in-backward"
+                           : variant & 8           ? ", FP8 gradients"
+                                                   : "");
             check_run(label, o, &model, ranks.world);
         }
 }

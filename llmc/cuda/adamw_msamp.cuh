@@ -5,7 +5,7 @@
 // the new values again, from the same stored ones, and stores them with the new scales.
 //
 // Bytes per element with bf16 weights and gradients, and MS-AMP's moments: the first pass reads 5, the second reads 7
-// and writes 5. With FP16 masters the first reads 7, and the second writes 7.
+// and writes 5. With FP16 masters the first reads 7, and the second writes 7. FP8 gradients save 1 in each pass.
 #ifndef LLMC_ADAMW_MSAMP_CUH
 #define LLMC_ADAMW_MSAMP_CUH
 
@@ -36,6 +36,7 @@ typedef struct {
 typedef struct {
     float scale_inv[MSAMP_STATES], new_scale[MSAMP_STATES];
     float new_master_scale_inv;
+    float gradient_scale_inv;  // for FP8 gradients
     bool decay;
 } MsampTensor;
 
@@ -164,16 +165,17 @@ __device__ static inline void msamp_raise(uint32_t largest[MSAMP_STATES], const 
     }
 }
 
-// Processes 8 elements. The first pass raises largest[MSAMP_STATES] to the magnitudes of their new values, the second
-// (STORE) stores them and raises largest[0] to the magnitudes of the bf16 weights, all as fp32 bits. Adds the squared
-// gradients to *squares.
-template <MsampWeights WEIGHTS, bool FP32_MOMENTS, bool FP32_GRADIENTS, bool STORE>
-__device__ static inline void msamp_update_8(const AdamwUpdate &u, int64_t i, int64_t group, const MsampTensor &t,
-                                             float factor, uint32_t largest[MSAMP_STATES], float *squares) {
+// Processes 8 elements, whose gradients begin at element `gradient`. The first pass raises largest[MSAMP_STATES] to the
+// magnitudes of their new values, the second (STORE) stores them and raises largest[0] to the magnitudes of the bf16
+// weights, all as fp32 bits. Adds the squared gradients to *squares.
+template <MsampWeights WEIGHTS, bool FP32_MOMENTS, AdamwGradientType GRADIENTS, bool STORE>
+__device__ static inline void msamp_update_8(const AdamwUpdate &u, int64_t i, int64_t gradient, int64_t group,
+                                             const MsampTensor &t, float factor, uint32_t largest[MSAMP_STATES],
+                                             float *squares) {
     const AdamwArrays &a = u.arrays;
     Msamp8 e;
     float g[8];
-    adamw_load<FP32_GRADIENTS>(g, adamw_gradients<FP32_GRADIENTS>(a), i);
+    adamw_load_gradients<GRADIENTS>(g, a.gradients, gradient, t.gradient_scale_inv);
     msamp_load<WEIGHTS, FP32_MOMENTS>(&e, a, i, t, STORE || WEIGHTS == MSAMP_WEIGHTS_FP16);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
@@ -190,10 +192,12 @@ __device__ static inline void msamp_update_8(const AdamwUpdate &u, int64_t i, in
 }
 
 // Returns what threads need of tensor `index`.
-template <bool STORE>
-__device__ static inline MsampTensor msamp_tensor(const AdamwScaled &s, int64_t index, bool decay) {
+template <AdamwGradientType GRADIENTS, bool STORE>
+__device__ static inline MsampTensor msamp_tensor(const AdamwArrays &a, int64_t index, bool decay) {
+    const AdamwScaled &s = a.scaled;
     MsampTensor t;
     t.decay = decay;
+    t.gradient_scale_inv = GRADIENTS == GRADIENTS_FP8 ? a.gradients.scale_inv[index] : 1;
 #pragma unroll
     for (int state = 0; state < MSAMP_STATES; state++) {
         t.scale_inv[state] = 1 / s.scales[state * s.tensors + index];
@@ -221,11 +225,12 @@ __device__ static inline void msamp_publish(MsampAmaxes *shared, const MsampRun 
 
 // Processes a block's ADAMW_BLOCK elements of one unit; each thread takes 8 at a time. Returns the sum of squares of
 // this thread's gradients. A skipped step only finds the magnitudes of the bf16 weights.
-template <MsampWeights WEIGHTS, bool FP32_MOMENTS, bool FP32_GRADIENTS, bool STORE>
+template <MsampWeights WEIGHTS, bool FP32_MOMENTS, AdamwGradientType GRADIENTS, bool STORE>
 __device__ static inline float msamp_update_block(const AdamwUpdate &w, const MsampUnits &u, MsampAmaxes *amaxes) {
     const bool skipped = w.control && w.control->nonfinite;
     const float factor = w.control ? w.control->gradient_factor : 1;
-    const int64_t first = u.units.first + blockIdx.y * u.units.size,
+    const int64_t first = u.units.first + blockIdx.y * u.units.stride,
+                  gradients = first - blockIdx.y * u.units.gradient_gap,
                   unit = u.units.flat + blockIdx.y * u.units.flat_size;
     const uint32_t begin = blockIdx.x * ADAMW_BLOCK, stop = begin + ADAMW_BLOCK;
     uint32_t largest[MSAMP_STATES] = {}, end = 0;
@@ -239,13 +244,13 @@ __device__ static inline float msamp_update_block(const AdamwUpdate &w, const Ms
             end = 0;
             if (run == u.num_runs) break;
             end = u.runs[run].end;
-            tensor = msamp_tensor<STORE>(
-                w.arrays.scaled, u.first_tensor + blockIdx.y * u.num_tensors + u.runs[run].tensor, u.runs[run].decay);
+            tensor = msamp_tensor<GRADIENTS, STORE>(
+                w.arrays, u.first_tensor + blockIdx.y * u.num_tensors + u.runs[run].tensor, u.runs[run].decay);
         }
         if (i < u.runs[run].begin) continue;  // padding
         if (!skipped)
-            msamp_update_8<WEIGHTS, FP32_MOMENTS, FP32_GRADIENTS, STORE>(
-                w, first + i, (unit + i + u.runs[run].shift) / 8, tensor, factor, largest, &squares);
+            msamp_update_8<WEIGHTS, FP32_MOMENTS, GRADIENTS, STORE>(
+                w, first + i, gradients + i, (unit + i + u.runs[run].shift) / 8, tensor, factor, largest, &squares);
         else if (STORE)
             largest[0] = max(largest[0], amax_bits(amax_update(0, bf16x8_load(w.arrays.weights + first + i))));
     }
@@ -254,7 +259,7 @@ __device__ static inline float msamp_update_block(const AdamwUpdate &w, const Ms
 }
 
 // blockIdx.y is the unit, blockIdx.x the block within it.
-template <MsampWeights WEIGHTS, bool FP32_MOMENTS, bool FP32_GRADIENTS, bool STORE>
+template <MsampWeights WEIGHTS, bool FP32_MOMENTS, AdamwGradientType GRADIENTS, bool STORE>
 static __global__ void __launch_bounds__(ADAMW_THREADS)
     adamw_msamp_kernel(const __grid_constant__ AdamwUpdate w, const __grid_constant__ MsampUnits u) {
     grid_dependency_wait();
@@ -265,7 +270,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
     if (STORE && to) to += blockIdx.y * u.units.amax_stride;
     if (threadIdx.x < found) amaxes.value[threadIdx.x] = 0;
     __syncthreads();
-    const float squares = msamp_update_block<WEIGHTS, FP32_MOMENTS, FP32_GRADIENTS, STORE>(w, u, &amaxes);
+    const float squares = msamp_update_block<WEIGHTS, FP32_MOMENTS, GRADIENTS, STORE>(w, u, &amaxes);
     if (STORE && u.units.squares) {
         const double sum = adamw_block_sum<ADAMW_THREADS>((double)squares);
         if (threadIdx.x == 0) u.units.squares[blockIdx.y * gridDim.x + blockIdx.x] = sum;
@@ -308,8 +313,8 @@ static inline MsampTensors msamp_tensors(const ParameterTable *t, int64_t l, int
     return r;
 }
 
-// Fills u->runs: this rank's parts of the tensors of unit l, in the order of memory. Runs begin and end at multiples of
-// 8 elements.
+// Fills u->runs: this rank's parts of the tensors of unit l that the launch updates, in the order of memory, counted
+// from where the launch begins. Runs begin and end at multiples of 8 elements.
 static inline void msamp_runs(MsampUnits *u, const ParameterTable *t, const ShardPlan *plan, int64_t l) {
     const MsampTensors tensors = msamp_tensors(t, l, 1);
     if (tensors.count > MSAMP_MAX_TENSORS) die("a unit has more than %d tensors", MSAMP_MAX_TENSORS);
@@ -323,7 +328,7 @@ static inline void msamp_runs(MsampUnits *u, const ParameterTable *t, const Shar
             slot += fp8 && !(p->flags & PARAM_JOINED);
             const ShardRange r = shard_parameter(t, plan, p);
             const int64_t begin = r.shard - u->units.first;
-            if (!r.count) continue;
+            if (!r.count || begin < 0 || begin >= u->units.size) continue;
             if (begin % 8 || r.count % 8) die("tensor %s does not begin and end at multiples of 8", p->name);
             u->runs[u->num_runs++] = MsampRun{(uint32_t)begin,
                                               (uint32_t)(begin + r.count),
@@ -338,8 +343,11 @@ static inline void msamp_runs(MsampUnits *u, const ParameterTable *t, const Shar
 template <MsampWeights WEIGHTS, bool FP32_MOMENTS, bool STORE>
 static inline void adamw_msamp_launch_kernel(const AdamwUpdate *w, const MsampUnits *u, cudaStream_t stream) {
     const dim3 grid(adamw_blocks(u->units.size), (unsigned)u->units.count);
-    const auto kernel = w->arrays.gradients.fp32_data ? adamw_msamp_kernel<WEIGHTS, FP32_MOMENTS, true, STORE>
-                                                      : adamw_msamp_kernel<WEIGHTS, FP32_MOMENTS, false, STORE>;
+    const AdamwGradientType gradients = adamw_gradient_type(w->arrays.gradients);
+    const auto kernel = gradients == GRADIENTS_FP8 ? adamw_msamp_kernel<WEIGHTS, FP32_MOMENTS, GRADIENTS_FP8, STORE>
+                        : gradients == GRADIENTS_FP32
+                            ? adamw_msamp_kernel<WEIGHTS, FP32_MOMENTS, GRADIENTS_FP32, STORE>
+                            : adamw_msamp_kernel<WEIGHTS, FP32_MOMENTS, GRADIENTS_BF16, STORE>;
     CUDA_LAUNCH(kernel, grid, ADAMW_THREADS, 0, stream, *w, *u);
 }
 
@@ -347,15 +355,20 @@ static inline void adamw_msamp_launch_kernel(const AdamwUpdate *w, const MsampUn
 template <bool STORE>
 static inline void adamw_msamp_pass(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, int64_t l,
                                     int64_t count, int64_t first_gradient, cudaStream_t stream) {
-    MsampUnits u = {};
-    const AdamwUpdate update = adamw_update_of(w, t, plan, l, count, first_gradient, &u.units);
-    const AdamwArrays *a = &update.arrays;
-    const bool fp16 = a->scaled.master != NULL, fp32 = a->master != NULL;
-    msamp_runs(&u, t, plan, l);
-    if (a->moments != ADAMW_MSAMP) adamw_msamp_launch_kernel<MSAMP_WEIGHTS_FP16, true, STORE>(&update, &u, stream);
-    else if (fp16) adamw_msamp_launch_kernel<MSAMP_WEIGHTS_FP16, false, STORE>(&update, &u, stream);
-    else if (fp32) adamw_msamp_launch_kernel<MSAMP_WEIGHTS_FP32, false, STORE>(&update, &u, stream);
-    else adamw_msamp_launch_kernel<MSAMP_WEIGHTS_BF16, false, STORE>(&update, &u, stream);
+    AdamwLaunch launches[2];
+    const int n = adamw_launches(launches, w, t, plan, l, count, first_gradient);
+    for (int i = 0; i < n; i++) {
+        MsampUnits u = {};
+        const AdamwUpdate *update = &launches[i].update;
+        const AdamwArrays *a = &update->arrays;
+        const bool fp16 = a->scaled.master != NULL, fp32 = a->master != NULL;
+        u.units = launches[i].units;
+        msamp_runs(&u, t, plan, l);
+        if (a->moments != ADAMW_MSAMP) adamw_msamp_launch_kernel<MSAMP_WEIGHTS_FP16, true, STORE>(update, &u, stream);
+        else if (fp16) adamw_msamp_launch_kernel<MSAMP_WEIGHTS_FP16, false, STORE>(update, &u, stream);
+        else if (fp32) adamw_msamp_launch_kernel<MSAMP_WEIGHTS_FP32, false, STORE>(update, &u, stream);
+        else adamw_msamp_launch_kernel<MSAMP_WEIGHTS_BF16, false, STORE>(update, &u, stream);
+    }
 }
 
 // The first pass of the update of this rank's part of unit l and of the count - 1 layers that follow it: finds this

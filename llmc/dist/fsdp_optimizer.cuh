@@ -1,8 +1,9 @@
-// Runs AdamW under FSDP, and finds the amaxes of tensors that several ranks share.
+// Runs AdamW under FSDP, reduces the numbers of a step, and finds the amaxes of tensors that several ranks share.
 #ifndef LLMC_FSDP_OPTIMIZER_CUH
 #define LLMC_FSDP_OPTIMIZER_CUH
 
 #include "../cuda/fp16_masters.cuh"
+#include "../cuda/initialize.cuh"
 #include "../cuda/offload.cuh"
 #include "fsdp.cuh"
 
@@ -16,6 +17,27 @@ static inline void fsdp_reduce_state_amaxes(Fsdp *f, const AdamwScaled *s, Msamp
     nccl_end(f->in.nccl);
     compute_waits_comm(&f->transport);
 }
+
+// Returns this rank's sums of gradients.
+static inline AdamwGradients fsdp_sums(const Fsdp *f) {
+    const GradientFp8 *fp8 = &f->fp8_sums;
+    return AdamwGradients{f->transport.sums, f->transport.sums_fp32, fp8->codes, fp8->scale_inv, &f->fp8_layout};
+}
+
+// Sums the loss over all ranks, and also the squares of gradients if gradients are sharded. Without sharding every rank
+// has the same gradients.
+static inline void fsdp_reduce_step_stats(Fsdp *f, float *loss, double *squares) {
+    if (!f->in.nccl) return;
+    comm_waits_compute(&f->transport);
+    nccl_begin(f->in.nccl, "all-reduce of loss and gradient norm", NO_LAYER);
+    nccl_all_reduce(f->in.nccl, COMM_WORLD, loss, 1, ncclFloat32, ncclSum);
+    if (fsdp_is_sharded(f)) nccl_all_reduce(f->in.nccl, COMM_WORLD, squares, 1, ncclFloat64, ncclSum);
+    nccl_end(f->in.nccl);
+    compute_waits_comm(&f->transport);
+}
+
+// Returns how often each gradient is counted in the sum of squares over all ranks.
+static inline int64_t fsdp_times_counted(const Fsdp *f) { return fsdp_is_sharded(f) ? f->replicas : 1; }
 
 // Runs AdamW on this rank's part of unit l, a layer or ROOT, and of the count - 1 layers that follow it.
 static inline void fsdp_update_units(Fsdp *f, Offload *offload, const AdamwUpdate *w, int64_t l, int64_t count) {
