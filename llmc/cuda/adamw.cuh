@@ -56,7 +56,7 @@ enum {
 // index in the flat parameter array: element e of unit u has index flat + u * flat_size + e + shift of its run.
 typedef struct {
     int64_t first, size, stride, count;
-    int64_t gradient_gap;          // the gradients of units are stride - gradient_gap elements apart
+    int64_t gradient_gap;          // FP8 gradients of units are stride - gradient_gap elements apart, others stride
     int64_t first_entry, entries;  // with FP8 gradients: those of unit u begin at entry first_entry + u * entries
     int64_t flat, flat_size;
     int num_runs;
@@ -100,8 +100,9 @@ __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArr
     c.step.nearest_weights = NEAREST;
     const uint32_t begin = blockIdx.x * (ADAMW_BLOCK / PARAMETER_ALIGNMENT), stop = u.runs[u.num_runs - 1].end;
     const int64_t first = (int64_t)begin * PARAMETER_ALIGNMENT, flat = u.flat + blockIdx.y * u.flat_size + first,
-                  at = u.first + blockIdx.y * u.stride + first;
-    const AdamwArrays a = adamw_arrays_from<MASTER, MOMENTS, GRADIENTS>(arrays, at, at - blockIdx.y * u.gradient_gap);
+                  at = u.first + blockIdx.y * u.stride + first,
+                  gradient = GRADIENTS == GRADIENTS_FP8 ? at - blockIdx.y * u.gradient_gap : at;
+    const AdamwArrays a = adamw_arrays_from<MASTER, MOMENTS, GRADIENTS>(arrays, at, gradient);
     int run = 0, slot = -1;
     uint32_t end = 0, largest = 0;
     float kept = 1, squares = 0;
@@ -138,10 +139,11 @@ __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArr
 }
 
 // blockIdx.y is the unit, blockIdx.x the block within it. An occupancy of four blocks per SM leaves 64 registers per
-// thread; fp32 master weights and moments need more.
+// thread; fp32 master weights and moments, and FP8 gradients, need more.
 template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS>
-static __global__ void __launch_bounds__(ADAMW_THREADS,
-                                         adamw_is_coat(MOMENTS) || (MASTER && MOMENTS == ADAMW_FP32) ? 3 : 4)
+static __global__ void
+__launch_bounds__(ADAMW_THREADS,
+                  adamw_is_coat(MOMENTS) || (MASTER && MOMENTS == ADAMW_FP32) || GRADIENTS == GRADIENTS_FP8 ? 3 : 4)
     adamw_update_kernel(const __grid_constant__ AdamwUpdate update, const __grid_constant__ AdamwUnits u) {
     grid_dependency_wait();
     __shared__ uint32_t amax[ADAMW_MAX_SLOTS];
@@ -306,42 +308,50 @@ static inline AdamwUnits adamw_part(const AdamwUnits *unit, int64_t begin, int64
     return u;
 }
 
-// One launch of an update, whose gradients have one type.
+// One launch of an update, whose gradients have one type. It begins with layer l, or is that of the ROOT.
 typedef struct {
     AdamwUpdate update;
     AdamwUnits units;
+    int64_t l;
 } AdamwLaunch;
 
-// Writes the launches that update this rank's part of unit l and of the count - 1 layers that follow it
-// (adamw_update_of), and returns their number. If gradients of matrices are FP8, layers take two launches: vectors,
-// then matrices.
-static inline int adamw_launches(AdamwLaunch launches[2], const AdamwUpdate *w, const ParameterTable *t,
-                                 const ShardPlan *plan, int64_t l, int64_t count, int64_t first_gradient) {
-    AdamwLaunch whole = {};
+// Returns how many launches update unit l and the count - 1 layers that follow it. If gradients of matrices are FP8,
+// the vectors of each layer have a launch, and all matrices together: a kernel for bf16 gradients that have another
+// stride than the weights would need more registers.
+static inline int64_t adamw_num_launches(const AdamwUpdate *w, int64_t l, int64_t count) {
+    return w->arrays.gradients.codes && l != ROOT ? count + 1 : 1;
+}
+
+// Returns launch `index` of the update of this rank's part of unit l and of the count - 1 layers that follow it
+// (adamw_update_of).
+static inline AdamwLaunch adamw_launch_of(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan,
+                                          int64_t l, int64_t count, int64_t first_gradient, int64_t index) {
+    AdamwLaunch launch = {};
+    AdamwGradients *g = &launch.update.arrays.gradients;
     const GradientFp8Layout *a = w->arrays.gradients.layout;
-    const bool fp8 = w->arrays.gradients.codes != NULL;
-    whole.update = adamw_update_of(w, t, plan, l, count, first_gradient, &whole.units);
-    launches[0] = whole;
-    launches[0].update.arrays.gradients.codes = NULL;
-    if (!fp8 || l == ROOT) return 1;
-    launches[1] = whole;
-    launches[0].units = adamw_part(&whole.units, 0, a->vectors);
-    launches[0].units.gradient_gap = a->matrices;
-    AdamwUnits *matrices = &launches[1].units;
-    *matrices = adamw_part(&whole.units, a->vectors, a->matrices);
-    matrices->gradient_gap = a->vectors;
-    AdamwGradients codes = {};
-    codes.codes = w->arrays.gradients.codes, codes.scale_inv = w->arrays.gradients.scale_inv;
-    launches[1].update.arrays.gradients = adamw_shift_gradients(codes, l * a->matrices - matrices->first);
-    return 2;
+    const bool split = adamw_num_launches(w, l, count) > 1, matrices = split && index == count;
+    const int64_t vectors = split && !matrices ? index : 0;  // the layer, counted from l
+    launch.l = l + vectors;
+    launch.update = adamw_update_of(w, t, plan, launch.l, split && !matrices ? 1 : count,
+                                    first_gradient + (split ? vectors * a->vectors : 0), &launch.units);
+    if (!matrices) g->codes = NULL;
+    if (split && !matrices) launch.units = adamw_part(&launch.units, 0, a->vectors);
+    if (!matrices) return launch;
+    launch.units = adamw_part(&launch.units, a->vectors, a->matrices);
+    launch.units.gradient_gap = a->vectors;
+    *g = w->arrays.gradients;
+    g->bf16_data = NULL;
+    *g = adamw_shift_gradients(*g, l * a->matrices - launch.units.first);
+    return launch;
 }
 
 // Updates this rank's part of unit l and of the count - 1 layers that follow it (adamw_update_of).
 static inline void adamw_update_units(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, int64_t l,
                                       int64_t count, int64_t first_gradient, cudaStream_t stream) {
-    AdamwLaunch launches[2];
-    const int n = adamw_launches(launches, w, t, plan, l, count, first_gradient);
-    for (int i = 0; i < n; i++) adamw_launch(&launches[i].update, &launches[i].units, stream);
+    for (int64_t i = 0; i < adamw_num_launches(w, l, count); i++) {
+        const AdamwLaunch launch = adamw_launch_of(w, t, plan, l, count, first_gradient, i);
+        adamw_launch(&launch.update, &launch.units, stream);
+    }
 }
 
 // Returns the bytes that an update of n elements moves: it reads the gradient, and reads and writes moments and

@@ -237,11 +237,11 @@ __device__ static inline void coat_store(uint32_t rows, const AdamwArrays &a, ui
 
 // Puts back the stored moments of 8 elements where the gradient is not finite.
 template <AdamwGradientType GRADIENTS>
-__device__ static inline void coat_keep(float m[8], float v[8], const AdamwArrays &a, uint32_t i, const AdamwTerms &c,
-                                        uint32_t m_word, uint32_t v_word) {
+__device__ static inline void coat_keep(float m[8], float v[8], const AdamwArrays &a, uint32_t i, float factor,
+                                        float scale_inv, uint32_t m_word, uint32_t v_word) {
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        const float g = __fmul_rn(adamw_load_gradient<GRADIENTS>(a.gradients, i + j, c.gradient_scale_inv), c.factor);
+        const float g = __fmul_rn(adamw_load_gradient<GRADIENTS>(a.gradients, i + j, scale_inv), factor);
         if (fabsf(g) < INFINITY) continue;
         m[j] = coat_decode(a.coat.tables, m_word, ((const uint8_t *)a.exp_avg)[i + j]);
         v[j] = coat_decode(a.coat.tables, v_word, ((const uint8_t *)a.exp_avg_sq)[i + j]);
@@ -330,7 +330,7 @@ __device__ static inline uint32_t adamw_update_8_coat(const AdamwArrays &a, uint
     }
     CoatExtremes of_m = coat_extremes_of_8<true>(m), of_v = coat_extremes_of_8<false>(v);
     if (max(of_m.largest, of_v.largest) >= 0x7f800000u) {
-        coat_keep<GRADIENTS>(m, v, a, i, c, m_word, v_word);
+        coat_keep<GRADIENTS>(m, v, a, i, c.factor, c.gradient_scale_inv, m_word, v_word);
         of_m = coat_extremes_of_8<true>(m), of_v = coat_extremes_of_8<false>(v);
     }
     coat_store<STOCHASTIC>(rows, a, i, m, v, of_m, of_v, c.step, hash, active);

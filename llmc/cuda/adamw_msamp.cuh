@@ -230,7 +230,7 @@ __device__ static inline float msamp_update_block(const AdamwUpdate &w, const Ms
     const bool skipped = w.control && w.control->nonfinite;
     const float factor = w.control ? w.control->gradient_factor : 1;
     const int64_t first = u.units.first + blockIdx.y * u.units.stride,
-                  gradients = first - blockIdx.y * u.units.gradient_gap,
+                  gradients = GRADIENTS == GRADIENTS_FP8 ? first - blockIdx.y * u.units.gradient_gap : first,
                   unit = u.units.flat + blockIdx.y * u.units.flat_size;
     const uint32_t begin = blockIdx.x * ADAMW_BLOCK, stop = begin + ADAMW_BLOCK;
     uint32_t largest[MSAMP_STATES] = {}, end = 0;
@@ -355,15 +355,14 @@ static inline void adamw_msamp_launch_kernel(const AdamwUpdate *w, const MsampUn
 template <bool STORE>
 static inline void adamw_msamp_pass(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, int64_t l,
                                     int64_t count, int64_t first_gradient, cudaStream_t stream) {
-    AdamwLaunch launches[2];
-    const int n = adamw_launches(launches, w, t, plan, l, count, first_gradient);
-    for (int i = 0; i < n; i++) {
+    for (int64_t i = 0; i < adamw_num_launches(w, l, count); i++) {
         MsampUnits u = {};
-        const AdamwUpdate *update = &launches[i].update;
+        const AdamwLaunch launch = adamw_launch_of(w, t, plan, l, count, first_gradient, i);
+        const AdamwUpdate *update = &launch.update;
         const AdamwArrays *a = &update->arrays;
         const bool fp16 = a->scaled.master != NULL, fp32 = a->master != NULL;
-        u.units = launches[i].units;
-        msamp_runs(&u, t, plan, l);
+        u.units = launch.units;
+        msamp_runs(&u, t, plan, launch.l);
         if (a->moments != ADAMW_MSAMP) adamw_msamp_launch_kernel<MSAMP_WEIGHTS_FP16, true, STORE>(update, &u, stream);
         else if (fp16) adamw_msamp_launch_kernel<MSAMP_WEIGHTS_FP16, false, STORE>(update, &u, stream);
         else if (fp32) adamw_msamp_launch_kernel<MSAMP_WEIGHTS_FP32, false, STORE>(update, &u, stream);
