@@ -89,22 +89,6 @@ static void place_statistics(Trainer *t, Arena *a) {
     batches_place(&t->batches, a, t->d.R, fsdp_input_ranks(&t->fsdp));
 }
 
-// Places the weight gradients. If backward writes them in place (FSDP_GRADIENTS_IN_PLACE), tells the layout which part
-// of that memory activations may use before backward writes there.
-static void place_gradients(Trainer *t, ActivationsLayout *layout, Arena *a) {
-    Fsdp *f = &t->fsdp;
-    const ShardPlan *plan = &f->plan;
-    fsdp_place_gradients(f, a);
-    t->params.gradients.bf16_data = f->transport.sums, t->params.gradients.fp32_data = f->transport.sums_fp32;
-    if (f->gradients != FSDP_GRADIENTS_IN_PLACE) return;
-    const int64_t element = (int64_t)sizeof(bf16), layers = a->used - f->sum_layers * shard_elements(plan, 0) * element;
-    const ArenaRange of_layers = {layers, f->sum_layers == t->d.L ? a->used : layers};
-    const ArenaRange of_embedding = {layers - fsdp_loss_span(f) * element, layers};
-    layout->layer_gradients = of_layers, layout->embedding_gradient = of_embedding;
-    if (layers % ARENA_ALIGNMENT || of_embedding.begin % ARENA_ALIGNMENT)
-        die("gradients do not begin where activations can");  // parameters.h: multiples of 128 elements
-}
-
 static void guest_fp8_weights(void *fsdp, Arena *a) { fsdp_place_casts((Fsdp *)fsdp, a); }
 static void guest_root_gradient(void *fsdp, Arena *a) { fsdp_place_root_buffer((Fsdp *)fsdp, a); }
 static void guest_layer_gradient(void *fsdp, Arena *a) { fsdp_place_layer_buffer((Fsdp *)fsdp, a); }
@@ -112,19 +96,21 @@ static void guest_layer_gradient(void *fsdp, Arena *a) { fsdp_place_layer_buffer
 static void place_activations(Trainer *t, Arena *a) {
     Fsdp *f = &t->fsdp;
     const ArenaGuest none = {NULL, NULL}, fp8_weights = {guest_fp8_weights, f};
-    const bool buffered = f->gradients == FSDP_GRADIENTS_BUFFERED;
+    const bool buffered = f->gradients == FSDP_GRADIENTS_BUFFERED, cast = f->gradients == FSDP_GRADIENTS_CAST;
     const ArenaGuest root = {guest_root_gradient, f}, layer = {guest_layer_gradient, f};
     ActivationsLayout layout = {};
     layout.dims = &t->d, layout.scales = &t->linears.scales;
     layout.recomputed = options_recomputed(t->o), layout.qk_norm = t->m.qk_norm;
     layout.fp8_kept = options_keeps_fp8(t->o);
     layout.chunk = t->linears.head_rows;
-    layout.layer_gradient_bytes = t->table.layer_size * (int64_t)sizeof(bf16);
     layout.fp8_weights = fsdp_casts_are_transient(f) ? fp8_weights : none;
-    layout.root_gradient = buffered ? root : none, layout.layer_gradient = buffered ? layer : none;
+    layout.root_gradient = buffered ? root : none, layout.layer_gradient = buffered || cast ? layer : none;
     layout.has_logits = fsdp_is_sharded(f) && layout.chunk * t->d.V <= fsdp_loss_span(f);
     layout.logits = fsdp_loss_memory(f);
-    place_gradients(t, &layout, a);
+    fsdp_place_gradients(f, a);
+    t->params.gradients = fsdp_sums(f);
+    layout.layer_gradients = f->late_layers, layout.embedding_gradient = f->late_embedding;
+    layout.layer_gradient_bytes = f->late_layer_bytes;
     activations_place(&t->acts, &layout, a);
 }
 
@@ -513,11 +499,8 @@ static void embedding_backward(Trainer *t, const Batch *batch) {
 
 // Adds the gradient of layer l, or of the ROOT, to the sums over ranks and micro-steps, once it is computed.
 static void reduce_scatter_gradients(Trainer *t, int64_t l) {
-    const Fsdp *f = &t->fsdp;
-    const int64_t elements = segment_begin(slice_sizes(&f->plan, l), fsdp_reduced_segments(f));
-    const int64_t bytes = 2 + (f->sum.add + 1) * (f->transport.fp32_sums ? 4 : 2);
-    fsdp_reduce_scatter(&t->fsdp, l);  // communicates while the layer below computes
-    if (!fsdp_is_sharded(f) && !fsdp_in_place(f)) profile_bytes(&t->profile, "sums over micro-steps", elements * bytes);
+    const int64_t bytes = fsdp_reduce_scatter(&t->fsdp, l);  // communicates while the layer below computes
+    if (bytes) profile_bytes(&t->profile, "sums over micro-steps", bytes);
 }
 
 // Delayed recipe: adds the amaxes of this micro-step's inputs and gradients, over all ranks, to their histories.
@@ -530,10 +513,12 @@ static void update_delayed_scales(Trainer *t) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Optimizer
 
-// True if the update needs the gradient norm first: to clip by it, or to skip a step. Otherwise AdamW computes the norm
-// too, and a norm that is not finite ends the run before anything of the step is saved.
+// True if the gradient norm is computed before the update: to clip by it, to skip a step, or because gradients are FP8,
+// which are cheap to read. Otherwise AdamW computes the norm too, and a norm that is not finite ends the run before
+// anything of the step is saved.
 static bool norm_comes_first(const Options *o) {
-    return (o->grad_clip > 0 || o->on_nonfinite == NONFINITE_SKIP) && !o->optimizer_in_backward;
+    if (o->optimizer_in_backward) return false;
+    return o->grad_clip > 0 || o->on_nonfinite == NONFINITE_SKIP || options_fp8_gradients(o);
 }
 
 // Sums the step's loss over all ranks, and t->step.squares too if gradients are sharded, in one group of NCCL calls.

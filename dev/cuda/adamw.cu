@@ -385,7 +385,7 @@ static void check_units(const char *preset, int64_t shard_size) {
     for (int64_t rank = 0; rank < shard_size; rank++) {
         const ShardPlan plan = shard_plan(&t, shard_size, rank);
         for (int64_t first = ROOT; first <= 0; first++) {  // the root alone, and all layers
-            const AdamwUnits u = adamw_units(&t, &plan, first, first == ROOT ? 1 : t.num_layers);
+            const AdamwUnits u = adamw_units(&t, &plan, first, first == ROOT ? 1 : t.num_layers, false);
             for (int64_t unit = 0; unit < u.count; unit++) {
                 int64_t slot = -1;
                 for (int64_t k = 0; k < t.count; k++) {

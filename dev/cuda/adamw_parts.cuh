@@ -10,7 +10,7 @@ enum { AMAX_STRIDE = 12 };
 
 // Returns a small model with every kind of parameter of its family. Hidden size 40 leaves padding behind most tensors,
 // and makes some COAT groups span two joined tensors.
-static ModelConfig small_model(const char *preset) {
+static inline ModelConfig small_model(const char *preset) {
     ModelConfig m;
     if (!model_config_preset(&m, preset)) die("no preset %s", preset);
     m.vocab_size = 320, m.hidden_size = 40, m.intermediate_size = 72, m.num_layers = 3, m.num_heads = 4,
@@ -19,8 +19,8 @@ static ModelConfig small_model(const char *preset) {
 }
 
 // Copies a rank's part of a flat array, of which `group` elements take `bytes` bytes.
-static void copy_part(const ParameterTable *t, const ShardPlan *plan, const void *flat, void *to, int64_t bytes,
-                      int64_t group) {
+static inline void copy_part(const ParameterTable *t, const ShardPlan *plan, const void *flat, void *to, int64_t bytes,
+                             int64_t group) {
     for (int64_t l = ROOT; l < t->num_layers; l++)
         for (int k = 0; k < NUM_SEGMENTS; k++) {
             const ShardSegment g = segment_slice(t, plan, l, k);
@@ -30,7 +30,7 @@ static void copy_part(const ParameterTable *t, const ShardPlan *plan, const void
         }
 }
 
-static void *upload_floats(const float *x, int64_t n, bool fp32) {
+static inline void *upload_floats(const float *x, int64_t n, bool fp32) {
     if (fp32) return bench_upload(x, n * 4);
     bf16_bits *bits = bf16_from_floats(x, n);
     void *p = bench_upload(bits, n * 2);
@@ -38,8 +38,8 @@ static void *upload_floats(const float *x, int64_t n, bool fp32) {
     return p;
 }
 
-static void check_device(const char *label, const char *array, const void *device, const void *want, int64_t bytes,
-                         int64_t element) {
+static inline void check_device(const char *label, const char *array, const void *device, const void *want,
+                                int64_t bytes, int64_t element) {
     char text[160];
     format_checked(text, sizeof text, "%s: %s", label, array);
     void *got = bench_download(device, bytes, text);

@@ -73,6 +73,8 @@ for tool in memcheck racecheck initcheck; do
     done
     start $tool "MS-AMP's states" ./train_fp8cu tiny --sequence-length 160 --precision fp8 --optimizer-state msamp \
         --master-weights fp16 --fp8-audit 2
+    start $tool "FP8 gradients" ./train_fp8cu tiny --sequence-length 160 --precision fp8 --grad-accum-dtype fp8 \
+        --grad-accumulation-steps 2
 done
 # In train_fp8cu_apart each range of memory is an allocation of its own, so memcheck sees a write past a range's end.
 # The 1,064 tokens of a sequence do not fill their last tile.

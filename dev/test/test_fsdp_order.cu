@@ -837,9 +837,9 @@ static void check_computed(const Fsdp *f, int64_t l) {
 
 static bool call_is_omitted(const char *name) { return is_omitted(computing(), name, 0); }
 
-static void trainer_reduce_scatter(Fsdp *f, int64_t l) {
+static int64_t trainer_reduce_scatter(Fsdp *f, int64_t l) {
     check_computed(f, l);
-    if (!call_is_omitted("fsdp_reduce_scatter")) fsdp_reduce_scatter(f, l);
+    return call_is_omitted("fsdp_reduce_scatter") ? 0 : fsdp_reduce_scatter(f, l);
 }
 
 static void trainer_reduce_replicas(Fsdp *f, int64_t l, bool last) {

@@ -108,6 +108,30 @@ static void list_state(const Trainer *t, Moments m) {
     needed_always(m, "alpha of emulated GEMMs", ln->gemm.alpha, 4);
 }
 
+// Adds FP8 gradients of matrices, and bf16 gradients of all else. The buffer of a layer is listed before, if
+// micro-steps add to its sum.
+static void list_fp8_gradients(const Trainer *t, Moments m) {
+    const Fsdp *f = &t->fsdp;
+    const bool cast = f->gradients == FSDP_GRADIENTS_CAST;
+    const int64_t *root = t->table.root_segments, vectors = t->table.layer_segments[SEGMENT_VECTORS],
+                  matrices = t->table.layer_segments[SEGMENT_MATRICES], before = segment_begin(root, SEGMENT_EMBEDDING);
+    const bf16 *sums = f->transport.sums;
+    if (cast)
+        needed_in_backward(m, "gradient of a layer before it is cast", f->layer_grads[0], t->table.layer_size * 2);
+    CHECK(sums && !f->transport.sums_fp32 && f->fp8_sums.codes && f->layer_grads[0],
+          "FP8 codes, bf16 gradients and the buffer of a layer have places, and fp32 sums have none");
+    needed("gradient of the root", sums, before * 2, cast ? loss(m) : 0, optimizer(m));
+    needed("gradient of the embedding", sums + before, root[SEGMENT_EMBEDDING] * 2,
+           cast ? embedding_backward_moment(m) : 0, optimizer(m));
+    for (int64_t l = 0; l < t->d.L; l++) {
+        const int64_t from = cast ? backward(m, l) : 0;
+        needed("gradient of vectors", sums + t->table.root_size + l * vectors, vectors * 2, from, optimizer(m));
+        needed("FP8 gradient of matrices", f->fp8_sums.codes + l * matrices, matrices, from, optimizer(m));
+    }
+    needed_always(m, "scales of gradients", f->fp8_sums.scale_inv, t->table.count * 4);
+    needed_always(m, "amaxes of gradients", f->fp8_sums.amaxes, t->table.count * 4);
+}
+
 // Adds the gradients: each is needed from the moment it is written, or always if micro-steps add to it.
 static void list_gradients(const Trainer *t, Moments m) {
     const Fsdp *f = &t->fsdp;
@@ -118,6 +142,7 @@ static void list_gradients(const Trainer *t, Moments m) {
         needed_in_backward(m, "gradient of a layer before it is added to its sum", f->layer_grads[0],
                            t->table.layer_size * 2);
     }
+    if (f->fp8_gradients) return list_fp8_gradients(t, m);
     if (f->gradients != FSDP_GRADIENTS_IN_PLACE) {
         const bool fp32 = f->transport.fp32_sums;
         const bf16 *sums = f->transport.sums;
@@ -380,17 +405,22 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
                 o.reduce_dtype = REDUCE_FP32, o.master_weights = STORAGE_FP32, o.optimizer_state = MOMENTS_FP32,
                 o.fp8_audit = 10, o.fp8_filter = recipe == RECIPE_BF16 ? "" : "first,down";
             else if (variant & 8) o.master_weights = STORAGE_FP16, o.optimizer_state = MOMENTS_MSAMP;
+            if ((variant & 12) == 12 && ranks.world == 1) o.grad_accum_dtype = SUM_FP8, o.reduce_dtype = REDUCE_BF16;
             if (recipe < RECIPE_BF16 && o.recompute < RECOMPUTE_MLP) o.fp8_activations = variant & 1 ? ON : OFF;
             if (recipe == RECIPE_DELAYED) o.on_nonfinite = variant & 4 ? NONFINITE_SKIP : NONFINITE_STOP;
-            if (variant & 4) o.offload = variant & 1 ? "moments,master" : recipe == RECIPE_BF16 ? "master" : "none";
+            if (variant & 4 && o.grad_accum_dtype != SUM_FP8)
+                o.offload = variant & 1 ? "moments,master" : recipe == RECIPE_BF16 ? "master" : "none";
             char conflict[512];
-            o.optimizer_in_backward = variant & 8, o.grad_clip = variant & 2 || recipe == RECIPE_BF16 ? 1 : 0;
+            o.optimizer_in_backward = variant & 8 && o.grad_accum_dtype != SUM_FP8;
+            o.grad_clip = variant & 2 || recipe == RECIPE_BF16 ? 1 : 0;
             if (o.optimizer_in_backward && *options_conflict(&o, conflict, sizeof conflict)) continue;
             format_checked(label, sizeof label, "%s, %lld x %lld, %s, %s, --recompute %d, %d micro-steps%s%s%s", name,
                            (long long)B, (long long)T, ranks.name, recipe_row(recipe)->name, o.recompute,
                            variant & 1 ? 2 : 1, cache ? ", --fp8-weight-cache on" : "",
                            variant & 4 ? ", fp32 state and sums, filtered" : "",
-                           variant & 8 ? ", --optimizer-in-backward" : "");
+                           o.optimizer_in_backward ? ", --optimizer-in-backward"
+                           : variant & 8           ? ", FP8 gradients"
+                                                   : "");
             check_run(label, o, &model, ranks.world);
         }
 }
@@ -463,6 +493,87 @@ static void test_cuda_arch(void) {
     }
 }
 
+// The arguments of check_supported.
+typedef struct {
+    Options o;
+    ModelConfig m;
+    int64_t world;
+} Supported;
+
+static void call_check_supported(void *run) {
+    const Supported *s = (const Supported *)run;
+    check_supported(&s->m, &s->o, s->world, options_shard_group(&s->o, s->world));
+}
+
+// Gradients in FP8 are refused where the trainer cannot keep them.
+static void test_fp8_gradients_refused(void) {
+    char output[512];
+    Supported s = {options_default(), {}, 1};
+    model_config_preset(&s.m, "tiny");
+    s.o.grad_accum_dtype = SUM_FP8;
+    call_check_supported(&s);
+    s.o.offload = OFFLOAD_MOMENTS;
+    CHECK(check_dies(call_check_supported, &s, "--offload moments does not go with", output, sizeof output), "%s",
+          output);
+    s.o.offload = OFFLOAD_NONE, s.world = 2;
+    CHECK(check_dies(call_check_supported, &s, "work on one GPU, and here are 2 ranks", output, sizeof output), "%s",
+          output);
+    s.o.grad_accum_dtype = SUM_BF16;
+    call_check_supported(&s);
+}
+
+// Counts the elements that a launch updates in `updated` [total], and returns how many groups of 128 have a gradient at
+// a wrong address, a wrong scale, or a wrong index in the flat array. codes, sums: addresses of all gradients.
+static int64_t wrong_groups(const AdamwLaunch *launch, const ParameterTable *t, const GradientFp8Layout *a,
+                            const uint8_t *codes, const bf16 *sums, int *updated) {
+    const AdamwUnits *u = &launch->units;
+    const AdamwGradients *g = &launch->update.arrays.gradients;
+    int64_t wrong = 0;
+    for (int64_t y = 0; y < u->count; y++)
+        for (int64_t e = 0, run = 0; e < u->size; e += PARAMETER_ALIGNMENT) {
+            while (e >= u->runs[run].end * (int64_t)PARAMETER_ALIGNMENT) run++;
+            const int64_t at = u->first + y * u->stride + e,
+                          l = at < a->root ? (int64_t)ROOT : (at - a->root) / t->layer_size,
+                          in_unit = l == ROOT ? at : (at - a->root) % t->layer_size;
+            const bool fp8 = l != ROOT && in_unit >= a->vectors;
+            const Parameter *p = &t->entries[u->first_entry + y * u->entries + u->runs[run].entry];
+            const int64_t vector = l == ROOT ? at : a->root + l * a->vectors + in_unit;
+            const void *got = fp8 ? (const void *)(g->codes + at - y * u->gradient_gap) : g->bf16_data + at,
+                       *want = fp8 ? (const void *)(codes + l * a->matrices + in_unit - a->vectors) : sums + vector;
+            wrong += got != want || u->flat + y * u->flat_size + e + u->runs[run].shift != at || fp8 != !g->bf16_data;
+            wrong += fp8 && (p->layer != l || at < p->offset || at >= p->offset + parameter_elements(p));
+            updated[at / PARAMETER_ALIGNMENT]++;
+        }
+    return wrong;
+}
+
+// The launches of AdamW with FP8 gradients update each element once, with its own gradient and scale.
+static void test_fp8_launches(const char *preset) {
+    ModelConfig m;
+    if (!model_config_preset(&m, preset)) die("no preset %s", preset);
+    ParameterTable t = parameter_table(&m);
+    const ShardPlan plan = shard_plan(&t, 1, 0);
+    const GradientFp8Layout a = gradient_fp8_layout(&t);
+    const uint8_t *codes = (const uint8_t *)((intptr_t)1 << 40);
+    const bf16 *sums = (const bf16 *)((intptr_t)1 << 44);
+    AdamwUpdate w = {};
+    w.arrays.gradients = AdamwGradients{sums, NULL, codes, (const float *)sums, &a};
+    int *updated = (int *)xcalloc((size_t)(t.total / PARAMETER_ALIGNMENT), sizeof *updated);
+    int64_t wrong = 0, other = 0;
+    for (int64_t l = ROOT; l < 1; l++) {
+        const int64_t count = l == ROOT ? 1 : t.num_layers;
+        for (int64_t i = 0; i < adamw_num_launches(&w, l, count); i++) {
+            const AdamwLaunch launch = adamw_launch_of(&w, &t, &plan, l, count, l == ROOT ? 0 : a.root, i);
+            wrong += wrong_groups(&launch, &t, &a, codes, sums, updated);
+        }
+    }
+    for (int64_t i = 0; i < t.total / PARAMETER_ALIGNMENT; i++) other += updated[i] != 1;
+    CHECK(wrong == 0 && other == 0, "%s: %lld groups are wrong, %lld are not updated once", preset, (long long)wrong,
+          (long long)other);
+    free(updated);
+    parameter_table_free(&t);
+}
+
 int main(void) {
     static const char *const models[] = {"tiny",     "small",    "llama3.2-1b", "llama3.1-8b",
                                          "qwen3-4b", "qwen3-8b", "qwen2.5-7b"};
@@ -481,6 +592,8 @@ int main(void) {
     test_communicators();
     test_gpus();
     test_cuda_arch();
+    test_fp8_gradients_refused();
+    for (const char *preset : {"tiny", "llama3.2-1b", "qwen3-4b", "qwen2.5-7b"}) test_fp8_launches(preset);
     for (size_t i = 0; i < sizeof models / sizeof models[0]; i++)
         for (size_t r = 0; r < sizeof ranks / sizeof ranks[0]; r++) {
             check_model(models[i], 1, 64, ranks[r]);

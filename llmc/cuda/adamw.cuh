@@ -10,7 +10,7 @@
 // the update, for recipes with one scale per tensor.
 //
 // Bytes per element: the update with bf16 weights and moments reads 8 and writes 6. fp32 master weights add 6, fp32
-// moments add 8, FP8 moments save 4, fp32 gradients add 2.
+// moments add 8, FP8 moments save 4, fp32 gradients add 2, FP8 gradients save 1.
 #ifndef LLMC_ADAMW_CUH
 #define LLMC_ADAMW_CUH
 
@@ -38,6 +38,7 @@ typedef struct {
     uint32_t end;
     bool decay;
     int amax_slot;  // amax slot of the fused FP8 weight; -1: none
+    int entry;      // with FP8 gradients: the tensor, as an entry of the parameter table, counted from the unit's first
     // Index in the unit of the flat parameter array (parameters.h) minus index in this rank's part of the unit.
     int64_t shift;
 } AdamwRun;
@@ -50,11 +51,13 @@ enum {
     ADAMW_BLOCK = ADAMW_STRIDE * ADAMW_TILES
 };
 
-// The shard holds `count` units of `size` elements each, from element `first` on. The amax slots of unit u begin at
-// amax + u * amax_stride. Stochastic rounding depends on an element's index in the flat parameter array: element e of
-// unit u has index flat + u * flat_size + e + shift of its run.
+// The shard holds `count` units, `stride` elements apart, from element `first` on. The first `size` elements of each
+// are updated. The amax slots of unit u begin at amax + u * amax_stride. Stochastic rounding depends on an element's
+// index in the flat parameter array: element e of unit u has index flat + u * flat_size + e + shift of its run.
 typedef struct {
-    int64_t first, size, count;
+    int64_t first, size, stride, count;
+    int64_t gradient_gap;          // FP8 gradients of units are stride - gradient_gap elements apart, others stride
+    int64_t first_entry, entries;  // with FP8 gradients: those of unit u begin at entry first_entry + u * entries
     int64_t flat, flat_size;
     int num_runs;
     AdamwRun runs[ADAMW_MAX_RUNS];
@@ -69,13 +72,14 @@ __device__ static inline void adamw_publish(uint32_t *amax, uint32_t packed_amax
     if (threadIdx.x % 16 == 0 && bits > *(volatile uint32_t *)amax) atomicMax(amax, bits);
 }
 
-// Returns the arrays, starting at element i.
-template <bool MASTER, AdamwMoments MOMENTS, bool FP32_GRADIENTS>
-__device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i) {
+// Returns the arrays, starting at element i; its gradient is element `gradient`.
+template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS>
+__device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i, int64_t gradient) {
     const int64_t moment_bytes = i * adamw_moment_bytes(MOMENTS);
     a.weights += i;
-    if (FP32_GRADIENTS) a.gradients.fp32_data += i;
-    else a.gradients.bf16_data += i;
+    if (GRADIENTS == GRADIENTS_FP8) a.gradients.codes += gradient;
+    else if (GRADIENTS == GRADIENTS_FP32) a.gradients.fp32_data += gradient;
+    else a.gradients.bf16_data += gradient;
     if (MASTER) a.master += i;
     a.exp_avg = (char *)a.exp_avg + moment_bytes, a.exp_avg_sq = (char *)a.exp_avg_sq + moment_bytes;
     if (adamw_is_coat(MOMENTS)) {
@@ -90,14 +94,15 @@ __device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i)
 // issue, so NEAREST is a template parameter and the run is looked up only where a new one begins. With FP8 moments
 // whole warps stay together: where only the first half of a warp has elements, the second half computes with those.
 // Few of their warps fit an SM, too few to hide latency, so they prefetch the next elements.
-template <bool MASTER, AdamwMoments MOMENTS, bool FP32_GRADIENTS, bool NEAREST>
+template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS, bool NEAREST>
 __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArrays &arrays, const AdamwUnits &u,
                                                   AdamwTerms c) {
     c.step.nearest_weights = NEAREST;
     const uint32_t begin = blockIdx.x * (ADAMW_BLOCK / PARAMETER_ALIGNMENT), stop = u.runs[u.num_runs - 1].end;
-    const int64_t first = (int64_t)begin * PARAMETER_ALIGNMENT, flat = u.flat + blockIdx.y * u.flat_size + first;
-    const AdamwArrays a =
-        adamw_arrays_from<MASTER, MOMENTS, FP32_GRADIENTS>(arrays, u.first + blockIdx.y * u.size + first);
+    const int64_t first = (int64_t)begin * PARAMETER_ALIGNMENT, flat = u.flat + blockIdx.y * u.flat_size + first,
+                  at = u.first + blockIdx.y * u.stride + first,
+                  gradient = GRADIENTS == GRADIENTS_FP8 ? at - blockIdx.y * u.gradient_gap : at;
+    const AdamwArrays a = adamw_arrays_from<MASTER, MOMENTS, GRADIENTS>(arrays, at, gradient);
     int run = 0, slot = -1;
     uint32_t end = 0, largest = 0;
     float kept = 1, squares = 0;
@@ -114,17 +119,19 @@ __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArr
                 const AdamwRun r = u.runs[run];
                 end = min(r.end - begin, ADAMW_BLOCK / PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT;
                 kept = r.decay ? c.step.decay : 1.0f, group = (flat + r.shift) / 8;
+                if (GRADIENTS == GRADIENTS_FP8)
+                    c.gradient_scale_inv = a.gradients.scale_inv[u.first_entry + blockIdx.y * u.entries + r.entry];
                 if (u.amax) slot = r.amax_slot;
             }
         }
         if constexpr (adamw_is_coat(MOMENTS)) {
             const uint32_t ahead = i + ADAMW_STRIDE, next = begin + ahead / PARAMETER_ALIGNMENT < stop ? ahead : i;
             // clang-format off
-            largest = adamw_update_8_coat<MASTER, MOMENTS == ADAMW_COAT_STOCHASTIC, FP32_GRADIENTS>(
+            largest = adamw_update_8_coat<MASTER, MOMENTS == ADAMW_COAT_STOCHASTIC, GRADIENTS>(
                 a, active ? i : i - PARAMETER_ALIGNMENT, next, group + i / 8, c, kept, largest, &squares, active);
             // clang-format on
         } else {
-            largest = adamw_update_8<MASTER, MOMENTS, FP32_GRADIENTS>(a, i, group + i / 8, c, kept, largest, &squares);
+            largest = adamw_update_8<MASTER, MOMENTS, GRADIENTS>(a, i, group + i / 8, c, kept, largest, &squares);
         }
     }
     if (slot >= 0) adamw_publish(&amax[slot], largest);
@@ -132,20 +139,21 @@ __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArr
 }
 
 // blockIdx.y is the unit, blockIdx.x the block within it. An occupancy of four blocks per SM leaves 64 registers per
-// thread; fp32 master weights and moments need more.
-template <bool MASTER, AdamwMoments MOMENTS, bool FP32_GRADIENTS>
-static __global__ void __launch_bounds__(ADAMW_THREADS,
-                                         adamw_is_coat(MOMENTS) || (MASTER && MOMENTS == ADAMW_FP32) ? 3 : 4)
+// thread; fp32 master weights and moments, and FP8 gradients, need more.
+template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS>
+static __global__ void
+__launch_bounds__(ADAMW_THREADS,
+                  adamw_is_coat(MOMENTS) || (MASTER && MOMENTS == ADAMW_FP32) || GRADIENTS == GRADIENTS_FP8 ? 3 : 4)
     adamw_update_kernel(const __grid_constant__ AdamwUpdate update, const __grid_constant__ AdamwUnits u) {
     grid_dependency_wait();
     __shared__ uint32_t amax[ADAMW_MAX_SLOTS];
-    AdamwTerms c = {update.step, 1, false};
+    AdamwTerms c = {update.step, 1, 1, false};
     if (update.control) c.factor = update.control->gradient_factor, c.skipped = update.control->nonfinite;
     if (threadIdx.x < ADAMW_MAX_SLOTS) amax[threadIdx.x] = 0;
     __syncthreads();
     const float squares = !MASTER && c.step.nearest_weights
-                              ? adamw_update_block<MASTER, MOMENTS, FP32_GRADIENTS, true>(amax, update.arrays, u, c)
-                              : adamw_update_block<MASTER, MOMENTS, FP32_GRADIENTS, false>(amax, update.arrays, u, c);
+                              ? adamw_update_block<MASTER, MOMENTS, GRADIENTS, true>(amax, update.arrays, u, c)
+                              : adamw_update_block<MASTER, MOMENTS, GRADIENTS, false>(amax, update.arrays, u, c);
     if (u.squares) {
         const double sum = adamw_block_sum<ADAMW_THREADS>((double)squares);
         if (threadIdx.x == 0) u.squares[blockIdx.y * gridDim.x + blockIdx.x] = sum;
@@ -157,7 +165,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS,
     if (amax[threadIdx.x] > *(volatile uint32_t *)slot) atomicMax(slot, amax[threadIdx.x]);
 }
 
-static inline void adamw_add_run(AdamwUnits *u, int64_t end, bool decay, int amax_slot, int64_t shift) {
+static inline void adamw_add_run(AdamwUnits *u, int64_t end, bool decay, int amax_slot, int64_t entry, int64_t shift) {
     AdamwRun *last = &u->runs[u->num_runs - 1];
     if (u->num_runs > 0 && amax_slot < 0 && last->amax_slot < 0 && last->decay == decay && last->shift == shift) {
         last->end = (uint32_t)(end / PARAMETER_ALIGNMENT);
@@ -165,16 +173,26 @@ static inline void adamw_add_run(AdamwUnits *u, int64_t end, bool decay, int ama
     }
     if (u->num_runs == ADAMW_MAX_RUNS || amax_slot >= ADAMW_MAX_SLOTS)
         die("the optimizer supports at most %d runs of parameters per unit", ADAMW_MAX_RUNS);
-    u->runs[u->num_runs++] = AdamwRun{(uint32_t)(end / PARAMETER_ALIGNMENT), decay, amax_slot, shift};
+    if (end % PARAMETER_ALIGNMENT) die("tensors of one unit meet at element %lld, within a group", (long long)end);
+    u->runs[u->num_runs++] = AdamwRun{(uint32_t)(end / PARAMETER_ALIGNMENT), decay, amax_slot, (int)entry, shift};
+}
+
+// True if a tensor is in the group of the tensor before it (adamw_units).
+static inline bool adamw_joins(const Parameter *p, bool split) {
+    return p->flags & PARAM_JOINED && !(split && p->flags & PARAM_FP8);
 }
 
 // Describes this rank's slices of unit `l` (ROOT: the root unit) and of the count - 1 layers that follow. A segment is
 // a sequence of groups of tensors (fused linear layers form one group), each cut to this rank's slice. Neighbours that
-// have no amax slot and equal decay and shift form one run. The last group takes the padding behind it.
-static inline AdamwUnits adamw_units(const ParameterTable *t, const ShardPlan *plan, int64_t l, int64_t count) {
+// have no amax slot and equal decay and shift form one run. The last group takes the padding behind it. `split`:
+// each matrix of a layer forms a group of its own, because its FP8 gradient has its own scale.
+static inline AdamwUnits adamw_units(const ParameterTable *t, const ShardPlan *plan, int64_t l, int64_t count,
+                                     bool split) {
     AdamwUnits u = {};
-    u.first = shard_begin(plan, l), u.size = shard_elements(plan, l), u.count = count;
+    u.first = shard_begin(plan, l), u.size = u.stride = shard_elements(plan, l), u.count = count;
     u.flat = layer_offset(t, l), u.flat_size = l == ROOT ? t->root_size : t->layer_size;
+    while (t->entries[u.first_entry].layer != l) u.first_entry++;
+    for (int64_t i = u.first_entry; i < t->count && t->entries[i].layer == l; i++) u.entries++;
     int slots = 0;
     for (int k = 0; k < NUM_SEGMENTS; k++) {
         const ShardSegment g = segment_slice(t, plan, l, k);
@@ -183,18 +201,20 @@ static inline AdamwUnits adamw_units(const ParameterTable *t, const ShardPlan *p
         const int64_t shift = g.flat - u.flat + slice_begin - in_unit;
         for (int64_t i = 0; i < t->count; i++) {
             const Parameter *p = &t->entries[i];
-            if (p->layer != l || parameter_segment(p) != k || (p->flags & PARAM_JOINED)) continue;
+            if (p->layer != l || parameter_segment(p) != k || adamw_joins(p, split)) continue;
             int64_t end = plan->shard_size * g.slice;  // end of the group in the segment, where the next group begins
             for (int64_t j = t->count - 1; j > i; j--) {
                 const Parameter *next = &t->entries[j];
-                if (next->layer == l && parameter_segment(next) == k && !(next->flags & PARAM_JOINED))
+                if (next->layer == l && parameter_segment(next) == k && !adamw_joins(next, split))
                     end = next->offset - g.flat;
             }
-            const int slot = p->flags & PARAM_FP8 ? slots++ : -1;
+            if (p->flags & PARAM_FP8) slots += !(p->flags & PARAM_JOINED);
+            const int slot = p->flags & PARAM_FP8 ? slots - 1 : -1;
             const int64_t begin_here = max_i64(p->offset - g.flat, slice_begin),
                           end_here = min_i64(end, slice_begin + g.slice);
             if (begin_here < end_here)
-                adamw_add_run(&u, in_unit + end_here - slice_begin, p->flags & PARAM_DECAY, slot, shift);
+                adamw_add_run(&u, in_unit + end_here - slice_begin, p->flags & PARAM_DECAY, slot, i - u.first_entry,
+                              shift);
         }
     }
     return u;
@@ -217,36 +237,46 @@ static inline int64_t adamw_update_sums(const ParameterTable *t, const ShardPlan
 
 // Returns the bytes of device workspace that a step needs.
 static inline int64_t adamw_workspace_bytes(const ParameterTable *t, const ShardPlan *plan) {
-    return (max_i64(ADAMW_NORM_BLOCKS, adamw_update_sums(t, plan)) + ADAMW_SUM_BLOCKS) * (int64_t)sizeof(double);
+    const int64_t norm = ADAMW_NORM_BLOCKS + ADAMW_FP8_BLOCKS * GRADIENT_FP8_MOST * t->num_layers;
+    return (max_i64(norm, adamw_update_sums(t, plan)) + ADAMW_SUM_BLOCKS) * (int64_t)sizeof(double);
 }
 
-template <bool MASTER, bool FP32_GRADIENTS>
+template <bool MASTER, AdamwGradientType GRADIENTS>
 static inline void adamw_launch_kernel(const AdamwUpdate *w, const AdamwUnits *u, cudaStream_t stream) {
     const AdamwMoments moments = w->arrays.moments;
     const dim3 grid(adamw_blocks(u->size), (unsigned)u->count);
-    const auto kernel = moments == ADAMW_COAT   ? adamw_update_kernel<MASTER, ADAMW_COAT, FP32_GRADIENTS>
-                        : moments == ADAMW_FP32 ? adamw_update_kernel<MASTER, ADAMW_FP32, FP32_GRADIENTS>
-                        : moments == ADAMW_BF16 ? adamw_update_kernel<MASTER, ADAMW_BF16, FP32_GRADIENTS>
-                                                : adamw_update_kernel<MASTER, ADAMW_COAT_STOCHASTIC, FP32_GRADIENTS>;
+    const auto kernel = moments == ADAMW_COAT   ? adamw_update_kernel<MASTER, ADAMW_COAT, GRADIENTS>
+                        : moments == ADAMW_FP32 ? adamw_update_kernel<MASTER, ADAMW_FP32, GRADIENTS>
+                        : moments == ADAMW_BF16 ? adamw_update_kernel<MASTER, ADAMW_BF16, GRADIENTS>
+                                                : adamw_update_kernel<MASTER, ADAMW_COAT_STOCHASTIC, GRADIENTS>;
     CUDA_LAUNCH(kernel, grid, ADAMW_THREADS, 0, stream, *w, *u);
+}
+
+// Returns the type of the gradients of one launch (AdamwLaunch).
+static inline AdamwGradientType adamw_gradient_type(AdamwGradients g) {
+    return g.codes ? GRADIENTS_FP8 : g.fp32_data ? GRADIENTS_FP32 : GRADIENTS_BF16;
 }
 
 static inline void adamw_launch(const AdamwUpdate *w, const AdamwUnits *u, cudaStream_t stream) {
     const AdamwArrays *a = &w->arrays;
     const void *pointers[] = {
-        a->weights, a->master, a->exp_avg, a->exp_avg_sq, a->gradients.bf16_data, a->gradients.fp32_data};
-    for (int i = 0; i < 6; i++) require_aligned16(pointers[i], "adamw", "an array");
-    const bool fp32_gradients = a->gradients.fp32_data != NULL;
-    if (a->master && fp32_gradients) adamw_launch_kernel<true, true>(w, u, stream);
-    else if (a->master) adamw_launch_kernel<true, false>(w, u, stream);
-    else if (fp32_gradients) adamw_launch_kernel<false, true>(w, u, stream);
-    else adamw_launch_kernel<false, false>(w, u, stream);
+        a->weights,        a->master, a->exp_avg, a->exp_avg_sq, a->gradients.bf16_data, a->gradients.fp32_data,
+        a->gradients.codes};
+    for (int i = 0; i < 7; i++) require_aligned16(pointers[i], "adamw", "an array");
+    const AdamwGradientType gradients = adamw_gradient_type(a->gradients);
+    if (a->master && gradients == GRADIENTS_FP8) adamw_launch_kernel<true, GRADIENTS_FP8>(w, u, stream);
+    else if (a->master && gradients == GRADIENTS_FP32) adamw_launch_kernel<true, GRADIENTS_FP32>(w, u, stream);
+    else if (a->master) adamw_launch_kernel<true, GRADIENTS_BF16>(w, u, stream);
+    else if (gradients == GRADIENTS_FP8) adamw_launch_kernel<false, GRADIENTS_FP8>(w, u, stream);
+    else if (gradients == GRADIENTS_FP32) adamw_launch_kernel<false, GRADIENTS_FP32>(w, u, stream);
+    else adamw_launch_kernel<false, GRADIENTS_BF16>(w, u, stream);
 }
 
 // Returns the gradients at an address `elements` further on, or further back if it is below zero.
 static inline AdamwGradients adamw_shift_gradients(AdamwGradients g, int64_t elements) {
     if (g.bf16_data) g.bf16_data = (const bf16 *)((intptr_t)g.bf16_data + elements * (intptr_t)sizeof(bf16));
     if (g.fp32_data) g.fp32_data = (const float *)((intptr_t)g.fp32_data + elements * (intptr_t)sizeof(float));
+    if (g.codes) g.codes = (const uint8_t *)((intptr_t)g.codes + elements);
     return g;
 }
 
@@ -255,7 +285,7 @@ static inline AdamwGradients adamw_shift_gradients(AdamwGradients g, int64_t ele
 static inline AdamwUpdate adamw_update_of(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan,
                                           int64_t l, int64_t count, int64_t first_gradient, AdamwUnits *u) {
     AdamwUpdate update = *w;  // one index for all arrays takes fewer registers
-    *u = adamw_units(t, plan, l, count);
+    *u = adamw_units(t, plan, l, count, w->arrays.gradients.codes != NULL);
     update.arrays.gradients = adamw_shift_gradients(w->arrays.gradients, first_gradient - u->first);
     u->amax = w->amax && l != ROOT ? w->amax + l * w->amax_stride : NULL, u->amax_stride = w->amax_stride;
     u->squares = w->squares ? w->squares + adamw_first_block(plan, l) : NULL;
@@ -278,18 +308,57 @@ static inline AdamwUnits adamw_part(const AdamwUnits *unit, int64_t begin, int64
     return u;
 }
 
+// One launch of an update, whose gradients have one type. It begins with layer l, or is that of the ROOT.
+typedef struct {
+    AdamwUpdate update;
+    AdamwUnits units;
+    int64_t l;
+} AdamwLaunch;
+
+// Returns how many launches update unit l and the count - 1 layers that follow it. If gradients of matrices are FP8,
+// the vectors of each layer have a launch, and all matrices together: a kernel for bf16 gradients that have another
+// stride than the weights would need more registers.
+static inline int64_t adamw_num_launches(const AdamwUpdate *w, int64_t l, int64_t count) {
+    return w->arrays.gradients.codes && l != ROOT ? count + 1 : 1;
+}
+
+// Returns launch `index` of the update of this rank's part of unit l and of the count - 1 layers that follow it
+// (adamw_update_of).
+static inline AdamwLaunch adamw_launch_of(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan,
+                                          int64_t l, int64_t count, int64_t first_gradient, int64_t index) {
+    AdamwLaunch launch = {};
+    AdamwGradients *g = &launch.update.arrays.gradients;
+    const GradientFp8Layout *a = w->arrays.gradients.layout;
+    const bool split = adamw_num_launches(w, l, count) > 1, matrices = split && index == count;
+    const int64_t vectors = split && !matrices ? index : 0;  // the layer, counted from l
+    launch.l = l + vectors;
+    launch.update = adamw_update_of(w, t, plan, launch.l, split && !matrices ? 1 : count,
+                                    first_gradient + (split ? vectors * a->vectors : 0), &launch.units);
+    if (!matrices) g->codes = NULL;
+    if (split && !matrices) launch.units = adamw_part(&launch.units, 0, a->vectors);
+    if (!matrices) return launch;
+    launch.units = adamw_part(&launch.units, a->vectors, a->matrices);
+    launch.units.gradient_gap = a->vectors;
+    *g = w->arrays.gradients;
+    g->bf16_data = NULL;
+    *g = adamw_shift_gradients(*g, l * a->matrices - launch.units.first);
+    return launch;
+}
+
 // Updates this rank's part of unit l and of the count - 1 layers that follow it (adamw_update_of).
 static inline void adamw_update_units(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, int64_t l,
                                       int64_t count, int64_t first_gradient, cudaStream_t stream) {
-    AdamwUnits u;
-    const AdamwUpdate update = adamw_update_of(w, t, plan, l, count, first_gradient, &u);
-    adamw_launch(&update, &u, stream);
+    for (int64_t i = 0; i < adamw_num_launches(w, l, count); i++) {
+        const AdamwLaunch launch = adamw_launch_of(w, t, plan, l, count, first_gradient, i);
+        adamw_launch(&launch.update, &launch.units, stream);
+    }
 }
 
 // Returns the bytes that an update of n elements moves: it reads the gradient, and reads and writes moments and
-// weights.
+// weights. FP8 gradients count as if all were FP8.
 static inline int64_t adamw_bytes(const AdamwArrays *a, int64_t n) {
-    return n * ((a->gradients.fp32_data ? 4 : 2) + 2 * adamw_moments_bytes(a->moments) + (a->master ? 10 : 4));
+    const int64_t gradient = a->gradients.codes ? 1 : a->gradients.fp32_data ? 4 : 2;
+    return n * (gradient + 2 * adamw_moments_bytes(a->moments) + (a->master ? 10 : 4));
 }
 
 // Writes *squares (device) = sum of squares of this rank's gradients, from the workspace that an update of the root

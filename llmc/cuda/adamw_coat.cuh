@@ -236,12 +236,12 @@ __device__ static inline void coat_store(uint32_t rows, const AdamwArrays &a, ui
 }
 
 // Puts back the stored moments of 8 elements where the gradient is not finite.
-template <bool FP32_GRADIENTS>
+template <AdamwGradientType GRADIENTS>
 __device__ static inline void coat_keep(float m[8], float v[8], const AdamwArrays &a, uint32_t i, float factor,
-                                        uint32_t m_word, uint32_t v_word) {
+                                        float scale_inv, uint32_t m_word, uint32_t v_word) {
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        const float g = __fmul_rn(adamw_load_one(adamw_gradients<FP32_GRADIENTS>(a), i + j, FP32_GRADIENTS), factor);
+        const float g = __fmul_rn(adamw_load_gradient<GRADIENTS>(a.gradients, i + j, scale_inv), factor);
         if (fabsf(g) < INFINITY) continue;
         m[j] = coat_decode(a.coat.tables, m_word, ((const uint8_t *)a.exp_avg)[i + j]);
         v[j] = coat_decode(a.coat.tables, v_word, ((const uint8_t *)a.exp_avg_sq)[i + j]);
@@ -250,13 +250,13 @@ __device__ static inline void coat_keep(float m[8], float v[8], const AdamwArray
 
 // Recomputes the weights of 8 elements by adamw_update, where adamw_update_fast may not be exact. The moments are still
 // those before the step. An element with a non-finite gradient keeps its weight.
-template <bool MASTER, bool FP32_GRADIENTS>
+template <bool MASTER, AdamwGradientType GRADIENTS>
 __device__ static uint32_t adamw_weights_rare(const AdamwArrays &a, uint32_t i, int64_t group, const AdamwTerms &c,
                                               float kept, uint32_t largest, uint32_t m_word, uint32_t v_word) {
 #pragma unroll 1
     for (int j = 0; j < 8; j++) {
         const float gradient =
-            __fmul_rn(adamw_load_one(adamw_gradients<FP32_GRADIENTS>(a), i + j, FP32_GRADIENTS), c.factor);
+            __fmul_rn(adamw_load_gradient<GRADIENTS>(a.gradients, i + j, c.gradient_scale_inv), c.factor);
         bf16_bits *weight = (bf16_bits *)a.weights + i + j;
         if (adamw_magnitude(gradient) != 0x7f800000u) {
             AdamwElement e = {adamw_load_one(MASTER ? (const void *)a.master : (const void *)a.weights, i + j, MASTER),
@@ -273,11 +273,12 @@ __device__ static uint32_t adamw_weights_rare(const AdamwArrays &a, uint32_t i, 
 }
 
 // Brings the data of 8 elements to the L2 cache.
-template <bool MASTER, bool FP32_GRADIENTS>
+template <bool MASTER, AdamwGradientType GRADIENTS>
 __device__ static inline void coat_prefetch(const AdamwArrays &a, uint32_t i) {
     const void *lines[] = {MASTER ? (const void *)(a.master + i) : (const void *)(a.weights + i),
-                           FP32_GRADIENTS ? (const void *)(a.gradients.fp32_data + i)
-                                          : (const void *)(a.gradients.bf16_data + i),
+                           GRADIENTS == GRADIENTS_FP8    ? (const void *)(a.gradients.codes + i)
+                           : GRADIENTS == GRADIENTS_FP32 ? (const void *)(a.gradients.fp32_data + i)
+                                                         : (const void *)(a.gradients.bf16_data + i),
                            (const uint8_t *)a.exp_avg + i,
                            (const uint8_t *)a.exp_avg_sq + i,
                            a.coat.exp_avg_groups + i / COAT_GROUP,
@@ -288,7 +289,7 @@ __device__ static inline void coat_prefetch(const AdamwArrays &a, uint32_t i) {
 
 // adamw_update_8 with FP8 moments. All threads of a warp call it together. Those that are not `active` have elements of
 // others, and store nothing. Prefetches the elements from `next` on.
-template <bool MASTER, bool STOCHASTIC, bool FP32_GRADIENTS>
+template <bool MASTER, bool STOCHASTIC, AdamwGradientType GRADIENTS>
 __device__ static inline uint32_t adamw_update_8_coat(const AdamwArrays &a, uint32_t i, uint32_t next, int64_t group,
                                                       const AdamwTerms &c, float kept, uint32_t largest, float *squares,
                                                       bool active) {
@@ -300,8 +301,8 @@ __device__ static inline uint32_t adamw_update_8_coat(const AdamwArrays &a, uint
     const uint2 m_codes = *(const uint2 *)((const uint8_t *)a.exp_avg + i),
                 v_codes = *(const uint2 *)((const uint8_t *)a.exp_avg_sq + i);
     adamw_load<MASTER>(w, MASTER ? (const void *)a.master : (const void *)a.weights, i);
-    adamw_load<FP32_GRADIENTS>(g, adamw_gradients<FP32_GRADIENTS>(a), i);
-    coat_prefetch<MASTER, FP32_GRADIENTS>(a, next);
+    adamw_load_gradients<GRADIENTS>(g, a.gradients, i, c.gradient_scale_inv);
+    coat_prefetch<MASTER, GRADIENTS>(a, next);
     coat_share_rows(rows, a.coat.tables, m_word, v_word);
     coat_load<true>(m, rows, m_codes, coat_max(m_word));
     coat_load<false>(v, rows + 2 * COAT_ROW_BYTES, v_codes, coat_max(v_word));
@@ -321,7 +322,7 @@ __device__ static inline uint32_t adamw_update_8_coat(const AdamwArrays &a, uint
     if (active) {
         *squares += sum;
         if (!adamw_is_common(denominators, 0x1p-33f, weights, joined)) {
-            joined = adamw_weights_rare<MASTER, FP32_GRADIENTS>(a, i, group, c, kept, largest, m_word, v_word);
+            joined = adamw_weights_rare<MASTER, GRADIENTS>(a, i, group, c, kept, largest, m_word, v_word);
         } else {
             if (MASTER) adamw_store_fp32(a.master, i, w);
             bf16x8_store(a.weights + i, weights);
@@ -329,7 +330,7 @@ __device__ static inline uint32_t adamw_update_8_coat(const AdamwArrays &a, uint
     }
     CoatExtremes of_m = coat_extremes_of_8<true>(m), of_v = coat_extremes_of_8<false>(v);
     if (max(of_m.largest, of_v.largest) >= 0x7f800000u) {
-        coat_keep<FP32_GRADIENTS>(m, v, a, i, c.factor, m_word, v_word);
+        coat_keep<GRADIENTS>(m, v, a, i, c.factor, c.gradient_scale_inv, m_word, v_word);
         of_m = coat_extremes_of_8<true>(m), of_v = coat_extremes_of_8<false>(v);
     }
     coat_store<STOCHASTIC>(rows, a, i, m, v, of_m, of_v, c.step, hash, active);

@@ -5,7 +5,8 @@
 // the new values again, from the same stored ones, and stores them with the new scales.
 //
 // Bytes per element with bf16 weights and gradients, and MS-AMP's moments: the first pass reads 5, the second reads 7
-// and writes 5. With FP16 masters the first reads 7, and the second writes 7, or 5 where there are no bf16 weights.
+// and writes 5. With FP16 masters the first reads 7, and the second writes 7, or 5 where there are no bf16 weights. FP8
+// gradients save 1 in each pass.
 #ifndef LLMC_ADAMW_MSAMP_CUH
 #define LLMC_ADAMW_MSAMP_CUH
 
@@ -39,6 +40,7 @@ typedef struct {
 typedef struct {
     float scale_inv[MSAMP_STATES], new_scale[MSAMP_STATES];
     float new_master_scale_inv;
+    float gradient_scale_inv;  // for FP8 gradients
     bool decay;
     bf16 *weights;  // the bf16 weight of element i of the flat shard arrays is weights[i]; NULL: there are none
 } MsampTensor;
@@ -180,16 +182,17 @@ __device__ static inline void msamp_raise(uint32_t largest[MSAMP_STATES], const 
     }
 }
 
-// Processes 8 elements. The first pass raises largest[MSAMP_STATES] to the magnitudes of their new values, the second
-// (STORE) stores them and raises largest[0] to the magnitudes of the stored weights, all as fp32 bits. Adds the squared
-// gradients to *squares.
-template <MsampWeights WEIGHTS, bool FP32_MOMENTS, bool FP32_GRADIENTS, bool STORE>
-__device__ static inline void msamp_update_8(const AdamwUpdate &u, int64_t i, int64_t group, const MsampTensor &t,
-                                             float factor, uint32_t largest[MSAMP_STATES], float *squares) {
+// Processes 8 elements, whose gradients begin at element `gradient`. The first pass raises largest[MSAMP_STATES] to the
+// magnitudes of their new values, the second (STORE) stores them and raises largest[0] to the magnitudes of the stored
+// weights, all as fp32 bits. Adds the squared gradients to *squares.
+template <MsampWeights WEIGHTS, bool FP32_MOMENTS, AdamwGradientType GRADIENTS, bool STORE>
+__device__ static inline void msamp_update_8(const AdamwUpdate &u, int64_t i, int64_t gradient, int64_t group,
+                                             const MsampTensor &t, float factor, uint32_t largest[MSAMP_STATES],
+                                             float *squares) {
     const AdamwArrays &a = u.arrays;
     Msamp8 e;
     float g[8];
-    adamw_load<FP32_GRADIENTS>(g, adamw_gradients<FP32_GRADIENTS>(a), i);
+    adamw_load_gradients<GRADIENTS>(g, a.gradients, gradient, t.gradient_scale_inv);
     msamp_load<WEIGHTS, FP32_MOMENTS>(&e, a, i, t, STORE || WEIGHTS == MSAMP_WEIGHTS_FP16);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
@@ -205,7 +208,7 @@ __device__ static inline void msamp_update_8(const AdamwUpdate &u, int64_t i, in
 }
 
 // Returns what threads need of the tensor of a run of unit number `unit`.
-template <bool STORE>
+template <AdamwGradientType GRADIENTS, bool STORE>
 __device__ static inline MsampTensor msamp_tensor(const AdamwArrays &a, const MsampUnits &u, const MsampRun &run,
                                                   int64_t unit) {
     const AdamwScaled &s = a.scaled;
@@ -214,6 +217,7 @@ __device__ static inline MsampTensor msamp_tensor(const AdamwArrays &a, const Ms
     MsampTensor t;
     t.decay = run.decay;
     t.weights = run.has_bf16 ? (bf16 *)((intptr_t)a.weights + moved * (intptr_t)sizeof(bf16)) : NULL;
+    t.gradient_scale_inv = GRADIENTS == GRADIENTS_FP8 ? a.gradients.scale_inv[index] : 1;
 #pragma unroll
     for (int state = 0; state < MSAMP_STATES; state++) {
         t.scale_inv[state] = 1 / s.scales[state * s.tensors + index];
@@ -241,11 +245,12 @@ __device__ static inline void msamp_publish(MsampAmaxes *shared, const MsampRun 
 
 // Processes a block's ADAMW_BLOCK elements of one unit; each thread takes 8 at a time. Returns the sum of squares of
 // this thread's gradients. A skipped step only finds the magnitudes of the stored weights.
-template <MsampWeights WEIGHTS, bool FP32_MOMENTS, bool FP32_GRADIENTS, bool STORE>
+template <MsampWeights WEIGHTS, bool FP32_MOMENTS, AdamwGradientType GRADIENTS, bool STORE>
 __device__ static inline float msamp_update_block(const AdamwUpdate &w, const MsampUnits &u, MsampAmaxes *amaxes) {
     const bool skipped = w.control && w.control->nonfinite;
     const float factor = w.control ? w.control->gradient_factor : 1;
-    const int64_t first = u.units.first + blockIdx.y * u.units.size,
+    const int64_t first = u.units.first + blockIdx.y * u.units.stride,
+                  gradients = GRADIENTS == GRADIENTS_FP8 ? first - blockIdx.y * u.units.gradient_gap : first,
                   unit = u.units.flat + blockIdx.y * u.units.flat_size;
     const uint32_t begin = blockIdx.x * ADAMW_BLOCK, stop = begin + ADAMW_BLOCK;
     uint32_t largest[MSAMP_STATES] = {}, end = 0;
@@ -259,12 +264,12 @@ __device__ static inline float msamp_update_block(const AdamwUpdate &w, const Ms
             end = 0;
             if (run == u.num_runs) break;
             end = u.runs[run].end;
-            tensor = msamp_tensor<STORE>(w.arrays, u, u.runs[run], blockIdx.y);
+            tensor = msamp_tensor<GRADIENTS, STORE>(w.arrays, u, u.runs[run], blockIdx.y);
         }
         if (i < u.runs[run].begin) continue;  // padding
         if (!skipped)
-            msamp_update_8<WEIGHTS, FP32_MOMENTS, FP32_GRADIENTS, STORE>(
-                w, first + i, (unit + i + u.runs[run].shift) / 8, tensor, factor, largest, &squares);
+            msamp_update_8<WEIGHTS, FP32_MOMENTS, GRADIENTS, STORE>(
+                w, first + i, gradients + i, (unit + i + u.runs[run].shift) / 8, tensor, factor, largest, &squares);
         else if (STORE) largest[0] = max(largest[0], msamp_stored_magnitude<WEIGHTS>(w.arrays, first + i, tensor));
     }
     if (end) msamp_publish<STORE>(amaxes, u.runs[run], largest);
@@ -272,7 +277,7 @@ __device__ static inline float msamp_update_block(const AdamwUpdate &w, const Ms
 }
 
 // blockIdx.y is the unit, blockIdx.x the block within it.
-template <MsampWeights WEIGHTS, bool FP32_MOMENTS, bool FP32_GRADIENTS, bool STORE>
+template <MsampWeights WEIGHTS, bool FP32_MOMENTS, AdamwGradientType GRADIENTS, bool STORE>
 static __global__ void __launch_bounds__(ADAMW_THREADS)
     adamw_msamp_kernel(const __grid_constant__ AdamwUpdate w, const __grid_constant__ MsampUnits u) {
     grid_dependency_wait();
@@ -283,7 +288,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
     if (STORE && to) to += blockIdx.y * u.units.amax_stride;
     if (threadIdx.x < found) amaxes.value[threadIdx.x] = 0;
     __syncthreads();
-    const float squares = msamp_update_block<WEIGHTS, FP32_MOMENTS, FP32_GRADIENTS, STORE>(w, u, &amaxes);
+    const float squares = msamp_update_block<WEIGHTS, FP32_MOMENTS, GRADIENTS, STORE>(w, u, &amaxes);
     if (STORE && u.units.squares) {
         const double sum = adamw_block_sum<ADAMW_THREADS>((double)squares);
         if (threadIdx.x == 0) u.units.squares[blockIdx.y * gridDim.x + blockIdx.x] = sum;
@@ -326,8 +331,8 @@ static inline MsampTensors msamp_tensors(const ParameterTable *t, int64_t l, int
     return r;
 }
 
-// Fills u->runs: this rank's parts of the tensors of unit l, in the order of memory. Runs begin and end at multiples of
-// 8 elements.
+// Fills u->runs: this rank's parts of the tensors of unit l that the launch updates, in the order of memory, counted
+// from where the launch begins. Runs begin and end at multiples of 8 elements.
 static inline void msamp_runs(MsampUnits *u, const ParameterTable *t, const ShardPlan *plan, int64_t l) {
     const MsampTensors tensors = msamp_tensors(t, l, 1);
     if (tensors.count > MSAMP_MAX_TENSORS) die("a unit has more than %d tensors", MSAMP_MAX_TENSORS);
@@ -342,7 +347,7 @@ static inline void msamp_runs(MsampUnits *u, const ParameterTable *t, const Shar
             slot += fp8 && !(p->flags & PARAM_JOINED);
             const ShardRange r = shard_parameter(t, plan, p);
             const int64_t begin = r.shard - u->units.first;
-            if (!r.count) continue;
+            if (!r.count || begin < 0 || begin >= u->units.size) continue;
             if (begin % 8 || r.count % 8) die("tensor %s does not begin and end at multiples of 8", p->name);
             u->runs[u->num_runs++] = MsampRun{(uint32_t)begin,
                                               (uint32_t)(begin + r.count),
@@ -358,8 +363,11 @@ static inline void msamp_runs(MsampUnits *u, const ParameterTable *t, const Shar
 template <MsampWeights WEIGHTS, bool FP32_MOMENTS, bool STORE>
 static inline void adamw_msamp_launch_kernel(const AdamwUpdate *w, const MsampUnits *u, cudaStream_t stream) {
     const dim3 grid(adamw_blocks(u->units.size), (unsigned)u->units.count);
-    const auto kernel = w->arrays.gradients.fp32_data ? adamw_msamp_kernel<WEIGHTS, FP32_MOMENTS, true, STORE>
-                                                      : adamw_msamp_kernel<WEIGHTS, FP32_MOMENTS, false, STORE>;
+    const AdamwGradientType gradients = adamw_gradient_type(w->arrays.gradients);
+    const auto kernel = gradients == GRADIENTS_FP8 ? adamw_msamp_kernel<WEIGHTS, FP32_MOMENTS, GRADIENTS_FP8, STORE>
+                        : gradients == GRADIENTS_FP32
+                            ? adamw_msamp_kernel<WEIGHTS, FP32_MOMENTS, GRADIENTS_FP32, STORE>
+                            : adamw_msamp_kernel<WEIGHTS, FP32_MOMENTS, GRADIENTS_BF16, STORE>;
     CUDA_LAUNCH(kernel, grid, ADAMW_THREADS, 0, stream, *w, *u);
 }
 
@@ -367,15 +375,19 @@ static inline void adamw_msamp_launch_kernel(const AdamwUpdate *w, const MsampUn
 template <bool STORE>
 static inline void adamw_msamp_pass(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, int64_t l,
                                     int64_t count, int64_t first_gradient, cudaStream_t stream) {
-    MsampUnits u = {};
-    const AdamwUpdate update = adamw_update_of(w, t, plan, l, count, first_gradient, &u.units);
-    const AdamwArrays *a = &update.arrays;
-    const bool fp16 = a->scaled.master != NULL, fp32 = a->master != NULL;
-    msamp_runs(&u, t, plan, l);
-    if (a->moments != ADAMW_MSAMP) adamw_msamp_launch_kernel<MSAMP_WEIGHTS_FP16, true, STORE>(&update, &u, stream);
-    else if (fp16) adamw_msamp_launch_kernel<MSAMP_WEIGHTS_FP16, false, STORE>(&update, &u, stream);
-    else if (fp32) adamw_msamp_launch_kernel<MSAMP_WEIGHTS_FP32, false, STORE>(&update, &u, stream);
-    else adamw_msamp_launch_kernel<MSAMP_WEIGHTS_BF16, false, STORE>(&update, &u, stream);
+    for (int64_t i = 0; i < adamw_num_launches(w, l, count); i++) {
+        MsampUnits u = {};
+        const AdamwLaunch launch = adamw_launch_of(w, t, plan, l, count, first_gradient, i);
+        const AdamwUpdate *update = &launch.update;
+        const AdamwArrays *a = &update->arrays;
+        const bool fp16 = a->scaled.master != NULL, fp32 = a->master != NULL;
+        u.units = launch.units;
+        msamp_runs(&u, t, plan, launch.l);
+        if (a->moments != ADAMW_MSAMP) adamw_msamp_launch_kernel<MSAMP_WEIGHTS_FP16, true, STORE>(update, &u, stream);
+        else if (fp16) adamw_msamp_launch_kernel<MSAMP_WEIGHTS_FP16, false, STORE>(update, &u, stream);
+        else if (fp32) adamw_msamp_launch_kernel<MSAMP_WEIGHTS_FP32, false, STORE>(update, &u, stream);
+        else adamw_msamp_launch_kernel<MSAMP_WEIGHTS_BF16, false, STORE>(update, &u, stream);
+    }
 }
 
 // The first pass of the update of this rank's part of unit l and of the count - 1 layers that follow it: finds this

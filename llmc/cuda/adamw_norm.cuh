@@ -1,13 +1,14 @@
 // Gradient norm on the GPU: the norm of a rank's gradients, the clip factor, and the search for non-finite gradients.
 //
-// The norm reads 2 bytes per bf16 gradient, 4 per fp32 gradient. Clip factor and limits are those of adamw_math.h.
+// The norm reads 2 bytes per bf16 gradient, 4 per fp32 gradient, 1 per FP8 gradient. Clip factor and limits are those
+// of adamw_math.h.
 #ifndef LLMC_ADAMW_NORM_CUH
 #define LLMC_ADAMW_NORM_CUH
 
 #include "../base/arena.h"
 #include "../config/shard_plan.h"
 #include "../reference/adamw_math.h"
-#include "cuda_utils.cuh"
+#include "gradient_fp8.cuh"
 
 // The gradient norm of a step and the decisions made from it, in device memory. adamw_norm writes it, updates may read
 // it, and the host may copy it.
@@ -22,17 +23,21 @@ typedef struct {
 
 #define ADAMW_NONE (~0ull)
 
-// A rank's gradients. One of the two pointers is NULL.
+// A rank's gradients. One of the first two pointers is NULL. If gradients of the layers' matrices are FP8, bf16_data
+// has all others, in the order of gradient_fp8.cuh.
 typedef struct {
     const bf16 *bf16_data;
     const float *fp32_data;
+    const uint8_t *codes;             // FP8 gradients, else NULL
+    const float *scale_inv;           // [entries of the parameter table] of the codes
+    const GradientFp8Layout *layout;  // describes `codes`; host memory
 } AdamwGradients;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Gradient norm. The number of blocks is fixed and each block sums a fixed part of the array, so the bits do not depend
 // on the GPU or the run.
 
-enum { ADAMW_NORM_BLOCKS = 1056, ADAMW_NORM_THREADS = 512, ADAMW_NORM_VECTORS = 4 };
+enum { ADAMW_NORM_BLOCKS = 1056, ADAMW_NORM_THREADS = 512, ADAMW_NORM_VECTORS = 4, ADAMW_FP8_BLOCKS = 32 };
 
 // Returns the sum of x over a block of THREADS threads, in every thread of the block.
 template <int THREADS>
@@ -90,6 +95,39 @@ static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
+// adamw_squares_kernel for FP8 gradients: blockIdx.y is the matrix, blockIdx.z the layer.
+static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
+    adamw_squares_fp8_kernel(double *partials, const uint8_t *codes, const float *scale_inv,
+                             const __grid_constant__ GradientFp8Layout a) {
+    grid_dependency_wait();
+    const GradientFp8Tensor t = a.tensors[blockIdx.y];
+    const int64_t stride = 8 * ADAMW_NORM_THREADS, tile = stride * ADAMW_NORM_VECTORS;
+    const float inverse = scale_inv[a.first_entry + blockIdx.z * a.entries + t.entry];
+    codes += blockIdx.z * a.matrices;
+    double sum = 0;
+    for (int64_t base = t.begin + blockIdx.x * tile + threadIdx.x * 8; base < t.end; base += ADAMW_FP8_BLOCKS * tile) {
+        uint2 v[ADAMW_NORM_VECTORS];
+#pragma unroll
+        for (int k = 0; k < ADAMW_NORM_VECTORS; k++)
+            v[k] = base + k * stride < t.end ? *(const uint2 *)(codes + base + k * stride) : make_uint2(0, 0);
+        float squares = 0;
+#pragma unroll
+        for (int k = 0; k < ADAMW_NORM_VECTORS; k++) {
+            float g[8];
+            fp8x8_to_floats(g, v[k]);
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                g[j] = __fmul_rn(g[j], inverse);
+                squares = fmaf(g[j], g[j], squares);
+            }
+        }
+        sum += (double)squares;
+    }
+    sum = adamw_block_sum<ADAMW_NORM_THREADS>(sum);
+    if (threadIdx.x == 0)
+        partials[(blockIdx.z * gridDim.y + blockIdx.y) * (int64_t)ADAMW_FP8_BLOCKS + blockIdx.x] = sum;
+}
+
 // Writes sums[block] = sum of the block's part of values [n].
 static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
     adamw_sum_kernel(double *sums, const double *values, int64_t n) {
@@ -113,8 +151,8 @@ static __global__ void adamw_norm_kernel(AdamwControl *control, const double *sq
 }
 
 // Finds the largest magnitude of n gradients. Like the next kernel, it returns at once if the norm is accepted.
-template <class Gradient>
-static __global__ void adamw_largest_kernel(AdamwControl *control, const Gradient *gradients, int64_t n) {
+template <class Gradients>
+static __global__ void adamw_largest_kernel(AdamwControl *control, const Gradients gradients, int64_t n) {
     grid_dependency_wait();
     if (!control->nonfinite) return;
     uint32_t largest = 0;
@@ -124,8 +162,8 @@ static __global__ void adamw_largest_kernel(AdamwControl *control, const Gradien
 }
 
 // Finds the first large gradient in backward order.
-template <class Gradient>
-static __global__ void adamw_find_large_kernel(AdamwControl *control, const Gradient *gradients, BackwardOrder order) {
+template <class Gradients>
+static __global__ void adamw_find_large_kernel(AdamwControl *control, const Gradients gradients, BackwardOrder order) {
     grid_dependency_wait();
     if (!control->nonfinite) return;
     const uint32_t large = adamw_large(control->largest);
@@ -144,22 +182,31 @@ static inline int64_t adamw_squares(double *squares, AdamwGradients gradients, i
     if (n % 8) die("adamw_squares: %lld elements are not a multiple of 8", (long long)n);
     require_aligned16(gradients.bf16_data, "adamw_squares", "gradients");
     require_aligned16(gradients.fp32_data, "adamw_squares", "gradients");
+    const GradientFp8Layout *a = gradients.codes ? gradients.layout : NULL;
+    const int64_t in_fp8 = a ? a->layers * a->matrices : 0;
+    int64_t blocks = ADAMW_NORM_BLOCKS;
     if (gradients.fp32_data)
         CUDA_LAUNCH(adamw_squares_kernel<float>, ADAMW_NORM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, workspace,
                     gradients.fp32_data, n);
     else
         CUDA_LAUNCH(adamw_squares_kernel<bf16>, ADAMW_NORM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, workspace,
-                    gradients.bf16_data, n);
-    CUDA_LAUNCH(adamw_sum_kernel, 1, ADAMW_NORM_THREADS, 0, stream, squares, workspace, ADAMW_NORM_BLOCKS);
-    return n * (gradients.fp32_data ? 4 : 2);
+                    gradients.bf16_data, n - in_fp8);
+    if (a) {
+        const dim3 grid(ADAMW_FP8_BLOCKS, (unsigned)a->count, (unsigned)a->layers);
+        CUDA_LAUNCH(adamw_squares_fp8_kernel, grid, ADAMW_NORM_THREADS, 0, stream, workspace + blocks, gradients.codes,
+                    gradients.scale_inv, *a);
+        blocks += ADAMW_FP8_BLOCKS * a->count * a->layers;
+    }
+    CUDA_LAUNCH(adamw_sum_kernel, 1, ADAMW_NORM_THREADS, 0, stream, squares, workspace, blocks);
+    return (n - in_fp8) * (gradients.fp32_data ? 4 : 2) + in_fp8;
 }
 
 // If the norm is not accepted, finds the largest of order.total gradients and the first large one in backward order.
-template <class Gradient>
-static inline void adamw_find_large(AdamwControl *control, const Gradient *gradients, BackwardOrder order,
+template <class Gradients>
+static inline void adamw_find_large(AdamwControl *control, Gradients gradients, BackwardOrder order,
                                     cudaStream_t stream) {
-    CUDA_LAUNCH(adamw_largest_kernel<Gradient>, ADAMW_NORM_BLOCKS, 256, 0, stream, control, gradients, order.total);
-    CUDA_LAUNCH(adamw_find_large_kernel<Gradient>, ADAMW_NORM_BLOCKS, 256, 0, stream, control, gradients, order);
+    CUDA_LAUNCH(adamw_largest_kernel<Gradients>, ADAMW_NORM_BLOCKS, 256, 0, stream, control, gradients, order.total);
+    CUDA_LAUNCH(adamw_find_large_kernel<Gradients>, ADAMW_NORM_BLOCKS, 256, 0, stream, control, gradients, order);
 }
 
 // Fills *control (device). *squares (device) is the sum of squares over `replicas` replicas of the whole gradient.
@@ -172,7 +219,10 @@ static inline void adamw_norm(AdamwControl *control, const double *squares, int6
 // Locates this rank's large gradients after adamw_norm, if the norm is not accepted.
 static inline void adamw_locate(AdamwControl *control, AdamwGradients gradients, BackwardOrder order,
                                 cudaStream_t stream) {
-    if (gradients.fp32_data) adamw_find_large(control, gradients.fp32_data, order, stream);
+    if (gradients.codes) {
+        const GradientFp8Reader all = {gradients.bf16_data, gradients.codes, gradients.scale_inv, *gradients.layout};
+        adamw_find_large(control, all, order, stream);
+    } else if (gradients.fp32_data) adamw_find_large(control, gradients.fp32_data, order, stream);
     else adamw_find_large(control, gradients.bf16_data, order, stream);
 }
 

@@ -41,12 +41,15 @@ typedef struct {
     AdamwGradients gradients;
 } AdamwArrays;
 
-// Values that are constant over all elements of a step.
+// Values that are constant over all elements of a step, or of a tensor.
 typedef struct {
     AdamwStep step;
-    float factor;  // factor for the gradients
-    bool skipped;  // true: the step is skipped
+    float factor;              // factor for the gradients
+    float gradient_scale_inv;  // for FP8 gradients
+    bool skipped;              // true: the step is skipped
 } AdamwTerms;
+
+typedef enum { GRADIENTS_BF16, GRADIENTS_FP32, GRADIENTS_FP8 } AdamwGradientType;
 
 HOST_DEVICE static constexpr bool adamw_is_coat(AdamwMoments moments) {
     return moments == ADAMW_COAT || moments == ADAMW_COAT_STOCHASTIC;
@@ -92,19 +95,34 @@ __device__ static inline float adamw_load_one(const void *array, int64_t i, bool
     return fp32 ? ((const float *)array)[i] : __bfloat162float(((const bf16 *)array)[i]);
 }
 
-template <bool FP32_GRADIENTS>
-__device__ static inline const void *adamw_gradients(const AdamwArrays &a) {
-    return FP32_GRADIENTS ? (const void *)a.gradients.fp32_data : (const void *)a.gradients.bf16_data;
+// Loads 8 gradients. scale_inv: that of FP8 gradients.
+template <AdamwGradientType GRADIENTS>
+__device__ static inline void adamw_load_gradients(float out[8], const AdamwGradients &g, int64_t i, float scale_inv) {
+    if (GRADIENTS == GRADIENTS_FP8) {
+        fp8x8_to_floats(out, *(const uint2 *)(g.codes + i));
+#pragma unroll
+        for (int j = 0; j < 8; j++) out[j] = __fmul_rn(out[j], scale_inv);
+    } else {
+        constexpr bool FP32 = GRADIENTS == GRADIENTS_FP32;
+        adamw_load<FP32>(out, FP32 ? (const void *)g.fp32_data : (const void *)g.bf16_data, i);
+    }
+}
+
+template <AdamwGradientType GRADIENTS>
+__device__ static inline float adamw_load_gradient(const AdamwGradients &g, int64_t i, float scale_inv) {
+    if (GRADIENTS == GRADIENTS_FP8) return gradient_fp8_value(g.codes[i], scale_inv);
+    return GRADIENTS == GRADIENTS_FP32 ? g.fp32_data[i] : __bfloat162float(g.bf16_data[i]);
 }
 
 // Updates element i, whose index in the flat array is `flat`, with the functions that the CPU uses. An element with a
 // non-finite gradient stays unchanged, so that the weights can still be inspected if the norm is computed after the
 // update. Returns the magnitude of the new bf16 weight.
-template <bool MASTER, AdamwMoments MOMENTS, bool FP32_GRADIENTS>
-__device__ static uint32_t adamw_update_one(const AdamwArrays &a, int64_t i, int64_t flat, const AdamwStep *step,
-                                            float factor, bool decay) {
+template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS>
+__device__ static uint32_t adamw_update_one(const AdamwArrays &a, int64_t i, int64_t flat, const AdamwTerms &c,
+                                            bool decay) {
+    const AdamwStep *step = &c.step;
     // __fmul_rn keeps the compiler from fusing this multiplication with the next addition.
-    const float gradient = __fmul_rn(adamw_load_one(adamw_gradients<FP32_GRADIENTS>(a), i, FP32_GRADIENTS), factor);
+    const float gradient = __fmul_rn(adamw_load_gradient<GRADIENTS>(a.gradients, i, c.gradient_scale_inv), c.factor);
     if (adamw_magnitude(gradient) == 0x7f800000u) return ((const bf16_bits *)a.weights)[i] & 0x7fffu;
     AdamwElement e = {adamw_load_one(MASTER ? (const void *)a.master : (const void *)a.weights, i, MASTER),
                       adamw_load_one(a.exp_avg, i, MOMENTS == ADAMW_FP32),
@@ -126,14 +144,14 @@ __device__ static uint32_t adamw_update_one(const AdamwArrays &a, int64_t i, int
 
 // The slow path of adamw_update_8, for elements where adamw_update_fast may not be exact and for skipped steps. A
 // skipped step only reads the magnitudes of the weights.
-template <bool MASTER, AdamwMoments MOMENTS, bool FP32_GRADIENTS>
+template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS>
 __device__ static inline uint32_t adamw_update_rare(const AdamwArrays &a, uint32_t i, int64_t group,
                                                     const AdamwTerms &c, float kept, uint32_t largest) {
     if (c.skipped) return amax_update(largest, bf16x8_load(a.weights + i));
 #pragma unroll 1
     for (int j = 0; j < 8; j++)
-        largest = amax_larger(largest, adamw_update_one<MASTER, MOMENTS, FP32_GRADIENTS>(a, i + j, 8 * group + j,
-                                                                                         &c.step, c.factor, kept != 1));
+        largest =
+            amax_larger(largest, adamw_update_one<MASTER, MOMENTS, GRADIENTS>(a, i + j, 8 * group + j, c, kept != 1));
     return largest;
 }
 
@@ -182,7 +200,7 @@ __device__ static inline bool adamw_is_common(const float denominators[8], float
 
 // Updates elements i .. i + 7, which are group `group` of the flat array. Raises `largest` to the magnitudes of the new
 // bf16 weights (see amax_update), and adds the squared gradients to *squares.
-template <bool MASTER, AdamwMoments MOMENTS, bool FP32_GRADIENTS>
+template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS>
 __device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, uint32_t i, int64_t group, const AdamwTerms &c,
                                                  float kept, uint32_t largest, float *squares) {
     float w[8], m[8], v[8], g[8], denominators[8];
@@ -190,7 +208,7 @@ __device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, uint32_t 
     adamw_load<MASTER>(w, MASTER ? (const void *)a.master : (const void *)a.weights, i);
     adamw_load<MOMENTS == ADAMW_FP32>(m, a.exp_avg, i);
     adamw_load<MOMENTS == ADAMW_FP32>(v, a.exp_avg_sq, i);
-    adamw_load<FP32_GRADIENTS>(g, adamw_gradients<FP32_GRADIENTS>(a), i);
+    adamw_load_gradients<GRADIENTS>(g, a.gradients, i, c.gradient_scale_inv);
     const uint32_t hash = adamw_random_group(c.step.key, group);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
@@ -207,7 +225,7 @@ __device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, uint32_t 
     const Bf16x8 weights = MASTER ? bf16x8_pack(w) : adamw_upper_halves(w_sum);
     const uint32_t joined = amax_update(largest, weights);
     if (!adamw_is_common(denominators, c.skipped ? INFINITY : 0x1p-33f, weights, joined))
-        return adamw_update_rare<MASTER, MOMENTS, FP32_GRADIENTS>(a, i, group, c, kept, largest);
+        return adamw_update_rare<MASTER, MOMENTS, GRADIENTS>(a, i, group, c, kept, largest);
     if (MASTER) adamw_store_fp32(a.master, i, w);
     bf16x8_store(a.weights + i, weights);
     if (MOMENTS == ADAMW_FP32) {

@@ -25,9 +25,23 @@ static inline void check_casts(const ModelConfig *m, const Options *o) {
     parameter_table_free(&table);
 }
 
+// Dies on gradients in FP8 where this trainer cannot keep them.
+static inline void check_fp8_gradients(const Options *o, int64_t world) {
+    if (!options_fp8_gradients(o)) return;
+    if (world > 1)
+        die_with(EXIT_UNSUPPORTED,
+                 "--grad-accum-dtype fp8 and --reduce-dtype fp8 work on one GPU, and here are %lld ranks; use bf16 or "
+                 "fp32 for both, or the CPU trainer (train_fp8), whose ranks sum gradients in FP8",
+                 (long long)world);
+    if (options_offloaded(o).moments || options_offloaded(o).master)
+        die_with(EXIT_UNSUPPORTED,
+                 "--offload %s does not go with --grad-accum-dtype fp8, whose update takes vectors and matrices one "
+                 "after the other; leave out one of the two",
+                 o->offload);
+}
+
 // Dies on models and options that this trainer does not support on any GPU.
 static inline void check_supported(const ModelConfig *m, const Options *o, int64_t world, int64_t shard_size) {
-    (void)world;
     const struct {
         const char *name;
         int64_t value, multiple;
@@ -45,9 +59,7 @@ static inline void check_supported(const ModelConfig *m, const Options *o, int64
                  "--offload %s does not go with --optimizer-state msamp or --master-weights fp16, whose update "
                  "reads weights and moments twice; use --optimizer-state coat-stochastic, or leave --offload out",
                  o->offload);
-    if (options_fp8_gradients(o))
-        die_with(EXIT_UNSUPPORTED,
-                 "--grad-accum-dtype fp8 and --reduce-dtype fp8 work in the CPU trainer (train_fp8); use bf16 or fp32");
+    check_fp8_gradients(o, world);
     if (m->head_dim != 64 && m->head_dim != 128)
         die_with(EXIT_UNSUPPORTED,
                  "model %s: head_dim = %lld; attention on the GPU supports 64 and 128 (the CPU trainer, train_fp8, "

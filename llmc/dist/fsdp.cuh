@@ -229,14 +229,14 @@ static inline void fsdp_publish_layers(Fsdp *f) {
 
 static inline int fsdp_gradient_buffer(int64_t l) { return l == ROOT ? 0 : 1 + (int)(l % FSDP_GRADIENT_BUFFERS); }
 
-// True if backward of this micro-step writes gradients directly into the gradient array.
-static inline bool fsdp_in_place(const Fsdp *f) {
-    return !fsdp_is_sharded(f) && !f->transport.fp32_sums && !f->sum.add;
+// True if backward of this micro-step writes unit l's gradient directly into the gradient array.
+static inline bool fsdp_in_place(const Fsdp *f, int64_t l) {
+    return !fsdp_is_sharded(f) && !f->transport.fp32_sums && !f->sum.add && (l == ROOT || !f->fp8_gradients);
 }
 
 // Returns views of the memory in which unit l's gradient is computed.
 static inline FsdpUnit fsdp_gradients(const Fsdp *f, int64_t l) {
-    if (fsdp_in_place(f)) return fsdp_unit(f, f->transport.sums + fsdp_sums_begin(f, l), l, false);
+    if (fsdp_in_place(f, l)) return fsdp_unit(f, f->transport.sums + fsdp_sums_begin(f, l), l, false);
     FsdpUnit u = fsdp_unit(f, l == ROOT ? f->root_grads : f->layer_grads[l % FSDP_GRADIENT_BUFFERS], l, true);
     if (fsdp_embedding_joins(f)) u.embedding = NULL;
     return u;
@@ -278,19 +278,24 @@ static inline void fsdp_begin_gradients(Fsdp *f, int64_t l) {
     fsdp_zero_padding(f, l);
 }
 
-// Without sharding: adds a unit's gradient to the sums, unless it was computed there.
-static inline void fsdp_join(Fsdp *f, int64_t l) {
-    if (fsdp_in_place(f)) return;
-    const int64_t n = segment_begin(slice_sizes(&f->plan, l), fsdp_reduced_segments(f));
+// Without sharding: adds a unit's gradient to the sums, unless it was computed there. Returns the bytes that it moves.
+static inline int64_t fsdp_join(Fsdp *f, int64_t l) {
+    if (fsdp_in_place(f, l)) return 0;
+    const bool fp8 = f->fp8_gradients && l != ROOT;
+    const int64_t n = fp8 ? f->fp8_layout.vectors : segment_begin(slice_sizes(&f->plan, l), fsdp_reduced_segments(f));
     const bf16 *from = l == ROOT ? f->root_grads : f->layer_grads[0];
     GradientSum how = f->sum;
     how.flat = shard_begin(&f->plan, l);
     transport_add_computed(&f->transport, fsdp_sums_begin(f, l), from, n, how);
+    const int64_t bytes = n * (2 + (how.add + 1) * (f->transport.fp32_sums ? 4 : 2));
+    if (!fp8) return bytes;
+    return bytes + gradient_fp8_join(f->fp8_sums, &f->fp8_layout, l, from + n, how.add, f->transport.compute);
 }
 
 // Reduce-scatters the unit's gradient of this micro-step and adds the result to the sums of earlier micro-steps. The
-// gradient of the loss was divided by the number of tokens of all ranks, so the sum is the mean.
-static inline void fsdp_reduce_scatter(Fsdp *f, int64_t l) {
+// gradient of the loss was divided by the number of tokens of all ranks, so the sum is the mean. Returns the bytes that
+// the compute stream moves.
+static inline int64_t fsdp_reduce_scatter(Fsdp *f, int64_t l) {
     if (!fsdp_is_sharded(f)) return fsdp_join(f, l);
     const FsdpUnit full = fsdp_gradients(f, l);
     bf16 *const from[NUM_SEGMENTS] = {full.vectors, full.matrices, full.embedding};
@@ -304,6 +309,7 @@ static inline void fsdp_reduce_scatter(Fsdp *f, int64_t l) {
     comm_waits_compute(&f->transport);
     transport_reduce_scatter(&f->transport, segments, fsdp_reduced_segments(f), l);
     CUDA_CHECK(cudaEventRecord(f->reduced[fsdp_gradient_buffer(l)], f->transport.nccl->stream));
+    return 0;
 }
 
 // Call it when the unit's reductions in the communication stream are enqueued, after its last micro-step:

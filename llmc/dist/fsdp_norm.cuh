@@ -28,7 +28,7 @@ static inline int64_t fsdp_sum_squares(Fsdp *f, int64_t l, cudaStream_t stream) 
     const Transport *t = &f->transport;
     const int64_t at = fsdp_sums_begin(f, l);
     double *squares = &f->clip.squares[fsdp_clip_slot(f, l)];
-    AdamwGradients sums = {NULL, NULL};
+    AdamwGradients sums = {};
     if (t->fp32_sums) sums.fp32_data = t->sums_fp32 + at;
     else sums.bf16_data = t->sums + at;
     const int64_t bytes = adamw_squares(squares, sums, shard_elements(&f->plan, l), f->clip.workspace, stream);

@@ -18,6 +18,12 @@ static inline void fsdp_reduce_state_amaxes(Fsdp *f, const AdamwScaled *s, Msamp
     compute_waits_comm(&f->transport);
 }
 
+// Returns this rank's sums of gradients.
+static inline AdamwGradients fsdp_sums(const Fsdp *f) {
+    const GradientFp8 *fp8 = &f->fp8_sums;
+    return AdamwGradients{f->transport.sums, f->transport.sums_fp32, fp8->codes, fp8->scale_inv, &f->fp8_layout};
+}
+
 // Runs AdamW on this rank's part of unit l, a layer or ROOT, and of the count - 1 layers that follow it.
 static inline void fsdp_update_units(Fsdp *f, Offload *offload, const AdamwUpdate *w, int64_t l, int64_t count) {
     const cudaStream_t stream = f->transport.compute;

@@ -10,6 +10,7 @@
 #include "../cuda/adamw_norm.cuh"
 #include "../cuda/adamw_update.cuh"
 #include "../cuda/fp16_weights.cuh"
+#include "../cuda/gradient_fp8.cuh"
 #include "../cuda/quantize.cuh"
 #include "../cuda/tensor_scales.cuh"
 #include "transport.cuh"
@@ -40,6 +41,7 @@ typedef enum {
 // The memory in which backward computes gradients.
 typedef enum {
     FSDP_GRADIENTS_IN_PLACE,  // the gradient array itself
+    FSDP_GRADIENTS_CAST,      // as above; but layers use a buffer, whose matrices are then cast to FP8 in the array
     FSDP_GRADIENTS_BUFFERED,  // a buffer, which is then added to this rank's sums (exception: fsdp_in_place)
     FSDP_GRADIENTS_SCATTERED  // a buffer, which is then reduce-scattered over the shard group
 } FsdpGradients;
@@ -105,9 +107,16 @@ typedef struct {
     int64_t sum_layers;
     uint64_t rounding_seed;
     int64_t step;
-    GradientSum sum;         // how gradients of this micro-step are added to the sums
-    uint64_t embedding_key;  // key of the random rounding of an embedding's gradient, added after a tied lm_head's
-    bool *amaxes_known;      // [L] true if the amaxes of the layer's weights are known (scales finer than per tensor)
+    GradientSum sum;     // how gradients of this micro-step are added to the sums
+    bool fp8_gradients;  // matrices of layers have FP8 gradients; transport.sums has the others (gradient_fp8.cuh)
+    GradientFp8Layout fp8_layout;
+    GradientFp8 fp8_sums;
+    // Gradient memory that activations may use until gradients are written there, once a step: that of layers, and of
+    // the embedding, which is written last. Empty if nothing may use it.
+    ArenaRange late_layers, late_embedding;
+    int64_t late_layer_bytes;  // bytes of one layer in late_layers
+    uint64_t embedding_key;    // key of the random rounding of an embedding's gradient, added after a tied lm_head's
+    bool *amaxes_known;        // [L] true if the amaxes of the layer's weights are known (scales finer than per tensor)
 
     Fp16Weights masters;   // with precision->casts_masters
     uint8_t *shard_fp8;    // [L, slice] FP8 casts of this rank's slices of the matrices
@@ -157,9 +166,15 @@ static inline int64_t fsdp_root_gradient(const Fsdp *f) {
     return f->plan.shard_size * segment_begin(f->plan.root_slices, fsdp_reduced_segments(f));
 }
 
-// First element of unit l's sums of gradients. The root's come first.
+// First element of unit l's sums of gradients in transport.sums. The root's come first.
 static inline int64_t fsdp_sums_begin(const Fsdp *f, int64_t l) {
+    if (f->fp8_gradients && l != ROOT) return f->fp8_layout.root + l * f->fp8_layout.vectors;
     return shard_begin(&f->plan, l == ROOT ? l : l % f->sum_layers);
+}
+
+// Elements of a layer in transport.sums.
+static inline int64_t fsdp_sum_elements(const Fsdp *f) {
+    return f->fp8_gradients ? f->fp8_layout.vectors : shard_elements(&f->plan, 0);
 }
 
 // Elements of a gathered layer's matrices and vectors, with padding.
@@ -200,7 +215,8 @@ static inline void fsdp_describe_strategy(Fsdp *f, const Options *o) {
     else if (f->precision->any_fp8 && o->fp8_all_gather == ON) f->weights = FSDP_WEIGHTS_GATHER_FP8;
     else f->weights = FSDP_WEIGHTS_GATHER_BF16;
     if (sharded) f->gradients = FSDP_GRADIENTS_SCATTERED;
-    else f->gradients = one_pass && !f->transport.fp32_sums ? FSDP_GRADIENTS_IN_PLACE : FSDP_GRADIENTS_BUFFERED;
+    else if (!one_pass || f->transport.fp32_sums) f->gradients = FSDP_GRADIENTS_BUFFERED;
+    else f->gradients = f->fp8_gradients ? FSDP_GRADIENTS_CAST : FSDP_GRADIENTS_IN_PLACE;
     if (!sharded) f->embedding = FSDP_EMBEDDING_OWN;
     else if (f->plan.shard_size * f->input_elements <= table) f->embedding = FSDP_EMBEDDING_FROM_INPUTS;
     else f->embedding = FSDP_EMBEDDING_REDUCED;
@@ -262,6 +278,8 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Pre
         if (p->layer <= 0) elements[parameter_segment(p)] += parameter_elements(p);
     }
     transport_describe(&f->transport, o, world, shard_size, f->plan.shard_rank);
+    f->fp8_gradients = options_fp8_gradients(o);
+    f->fp8_layout = gradient_fp8_layout(table);
     fsdp_describe_strategy(f, o);
     if (precision->any_fp8) fsdp_describe_scales(f);
     fsdp_describe_buffers(f);
@@ -323,20 +341,13 @@ static inline void fsdp_place(Fsdp *f, Arena *a) {
                             max_i64(slices[SEGMENT_VECTORS], slices[SEGMENT_MATRICES]));
 }
 
-// Places this rank's sums of gradients, of the root and of sum_layers layers.
-static inline void fsdp_place_gradients(Fsdp *f, Arena *a) {
-    arena_group(a, f->transport.fp32_sums ? "gradients (fp32)" : "gradients (bf16)");
-    if (f->grad_clip > 0) f->clip = adamw_clip_place(f->table->num_layers, a);
-    transport_place_sums(&f->transport, a, shard_begin(&f->plan, f->sum_layers));
-}
-
 // Places the gradient buffer of the root unit for FSDP_GRADIENTS_BUFFERED.
 static inline void fsdp_place_root_buffer(Fsdp *f, Arena *a) {
     arena_group(a, "gradient buffers");
     f->root_grads = (bf16 *)arena_take(a, fsdp_root_gradient(f) * (int64_t)sizeof(bf16));
 }
 
-// Places the gradient buffer for FSDP_GRADIENTS_BUFFERED that all layers share, one at a time.
+// Places the gradient buffer for FSDP_GRADIENTS_BUFFERED and FSDP_GRADIENTS_CAST that all layers share, one at a time.
 static inline void fsdp_place_layer_buffer(Fsdp *f, Arena *a) {
     arena_group(a, "gradient buffers");
     f->layer_grads[0] = (bf16 *)arena_take(a, gathered_elements(&f->plan, 0) * (int64_t)sizeof(bf16));
@@ -352,5 +363,26 @@ static inline int64_t fsdp_loss_span(const Fsdp *f) {
 
 // Start of the memory of fsdp_loss_span if sharded. Without sharding the trainer places it.
 static inline bf16 *fsdp_loss_memory(const Fsdp *f) { return f->layer_grads[0]; }
+
+// Places this rank's sums of gradients, of the root and of sum_layers layers. FP8 codes come last.
+static inline void fsdp_place_gradients(Fsdp *f, Arena *a) {
+    const int64_t element = (int64_t)sizeof(bf16), tensors = f->table->count;
+    const bool fp8 = f->fp8_gradients, all = f->sum_layers == f->table->num_layers;
+    arena_group(a, fp8 ? "gradients (FP8, bf16)" : f->transport.fp32_sums ? "gradients (fp32)" : "gradients (bf16)");
+    if (f->grad_clip > 0) f->clip = adamw_clip_place(f->table->num_layers, a);
+    if (fp8) f->fp8_sums.scale_inv = (float *)arena_take(a, tensors * (int64_t)sizeof(float));
+    if (fp8) f->fp8_sums.amaxes = (uint32_t *)arena_take(a, tensors * (int64_t)sizeof(uint32_t));
+    const int64_t layers = a->used + fsdp_sums_begin(f, 0) * element;
+    transport_place_sums(&f->transport, a, fsdp_sums_begin(f, 0) + f->sum_layers * fsdp_sum_elements(f));
+    const int64_t codes = a->used;
+    if (fp8) f->fp8_sums.codes = (uint8_t *)arena_take(a, f->fp8_layout.layers * f->fp8_layout.matrices);
+    if (f->gradients != FSDP_GRADIENTS_IN_PLACE && f->gradients != FSDP_GRADIENTS_CAST) return;
+    const ArenaRange of_embedding = {layers - fsdp_loss_span(f) * element, layers},
+                     of_layers = {fp8 ? codes : layers, fp8 || all ? a->used : layers};
+    f->late_embedding = of_embedding, f->late_layers = of_layers;
+    f->late_layer_bytes = fp8 ? f->fp8_layout.matrices : f->table->layer_size * element;
+    if (of_layers.begin % ARENA_ALIGNMENT || of_embedding.begin % ARENA_ALIGNMENT)
+        die("gradients do not begin where activations can");  // parameters.h: multiples of 128 elements
+}
 
 #endif

@@ -98,7 +98,7 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
         o->fp8_activations = ON;
         return format_checked(words, capacity, " --fp8-activations on"), true;
     case FIT_OFFLOAD:
-        if (options_offloaded(o).moments || options_tensor_scales(o)) return false;
+        if (options_offloaded(o).moments || options_tensor_scales(o) || options_fp8_gradients(o)) return false;
         o->offload = options_offloaded(o).master ? "moments,master" : "moments";
         return format_checked(words, capacity, " --offload %s", o->offload), true;
     default: return memory_fit_set_recompute(o, RECOMPUTE_NORM + change - FIT_RECOMPUTE, words, capacity);

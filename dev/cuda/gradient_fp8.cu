@@ -1,0 +1,341 @@
+// Checks gradients in FP8 (llmc/cuda/gradient_fp8.cuh) byte for byte against the CPU's functions, over several
+// micro-steps, and that the gradient norm, the search for large gradients and AdamW read them as the fp32 numbers that
+// they stand for. Times the casts, the norm and the update. Build and run:
+// make build/bench_gradient_fp8 && build/bench_gradient_fp8
+#include "../../llmc/cuda/adamw_msamp.cuh"
+#include "../../llmc/reference/adamw.h"
+#include "adamw_parts.cuh"
+
+enum { MICRO_STEPS = 3, KINDS = 8 };
+
+// The bf16 gradients of one micro-step, and FP8 gradients on the GPU and on the host.
+typedef struct {
+    ParameterTable t;
+    ShardPlan plan;
+    GradientFp8Layout layout;
+    float *gradients;         // [total] in the flat order, of the current micro-step
+    uint8_t *codes;           // [layers, matrices]
+    float *scale_inv, *sums;  // [entries]; [total] values of the codes, other gradients as they are
+    GradientFp8 device;       // FP8 gradients on the GPU
+    bf16 *others;             // device: [root + layers * vectors]
+} Gradients;
+
+// A model whose matrices end within the work of a block.
+static ModelConfig model_of(int large) {
+    ModelConfig m;
+    if (!model_config_preset(&m, "qwen2.5-0.5b")) die("no preset");
+    m.vocab_size = 320, m.hidden_size = large ? 272 : 48, m.intermediate_size = large ? 1008 : 80, m.num_layers = 3;
+    m.num_heads = 4, m.num_kv_heads = 2, m.head_dim = large ? 64 : 16;
+    return m;
+}
+
+static Gradients gradients_create(const ModelConfig *m) {
+    Gradients g = {};
+    g.t = parameter_table(m);
+    g.plan = shard_plan(&g.t, 1, 0);
+    g.layout = gradient_fp8_layout(&g.t);
+    const int64_t codes = g.layout.layers * g.layout.matrices;
+    g.gradients = (float *)xcalloc((size_t)g.t.total, sizeof(float));
+    g.sums = (float *)xcalloc((size_t)g.t.total, sizeof(float));
+    g.codes = (uint8_t *)xcalloc((size_t)codes, 1);
+    g.scale_inv = (float *)xcalloc((size_t)g.t.count, sizeof(float));
+    g.device.codes = (uint8_t *)bench_alloc(codes);
+    g.device.scale_inv = (float *)bench_zeros(g.t.count * 4), g.device.amaxes = (uint32_t *)bench_zeros(g.t.count * 4);
+    return g;
+}
+
+static void gradients_free(Gradients *g) {
+    void *device[] = {g->device.codes, g->device.scale_inv, g->device.amaxes, g->others};
+    for (void *p : device) bench_free(p);
+    free(g->gradients), free(g->sums), free(g->codes), free(g->scale_inv);
+    parameter_table_free(&g->t);
+}
+
+// A gradient of a tensor of this kind: common, spread over 2^80, half zero, all zero, equal, denormal, huge beside
+// tiny, and one with outliers.
+static float gradient_of(int64_t kind, uint64_t key, int64_t i) {
+    const uint64_t u = rng_u64(key, (uint64_t)(i + (1ll << 40)));
+    const float g = rng_normal(key, (uint64_t)i) * 1e-3f;
+    switch (kind) {
+    case 1: return ldexpf(g, -(int)(u % 80));
+    case 2: return u & 1 ? g : 0;
+    case 3: return 0;
+    case 4: return 0.0371f;
+    case 5: return g * 1e-36f;
+    case 6: return u & 1 ? g * 1e20f : g * 1e-16f;
+    case 7: return u % 100 == 0 ? g * 1e4f : g;
+    default: return g;
+    }
+}
+
+// Fills the gradients of a micro-step. `huge`: some tensors get numbers whose squares overflow.
+static void fill(Gradients *g, int micro, bool huge) {
+    for (int64_t k = 0; k < g->t.count; k++) {
+        const Parameter *p = &g->t.entries[k];
+        const int64_t kind = (k + micro) % KINDS;
+        for (int64_t i = p->offset; i < p->offset + parameter_elements(p); i++)
+            g->gradients[i] = bf16_round(gradient_of(kind == 6 && !huge ? 0 : kind, rng_key(7, (uint64_t)micro), i));
+    }
+}
+
+// Adds the gradients on the CPU.
+static void join_on_cpu(Gradients *g, bool add) {
+    for (int64_t k = 0; k < g->t.count; k++) {
+        const Parameter *p = &g->t.entries[k];
+        const int64_t n = parameter_elements(p);
+        float *sum = g->sums + p->offset;
+        for (int64_t i = 0; i < n; i++)
+            sum[i] = add && p->flags & PARAM_FP8 ? g->gradients[p->offset + i] + sum[i] : g->gradients[p->offset + i];
+        if (!(p->flags & PARAM_FP8)) continue;
+        uint8_t *codes =
+            g->codes + p->layer * g->layout.matrices + p->offset - layer_offset(&g->t, p->layer) - g->layout.vectors;
+        const float scale = gradient_fp8_scale(gradient_fp8_amax(sum, n));
+        gradient_fp8_encode(codes, sum, scale, n);
+        g->scale_inv[k] = 1 / scale;
+        gradient_fp8_decode(sum, codes, g->scale_inv[k], n);
+    }
+}
+
+// Adds the gradients on the GPU, and uploads those that are not FP8.
+static void join_on_gpu(Gradients *g, bool add) {
+    const GradientFp8Layout *a = &g->layout;
+    bf16 *all = (bf16 *)upload_floats(g->gradients, g->t.total, false);
+    for (int64_t l = g->t.num_layers - 1; l >= 0; l--)
+        gradient_fp8_join(g->device, a, l, all + layer_offset(&g->t, l) + a->vectors, add, 0);
+    if (!g->others) g->others = (bf16 *)bench_alloc((a->root + a->layers * a->vectors) * 2);
+    CUDA_CHECK(cudaMemcpy(g->others, all, (size_t)a->root * 2, cudaMemcpyDefault));
+    for (int64_t l = 0; l < a->layers; l++)
+        CUDA_CHECK(cudaMemcpy(g->others + a->root + l * a->vectors, all + layer_offset(&g->t, l),
+                              (size_t)a->vectors * 2, cudaMemcpyDefault));
+    bench_free(all);
+}
+
+static void check_codes(const char *label, const Gradients *g) {
+    char text[200];
+    const int64_t n = g->layout.layers * g->layout.matrices;
+    uint8_t *got = (uint8_t *)bench_download(g->device.codes, n, label);
+    check_bytes(label, got, g->codes, n, g->layout.matrices);
+    free(got);
+    uint32_t *zeros = (uint32_t *)xcalloc((size_t)g->t.count, sizeof *zeros);
+    format_checked(text, sizeof text, "%s: scales", label);
+    check_device(text, "scale_inv", g->device.scale_inv, g->scale_inv, g->t.count * 4, 4);
+    check_device(text, "amaxes after the cast", g->device.amaxes, zeros, g->t.count * 4, 4);
+    free(zeros);
+}
+
+static AdamwGradients fp8_gradients(const Gradients *g) {
+    return AdamwGradients{g->others, NULL, g->device.codes, g->device.scale_inv, &g->layout};
+}
+
+// Checks the norm, and which gradient is found if it is not accepted: that of the fp32 numbers.
+static void check_norm(const char *label, const Gradients *g) {
+    double *workspace = (double *)bench_alloc(adamw_workspace_bytes(&g->t, &g->plan));
+    double *squares = (double *)bench_alloc(sizeof(double));
+    AdamwGradients fp32 = {};
+    fp32.fp32_data = (const float *)bench_upload(g->sums, g->t.total * 4);
+    AdamwControl *control = (AdamwControl *)bench_alloc(sizeof *control), found[2];
+    for (int i = 0; i < 2; i++) {
+        const AdamwGradients which = i ? fp32 : fp8_gradients(g);
+        adamw_squares(squares, which, g->t.total, workspace, 0);
+        adamw_norm(control, squares, 1, 0, 0);
+        adamw_locate(control, which, backward_order(&g->t), 0);
+        CUDA_CHECK(cudaMemcpy(&found[i], control, sizeof *control, cudaMemcpyDefault));
+    }
+    const double norm = global_norm(g->sums, g->t.total), got = (double)found[0].gradient_norm;
+    CHECK(adamw_accepts(norm) ? fabs(got - norm) <= 2e-6 * norm : !adamw_accepts(got), "%s: norm %g, not %g", label,
+          got, norm);
+    CHECK(found[0].nonfinite == found[1].nonfinite && found[0].largest == found[1].largest &&
+              found[0].position == found[1].position && found[0].nonfinite == !adamw_accepts(norm),
+          "%s: FP8 gradients: bad %u, largest %08x at %llu; fp32: bad %u, %08x at %llu", label, found[0].nonfinite,
+          found[0].largest, found[0].position, found[1].nonfinite, found[1].largest, found[1].position);
+    void *device[] = {workspace, squares, control, (void *)fp32.fp32_data};
+    for (void *p : device) bench_free(p);
+}
+
+// Micro-steps of gradients of all kinds; the last has gradients that are not finite.
+static void check_casts(int large) {
+    const ModelConfig m = model_of(large);
+    Gradients g = gradients_create(&m);
+    char label[160];
+    for (int micro = 0; micro < MICRO_STEPS * 2; micro++) {
+        fill(&g, micro, micro >= MICRO_STEPS);
+        if (micro == MICRO_STEPS * 2 - 1)
+            for (int64_t k = 0; k < g.t.count; k++)
+                if (g.t.entries[k].flags & PARAM_FP8 && k % 3 == 0)
+                    g.gradients[g.t.entries[k].offset + 5 + k] = k % 2 ? -INFINITY : NAN;
+        join_on_cpu(&g, micro % MICRO_STEPS > 0), join_on_gpu(&g, micro % MICRO_STEPS > 0);
+        format_checked(label, sizeof label, "hidden size %lld, micro-step %d", (long long)m.hidden_size, micro + 1);
+        check_codes(label, &g);
+        check_norm(label, &g);
+    }
+    gradients_free(&g);
+}
+
+typedef struct {
+    const char *name;
+    AdamwMoments moments;
+    bool fp32_masters, fp16_masters;
+} Variant;
+
+// The optimizer's arrays of one run.
+typedef struct {
+    AdamwArrays a;
+    uint32_t *amax;
+    void *memory[12];
+    int64_t bytes[12];
+    int count;
+} Optimizer;
+
+static void *keep(Optimizer *o, void *memory, int64_t bytes) {
+    o->memory[o->count] = memory, o->bytes[o->count++] = bytes;
+    return memory;
+}
+
+static Optimizer optimizer_create(const Gradients *g, Variant v) {
+    Optimizer o = {};
+    AdamwArrays *a = &o.a;
+    const int64_t n = g->t.total, scales = MSAMP_STATES * g->t.count, first = adamw_moment_bytes(v.moments);
+    float *weights = (float *)xcalloc((size_t)n, sizeof *weights),
+          *ones = (float *)xcalloc((size_t)scales, sizeof *ones);
+    for (int64_t i = 0; i < n; i++) weights[i] = rng_normal(rng_key(3, 0), (uint64_t)i) * 0.02f;
+    for (int64_t i = 0; i < scales; i++) ones[i] = 1024;
+    a->weights = (bf16 *)keep(&o, upload_floats(weights, n, false), n * 2);
+    a->moments = v.moments;
+    if (v.fp32_masters) a->master = (float *)keep(&o, upload_floats(weights, n, true), n * 4);
+    if (v.fp16_masters) a->scaled.master = (fp16_bits *)keep(&o, bench_zeros(n * 2), n * 2);
+    a->exp_avg = keep(&o, bench_zeros(n * first), n * first);
+    const int64_t second = adamw_moments_bytes(v.moments) - first;
+    a->exp_avg_sq = keep(&o, bench_zeros(n * second), n * second);
+    if (adamw_is_coat(v.moments)) {
+        const int64_t words = n / COAT_GROUP * 4;
+        a->coat.exp_avg_groups = (uint32_t *)keep(&o, bench_zeros(words), words);
+        a->coat.exp_avg_sq_groups = (uint32_t *)keep(&o, bench_zeros(words), words);
+        a->coat.tables = (CoatTables *)keep(&o, bench_upload(coat_tables(), sizeof(CoatTables)), sizeof(CoatTables));
+    }
+    if (v.moments == ADAMW_MSAMP || v.fp16_masters) {
+        a->scaled.tensors = g->t.count;
+        a->scaled.scales = (float *)keep(&o, bench_upload(ones, scales * 4), scales * 4);
+        a->scaled.new_scales = (float *)keep(&o, bench_zeros(scales * 4), scales * 4);
+        a->scaled.amaxes = (uint32_t *)keep(&o, bench_zeros(scales * 4), scales * 4);
+    }
+    o.amax = (uint32_t *)keep(&o, bench_zeros(g->t.num_layers * AMAX_STRIDE * 4), g->t.num_layers * AMAX_STRIDE * 4);
+    free(weights), free(ones);
+    return o;
+}
+
+// Updates all units. first_layer: the first gradient of the layers, in the array that has those of vectors.
+static void update(const Optimizer *o, const Gradients *g, AdamwGradients gradients, int64_t first_layer, int step,
+                   const AdamwControl *control) {
+    AdamwUpdate w = {o->a,
+                     adamw_step(step + 1, 1e-3, 0.9, 0.95, 1e-8, 0.1, false, 42),
+                     control,
+                     NULL,
+                     o->amax,
+                     AMAX_STRIDE,
+                     msamp_step(step + 1, 1e-3, 0.9, 0.95, 1e-8, 0.1)};
+    w.arrays.gradients = gradients;
+    CUDA_CHECK(cudaMemset(o->amax, 0, (size_t)g->t.num_layers * AMAX_STRIDE * 4));
+    for (int64_t l = ROOT; l < 1; l++) {
+        const int64_t count = l == ROOT ? 1 : g->t.num_layers, first = l == ROOT ? 0 : first_layer;
+        if (!o->a.scaled.scales) {
+            adamw_update_units(&w, &g->t, &g->plan, l, count, first, 0);
+        } else {
+            adamw_msamp_amaxes(&w, &g->t, &g->plan, l, count, first, 0);
+            adamw_msamp_store(&w, &g->t, &g->plan, l, count, first, 0);
+        }
+    }
+}
+
+// Updates with FP8 gradients, and with fp32 gradients of equal values: all arrays must be equal, byte for byte.
+static void check_update(int large, Variant v) {
+    const ModelConfig m = model_of(large);
+    Gradients g = gradients_create(&m);
+    Optimizer fp8 = optimizer_create(&g, v), fp32 = optimizer_create(&g, v);
+    AdamwControl control = {0.37f, 0, 0, 0, 0};
+    for (int step = 0; step < 4; step++) {
+        control.nonfinite = step == 2;  // a skipped step
+        AdamwControl *on_gpu = (AdamwControl *)bench_upload(&control, sizeof control);
+        fill(&g, step, false);
+        join_on_cpu(&g, false), join_on_gpu(&g, false);
+        AdamwGradients values = {};
+        values.fp32_data = (const float *)bench_upload(g.sums, g.t.total * 4);
+        update(&fp8, &g, fp8_gradients(&g), g.layout.root, step, on_gpu);
+        update(&fp32, &g, values, shard_begin(&g.plan, 0), step, on_gpu);
+        for (int i = 0; i < fp8.count; i++) {
+            char label[160];
+            format_checked(label, sizeof label, "%s, hidden size %lld, step %d, array %d", v.name,
+                           (long long)m.hidden_size, step + 1, i);
+            uint8_t *got = (uint8_t *)bench_download(fp8.memory[i], fp8.bytes[i], label),
+                    *want = (uint8_t *)bench_download(fp32.memory[i], fp8.bytes[i], label);
+            check_bytes(label, got, want, fp8.bytes[i], 8);
+            free(got), free(want);
+        }
+        bench_free((void *)values.fp32_data), bench_free(on_gpu);
+    }
+    for (int i = 0; i < fp8.count; i++) bench_free(fp8.memory[i]), bench_free(fp32.memory[i]);
+    gradients_free(&g);
+}
+
+static const Variant variants[] = {{"bf16", ADAMW_BF16, false, false},
+                                   {"bf16, fp32 masters", ADAMW_BF16, true, false},
+                                   {"fp32", ADAMW_FP32, false, false},
+                                   {"fp32, fp32 masters", ADAMW_FP32, true, false},
+                                   {"coat", ADAMW_COAT, false, false},
+                                   {"coat-stochastic, fp32 masters", ADAMW_COAT_STOCHASTIC, true, false},
+                                   {"msamp", ADAMW_MSAMP, false, false},
+                                   {"msamp, fp32 masters", ADAMW_MSAMP, true, false},
+                                   {"msamp, FP16 masters", ADAMW_MSAMP, false, true},
+                                   {"fp32, FP16 masters", ADAMW_FP32, false, true}};
+
+// Times the casts of one layer of llama3.1-8b, and norm and update of llama3.2-1b.
+static void bench_all(Bench *b) {
+    ModelConfig m;
+    if (!model_config_preset(&m, "llama3.1-8b")) die("no preset");
+    m.num_layers = 1, m.vocab_size = 128;
+    Gradients layer = gradients_create(&m);
+    const int64_t n = layer.layout.matrices;
+    bf16 *x = bench_random(n, 5, 1e-3f);
+    for (int add = 0; add < 2; add++) {
+        const double us = bench_time_us(b, [&] { gradient_fp8_join(layer.device, &layer.layout, 0, x, add, 0); });
+        bench_report(b, add ? "FP8 gradients, added" : "FP8 gradients, first", "a layer of 8b", us,
+                     (double)n * (add ? 7 : 5));
+    }
+    bench_free(x);
+    gradients_free(&layer);
+    if (!model_config_preset(&m, "llama3.2-1b")) die("no preset");
+    Gradients g = gradients_create(&m);
+    const int64_t in_fp8 = g.layout.layers * g.layout.matrices, others = g.t.total - in_fp8;
+    g.others = bench_random(others, 6, 1e-3f);
+    CUDA_CHECK(cudaMemset(g.device.codes, 0x30, (size_t)in_fp8));
+    double *workspace = (double *)bench_alloc(adamw_workspace_bytes(&g.t, &g.plan));
+    const double us =
+        bench_time_us(b, [&] { adamw_squares(workspace, fp8_gradients(&g), g.t.total, workspace + 1, 0); });
+    bench_report(b, "gradient norm, FP8 gradients", "llama3.2-1b", us, (double)(in_fp8 + 2 * others));
+    for (const Variant &v : {variants[0], variants[6]}) {
+        Optimizer o = optimizer_create(&g, v);
+        const double t = bench_time_us(b, [&] { update(&o, &g, fp8_gradients(&g), g.layout.root, 1, NULL); });
+        const double gradients = (double)(in_fp8 + 2 * others), state = v.moments == ADAMW_MSAMP ? 13 : 12;
+        char name[64];
+        format_checked(name, sizeof name, "AdamW, moments %s, FP8 gradients", v.name);
+        bench_report(b, name, "llama3.2-1b", t,
+                     gradients * (v.moments == ADAMW_MSAMP ? 2 : 1) + state * (double)g.t.total,
+                     v.moments == ADAMW_MSAMP ? "a square root and two divisions for each element" : NULL);
+        for (int i = 0; i < o.count; i++) bench_free(o.memory[i]);
+    }
+    bench_free(workspace);
+    gradients_free(&g);
+}
+
+int main(int argc, char **argv) {
+    if (bench_part_wanted(argc, argv, "check"))
+        for (int large = 0; large < 2; large++) {
+            check_casts(large);
+            for (const Variant &v : variants) check_update(large, v);
+        }
+    if (bench_part_wanted(argc, argv, "bench")) {
+        Bench b = bench_create();
+        bench_all(&b);
+        bench_destroy(&b);
+    }
+    return check_report();
+}
