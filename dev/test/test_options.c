@@ -1,6 +1,6 @@
 // Tests options.h: every row of the table, parsing, every kind of wrong value, conflicts, and the texts that
 // checkpoints and logs keep.
-#include "../../llmc/config/options.h"
+#include "../../llmc/config/options_rules.h"
 #include "lib/check.h"
 
 typedef struct {

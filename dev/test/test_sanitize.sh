@@ -51,23 +51,23 @@ chmod +x "$tmp"/bin/* "$tmp/train_fp8cu" "$tmp"/build/*
 sanitize() { rm -f "$tmp/seen"; env "$@" PATH="$tmp/bin:$PATH" "$tmp/dev/test/gpu_sanitize.sh" >"$out" 2>&1; }
 
 check "status 0 if all programs pass" sanitize FAULTS=
-check "30 programs pass" equal "$(tail -n 1 "$out")" "30 passed, 0 failed"
-check "30 programs print their summary" equal "$(grep -c '^compute-sanitizer .*ERROR SUMMARY: 0 errors' "$out")" 30
+check "33 programs pass" equal "$(tail -n 1 "$out")" "33 passed, 0 failed"
+check "33 programs print their summary" equal "$(grep -c '^compute-sanitizer .*ERROR SUMMARY: 0 errors' "$out")" 33
 check "the first program's summary is printed first" equal "$(head -n 1 "$out")" \
     "compute-sanitizer memcheck, bf16: ========= ERROR SUMMARY: 0 errors"
-check "every program has a log" equal "$(ls "$tmp/build/sanitize" | wc -l)" 30
-check "two GPUs take turns" equal "$(cut -d' ' -f1 "$tmp/seen" | sort | uniq -c | xargs)" "15 0 15 1"
+check "every program has a log" equal "$(ls "$tmp/build/sanitize" | wc -l)" 33
+check "two GPUs take turns" equal "$(cut -d' ' -f1 "$tmp/seen" | sort | uniq -c | xargs)" "17 0 16 1"
 most=$(cut -d' ' -f2 "$tmp/seen" | sort -n | tail -n 1)
 check "2 to 6 programs run at a time ($most)" [ "$most" -gt 1 -a "$most" -le 6 ]
 sanitize CUDA_VISIBLE_DEVICES=3,5,GPU-7
 check "the programs take turns on the GPUs of CUDA_VISIBLE_DEVICES" \
-    equal "$(cut -d' ' -f1 "$tmp/seen" | sort | uniq -c | xargs)" "10 3 10 5 10 GPU-7"
+    equal "$(cut -d' ' -f1 "$tmp/seen" | sort | uniq -c | xargs)" "11 3 11 5 11 GPU-7"
 
 start=$SECONDS
 sanitize FAULTS=yes SANITIZE_SECONDS=4
 check "status 1 if programs fail" equal $? 1
 check "a program that hangs is killed" [ $((SECONDS - start)) -lt 60 ]
-check "the last line counts 26 passed and 4 failed" equal "$(tail -n 1 "$out")" "26 passed, 4 failed"
+check "the last line counts 29 passed and 4 failed" equal "$(tail -n 1 "$out")" "29 passed, 4 failed"
 check "the failed programs are named" equal "$(grep '^FAILED: ' "$out")" "FAILED: compute-sanitizer memcheck, blockwise
 FAILED: compute-sanitizer racecheck, delayed
 FAILED: compute-sanitizer initcheck, bf16

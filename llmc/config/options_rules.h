@@ -1,0 +1,182 @@
+// Rules between options: the combinations that a run refuses, each with the reason and a fix.
+#ifndef LLMC_OPTIONS_RULES_H
+#define LLMC_OPTIONS_RULES_H
+
+#include "options.h"
+
+// The first option for FP8 that does not have its default; NULL if all have it. --fp8-all-gather off counts as default.
+// Runs without FP8 refuse such an option.
+static inline const OptionRow *options_stray_fp8(const Options *o) {
+    const Options initial = options_default();
+    for (const OptionRow *row = option_rows(); row->name; row++) {
+        char now[4096], then[64];
+        if (!option_is_fp8(row) || (row->field == offsetof(Options, fp8_all_gather) && o->fp8_all_gather == OFF))
+            continue;
+        option_format(o, row, now, sizeof now);
+        option_format(&initial, row, then, sizeof then);
+        if (strcmp(now, then) != 0) return row;
+    }
+    return NULL;
+}
+
+// Rules of --fp8-filter auto.
+static inline void options_filter_conflict(const Options *o, char *message, size_t capacity) {
+    if (strcmp(o->fp8_filter, "auto") != 0) return;
+    if (o->fp8_emulate)
+        format_checked(
+            message, capacity,
+            "--fp8-filter auto keeps in FP8 only layers that run faster in FP8, and --fp8-emulate makes none "
+            "faster; name the layers that stay bf16, or leave out one of the two");
+    else if (o->deterministic)
+        format_checked(message, capacity,
+                       "--fp8-filter auto depends on measured times, which differ from run to run, and --deterministic "
+                       "promises the same bits; name the layers that stay bf16");
+}
+
+// Rules of --precision fp8.
+static inline void options_fp8_conflict(const Options *o, char *message, size_t capacity) {
+    const Options initial = options_default();
+    const Recipe *recipe = options_recipe(o);
+    int64_t length = o->sequence_length;
+    while (o->batch_size * length % recipe->multiple) length++;
+    if (length != o->sequence_length)
+        format_checked(message, capacity,
+                       "--precision fp8 (recipe %s) needs batch-size x sequence-length in multiples of %d (FP8 GEMMs), "
+                       "not %lld x %lld; --sequence-length %lld would do",
+                       recipe->name, recipe->multiple, (long long)o->batch_size, (long long)o->sequence_length,
+                       (long long)length);
+    else if (o->fp8_all_gather == ON && !recipe_has_tensor_scales(recipe))
+        format_checked(message, capacity,
+                       "--fp8-all-gather on: recipe %s has one scale for each row or block of a weight, so weights "
+                       "are gathered in bf16; leave it at auto",
+                       recipe->name);
+    else if (o->fp8_activations == ON && (o->recompute == RECOMPUTE_MLP || o->recompute == RECOMPUTE_LAYER))
+        format_checked(
+            message, capacity,
+            "--fp8-activations on: with --recompute %s backward computes gate and up again, so that there is "
+            "nothing to keep in FP8; leave out one of the two",
+            o->recompute == RECOMPUTE_MLP ? "mlp" : "layer");
+    else if (o->fp8_fast_accum == FAST_ACCUM_ALL && !recipe->fast_accum)
+        format_checked(message, capacity,
+                       "--fp8-fast-accum all: the GEMMs of recipe %s have no fast accumulation; leave it out",
+                       recipe->name);
+    else if (!recipe->delayed && o->fp8_amax_history != initial.fp8_amax_history)
+        format_checked(message, capacity,
+                       "--fp8-amax-history %lld is for --fp8-recipe delayed; recipe %s scales by current amaxes",
+                       (long long)o->fp8_amax_history, recipe->name);
+    else if (!recipe->delayed && o->fp8_margin != initial.fp8_margin)
+        format_checked(
+            message, capacity,
+            "--fp8-margin %lld is for --fp8-recipe delayed; recipe %s scales by current amaxes and needs none",
+            (long long)o->fp8_margin, recipe->name);
+    else options_filter_conflict(o, message, capacity);
+}
+
+// Rules between options about ranks.
+static inline void options_rank_conflict(const Options *o, char *message, size_t capacity) {
+    const bool alone = o->sharding == SHARDING_NONE || (o->sharding == SHARDING_HYBRID && o->shard_size == 1);
+    if (o->sharding == SHARDING_HYBRID && !o->shard_size && o->world_size)
+        format_checked(message, capacity,
+                       "--world-size with --sharding hybrid needs --shard-size, the number of ranks that share one "
+                       "replica of the model: its default, the ranks of one host, is not known in a plan");
+    else if (o->sharding != SHARDING_HYBRID && o->shard_size)
+        format_checked(message, capacity, "--shard-size is for --sharding hybrid");
+    else if (o->copy_engines == ON && alone)
+        format_checked(message, capacity,
+                       "--copy-engines on: with --sharding none, or hybrid with --shard-size 1, nothing is gathered, "
+                       "and NCCL reduces the gradients; leave it at auto");
+    else if (o->world_size && !o->dry_run)
+        format_checked(message, capacity, "--world-size is for --dry-run; a run has the ranks that were started");
+    else if ((o->network_gbps > 0 || o->step_ms > 0) && !o->dry_run)
+        format_checked(message, capacity, "--%s is for --dry-run, which estimates the time of a step; leave it out",
+                       o->network_gbps > 0 ? "network-gbps" : "step-ms");
+}
+
+// Rules of --optimizer-in-backward.
+static inline void options_backward_conflict(const Options *o, char *message, size_t capacity) {
+    if (!o->optimizer_in_backward) return;
+    if (o->on_nonfinite == NONFINITE_SKIP)
+        format_checked(
+            message, capacity,
+            "--optimizer-in-backward updates the last layer before the gradient of the first layer is computed, and "
+            "--on-nonfinite skip must know that all gradients are finite before it changes a weight; "
+            "leave out one of the two");
+    else if (o->grad_accumulation_steps > 1)
+        format_checked(message, capacity,
+                       "--optimizer-in-backward keeps no gradients from one micro-step to the next; use "
+                       "--grad-accumulation-steps 1, and a larger --batch-size or more ranks");
+    else if (options_fp8_gradients(o))
+        format_checked(message, capacity,
+                       "--optimizer-in-backward keeps the gradients of one or two layers only, so FP8 would save no "
+                       "memory; leave out %s",
+                       o->grad_accum_dtype == SUM_FP8 ? "--grad-accum-dtype fp8" : "--reduce-dtype fp8");
+}
+
+// Rules of gradients in FP8.
+static inline void options_gradient_conflict(const Options *o, char *message, size_t capacity) {
+    if (o->precision == PRECISION_FP32 && o->grad_accum_dtype != SUM_AUTO && o->grad_accum_dtype != SUM_FP32)
+        format_checked(message, capacity,
+                       "--precision fp32 adds up gradients in fp32; leave --grad-accum-dtype at auto");
+    else if (o->precision == PRECISION_FP32 && o->reduce_dtype == REDUCE_FP8)
+        format_checked(message, capacity, "--precision fp32 reduces gradients in fp32; leave out --reduce-dtype fp8");
+    else if (o->reduce_dtype == REDUCE_FP8 && !options_fp8_gradients(o))
+        format_checked(message, capacity,
+                       "--reduce-dtype fp8 sums FP8 gradients, but with --grad-accum-dtype %s they are not FP8; leave "
+                       "--grad-accum-dtype at auto, or use --reduce-dtype bf16",
+                       o->grad_accum_dtype == SUM_FP32 ? "fp32" : "bf16");
+}
+
+// Rules of --offload.
+static inline void options_offload_conflict(const Options *o, char *message, size_t capacity) {
+    Offloaded out;
+    const char *unknown = options_read_offload(o->offload, &out);
+    const bool fp32 =
+        o->master_weights == STORAGE_FP32 || (o->master_weights == STORAGE_AUTO && o->precision == PRECISION_FP32);
+    if (unknown)
+        format_checked(message, capacity, "--offload: \"%.*s\" is none of moments, master; none stands alone",
+                       (int)strcspn(unknown, ", "), unknown);
+    else if (out.master && !fp32)
+        format_checked(message, capacity,
+                       "--offload master keeps fp32 master weights in host memory, and this run has none: add "
+                       "--master-weights fp32, or leave master out");
+}
+
+// Rules of --precision fp32, and of options for FP8 without --precision fp8.
+static inline void options_precision_conflict(const Options *o, char *message, size_t capacity) {
+    const OptionRow *stray = o->precision == PRECISION_FP8 ? NULL : options_stray_fp8(o);
+    const bool fp32_state = (o->master_weights == STORAGE_AUTO || o->master_weights == STORAGE_FP32) &&
+                            (o->optimizer_state == MOMENTS_AUTO || o->optimizer_state == MOMENTS_FP32);
+    if (o->precision == PRECISION_FP32 && !fp32_state)
+        format_checked(message, capacity,
+                       "--precision fp32 keeps weights and optimizer state in fp32; leave --master-weights and "
+                       "--optimizer-state at auto");
+    else if (stray)
+        format_checked(
+            message, capacity,
+            "--%s is for --precision fp8, and this run is --precision %s; add --precision fp8 or leave --%s out",
+            stray->name, o->precision == PRECISION_FP32 ? "fp32" : "bf16", stray->name);
+}
+
+// Checks rules between options. Returns `message`: "" if the rules hold, else the reason and a fix. Tests call it.
+static inline const char *options_conflict(const Options *o, char *message, size_t capacity) {
+    message[0] = 0;
+    if (o->warmup_steps > o->num_steps)
+        format_checked(message, capacity, "--warmup-steps %lld is more than --num-steps %lld",
+                       (long long)o->warmup_steps, (long long)o->num_steps);
+    else if (o->checkpoint_every && !*o->checkpoint_dir)
+        format_checked(message, capacity, "--checkpoint-every needs --checkpoint-dir");
+    else if (o->resume && !*o->checkpoint_dir)
+        format_checked(message, capacity, "--resume needs --checkpoint-dir, the folder to continue from");
+    else if (o->val_every && !*o->val_data) format_checked(message, capacity, "--val-every needs --val-data");
+    else options_precision_conflict(o, message, capacity);
+    if (!*message) options_gradient_conflict(o, message, capacity);
+    if (!*message) options_rank_conflict(o, message, capacity);
+    if (!*message) options_backward_conflict(o, message, capacity);
+    if (!*message) options_offload_conflict(o, message, capacity);
+    if (!*message && o->json && !o->dry_run)
+        format_checked(message, capacity, "--json is for --dry-run; a run writes log.jsonl to --log-dir");
+    if (!*message && o->precision == PRECISION_FP8) options_fp8_conflict(o, message, capacity);
+    return message;
+}
+
+#endif
