@@ -30,8 +30,10 @@ enum { MSAMP_MAX_TENSORS = 16 };
 // `count` units, as AdamwUnits. The tensors of unit u are entries first_tensor + u * num_tensors and on of the
 // parameter table.
 typedef struct {
-    AdamwUnits units;       // without its runs
-    int64_t bf16, of_bf16;  // where the first unit begins in the array of bf16 weights, and a unit's elements there
+    AdamwUnits units;  // without its runs
+    // Index of an element in the array of bf16 weights minus that in the flat shard arrays: for the first unit, and
+    // what each later unit adds to it.
+    int64_t bf16_shift, bf16_shift_step;
     int first_tensor, num_tensors, num_runs;
     MsampRun runs[MSAMP_MAX_TENSORS];
 } MsampUnits;
@@ -213,10 +215,10 @@ __device__ static inline MsampTensor msamp_tensor(const AdamwArrays &a, const Ms
                                                   int64_t unit) {
     const AdamwScaled &s = a.scaled;
     const int64_t index = u.first_tensor + unit * u.num_tensors + run.tensor;
-    const int64_t moved = u.bf16 + unit * u.of_bf16 - (u.units.first + unit * u.units.size);
+    const int64_t shift = u.bf16_shift + unit * u.bf16_shift_step;
     MsampTensor t;
     t.decay = run.decay;
-    t.weights = run.has_bf16 ? (bf16 *)((intptr_t)a.weights + moved * (intptr_t)sizeof(bf16)) : NULL;
+    t.weights = run.has_bf16 ? (bf16 *)((intptr_t)a.weights + shift * (intptr_t)sizeof(bf16)) : NULL;
     t.gradient_scale_inv = GRADIENTS == GRADIENTS_FP8 ? a.gradients.scale_inv[index] : 1;
 #pragma unroll
     for (int state = 0; state < MSAMP_STATES; state++) {
@@ -336,7 +338,8 @@ static inline MsampTensors msamp_tensors(const ParameterTable *t, int64_t l, int
 static inline void msamp_runs(MsampUnits *u, const ParameterTable *t, const ShardPlan *plan, int64_t l) {
     const MsampTensors tensors = msamp_tensors(t, l, 1);
     if (tensors.count > MSAMP_MAX_TENSORS) die("a unit has more than %d tensors", MSAMP_MAX_TENSORS);
-    u->bf16 = weights_begin(plan, l), u->of_bf16 = weights_of_layer(plan);
+    u->bf16_shift = weights_begin(plan, l) - shard_begin(plan, l);
+    u->bf16_shift_step = weights_of_layer(plan) - shard_elements(plan, 0);
     u->first_tensor = (int)tensors.first, u->num_tensors = (int)tensors.count;
     for (int k = 0; k < NUM_SEGMENTS; k++) {
         int slot = -1;
