@@ -226,7 +226,7 @@ static void bench_kernels(Bench *b) {
     us = bench_time_us(b, [&] { transport_add_reduced(&t, 0, t.staging, part, how[2]); });
     bench_report(b, "fsdp, reduced fp32 added to the bf16 sum", "16777216", us, 8.0 * (double)part, reason);
     us = bench_time_us(b, [&] { transport_add_reduced(&t, 0, t.staging, part, how[0]); });
-    bench_report(b, "fsdp, reduced fp32 rounded to the bf16 sum", "16777216", us, 6.0 * (double)part, reason);
+    bench_report(b, "fsdp, reduced fp32 replaces the bf16 sum", "16777216", us, 6.0 * (double)part, reason);
     us = bench_time_us(b, [&] { transport_add_reduced(&t, 0, gradients, slice, how[2]); });
     bench_report(b, "fsdp, reduced bf16 added to the bf16 sum", "54528000", us, 6.0 * (double)slice, reason);
     bench_joins(b, &t, gradients, shard_size * slice);
@@ -237,12 +237,12 @@ int main(int argc, char **argv) {
     if (bench_part_wanted(argc, argv, "check")) {
         check_to_fp32(1, 8, 8);
         check_to_fp32(3, 1000, 1016);
-        check_to_fp32(4, 131072, 200000);  // more than 128 thread blocks take at once: they loop
+        check_to_fp32(4, 131072, 200000);  // too many elements for one pass of 128 thread blocks: they loop
         for (int kind = 0; kind < 12; kind++) {
             const GradientSum how = sum_kinds()[kind / 4];
             check_add(0, 8, kind & 1, kind & 2, how);
             check_add(256, 4008, kind & 1, kind & 2, how);
-            check_add(8, 300000, kind & 1, kind & 2, how);  // more than 128 thread blocks take at once: they loop
+            check_add(8, 300000, kind & 1, kind & 2, how);  // too many for one pass of 128 thread blocks
             check_rank_sum(2 + kind % 3, kind % 2, 4104, kind & 2, how);
         }
         check_peers();

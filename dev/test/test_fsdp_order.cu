@@ -722,8 +722,9 @@ static void write_weights(int64_t l, int64_t count, int64_t step) {
 
 static int64_t num_units(void) { return now->f->table->num_layers + 1; }
 
-// The update of the root is the step's last with --optimizer-in-backward, else its first. Later reads of weights expect
-// the new version.
+// Reads of weights expect version now->step, which is raised when the root is updated. With --optimizer-in-backward
+// that is a step's last update, since backward still reads old weights between the updates of layers. Else it is the
+// first.
 static void called_update_units(const AdamwUpdate *w, const ParameterTable *, const ShardPlan *, int64_t l,
                                 int64_t count, int64_t first_gradient, cudaStream_t) {
     read_reduced_gradients(l, count, first_gradient);

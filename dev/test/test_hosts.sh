@@ -72,7 +72,7 @@ train() {
         { tail -n 5 "$ROOM/$name.out"; false; }
 }
 
-# Checks that run $1 has the steps $3 to 6 of run $2, bit for bit.
+# Checks that the lines of `steps` of run $1 equal those of run $2 from line $3 on (1: all lines).
 same_steps() {
     check "$1: the steps from $3 on have the losses and norms of $2" \
         equal "$(steps "$1")" "$(steps "$2" | tail -n +"$3")"
@@ -104,7 +104,8 @@ check "the number of ranks changes the bits, so equal bits mean something" \
 
 # ---- Every host may have its own copy of the data. Checkpoints and exports need a disk that all hosts share.
 
-# Starts run $1 on the hosts a and b. Each has a disk of its own at $ROOM/own, with a copy of the data. Then options.
+# Trains on the hosts a and b as run $1, without mpirun. Each host has a disk of its own at $ROOM/own, with a copy of
+# the data. The rest: options. Leaves `statuses` and the errors as end_meeting does.
 meet_own() {
     local name=$1 rank=0 host
     shift
@@ -159,8 +160,8 @@ done
 
 # ---- --dry-run says how many bytes cross the network, and how long a step takes over a link of 100 Mbit/s.
 
-# Prints a number of the JSON plan for hosts with one rank each. $1 "host_receives_bytes" (their sum) or "step_ms", $2
-# hosts, then options.
+# Prints number $1 of the JSON plan for $2 hosts with one rank each: "step_ms", or "host_receives_bytes", summed over
+# the hosts. The rest: options.
 plan() {
     local key=$1 hosts=$2
     shift 2

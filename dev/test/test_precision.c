@@ -166,8 +166,8 @@ static void test_sizes(void) {
     free_plan(&x);
 }
 
-// The weight of a fused linear layer begins at the first of its tensors in the parameter table. Each recipe has its
-// formats.
+// Tests the shape of each linear layer's weight and where it begins: a fused weight begins at the first of its tensors
+// in the parameter table. Also tests to which FP8 format a recipe casts x, w and gradients.
 static void test_shapes_and_formats(void) {
     Plan x = make_plan("llama3.1-8b", RECIPE_TENSORWISE, "");
     static const struct {

@@ -22,7 +22,7 @@ typedef struct {
     int64_t parent, next, first;  // indices of nodes; -1: none
     int64_t count;                // children
     const char *key;              // key of a member of an object, else NULL
-    const char *text;             // string without escapes; number as it stood; "true" or "false"; else ""
+    const char *text;             // string with its escapes decoded; number as in the file; "true"; "false"; else ""
 } JsonNode;
 
 typedef struct {

@@ -97,8 +97,8 @@ enum { FREE, MUST_MATCH };
          "FP8 format of gradients; hybrid: E5M2; e4m3: E4M3, as for weights and inputs; auto: the recipe's own") \
     TEXT(fp8_filter, "fp8-filter", "", MUST_MATCH, \
          "linear layers that stay bf16, separated by commas: first, last, layers=A-B (from 0), attention, mlp, " \
-         "qkv, attn_out, gate_up, down; lm_head always stays bf16; auto: time FP8 and bf16 at the start and " \
-         "keep the faster") \
+         "qkv, attn_out, gate_up, down; lm_head always stays bf16; auto: time each of the four linear layers in FP8 " \
+         "and bf16 at the start, and keep the faster") \
     INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, MUST_MATCH, \
          "recipe delayed: length of the amax history; inputs and gradients add one amax per micro-step, weights " \
          "add one per optimizer step (Transformer Engine's default: one per micro-step); the first cast of " \
@@ -205,8 +205,9 @@ enum { FREE, MUST_MATCH };
          "before the first step, measure the bandwidth of all-gather, reduce-scatter and all-reduce, and of pairs of " \
          "ranks, and name slow links, ranks and GPUs") \
     INT(stall_timeout, "stall-timeout", 300, 5, 86400, FREE, \
-         "seconds without progress after which a stuck rank ends the run and is named; 4 times that while " \
-         "loading, saving and exporting files; a sixth of it, but at least 10, for a rank that does not respond at all") \
+         "seconds without progress after which the run ends and names the stuck rank; 4 times as long while " \
+         "loading, saving and exporting files; a rank that does not respond at all is stuck after a sixth of these " \
+         "seconds, but at least 10 and at most all") \
     GROUP("plan (--dry-run)") \
     INT(world_size, "world-size", 0, 0, 1 << 20, FREE, \
          "with --dry-run: number of ranks to plan for, without mpirun; 0: the ranks that were started") \
@@ -229,7 +230,7 @@ enum { FREE, MUST_MATCH };
     INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, \
          "steps between printed samples of text; the last step prints one too; 0: none") \
     INT(sample_tokens, "sample-tokens", 64, 1, 65536, FREE, \
-         "largest number of tokens of a sample; a separator token ends it earlier") \
+         "largest number of tokens that the model generates for a sample; a separator token ends it earlier") \
     TEXT(log_dir, "log-dir", "", FREE, "folder for log.jsonl, which has every step") \
     CHOICE(on_output_lost, "on-output-lost", OUTPUT_LOST_CONTINUE, OUTPUT_LOSSES, FREE, \
          "what to do when stdout or stderr cannot be written any more (closed pipe, full disk); continue: train " \

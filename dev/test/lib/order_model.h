@@ -90,7 +90,8 @@ typedef struct {
     const char *begins[ORDER_MAX_PIECES];
     OrderPiece pieces[ORDER_MAX_PIECES];
     int64_t count;
-    int64_t found[ORDER_PLACES];  // by hash of an address: the piece that the last search for it found
+    // A cache by the hash of an address: the piece that the last search for an address with this hash found.
+    int64_t found[ORDER_PLACES];
 } OrderMemory;
 
 // Values written to one address, on which one stream waits.
