@@ -27,8 +27,8 @@ static void test_rounds(void) {
     }
 }
 
-// Ranks of hosts with 3, 1 and 2 ranks, not host by host: on its host a rank meets all ranks, and on other hosts those
-// with its place.
+// Three hosts have 3, 1 and 2 ranks, and the ranks of a host do not follow each other. A rank meets each other rank of
+// its host once. If it is number k among the ranks of its host, it also meets number k of each other host that has one.
 static void test_hosts(void) {
     const LinkHost hosts[] = {"a", "c", "a", "b", "c", "a"};
     int met[6][6] = {{0}};
@@ -118,8 +118,8 @@ static void test_slow(void) {
     link_report_free(&r);
 }
 
-// nccl-tests, doc/PERFORMANCE.md: an all-gather or a reduce-scatter of 8 ranks has 7/8 of the algorithm's bandwidth, an
-// all-reduce 14/8.
+// doc/PERFORMANCE.md of NVIDIA's nccl-tests defines the bus bandwidth. With 8 ranks it is 7/8 of bytes / seconds for an
+// all-gather or a reduce-scatter, and 14/8 for an all-reduce.
 static void test_bus_bandwidth(void) {
     CHECK(links_bus_bandwidth(LINK_GATHER, 8e9, 8, 0.5) == 14e9, "all-gather");
     CHECK(links_bus_bandwidth(LINK_REDUCE, 8e9, 8, 0.5) == 14e9, "reduce-scatter");
@@ -132,7 +132,8 @@ static double one_second(void *context, LinkCollective c, int64_t runs) {
     return (void)c, (double)runs;
 }
 
-// One rank has no link. A run without some collectives measures the others, one time each if they take long.
+// One rank has no link. Collectives that the run lacks are not measured. One that takes long runs three times: to
+// connect, to find how often to repeat it, and to be measured.
 static void test_one_rank(void) {
     int64_t calls = 0;
     Comm one = comm_one();

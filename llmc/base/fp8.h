@@ -68,8 +68,8 @@ HOST_DEVICE static inline float fp8_pow2_down(float x) {
     return exponent == 0x7f800000u ? x : float_from_bits(exponent);
 }
 
-// Transformer Engine's scale: one fp32 division. An amax of zero, infinity or NaN gives 1. A quotient above the largest
-// float becomes the largest float. The scale is divided by 2 to the power `margin`.
+// Transformer Engine's scale: MAX / 2^margin is divided by the amax, in fp32. An amax of zero, infinity or NaN gives 1,
+// with any margin. A quotient above the largest float becomes the largest float.
 HOST_DEVICE static inline float fp8_scale_te(float amax, Fp8Format format, int margin) {
     const uint32_t bits = float_bits(amax);
     if (bits == 0 || bits >= 0x7f800000u) return 1.0f;

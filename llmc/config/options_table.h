@@ -146,7 +146,7 @@ enum { FREE, MUST_MATCH };
     FLAG(optimizer_in_backward, "optimizer-in-backward", \
          "update each layer's weights in the backward pass, as soon as its gradient is complete: gradients of one layer " \
          "(two with several ranks) and of the embedding and lm_head take memory, not those of the whole model; the " \
-         "numbers stay the same, but with --grad-clip; not with --on-nonfinite skip or several micro-steps") \
+         "numbers stay the same, except with --grad-clip; not with --on-nonfinite skip or several micro-steps") \
     TEXT(offload, "offload", "none", FREE, \
          "what to keep in pinned host memory, separated by commas: moments (AdamW's), master (fp32 master weights), or " \
          "none; copied to the GPU and back in each step, with --optimizer-in-backward while backward computes; the " \
@@ -172,8 +172,8 @@ enum { FREE, MUST_MATCH };
     REAL(eps, "eps", 1e-8, 1e-30, 1, FREE, "AdamW's epsilon, added to the square root of the second moment") \
     REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, FREE, \
          "largest norm of the whole gradient: a gradient with a larger norm is scaled down to it; with " \
-         "--optimizer-in-backward each layer is scaled by what the norm will be, as its part so far and the last step's " \
-         "norms tell; 0: off") \
+         "--optimizer-in-backward each layer is scaled before this norm is known, by an estimate of it from the " \
+         "step's gradients so far and the last step's norms; 0: off") \
     CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, NONFINITES, FREE, \
          "what to do when the gradient norm is not finite or above 2^63; stop: end the run and save nothing of " \
          "this step; skip: change no weight in this step (10 skipped steps in a row end the run)") \

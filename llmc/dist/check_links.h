@@ -7,10 +7,10 @@
 // That is the rate of each rank's link, for any n. The time is that of the slowest group. It includes what the run does
 // with the data on arrival, such as sums of gradients.
 //
-// Then ranks exchange data in pairs, several pairs at once: each rank with all ranks of its host, and with the rank of
-// its own place on other hosts. A rank is slow if its best pair over one path is below LINKS_SLOW of the median of the
-// other ranks. A pair of two ranks that are not slow is slow if it is below LINKS_SLOW of the median of all pairs. Of
-// two ranks that only reach each other, none can be called slow.
+// Then ranks exchange data in pairs, several pairs at once. Rank number k of a host (k is its place) meets all ranks of
+// its host, and number k of each other host, but at most LINKS_PARTNERS of either kind. A rank is slow if its best pair
+// over one path is below LINKS_SLOW of the median of the other ranks. A pair of two ranks that are not slow is slow if
+// it is below LINKS_SLOW of the median of all pairs. If two ranks reach only each other, neither can be called slow.
 #ifndef LLMC_CHECK_LINKS_H
 #define LLMC_CHECK_LINKS_H
 

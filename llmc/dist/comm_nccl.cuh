@@ -59,11 +59,11 @@ static inline void nccl_check(ncclResult_t result, const char *call, const char 
 }
 #define NCCL_CHECK(call) nccl_check((call), #call, __FILE__, __LINE__)
 
-// Ends the run with status `code`. The message names the oldest unfinished operation and the reason.
+// Ends the run with status `code`. The message names the reason, and the oldest unfinished operation if there is one.
 __attribute__((noreturn)) static inline void nccl_die(const Nccl *n, int code, const char *reason) {
     const NcclOperation *o = &n->operations[n->finished % NCCL_PENDING];
     if (n->finished == n->enqueued)
-        die_with(code, "step %lld, at the start of a collective: %s", (long long)n->step + 1, reason);
+        die_with(code, "step %lld, between collectives or at the start of one: %s", (long long)n->step + 1, reason);
     char of[64] = "";
     if (o->layer == ROOT) format_checked(of, sizeof of, " of the root unit");
     if (o->layer >= 0) format_checked(of, sizeof of, " of layer %lld", (long long)o->layer);
@@ -132,7 +132,7 @@ static inline void nccl_settle(Nccl *n, const char *what) {
 // Work enqueued on n->stream between nccl_begin_operation and nccl_end_operation is one operation for nccl_watch.
 // `layer` may be ROOT or NO_LAYER.
 static inline void nccl_begin_operation(Nccl *n, const char *what, int64_t layer) {
-    nccl_watch(n);  // enqueuing a collective calls nccl_watch; enqueuing a copy does not
+    nccl_watch(n);  // for operations that are copies: nccl_end, which also watches, ends collectives only
     if (n->enqueued - n->finished == NCCL_PENDING) nccl_wait(n, n->operations[n->finished % NCCL_PENDING].done);
     NcclOperation *o = &n->operations[n->enqueued % NCCL_PENDING];
     o->what = what, o->layer = layer, o->step = n->step;

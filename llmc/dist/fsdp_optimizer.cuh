@@ -34,7 +34,8 @@ static inline void fsdp_update_units(Fsdp *f, Offload *offload, const AdamwUpdat
     adamw_msamp_store(w, f->table, &f->plan, l, count, gradients, stream);
 }
 
-// Makes bf16 weights, and the FP16 codes of FP16 masters, from masters that have changed.
+// Call it after masters were initialized or loaded. Rounds the bf16 weights from them. FP16 masters that arrived as
+// fp32 numbers (fp16_masters.cuh) are encoded as FP16 before.
 static inline void fsdp_masters_changed(Fsdp *f, const AdamwArrays *a) {
     const cudaStream_t stream = f->transport.compute;
     const MsampTensors all = {0, f->table->count};

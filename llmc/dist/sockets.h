@@ -87,7 +87,7 @@ static inline bool address_is_loopback(const char *address) {
     return strncmp(address, "127.", 4) == 0 || strcmp(address, "::1") == 0;
 }
 
-// Connects to one address until the deadline. Returns -1, with errno, if that fails.
+// Tries once to connect to one address, and waits at most until the deadline. Returns the socket, or -1 with errno.
 static inline int socket_connect_one(const struct addrinfo *a, double deadline) {
     const int fd = socket(a->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     int error = 0;

@@ -67,7 +67,9 @@ typedef struct {
     // Runs the forward pass on this rank's part of batch number `batch`. Returns the loss of each token [B][T].
     const float *(*token_losses)(void *t, DataLoader *data, int64_t batch);
     NextLogits next_logits;
-    void (*settle)(void *t);  // waits for all started work, and drops state that only steps may set; may be NULL
+    // Waits for all started work. Drops scales that validation or samples gave to tensors before the first step. May be
+    // NULL.
+    void (*settle)(void *t);
     // Prints the profile of the last step, if there is one, and adds its rows to a JSON array. May be NULL.
     void (*print_profile)(void *t, double peak_bf16, JsonText *parts);
     void (*destroy)(void *t);
