@@ -113,10 +113,8 @@ enum { FREE, MUST_MATCH };
          "steps between audits of every FP8 operand: amax, scale, share flushed to zero, share saturated, " \
          "SQNR; 0: none") \
     CHOICE(master_weights, "master-weights", STORAGE_AUTO, WEIGHT_STORAGES, MUST_MATCH, \
-         "dtype of the weights that AdamW updates; bf16: rounded stochastically (after 1,000 steps at " \
-         "--learning-rate 1e-5 the rms difference to fp32 weights is 4.0e-4, an absolute value; AdamW itself moves " \
-         "weights by 2.4e-4 if gradients are pure noise, and by 1.9e-3 if they have a direction); bf16-nearest: " \
-         "rounded to nearest, which loses small updates; fp16: FP16 with a scale for each tensor, as in MS-AMP; " \
+         "dtype of the weights that AdamW updates; bf16: rounded stochastically, so that small updates count on " \
+         "average; bf16-nearest: rounded to nearest, which loses small updates; fp16: FP16 with a scale for each tensor, as in MS-AMP; " \
          "recipe tensorwise casts FP8 weights from it if all linear layers are FP8 (on the GPU only with " \
          "--optimizer-state msamp or fp32); auto: bf16, or fp32 with --precision fp32") \
     CHOICE(optimizer_state, "optimizer-state", MOMENTS_AUTO, MOMENTS, MUST_MATCH, \

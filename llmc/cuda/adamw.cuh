@@ -171,8 +171,12 @@ static inline void adamw_add_run(AdamwUnits *u, int64_t end, bool decay, int ama
         last->end = (uint32_t)(end / PARAMETER_ALIGNMENT);
         return;
     }
-    if (u->num_runs == ADAMW_MAX_RUNS || amax_slot >= ADAMW_MAX_SLOTS)
-        die("the optimizer supports at most %d runs of parameters per unit", ADAMW_MAX_RUNS);
+    if (u->num_runs == ADAMW_MAX_RUNS)
+        die("a layer, or the part outside the layers, has more than %d ranges of parameters that differ in weight "
+            "decay "
+            "or amax slot",
+            ADAMW_MAX_RUNS);
+    if (amax_slot >= ADAMW_MAX_SLOTS) die("a layer has more than %d FP8 weights", ADAMW_MAX_SLOTS);
     if (end % PARAMETER_ALIGNMENT) die("tensors of one unit meet at element %lld, within a group", (long long)end);
     u->runs[u->num_runs++] = AdamwRun{(uint32_t)(end / PARAMETER_ALIGNMENT), decay, amax_slot, (int)entry, shift};
 }
@@ -385,8 +389,9 @@ __device__ static inline int64_t adamw_block_begin(AdamwBlocks at, int64_t b) {
            in_layers % at.layer_blocks * ADAMW_BLOCK;
 }
 
-// Finds the first block, in backward order, whose gradients are large, if the step's norm is not accepted. One thread
-// block. Fills control as adamw_find_large does, with the norms of blocks in place of the magnitudes of gradients.
+// If the step's norm is not accepted, finds the first ADAMW_BLOCK elements, in backward order, whose norm is large.
+// Fills control as adamw_find_large does, but compares norms of ADAMW_BLOCK elements instead of magnitudes of single
+// gradients. Runs as one thread block.
 static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
     adamw_find_block_kernel(AdamwControl *control, const double *squares, int64_t count, AdamwBlocks at) {
     grid_dependency_wait();
