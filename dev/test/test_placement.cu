@@ -512,10 +512,10 @@ static void test_fp8_gradients_refused(void) {
     model_config_preset(&s.m, "tiny");
     s.o.grad_accum_dtype = SUM_FP8;
     call_check_supported(&s);
-    s.o.offload = OFFLOAD_MOMENTS;
+    s.o.offload = "moments";
     CHECK(check_dies(call_check_supported, &s, "--offload moments does not go with", output, sizeof output), "%s",
           output);
-    s.o.offload = OFFLOAD_NONE, s.world = 2;
+    s.o.offload = "none", s.world = 2;
     CHECK(check_dies(call_check_supported, &s, "work on one GPU, and here are 2 ranks", output, sizeof output), "%s",
           output);
     s.o.grad_accum_dtype = SUM_BF16;
