@@ -389,9 +389,9 @@ static inline void options_gradient_conflict(const Options *o, char *message, si
                        o->grad_accum_dtype == SUM_FP32 ? "fp32" : "bf16");
 }
 
-// The states that --offload keeps in host memory.
+// The parts of a run that --offload keeps in host memory.
 typedef struct {
-    bool moments, master;
+    bool moments, master, activations;
 } Offloaded;
 
 // Reads --offload. Returns the first word that it does not know; NULL if it knows all.
@@ -403,6 +403,7 @@ static inline const char *options_read_offload(const char *text, Offloaded *out)
         const size_t n = strcspn(at, between);
         if (n == 7 && strncmp(at, "moments", n) == 0) out->moments = true;
         else if (n == 6 && strncmp(at, "master", n) == 0) out->master = true;
+        else if (n == 11 && strncmp(at, "activations", n) == 0) out->activations = true;
         else return at;
     }
     return NULL;
@@ -415,9 +416,13 @@ static inline Offloaded options_offloaded(const Options *o) {
     return out;
 }
 
-static inline bool options_offloads(const Options *o) {
+static inline bool options_offloads_state(const Options *o) {
     const Offloaded out = options_offloaded(o);
     return out.moments || out.master;
+}
+
+static inline bool options_offloads(const Options *o) {
+    return options_offloads_state(o) || options_offloaded(o).activations;
 }
 
 // Rules of --offload.
@@ -427,7 +432,8 @@ static inline void options_offload_conflict(const Options *o, char *message, siz
     const bool fp32 =
         o->master_weights == STORAGE_FP32 || (o->master_weights == STORAGE_AUTO && o->precision == PRECISION_FP32);
     if (unknown)
-        format_checked(message, capacity, "--offload: \"%.*s\" is none of moments, master; none stands alone",
+        format_checked(message, capacity,
+                       "--offload: \"%.*s\" is none of moments, master, activations; none stands alone",
                        (int)strcspn(unknown, ", "), unknown);
     else if (out.master && !fp32)
         format_checked(message, capacity,
