@@ -68,7 +68,7 @@ typedef struct {
     Linears linears;  // GEMMs and FP8 scales of the linear layers
     Activations acts;
     AdamwArrays params;  // this rank's flat shard arrays (shard_plan.h)
-    Offload offload;     // moments in host memory
+    Offload offload;     // moments, masters, activations in host memory
     StepNumbers step;    // the current step
     StepLog log;         // statistics and times of the latest steps
     cudaEvent_t idle;    // for trainer_wait_all
@@ -101,7 +101,7 @@ static void place_activations(Trainer *t, Arena *a) {
     ActivationsLayout layout = {};
     layout.dims = &t->d, layout.scales = &t->linears.scales;
     layout.recomputed = options_recomputed(t->o), layout.qk_norm = t->m.qk_norm;
-    layout.fp8_kept = options_keeps_fp8(t->o);
+    layout.fp8_kept = options_keeps_fp8(t->o), layout.kept_moves = options_offloaded(t->o).activations;
     layout.chunk = t->linears.head_rows;
     layout.fp8_weights = fsdp_casts_are_transient(f) ? fp8_weights : none;
     layout.root_gradient = buffered ? root : none, layout.layer_gradient = buffered || cast ? layer : none;
@@ -338,13 +338,18 @@ static Root root_gradients(const Trainer *t) { return root_of_unit(fsdp_gradient
 
 // Gathers layer l's weights if they are sharded (fsdp.cuh), and casts them. Prefetches the next layer.
 static void unshard(Trainer *t, int64_t l, bool backward) {
+    if (kept_begin(&t->offload.kept, l, backward, t->stream))
+        profile_mark(&t->profile, "activations from the host: waiting", PROFILE_WAIT, 0);
     fsdp_prefetch(&t->fsdp, backward ? l - 1 : l + 1);  // communicates while layer l computes
     fsdp_unshard(&t->fsdp, l, backward);
     if (t->fsdp.weights != FSDP_WEIGHTS_CACHED)
         profile_mark(&t->profile, "weights: waiting, casts, transposes", PROFILE_WAIT, 0);
 }
 
-static void reshard(Trainer *t, int64_t l) { fsdp_reshard(&t->fsdp, l); }
+static void reshard(Trainer *t, int64_t l, bool backward) {
+    fsdp_reshard(&t->fsdp, l);
+    kept_end(&t->offload.kept, l, backward, t->stream);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
@@ -395,7 +400,7 @@ static void model_forward(Trainer *t, const Batch *batch) {
         profile_range_begin("forward of layer", l);
         unshard(t, l, false);
         layer_forward(t, l);
-        reshard(t, l);
+        reshard(t, l, false);
         profile_range_end();
     }
     final_norm(t, w.norm);
@@ -611,7 +616,9 @@ static void optimizer_step(Trainer *t) {
 // compute_waits_comm these are sums over all ranks.
 static void model_forward_backward(Trainer *t, const Batch *batch, float grad_scale, bool last) {
     Fsdp *f = &t->fsdp;
+    t->offload.kept.stores = true;
     model_forward(t, batch);
+    t->offload.kept.stores = false;
     fsdp_begin_gradients(f, ROOT);
     profile_range_begin("loss", -1);
     loss_forward_backward(t, batch, grad_scale);
@@ -622,7 +629,7 @@ static void model_forward_backward(Trainer *t, const Batch *batch, float grad_sc
         unshard(t, l, true);
         fsdp_begin_gradients(f, l);
         layer_backward(t, l);
-        reshard(t, l);
+        reshard(t, l, true);
         reduce_scatter_gradients(t, l);
         fsdp_reduce_replicas(f, l, last);
         if (t->o->optimizer_in_backward) update_in_backward(t, l);
@@ -849,12 +856,13 @@ static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m
     t->table = parameter_table(m);
     t->precision = precision_plan(o, o->fp8_filter, m, &t->table, true);
     fsdp_describe(&t->fsdp, &t->table, &t->precision, o, comm->world, comm->rank);
-    offload_describe(&t->offload, o, &t->fsdp.plan, m->num_layers);
     t->d = model_dims(m, o->batch_size, o->sequence_length);
     linears_describe(&t->linears, &t->precision, m, t->d.R, logits_rows(&t->d, fsdp_loss_span(&t->fsdp)), o,
                      &t->profile);
     t->acts.layer = (LayerActs *)xcalloc((size_t)t->d.L, sizeof(LayerActs));
     t->acts.gate_up_fp8 = (Fp8Groups *)xcalloc((size_t)t->d.L, sizeof(Fp8Groups));
+    t->acts.kept = (KeptSpan *)xcalloc((size_t)t->d.L, sizeof(KeptSpan));
+    offload_describe(&t->offload, o, &t->fsdp.plan, t->acts.kept, t->d.L);
     Arena plan = {};
     place(t, &plan);
     return plan;
@@ -912,7 +920,7 @@ static void trainer_destroy(Trainer *t) {
     CUDA_CHECK(cudaStreamDestroy(t->stream));
     precision_free(&t->precision);
     parameter_table_free(&t->table);
-    free(t->acts.layer), free(t->acts.gate_up_fp8);
+    free(t->acts.layer), free(t->acts.gate_up_fp8), free(t->acts.kept);
 }
 
 // Called after initialization or a load has changed the weights: rounds bf16 weights from fp32 masters, finds the
@@ -939,8 +947,9 @@ static TrainerParts describe(void *context, const Options *o, const ModelConfig 
 }
 
 static void print_settings(const void *context) {
-    fsdp_print_gathers(&((const Trainer *)context)->fsdp);
-    offload_print(&((const Trainer *)context)->offload);
+    const Trainer *t = (const Trainer *)context;
+    fsdp_print_gathers(&t->fsdp);
+    offload_print(&t->offload, kept_passes(t->o, &t->m, &t->table, &t->precision));
 }
 
 static void print_gemms(const void *context) { linears_print(&((const Trainer *)context)->linears); }

@@ -1,5 +1,6 @@
 // Parses a command line: each line of the input is one argument.
 #include "fuzz.h"
+#include "../../llmc/config/options_rules.h"
 
 // Checks that numbers are in range and choices are valid.
 static void options_check_values(const Options *o) {

@@ -12,6 +12,7 @@
 #define TESTING
 #include <malloc.h>
 
+#include "../../llmc/cuda/activations.cuh"
 #include "../../llmc/cuda/adamw.cuh"
 #include "../../llmc/cuda/attention.cuh"
 #include "../../llmc/cuda/auto_filter.cuh"
@@ -33,8 +34,9 @@
 #include "lib/check.h"
 #include "lib/order_model.h"
 
-enum { COMPUTE, COMMUNICATION, TO_GPU, TO_HOST, MAX_EVENTS = 1 << 14, HOST_BYTES = 1 << 24 };
-static const char *const stream_names[ORDER_STREAMS] = {"compute", "communication", "to the GPU", "to the host"};
+enum { COMPUTE, COMMUNICATION, TO_GPU, TO_HOST, KEPT_COPIES, MAX_EVENTS = 1 << 14, HOST_BYTES = 1 << 24 };
+static const char *const stream_names[ORDER_STREAMS] = {"compute", "communication", "to the GPU", "to the host",
+                                                        "copies of activations"};
 
 // A rank's memory: of its GPU from 0 on, and pinned memory for offloading from here on.
 #define PINNED_BEGIN (ORDER_MEMORY_STRIDE / 4)
@@ -48,8 +50,12 @@ typedef struct {
     double *squares;
     float *loss;
     const struct Offload *offload;
-    int streams;     // created so far
-    int64_t pinned;  // bytes of pinned memory for offloading
+    const KeptSpan *slots;  // [L] activations in slots; NULL: not offloaded
+    bool copies_kept;       // some layers' activations leave the GPU
+    int64_t kept_layer;     // the layer that the model is in
+    bool kept_backward;     // in its backward pass
+    int streams;            // created so far
+    int64_t pinned;         // bytes of pinned memory for offloading
     Comm comm;
     int64_t step;                  // version of the weights
     int64_t gradient_step, micro;  // weights' version, and micro-step, from which the gradients come
@@ -91,6 +97,11 @@ static int64_t gradients_of(int64_t step, int64_t micro, int64_t l, int64_t over
 static int64_t offloaded_of(int64_t step, int array, int64_t element) {
     return step == 1 ? ORDER_UNWRITTEN
                      : order_content((1ll << 46) + (step << 40) + ((int64_t)array << 38) + element, 0);
+}
+
+// Content: activations of a layer, from its forward pass in a micro-step.
+static int64_t activations_of(int64_t step, int64_t micro, int64_t l) {
+    return order_content((1ll << 47) + (step * 100 + micro) * 1000 + l, 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -448,8 +459,8 @@ cudaError_t __wrap_cudaStreamQuery(cudaStream_t) {
     return cudaSuccess;
 }
 cudaError_t __wrap_cudaStreamCreateWithFlags(cudaStream_t *s, unsigned) {
-    static const int in_order[] = {COMPUTE, TO_GPU, TO_HOST};
-    *s = creating ? stream_handle(now - ranks, in_order[now->streams++]) : NULL;
+    static const int in_order[2][4] = {{COMPUTE, TO_GPU, TO_HOST}, {COMPUTE, KEPT_COPIES, TO_GPU, TO_HOST}};
+    *s = creating ? stream_handle(now - ranks, in_order[now->copies_kept][now->streams++]) : NULL;
     return cudaSuccess;
 }
 cudaError_t __wrap_cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
@@ -580,18 +591,48 @@ static QTensor trainer_weight(const Fsdp *f, int64_t l, LinearId id) {
 static cudaStream_t computing(void) { return stream_handle(now - ranks, COMPUTE); }
 static int64_t gradients_now(int64_t l, int64_t over) { return gradients_of(now->gradient_step, now->micro, l, over); }
 
+// Returns the bytes from an address to the end of the slot that contains it; 0: no slot does.
+static int64_t left_in_slot(const void *at) {
+    for (int64_t l = 0; now->slots && l < now->f->table->num_layers; l++) {
+        const KeptSpan *slot = &now->slots[l];
+        if ((const char *)at >= slot->begin && (const char *)at < slot->begin + slot->bytes)
+            return slot->begin + slot->bytes - (const char *)at;
+    }
+    return 0;
+}
+
+// Records an access of a kernel to the first value of a tensor in a slot. Copies must not go on meanwhile.
+static void note_kept_read(const void *at) {
+    if (left_in_slot(at)) note_read(computing(), at, min_i64(ARENA_ALIGNMENT, left_in_slot(at)), ORDER_ANY);
+}
+static void note_kept_write(const void *at) {
+    if (left_in_slot(at))
+        note_write(computing(), at, min_i64(ARENA_ALIGNMENT, left_in_slot(at)),
+                   activations_of(now->gradient_step, now->micro, now->kept_layer));
+}
+
+// Records that forward of a layer writes all that it keeps, or that backward reads it.
+static void note_kept_layer(void) {
+    const KeptSpan *slot = &now->slots[now->kept_layer];
+    const int64_t content = activations_of(now->gradient_step, now->micro, now->kept_layer);
+    if (now->kept_backward) note_read(computing(), slot->begin, slot->bytes, content);
+    else note_write(computing(), slot->begin, slot->bytes, content);
+}
+
 static void tensor_read(const void *at) {
+    note_kept_read(at);
     const Tensor *weight = tensor_find(WEIGHT, at);
     if (weight) note_read(computing(), at, weight->bytes, weights_of(now->step, weight->layer));
 }
 
 static void tensor_write(const void *at) {
+    note_kept_write(at);
     const Tensor *t = tensor_find(WRITTEN, at);
     if (t) note_write(computing(), at, t->bytes, gradients_now(t->layer == NO_LAYER ? (int64_t)INPUTS : t->layer, 1));
 }
 
 // Records what a launcher does with an argument, by its declared type. Activations belong to one stream and are not
-// recorded.
+// recorded, but for those in slots that are copied.
 template <class T>
 struct Argument {
     static void read(T) {}
@@ -850,10 +891,13 @@ static void trainer_reduce_replicas(Fsdp *f, int64_t l, bool last) {
 }
 
 static void trainer_unshard(Fsdp *f, int64_t l, bool backward) {
+    now->kept_layer = l, now->kept_backward = backward;
+    if (now->slots) note_kept_layer();
     if (!call_is_omitted("fsdp_unshard")) fsdp_unshard(f, l, backward);
 }
 
 static void trainer_reshard(Fsdp *f, int64_t l) {
+    if (now->slots) note_kept_layer();
     if (!call_is_omitted("fsdp_reshard")) fsdp_reshard(f, l);
 }
 
@@ -1004,6 +1048,10 @@ static Trainer trainers[ORDER_MAX_RANKS];
 static int64_t offloaded_bytes(int array) { return now->offload->bytes[array]; }
 
 static const char *offload_event_name(const Rank *r, cudaEvent_t e) {
+    for (int i = 0; r->copies_kept && i < KEPT_SLOTS; i++) {
+        if (e == r->offload->kept.used[i]) return r->kept_backward ? "used in backward" : "used in forward";
+        if (e == r->offload->kept.copied[i]) return r->kept_backward ? "copied in backward" : "copied in forward";
+    }
     for (int64_t i = 0; i < r->offload->num_slots; i++) {
         const OffloadSlot *s = &r->offload->slots[i];
         if (e == s->loaded || e == s->updated || e == s->stored)
@@ -1044,6 +1092,8 @@ static const char *buffer_name(int64_t rank, const char *address) {
                {"received", f->transport.received},
                {"a slot of offloaded parts", t->offload.slots[0].array[OFFLOAD_EXP_AVG]},
                {"a slot of offloaded parts", t->offload.slots[0].array[OFFLOAD_MASTER]},
+               {"a slot of activations", t->acts.kept[0].begin},
+               {"offloaded activations", t->offload.kept.host},
                {"an offloaded array", t->offload.host[OFFLOAD_EXP_AVG]},
                {"an offloaded array", t->offload.host[OFFLOAD_MASTER]},
                {"arrivals", f->transport.arrivals}};
@@ -1064,7 +1114,9 @@ static void create_rank(const Options *o, const ModelConfig *m, int64_t world, i
     r->f = &t->fsdp, r->nccl = &t->nccl, r->offload = &t->offload;
     creating = true;
     const Arena plan = trainer_describe(t, o, m, &r->comm);
+    r->copies_kept = kept_leaving(&t->offload.kept) > 0;
     trainer_create(t, &plan);
+    r->slots = t->offload.kept.kept;
     creating = false;
     r->logits = t->acts.logits, r->squares = t->step.squares, r->loss = &t->step.stats->loss;
     num_trainers++;
@@ -1173,7 +1225,7 @@ static void check_noticed(const Case *c, Omission left_out, uint64_t seed) {
 
 // Offloaded arrays: slots that hold a layer and two more parts, and one slot.
 static void check_offload(int64_t world) {
-    for (const char *offload : {"moments", "master", "moments,master"})
+    for (const char *offload : {"moments", "master", "moments,master", "activations", "moments,activations"})
         for (int sharding = SHARDING_FULL; sharding <= (world == 4 ? SHARDING_HYBRID : SHARDING_NONE); sharding++)
             for (int64_t layers : {1, 2, 6})
                 for (int in_backward = 0; in_backward < 2; in_backward++)
@@ -1270,7 +1322,15 @@ static void check_omissions(void) {
         {{"updated", 0, -1}, SHARDING_FULL, OFF, true, "master"},
         {{"updated", 0, 2}, SHARDING_NONE, OFF, false, "moments"},
         {{"stored", 0, -1}, SHARDING_FULL, OFF, true, "moments"},
-        {{"stored", 0, 3}, SHARDING_FULL, OFF, false, "moments,master"}};
+        {{"stored", 0, 3}, SHARDING_FULL, OFF, false, "moments,master"},
+        {{"used in forward", 0, -1}, SHARDING_FULL, OFF, false, "activations"},
+        {{"used in forward", 0, 1}, SHARDING_NONE, OFF, true, "moments,activations"},
+        {{"used in backward", 0, -1}, SHARDING_FULL, ON, true, "activations"},
+        {{"used in backward", 0, 0}, SHARDING_HYBRID, OFF, false, "activations"},
+        {{"copied in forward", 0, -1}, SHARDING_FULL, ON, false, "activations"},
+        {{"copied in forward", 0, 2}, SHARDING_HYBRID, OFF, true, "activations"},
+        {{"copied in backward", 0, -1}, SHARDING_NONE, OFF, false, "moments,activations"},
+        {{"copied in backward", 0, 3}, SHARDING_FULL, OFF, true, "activations"}};
     for (int i = 0; i < (int)(sizeof all / sizeof *all); i++)
         for (uint64_t seed = 1; seed < 4; seed++) {
             const Case c = {PRECISION_FP8,
@@ -1283,7 +1343,7 @@ static void check_omissions(void) {
                             all[i].copies,
                             "",
                             4,
-                            3,
+                            all[i].offload && strstr(all[i].offload, "activations") ? 6 : 3,
                             all[i].in_backward ? 1 : 2,
                             true,
                             false,

@@ -124,6 +124,8 @@ static void test_combinations(void) {
     c.options.master_weights = STORAGE_FP32, c.options.offload = "master", c.options.recompute = RECOMPUTE_LAYER;
     c.options.grad_clip = 1, c.options.optimizer_state = MOMENTS_COAT_STOCHASTIC;
     check_says("masters stay offloaded", &c, "with --offload moments,master it needs 32.0 GiB");
+    c.options.offload = "activations,master";
+    check_says("activations stay offloaded", &c, "with --offload moments,master,activations it needs 32.0 GiB");
     c = case_of(1, 30);
     c.options.recompute = RECOMPUTE_LAYER, c.options.optimizer_in_backward = true;
     c.options.optimizer_state = MOMENTS_COAT_STOCHASTIC, c.options.offload = "moments";

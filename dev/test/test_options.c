@@ -311,19 +311,26 @@ static void test_backward_conflicts(void) {
 static void test_offload(void) {
     static const struct {
         const char *options;
-        bool moments, master;
+        bool moments, master, activations;
         const char *message;
-    } cases[] = {{"", false, false, ""},
-                 {"--offload none", false, false, ""},
-                 {"--offload moments", true, false, ""},
-                 {"--offload master --master-weights fp32", false, true, ""},
-                 {"--offload moments,master --master-weights fp32", true, true, ""},
-                 {"--offload master,moments --master-weights fp32", true, true, ""},
-                 {"--offload moment", false, false, "\"moment\" is none of moments, master; none stands alone"},
-                 {"--offload moments,masters", true, false, "\"masters\" is none of moments"},
-                 {"--offload none,moments", false, false, "\"none\" is none of moments"},
-                 {"--offload master", false, true, "this run has none: add --master-weights fp32, or leave master out"},
-                 {"--offload moments,master --master-weights fp16", true, true, "this run has none: add"}};
+    } cases[] = {
+        {"", false, false, false, ""},
+        {"--offload none", false, false, false, ""},
+        {"--offload moments", true, false, false, ""},
+        {"--offload master --master-weights fp32", false, true, false, ""},
+        {"--offload moments,master --master-weights fp32", true, true, false, ""},
+        {"--offload master,moments --master-weights fp32", true, true, false, ""},
+        {"--offload activations", false, false, true, ""},
+        {"--offload activations --precision fp8 --recompute layer", false, false, true, ""},
+        {"--offload moments,activations", true, false, true, ""},
+        {"--offload activation", false, false, false, "\"activation\" is none of moments, master"},
+        {"--offload master,activations", false, true, true, "this run has none: add --master-weights fp32"},
+        {"--offload moment", false, false, false,
+         "\"moment\" is none of moments, master, activations; none stands alone"},
+        {"--offload moments,masters", true, false, false, "\"masters\" is none of moments"},
+        {"--offload none,moments", false, false, false, "\"none\" is none of moments"},
+        {"--offload master", false, true, false, "this run has none: add --master-weights fp32, or leave master out"},
+        {"--offload moments,master --master-weights fp16", true, true, false, "this run has none: add"}};
     char message[512], line[256];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         format_checked(line, sizeof line, "tiny %s", cases[i].options);
@@ -333,8 +340,9 @@ static void test_offload(void) {
               "%s is accepted, or refused for the expected reason; found \"%s\"", line, message);
         Offloaded out;
         options_read_offload(o.offload, &out);
-        CHECK(out.moments == cases[i].moments && out.master == cases[i].master, "%s: moments %d, master %d", line,
-              out.moments, out.master);
+        CHECK(out.moments == cases[i].moments && out.master == cases[i].master &&
+                  out.activations == cases[i].activations,
+              "%s: moments %d, master %d, activations %d", line, out.moments, out.master, out.activations);
     }
 }
 

@@ -210,6 +210,21 @@ static QTensor kept_input(const Trainer *t, int64_t l, bool shared, LinearId id)
     return x;
 }
 
+// Adds a piece that backward of layer l reads and forward of layer l writes. With --offload activations the piece of a
+// layer that does not stay is copied to the host until forward of layer l + KEPT_SLOTS begins, and back once backward
+// of that layer has ended. Then the piece must lie in the range that is copied.
+static void needed_by_backward(const Trainer *t, Moments m, const char *name, const void *at, int64_t bytes,
+                               int64_t l) {
+    const KeptSpan *span = &t->acts.kept[l];
+    const char *const begin = (const char *)at;
+    if (t->offload.kept.kept && begin && bytes)
+        CHECK(begin >= span->begin && begin + bytes <= span->begin + span->bytes,
+              "%s of layer %lld is part of what is copied", name, (long long)l);
+    if (l >= kept_leaving(&t->offload.kept)) return needed(name, at, bytes, l, backward(m, l));
+    needed(name, at, bytes, l, l + KEPT_SLOTS - 1);
+    needed(name, at, bytes, backward(m, l + KEPT_SLOTS) + 1, backward(m, l));
+}
+
 // Lists the activations that a layer keeps, except its input: needed from its forward to its backward pass, or in the
 // passes of every layer if layers share them.
 static void list_layer(const Trainer *t, Moments m, int64_t l) {
@@ -245,7 +260,7 @@ static void list_layer(const Trainer *t, Moments m, int64_t l) {
         {"scales of columnwise norm2", norm2.columnwise_scale_inv, norm2.columnwise ? scales : 0, shared.norms}};
     CHECK(att.data, "layer %lld: attention's output has a place", (long long)l);
     for (size_t i = 0; i < sizeof kept / sizeof kept[0]; i++) {
-        if (!kept[i].shared) needed(kept[i].name, kept[i].at, kept[i].bytes, l, backward(m, l));
+        if (!kept[i].shared) needed_by_backward(t, m, kept[i].name, kept[i].at, kept[i].bytes, l);
         else if (l == 0) needed_by_layers(m, kept[i].name, kept[i].at, kept[i].bytes);
     }
 }
@@ -257,7 +272,7 @@ static void list_activations(const Trainer *t, Moments m) {
     const int64_t widest = max_i64(max_i64(d->C, d->ATT), d->F);
     for (int64_t l = 0; l < d->L; l++) {
         const bf16 *rotated = acts->layer[l].rotated;
-        needed("x", acts->layer[l].x, d->R * d->C * 2, l, backward(m, l));
+        needed_by_backward(t, m, "x", acts->layer[l].x, d->R * d->C * 2, l);
         list_layer(t, m, l);
         CHECK(acts->rotated_is_shared ? rotated == acts->layer[0].rotated : rotated == acts->layer[l].qkv,
               "layer %lld: `rotated` is at the shared address, or at the layer's qkv", (long long)l);
@@ -372,7 +387,7 @@ static void check_run(const char *label, Options o, const ModelConfig *model, in
     fsdp_destroy(&t.fsdp);
     precision_free(&t.precision);
     parameter_table_free(&t.table);
-    free(t.acts.layer);
+    free(t.acts.layer), free(t.acts.kept);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -409,13 +424,15 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
             if (recipe < RECIPE_BF16 && o.recompute < RECOMPUTE_MLP) o.fp8_activations = variant & 1 ? ON : OFF;
             if (recipe == RECIPE_DELAYED) o.on_nonfinite = variant & 4 ? NONFINITE_SKIP : NONFINITE_STOP;
             if (variant & 4 && o.grad_accum_dtype != SUM_FP8)
-                o.offload = variant & 1 ? "moments,master" : recipe == RECIPE_BF16 ? "master" : "none";
+                o.offload = variant & 1 ? "moments,master" : recipe == RECIPE_BF16 ? "master,activations" : "none";
+            if (strcmp(o.offload, "none") == 0 && recipe % 2 == variant / 16 % 2) o.offload = "activations";
             char conflict[512];
             o.optimizer_in_backward = variant & 8 && o.grad_accum_dtype != SUM_FP8;
             o.grad_clip = variant & 2 || recipe == RECIPE_BF16 ? 1 : 0;
             if (o.optimizer_in_backward && *options_conflict(&o, conflict, sizeof conflict)) continue;
-            format_checked(label, sizeof label, "%s, %lld x %lld, %s, %s, --recompute %d, %d micro-steps%s%s%s", name,
-                           (long long)B, (long long)T, ranks.name, recipe_row(recipe)->name, o.recompute,
+            format_checked(label, sizeof label,
+                           "%s, %lld x %lld, %s, %s, --recompute %d, --offload %s, %d micro-steps%s%s%s", name,
+                           (long long)B, (long long)T, ranks.name, recipe_row(recipe)->name, o.recompute, o.offload,
                            variant & 1 ? 2 : 1, cache ? ", --fp8-weight-cache on" : "",
                            variant & 4 ? ", fp32 state and sums, filtered" : "",
                            o.optimizer_in_backward ? ", --optimizer-in-backward"
@@ -515,6 +532,8 @@ static void test_fp8_gradients_refused(void) {
     s.o.offload = "moments";
     CHECK(check_dies(call_check_supported, &s, "--offload moments does not go with", output, sizeof output), "%s",
           output);
+    s.o.offload = "activations";
+    call_check_supported(&s);
     s.o.offload = "none", s.world = 2;
     CHECK(check_dies(call_check_supported, &s, "work on one GPU, and here are 2 ranks", output, sizeof output), "%s",
           output);

@@ -176,6 +176,8 @@ check "--copy-engines on is refused on the CPU" \
     refuses 4 "--copy-engines on needs the GPU trainer" tiny $data --copy-engines on
 check "--offload is refused on the CPU" refuses 4 "--offload moments,master needs the GPU trainer" tiny $data \
     --offload moments,master --master-weights fp32
+check "--offload activations is refused on the CPU" \
+    refuses 4 "--offload activations needs the GPU trainer" tiny $data --offload activations
 check "--fp8-weight-cache on is refused on the CPU" refuses 4 "--fp8-weight-cache on needs the GPU trainer" tiny $data \
     --precision fp8 --fp8-weight-cache on
 check "a run trains with less validation data than a batch" \

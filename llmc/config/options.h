@@ -267,9 +267,9 @@ static inline bool options_fp8_gradients(const Options *o) {
     return o->grad_accum_dtype == SUM_FP8 || (o->grad_accum_dtype == SUM_AUTO && o->reduce_dtype == REDUCE_FP8);
 }
 
-// The states that --offload keeps in host memory.
+// The parts of a run that --offload keeps in host memory.
 typedef struct {
-    bool moments, master;
+    bool moments, master, activations;
 } Offloaded;
 
 // Reads --offload. Returns the first word that it does not know; NULL if it knows all.
@@ -281,6 +281,7 @@ static inline const char *options_read_offload(const char *text, Offloaded *out)
         const size_t n = strcspn(at, between);
         if (n == 7 && strncmp(at, "moments", n) == 0) out->moments = true;
         else if (n == 6 && strncmp(at, "master", n) == 0) out->master = true;
+        else if (n == 11 && strncmp(at, "activations", n) == 0) out->activations = true;
         else return at;
     }
     return NULL;
@@ -293,9 +294,13 @@ static inline Offloaded options_offloaded(const Options *o) {
     return out;
 }
 
-static inline bool options_offloads(const Options *o) {
+static inline bool options_offloads_state(const Options *o) {
     const Offloaded out = options_offloaded(o);
     return out.moments || out.master;
+}
+
+static inline bool options_offloads(const Options *o) {
+    return options_offloads_state(o) || options_offloaded(o).activations;
 }
 
 // Number of ranks, among `world` ranks, that share one replica of the parameters. Dies if --shard-size does not divide

@@ -133,7 +133,8 @@ static inline void options_offload_conflict(const Options *o, char *message, siz
     const bool fp32 =
         o->master_weights == STORAGE_FP32 || (o->master_weights == STORAGE_AUTO && o->precision == PRECISION_FP32);
     if (unknown)
-        format_checked(message, capacity, "--offload: \"%.*s\" is none of moments, master; none stands alone",
+        format_checked(message, capacity,
+                       "--offload: \"%.*s\" is none of moments, master, activations; none stands alone",
                        (int)strcspn(unknown, ", "), unknown);
     else if (out.master && !fp32)
         format_checked(message, capacity,

@@ -146,9 +146,10 @@ enum { FREE, MUST_MATCH };
          "(two with several ranks) and of the embedding and lm_head take memory, not those of the whole model; the " \
          "numbers stay the same, except with --grad-clip; not with --on-nonfinite skip or several micro-steps") \
     TEXT(offload, "offload", "none", FREE, \
-         "what to keep in pinned host memory, separated by commas: moments (AdamW's), master (fp32 master weights), or " \
-         "none; copied to the GPU and back in each step, with --optimizer-in-backward while backward computes; the " \
-         "numbers stay the same; GPU trainer only") \
+         "what to keep in pinned host memory, separated by commas: moments (AdamW's), master (fp32 master weights), " \
+         "activations (what layers keep for backward), or none; moments and master are copied to the GPU and back in " \
+         "each step, with --optimizer-in-backward while backward computes; activations are copied to the host while " \
+         "forward computes, and back while backward does; the numbers stay the same; GPU trainer only") \
     REAL(memory_limit, "memory-limit", 0, 0, 1e6, FREE, \
          "GiB of memory that each rank may use, on a GPU including CUDA's own memory: a run that needs more ends " \
          "before it starts, and names options with which it fits; 0: all that is free") \

@@ -38,8 +38,18 @@ typedef struct {
     QTensor qkv, out, gate_up, down;  // [R, QKV], [R, C], [R, 2F], [R, C]
 } OutputGradients;
 
+// --offload activations: layer l keeps its activations in slot l % KEPT_SLOTS (offload_kept.cuh).
+enum { KEPT_SLOTS = 3 };
+
+// What a layer keeps, inside its slot.
+typedef struct {
+    char *begin;
+    int64_t bytes;
+} KeptSpan;
+
 typedef struct {
     LayerActs *layer;           // [L]
+    KeptSpan *kept;             // [L] with --offload activations
     Fp8Groups *gate_up_fp8;     // [L] --fp8-activations: what backward reads; all layers share one gate_up
     bool rotated_is_shared;     // with QK-norm: all layers share one `rotated`, which backward recomputes
     bf16 *branch;               // [R, C] output of attention or MLP before the residual add
@@ -66,7 +76,8 @@ typedef struct {
     const Dims *dims;
     const TensorScales *scales;
     Recomputed recomputed;
-    bool fp8_kept;  // gate and up are kept in FP8
+    bool fp8_kept;    // gate and up are kept in FP8
+    bool kept_moves;  // layers share slots for what they keep (--offload activations)
     bool qk_norm;
     int64_t chunk;  // rows of logits at a time
     // Memory of the layers' weight gradients. Activations use it until the gradients are written. Empty: not reused.
@@ -241,22 +252,46 @@ static inline int64_t layers_outside(const int64_t *sizes, int64_t L, int64_t gr
     return L;
 }
 
+// Returns the bytes of layer l's activations.
+static inline int64_t kept_bytes(const ActivationsLayout *p, int64_t l, const OneLayer *one) {
+    Arena count;
+    LayerActs acts;
+    Fp8Groups groups;
+    memset(&count, 0, sizeof count);
+    arena_group(&count, "");
+    place_kept(p, &count, &acts, &groups, l, one);
+    return count.used;
+}
+
 static inline int64_t count_layers_outside(const ActivationsLayout *p, const OneLayer *one) {
     const int64_t L = p->dims->L;
     if (p->layer_gradients.begin == p->layer_gradients.end) return L;
     int64_t *sizes = (int64_t *)xcalloc((size_t)L, sizeof *sizes);
-    for (int64_t l = 0; l < L; l++) {
-        Arena count;
-        LayerActs acts;
-        Fp8Groups groups;
-        memset(&count, 0, sizeof count);
-        arena_group(&count, "");
-        place_kept(p, &count, &acts, &groups, l, one);
-        sizes[l] = count.used;
-    }
+    for (int64_t l = 0; l < L; l++) sizes[l] = kept_bytes(p, l, one);
     const int64_t outside = layers_outside(sizes, L, p->layer_gradient_bytes);
     free(sizes);
     return outside;
+}
+
+// Places the slots, and the activations of each layer in its slot. All layers must have the slots until backward ends.
+// With ARENA_APART each layer has memory of its own: then copies of slots move bytes that nothing reads.
+static inline void place_kept_slots(const ActivationsLayout *p, Activations *acts, Arena *a, const OneLayer *one) {
+    const int64_t L = p->dims->L;
+    int64_t bytes = 0;
+    for (int64_t l = 0; l < L; l++) {
+        acts->kept[l].bytes = kept_bytes(p, l, one);
+        bytes = max_i64(bytes, acts->kept[l].bytes);
+    }
+    for (int64_t slot = 0; slot < min_i64(KEPT_SLOTS, L); slot++) {
+        char *const begin = (char *)arena_take(a, bytes);
+        for (int64_t l = slot; l < L; l += KEPT_SLOTS) {
+            Arena in_slot;
+            memset(&in_slot, 0, sizeof in_slot);
+            arena_group(&in_slot, "");
+            in_slot.base = acts->kept[l].begin = begin;
+            place_kept(p, &in_slot, &acts->layer[l], &acts->gate_up_fp8[l], l, one);
+        }
+    }
 }
 
 // Places the FP8 data of output gradients [R, columns], for one linear layer at a time.
@@ -346,9 +381,10 @@ static inline ArenaRange place_logits_and_one_layer(const ActivationsLayout *p, 
     return in_span ? left : span;
 }
 
-// Places all activations; acts->layer [L] and acts->gate_up_fp8 [L] are allocated. The last layers' activations use the
+// Places all activations; acts->layer, kept and gate_up_fp8 [L] are allocated. The last layers' activations use the
 // memory of the layers' weight gradients. The activations of the first layers and of the loss use the free part of the
-// embedding's gradient, as far as they fit.
+// embedding's gradient, as far as they fit. So do slots, which the first layer needs when all other layers' gradients
+// are written.
 static inline void activations_place(Activations *acts, const ActivationsLayout *p, Arena *a) {
     const Dims *d = p->dims;
     const ArenaRange nowhere = {0, 0};
@@ -360,11 +396,13 @@ static inline void activations_place(Activations *acts, const ActivationsLayout 
     // The final norm needs its workspace beside the root's gradient.
     if (p->root_gradient.place) place_norm_workspace(p, acts, a);
     const ArenaRange left = place_logits_and_one_layer(p, acts, a, &one);
-    const int64_t outside = count_layers_outside(p, &one);
+    const int64_t outside = p->kept_moves ? 0 : count_layers_outside(p, &one);
     arena_group(a, "activations kept for backward");
     arena_reuse(a, p->layer_gradients);
-    for (int64_t l = outside; l < d->L; l++) place_kept(p, a, &acts->layer[l], &acts->gate_up_fp8[l], l, &one);
+    for (int64_t l = outside; l < d->L && !p->kept_moves; l++)
+        place_kept(p, a, &acts->layer[l], &acts->gate_up_fp8[l], l, &one);
     arena_reuse(a, left);
+    if (p->kept_moves) place_kept_slots(p, acts, a, &one);
     for (int64_t l = 0; l < outside; l++) place_kept(p, a, &acts->layer[l], &acts->gate_up_fp8[l], l, &one);
     acts->x_final = take_bf16(a, d->R * d->C);
     acts->y_final = take_bf16(a, d->R * d->C);

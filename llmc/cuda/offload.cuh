@@ -1,4 +1,5 @@
 // Keeps AdamW's moments, fp32 master weights or both in pinned host memory (--offload moments,master).
+// `kept` does it with activations (offload_kept.cuh).
 //
 // The update takes a rank's shard in parts. A part is copied to a slot of GPU memory, updated there, and copied back.
 // Copies in both directions have streams of their own, and begin before the update needs them: the order of parts is
@@ -10,11 +11,9 @@
 
 #include "adamw.cuh"
 #include "adamw_state.cuh"
+#include "offload_kept.cuh"
 
 enum { OFFLOAD_PART = 1024 * ADAMW_BLOCK, OFFLOAD_MAX_SLOTS = 64 };  // elements of a part: 16 Mi
-
-// The rate of copies, each way, that plans assume: an H200's with PCIe 5.0 x16.
-enum { OFFLOAD_GB_PER_S = 47 };
 
 // The arrays that may be offloaded.
 enum { OFFLOAD_EXP_AVG, OFFLOAD_EXP_AVG_SQ, OFFLOAD_MASTER, OFFLOAD_ARRAYS };
@@ -36,6 +35,7 @@ typedef struct Offload {
     OffloadSlot slots[OFFLOAD_MAX_SLOTS];
     int64_t num_slots, next_slot;
     cudaStream_t in, out;
+    KeptOffload kept;
 } Offload;
 
 static inline int64_t offload_parts(int64_t elements) { return ceil_div(elements, OFFLOAD_PART); }
@@ -67,7 +67,8 @@ static inline int64_t offload_following(const Offload *f, int64_t index) {
 
 // Describes the parts of a rank's shard. Slots hold a layer and two more parts; a shard with few parts gets one slot,
 // with which every copy waits for the last.
-static inline void offload_describe(Offload *f, const Options *o, const ShardPlan *plan, int64_t layers) {
+static inline void offload_describe(Offload *f, const Options *o, const ShardPlan *plan, const KeptSpan *kept,
+                                    int64_t layers) {
     const Offloaded offloaded = options_offloaded(o);
     const AdamwMoments moments = adamw_moments_of(o);
     const int64_t first = adamw_moment_bytes(moments), second = adamw_moments_bytes(moments) - first;
@@ -75,6 +76,7 @@ static inline void offload_describe(Offload *f, const Options *o, const ShardPla
     f->bytes[OFFLOAD_EXP_AVG_SQ] = offloaded.moments ? second : 0;
     f->bytes[OFFLOAD_MASTER] = offloaded.master ? (int64_t)sizeof(float) : 0;
     f->element = 0;
+    kept_describe(&f->kept, o, kept, layers);
     for (int k = 0; k < OFFLOAD_ARRAYS; k++) f->element += f->bytes[k];
     f->plan = plan, f->layers = layers, f->backwards = o->optimizer_in_backward;
     const int64_t wanted = min_i64(offload_unit_parts(f, 0) + 2, OFFLOAD_MAX_SLOTS);
@@ -90,8 +92,9 @@ static inline void offload_place(Offload *f, Arena *a) {
 }
 
 // Prints, in a dry run, what offloading takes and moves.
-static inline void offload_print(const Offload *f) {
+static inline void offload_print(const Offload *f, KeptPasses passes) {
     const double bytes = (double)(f->plan->total * f->element);
+    kept_print(&f->kept, passes);
     if (!f->element) return;
     printf("%-26s %.1f GiB of %s%s%s in host memory; each step copies as much to the GPU and back, which takes %.2f s "
            "at %d GB/s each way (PCIe 5.0 x16)%s\n",
@@ -105,6 +108,7 @@ static inline void offload_print(const Offload *f) {
 // Takes the host memory, and points the arrays at it. The GPU reads and writes it directly when weights are initialized
 // or loaded.
 static inline void offload_create(Offload *f, AdamwArrays *params) {
+    kept_create(&f->kept);
     if (!f->element) return;
     CUDA_CHECK(cudaStreamCreateWithFlags(&f->in, cudaStreamNonBlocking));
     CUDA_CHECK(cudaStreamCreateWithFlags(&f->out, cudaStreamNonBlocking));
@@ -122,6 +126,7 @@ static inline void offload_create(Offload *f, AdamwArrays *params) {
 }
 
 static inline void offload_destroy(Offload *f) {
+    kept_destroy(&f->kept);
     if (!f->element) return;
     for (int64_t i = 0; i < f->num_slots; i++)
         for (cudaEvent_t event : {f->slots[i].loaded, f->slots[i].updated, f->slots[i].stored})

@@ -33,7 +33,7 @@ static inline void check_fp8_gradients(const Options *o, int64_t world) {
                  "--grad-accum-dtype fp8 and --reduce-dtype fp8 work on one GPU, and here are %lld ranks; use bf16 or "
                  "fp32 for both, or the CPU trainer (train_fp8), whose ranks sum gradients in FP8",
                  (long long)world);
-    if (options_offloaded(o).moments || options_offloaded(o).master)
+    if (options_offloads_state(o))
         die_with(EXIT_UNSUPPORTED,
                  "--offload %s does not go with --grad-accum-dtype fp8, whose update takes vectors and matrices one "
                  "after the other; leave out one of the two",
@@ -54,7 +54,7 @@ static inline void check_supported(const ModelConfig *m, const Options *o, int64
         die_with(EXIT_UNSUPPORTED,
                  "--master-weights fp16 on the GPU goes with --optimizer-state msamp or fp32; the CPU trainer "
                  "(train_fp8) supports the others too");
-    if (options_offloads(o) && options_tensor_scales(o))
+    if (options_offloads_state(o) && options_tensor_scales(o))
         die_with(EXIT_UNSUPPORTED,
                  "--offload %s does not go with --optimizer-state msamp or --master-weights fp16, whose update "
                  "reads weights and moments twice; use --optimizer-state coat-stochastic, or leave --offload out",

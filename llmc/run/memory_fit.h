@@ -68,6 +68,13 @@ static inline bool memory_fit_change_states(Options *o, int change, char *words,
     }
 }
 
+// Returns --offload with moments and all else that is offloaded.
+static inline const char *memory_fit_with_moments(Offloaded out) {
+    static const char *const lists[2][2] = {{"moments", "moments,activations"},
+                                            {"moments,master", "moments,master,activations"}};
+    return lists[out.master][out.activations];
+}
+
 // Changes one option to a value that takes less memory, and writes the option as a user gives it. False if the run has
 // it already, or cannot have it.
 static inline bool memory_fit_change(Options *o, const Comm *c, int change, char *words, size_t capacity) {
@@ -99,7 +106,7 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
         return format_checked(words, capacity, " --fp8-activations on"), true;
     case FIT_OFFLOAD:
         if (options_offloaded(o).moments || options_tensor_scales(o) || options_fp8_gradients(o)) return false;
-        o->offload = options_offloaded(o).master ? "moments,master" : "moments";
+        o->offload = memory_fit_with_moments(options_offloaded(o));
         return format_checked(words, capacity, " --offload %s", o->offload), true;
     default: return memory_fit_set_recompute(o, RECOMPUTE_NORM + change - FIT_RECOMPUTE, words, capacity);
     }

@@ -16,7 +16,7 @@
 
 enum {
     ORDER_MAX_RANKS = 4,
-    ORDER_STREAMS = 4,
+    ORDER_STREAMS = 5,
     ORDER_MAX_STREAMS = ORDER_MAX_RANKS * ORDER_STREAMS
 };  // stream s belongs to rank s / ORDER_STREAMS
 enum {
