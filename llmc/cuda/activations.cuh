@@ -41,7 +41,7 @@ typedef struct {
 // --offload activations: layer l keeps its activations in slot l % KEPT_SLOTS (offload_kept.cuh).
 enum { KEPT_SLOTS = 3 };
 
-// What a layer keeps, inside its slot.
+// The activations that a layer keeps, inside its slot.
 typedef struct {
     char *begin;
     int64_t bytes;
