@@ -55,6 +55,7 @@ tally test_fsdp_order build/test_fsdp_order
 tally test_placement build/test_placement
 tally gpu_runs dev/test/gpu_runs.sh
 tally gpu_ranks dev/test/gpu_ranks.sh
+tally gpu_faults dev/test/gpu_faults.sh
 
 say "compute-sanitizer"
 if [ -n "${QUICK:-}" ]; then

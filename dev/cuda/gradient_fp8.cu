@@ -1,7 +1,7 @@
 // Checks gradients in FP8 (llmc/cuda/gradient_fp8.cuh) byte for byte against the CPU's functions, over several
-// micro-steps, and that the gradient norm, the search for large gradients and AdamW read them as the fp32 numbers that
-// they stand for. Times the casts, the norm and the update. Build and run:
-// make build/bench_gradient_fp8 && build/bench_gradient_fp8
+// micro-steps and over ranks, all of which this program plays, and that the gradient norm, the search for large
+// gradients and AdamW read them as the fp32 numbers that they stand for. Times the casts, sums over ranks, the norm and
+// the update. Build and run: make build/bench_gradient_fp8 && build/bench_gradient_fp8
 #include "../../llmc/cuda/adamw_msamp.cuh"
 #include "../../llmc/reference/adamw.h"
 #include "adamw_parts.cuh"
@@ -33,7 +33,7 @@ static Gradients gradients_create(const ModelConfig *m) {
     Gradients g = {};
     g.t = parameter_table(m);
     g.plan = shard_plan(&g.t, 1, 0);
-    g.layout = gradient_fp8_layout(&g.t);
+    g.layout = gradient_fp8_layout(&g.t, &g.plan, false);
     const int64_t codes = g.layout.layers * g.layout.matrices;
     g.gradients = (float *)xcalloc((size_t)g.t.total, sizeof(float));
     g.sums = (float *)xcalloc((size_t)g.t.total, sizeof(float));
@@ -171,6 +171,218 @@ static void check_casts(int large) {
     gradients_free(&g);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Sums over ranks, of layer 1 of a model of 3
+
+enum { RANKS_MOST = 5 };
+
+// The ranks that share the layer: its gradients as the ranks compute them, and what each rank keeps.
+typedef struct {
+    ParameterTable t;
+    int64_t ranks, matrices;  // matrices: elements of the layer, padding included
+    GradientFp8Layout whole, kept[RANKS_MOST];
+    GradientFp8 sent[RANKS_MOST], sums[RANKS_MOST];  // device; of the layer alone
+    bf16 *gradients[RANKS_MOST];                     // device: [matrices] of a rank
+    float *computed[RANKS_MOST];                     // [matrices] these gradients
+    float *values, *scale_inv;                       // [matrices] of the reference, [entries]
+    uint8_t *codes;                                  // [matrices] of the reference
+} SharedLayer;
+
+static GradientFp8 layer_alloc(int64_t codes, int64_t entries) {
+    return GradientFp8{(uint8_t *)bench_zeros(codes), (float *)bench_zeros(entries * 4),
+                       (uint32_t *)bench_zeros(entries * 4)};
+}
+
+// shard: the ranks keep slices of the layer, else whole replicas.
+static SharedLayer shared_create(const ModelConfig *m, int64_t ranks, bool shard) {
+    SharedLayer s = {};
+    s.t = parameter_table(m), s.ranks = ranks;
+    for (int64_t r = 0; r < ranks; r++) {
+        const ShardPlan plan = shard_plan(&s.t, shard ? ranks : 1, shard ? r : 0);
+        s.kept[r] = gradient_fp8_layout(&s.t, &plan, false), s.whole = gradient_fp8_layout(&s.t, &plan, true);
+        s.sent[r] = layer_alloc(s.whole.matrices, s.whole.entries);
+        s.sums[r] = layer_alloc(s.kept[r].matrices, s.whole.entries);
+        s.computed[r] = (float *)xcalloc((size_t)s.whole.matrices, sizeof(float));
+    }
+    s.matrices = s.whole.matrices;
+    s.values = (float *)xcalloc((size_t)s.matrices, sizeof(float));
+    s.scale_inv = (float *)xcalloc((size_t)s.whole.entries, sizeof(float));
+    s.codes = (uint8_t *)xcalloc((size_t)s.matrices, 1);
+    return s;
+}
+
+static void shared_free(SharedLayer *s) {
+    for (int64_t r = 0; r < s->ranks; r++) {
+        for (const GradientFp8 &g : {s->sent[r], s->sums[r]})
+            bench_free(g.codes), bench_free(g.scale_inv), bench_free(g.amaxes);
+        bench_free(s->gradients[r]), free(s->computed[r]);
+    }
+    free(s->values), free(s->scale_inv), free(s->codes);
+    parameter_table_free(&s->t);
+}
+
+// Gives each rank gradients of its own.
+static void shared_fill(SharedLayer *s, int micro) {
+    for (int64_t r = 0; r < s->ranks; r++) {
+        for (int k = 0; k < s->whole.count; k++)
+            for (int64_t i = s->whole.tensors[k].begin; i < s->whole.tensors[k].end; i++)
+                s->computed[r][i] =
+                    bf16_round(gradient_of((k + micro) % KINDS, rng_key(9, (uint64_t)(micro * 8 + r)), i));
+        if (micro == 2) s->computed[r][40 * r] = r == 1 ? NAN : INFINITY;
+        bench_free(s->gradients[r]);
+        s->gradients[r] = (bf16 *)upload_floats(s->computed[r], s->matrices, false);
+    }
+}
+
+// Replaces all ranks' amaxes by their maxima.
+static void reduce_amaxes(GradientFp8 *layers, int64_t ranks, int64_t entries) {
+    uint32_t *most = (uint32_t *)xcalloc((size_t)entries, sizeof *most);
+    for (int64_t r = 0; r < ranks; r++) {
+        uint32_t *own = (uint32_t *)bench_download(layers[r].amaxes, entries * 4, "amaxes");
+        for (int64_t i = 0; i < entries; i++) most[i] = own[i] > most[i] ? own[i] : most[i];
+        free(own);
+    }
+    for (int64_t r = 0; r < ranks; r++)
+        CUDA_CHECK(cudaMemcpy(layers[r].amaxes, most, (size_t)entries * 4, cudaMemcpyDefault));
+    free(most);
+}
+
+// Casts `from` of each rank to its `to`, with common amaxes.
+static void cast_all(const SharedLayer *s, GradientFp8 *to, const GradientFp8Layout *layouts, bool one_layout,
+                     const GradientFp8Source *from, bool add, float headroom) {
+    for (int64_t r = 0; r < s->ranks; r++) gradient_fp8_amaxes(to[r], &layouts[one_layout ? 0 : r], from[r], add, 0);
+    reduce_amaxes(to, s->ranks, s->whole.entries);
+    for (int64_t r = 0; r < s->ranks; r++)
+        gradient_fp8_cast(to[r], &layouts[one_layout ? 0 : r], from[r], add, headroom, 0);
+}
+
+// Sums elements begin .. begin + n - 1 of the codes of all ranks to `sum`, as rank `rank` does.
+static void sum_part(const SharedLayer *s, uint8_t *sum, const GradientFp8 *from, int64_t rank, int64_t begin,
+                     int64_t n) {
+    const int64_t stride = round_up(n, 16) + 16;  // longer than n
+    uint8_t *received = (uint8_t *)bench_alloc(stride * s->ranks);
+    for (int64_t r = 0; r < s->ranks; r++)
+        if (r != rank)
+            CUDA_CHECK(
+                cudaMemcpy(received + (r - (r > rank)) * stride, from[r].codes + begin, (size_t)n, cudaMemcpyDefault));
+    gradient_fp8_sum_ranks(sum, from[rank].codes + begin, received, stride, s->ranks, rank, n, 0);
+    CUDA_CHECK(cudaDeviceSynchronize());
+    bench_free(received);
+}
+
+// The reference of one tensor: sums `ranks` gradients x [ranks][n] in FP8, and returns the codes and scale_inv.
+static float sum_on_cpu(uint8_t *sum, const float *x, int64_t ranks, int64_t n, float headroom) {
+    uint8_t *codes = (uint8_t *)xcalloc((size_t)(ranks * n), 1);
+    const float scale = gradient_fp8_scale(gradient_fp8_amax(x, ranks * n)) * headroom;
+    gradient_fp8_encode(codes, x, scale, ranks * n);
+    gradient_fp8_sum(sum, codes, ranks, n, n);
+    free(codes);
+    return 1 / scale;
+}
+
+// Sums the ranks' computed gradients on the CPU, and adds them to those of earlier micro-steps.
+static void shared_reference(SharedLayer *s, bool add, float headroom) {
+    for (int k = 0; k < s->whole.count; k++) {
+        const GradientFp8Tensor at = s->whole.tensors[k];
+        const int64_t n = at.end - at.begin;
+        float *x = (float *)xcalloc((size_t)(s->ranks * n), sizeof *x), *values = s->values + at.begin;
+        for (int64_t r = 0; r < s->ranks; r++) memcpy(x + r * n, s->computed[r] + at.begin, (size_t)n * sizeof *x);
+        float scale_inv = sum_on_cpu(s->codes + at.begin, x, s->ranks, n, headroom);
+        gradient_fp8_decode(x, s->codes + at.begin, scale_inv, n);
+        if (add) {
+            for (int64_t i = 0; i < n; i++) x[i] += values[i];
+            const float scale = gradient_fp8_scale(gradient_fp8_amax(x, n));
+            gradient_fp8_encode(s->codes + at.begin, x, scale, n);
+            scale_inv = 1 / scale;
+            gradient_fp8_decode(x, s->codes + at.begin, scale_inv, n);
+        }
+        memcpy(values, x, (size_t)n * sizeof *x);
+        s->scale_inv[at.entry] = scale_inv;
+        free(x);
+    }
+}
+
+// Checks the codes and scales of all ranks. shard: a rank has a slice.
+static void check_shared(const SharedLayer *s, const char *label, bool shard) {
+    for (int64_t r = 0; r < s->ranks; r++) {
+        const int64_t n = s->kept[r].matrices;
+        uint8_t *got = (uint8_t *)bench_download(s->sums[r].codes, n, label);
+        check_bytes(label, got, s->codes + (shard ? r * n : 0), n, n);
+        free(got);
+        check_device(label, "scale_inv", s->sums[r].scale_inv, s->scale_inv, s->whole.entries * 4, 4);
+    }
+}
+
+// A shard group of `ranks` ranks reduces gradients in FP8 over micro-steps, as fsdp_reduce_scatter_codes does.
+static void check_shards(int large, int64_t ranks) {
+    const ModelConfig m = model_of(large);
+    SharedLayer s = shared_create(&m, ranks, true);
+    char label[120];
+    for (int micro = 0; micro < 3; micro++) {
+        GradientFp8Source computed[RANKS_MOST], summed[RANKS_MOST];
+        const bool add = micro > 0;
+        shared_fill(&s, micro), shared_reference(&s, add, 1);
+        for (int64_t r = 0; r < ranks; r++) computed[r] = GradientFp8Source{s.gradients[r], NULL, NULL};
+        cast_all(&s, s.sent, &s.whole, true, computed, false, 1);
+        for (int64_t r = 0; r < ranks; r++) {
+            const int64_t n = s.kept[r].matrices;
+            uint8_t *own = s.sent[r].codes + r * n;
+            sum_part(&s, add ? own : s.sums[r].codes, s.sent, r, r * n, n);
+            summed[r] = GradientFp8Source{NULL, own, s.sent[r].scale_inv};
+            if (!add)
+                CUDA_CHECK(cudaMemcpy(s.sums[r].scale_inv, s.sent[r].scale_inv, (size_t)s.whole.entries * 4,
+                                      cudaMemcpyDefault));
+        }
+        if (add) cast_all(&s, s.sums, s.kept, false, summed, true, 1);
+        format_checked(label, sizeof label, "shard group of %lld, hidden size %lld, micro-step %d", (long long)ranks,
+                       (long long)m.hidden_size, micro + 1);
+        check_shared(&s, label, true);
+    }
+    shared_free(&s);
+}
+
+// `ranks` replicas reduce their FP8 gradients, as fsdp_reduce_replica_codes does.
+static void check_replicas(int large, int64_t ranks) {
+    const ModelConfig m = model_of(large);
+    SharedLayer s = shared_create(&m, ranks, false);
+    char label[120];
+    GradientFp8Source computed, stored[RANKS_MOST];
+    bf16 *rounded = (bf16 *)bench_zeros(s.matrices * 2);
+    shared_fill(&s, 1);
+    for (int64_t r = 0; r < ranks; r++) {  // the ranks store their own gradients, with scales of their own
+        computed = GradientFp8Source{s.gradients[r], NULL, NULL};
+        stored[r] = GradientFp8Source{NULL, s.sums[r].codes, s.sums[r].scale_inv};
+        gradient_fp8_amaxes(s.sums[r], &s.whole, computed, false, 0);
+        gradient_fp8_cast(s.sums[r], &s.whole, computed, false, 1, 0);
+        for (int k = 0; k < s.whole.count; k++) {
+            const GradientFp8Tensor at = s.whole.tensors[k];
+            float *x = s.computed[r] + at.begin;
+            gradient_fp8_round(x, gradient_fp8_scale(gradient_fp8_amax(x, at.end - at.begin)), at.end - at.begin);
+        }
+        gradient_fp8_to_bf16(rounded, s.sums[r], &s.whole, 0);
+        bf16 *want = (bf16 *)upload_floats(s.computed[r], s.matrices, false);
+        uint8_t *bytes = (uint8_t *)bench_download(want, s.matrices * 2, "bf16");
+        format_checked(label, sizeof label, "codes of replica %lld as bf16", (long long)r);
+        check_device(label, "values", rounded, bytes, s.matrices * 2, 2);
+        free(bytes), bench_free(want);
+    }
+    const float headroom = gradient_fp8_headroom(ranks);
+    shared_reference(&s, false, headroom);
+    cast_all(&s, s.sums, &s.whole, true, stored, false, headroom);
+    const int64_t part = round_up(ceil_div(s.matrices, ranks), 16);
+    for (int64_t r = 0; r < ranks; r++) {  // each sums its part in place, and then sends it
+        const int64_t begin = min_i64(r * part, s.matrices), n = min_i64(begin + part, s.matrices) - begin;
+        if (n) sum_part(&s, s.sums[r].codes + begin, s.sums, r, begin, n);
+        for (int64_t to = 0; to < ranks; to++)
+            if (to != r)
+                CUDA_CHECK(cudaMemcpy(s.sums[to].codes + begin, s.sums[r].codes + begin, (size_t)n, cudaMemcpyDefault));
+    }
+    format_checked(label, sizeof label, "%lld replicas, hidden size %lld", (long long)ranks, (long long)m.hidden_size);
+    check_shared(&s, label, false);
+    bench_free(rounded);
+    shared_free(&s);
+}
+
 typedef struct {
     const char *name;
     AdamwMoments moments;
@@ -301,6 +513,11 @@ static void bench_all(Bench *b) {
                      (double)n * (add ? 7 : 5));
     }
     bench_free(x);
+    uint8_t *received = (uint8_t *)bench_alloc(3 * n / 4);  // the codes of a slice from 3 other ranks
+    const double sum_us = bench_time_us(
+        b, [&] { gradient_fp8_sum_ranks(layer.device.codes, layer.device.codes, received, n / 4, 4, 1, n / 4, 0); });
+    bench_report(b, "FP8 gradients, sum of 4 ranks", "a quarter of a layer of 8b", sum_us, (double)n * 5 / 4);
+    bench_free(received);
     gradients_free(&layer);
     if (!model_config_preset(&m, "llama3.2-1b")) die("no preset");
     Gradients g = gradients_create(&m);
@@ -330,6 +547,8 @@ int main(int argc, char **argv) {
     if (bench_part_wanted(argc, argv, "check"))
         for (int large = 0; large < 2; large++) {
             check_casts(large);
+            for (int64_t ranks = 2; ranks <= RANKS_MOST; ranks++)
+                check_shards(large, ranks), check_replicas(large, ranks);
             for (const Variant &v : variants) check_update(large, v);
         }
     if (bench_part_wanted(argc, argv, "bench")) {

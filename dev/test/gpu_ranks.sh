@@ -1,34 +1,12 @@
 #!/usr/bin/env bash
 # Tests train_fp8cu on several GPUs of one host: sharding strategies and recipes against one GPU, copy engines against
-# NCCL, FP8 all-gather on and off, resuming on other numbers of GPUs, killed, interrupted and stuck ranks, and memcheck.
-# Uses 4 GPUs, or 2 if there are fewer. Needs ./train_fp8cu, build/synth_stories and mpirun. Ends with "N passed, N
-# failed".
+# NCCL, FP8 all-gather on and off, FP8 gradients, resuming on other numbers of GPUs, and memcheck. Uses 4 GPUs, or 2 if
+# there are fewer; two ranks share a single GPU. Needs ./train_fp8cu, ./train_fp8, build/synth_stories and mpirun. Ends
+# with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
-tmp=$(mktemp -d)
-trap 'rm -rf "$tmp"' EXIT
 . dev/test/lib/gpu_lines.sh
-
-gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
-if [ "$gpus" -lt 2 ]; then
-    echo "skipped: $gpus GPUs, and these tests need 2"
-    echo "0 passed, 0 failed"
-    exit 0
-fi
-W=$((gpus >= 4 ? 4 : 2))
-# There may be more ranks than cores. mpirun must not bind all threads of a rank to one core.
-launcher="mpirun --allow-run-as-root --oversubscribe --bind-to none"
-
-# Runs the trainer. $1 name of the log, $2 ranks, then the trainer's arguments.
-run() { if [ "$2" -eq 1 ]; then gpu "$1" "${@:3}"; else trains "$1" $launcher -np "$2" ./train_fp8cu "${@:3}"; fi; }
-
-build/synth_stories --out "$tmp/synth" --bytes 400000 --seed 3 >/dev/null || bad "synth_stories"
-steps=8
-common="small --train-data $tmp/synth_train.bin --val-data $tmp/synth_val.bin --sequence-length 256 --batch-size 1"
-common="$common --deterministic --learning-rate 1e-3 --grad-clip 1"
-# Any number of ranks uses the same 2 W sequences in each step, and the same 16 for validation.
-split() { echo "--grad-accumulation-steps $((2 * W / $1)) --val-steps 16"; }
-
+. dev/test/lib/gpu_ranks_setup.sh
 # True if $tmp/refused.log has the error $1 and no step.
 refuses_with() {
     grep -q -- "^error: .*$1" "$tmp/refused.log" && ! grep -q "^step " "$tmp/refused.log" && return
@@ -133,7 +111,7 @@ unset NCCL_P2P_DISABLE
 # --check-links changes no loss, and finds no slow link on one host.
 run links $W $common --precision bf16 --num-steps $steps $(split $W) --check-links &&
     same "with --check-links" bf16_full links
-check "--check-links: no GPU and no link is slow: $(sed -n '/^links/,/^$/p' "$tmp/links.log")" \
+[ -n "$share" ] || check "--check-links: no GPU and no link is slow: $(sed -n '/^links/,/^$/p' "$tmp/links.log")" \
     holds "$tmp/links.log" "no rank and no link is slow"
 # As on two hosts: NCCL takes ranks with different NCCL_HOSTID for ranks of different hosts and moves data by TCP. A
 # shard group of one rank only reduces over replicas; copy engines work inside a group, and NCCL across.
@@ -150,21 +128,27 @@ for size in $(printf '%s\n' 1 $((W / 2)) | uniq); do
     [ $size -eq 1 ] || check "$name: copy engines inside, NCCL across: $(grep ^transport "$tmp/$name.log")" \
         grep -q '^transport copy engines; .*over replicas by NCCL' "$tmp/$name.log"
 done
-# Two ranks, each with a CUDA_VISIBLE_DEVICES of its own. $1 that of rank 0, $2 that of rank 1, then the trainer's
-# arguments.
-as_seen='export CUDA_VISIBLE_DEVICES=$(shift $OMPI_COMM_WORLD_LOCAL_RANK; echo $1); shift 2; exec ./train_fp8cu "$@"'
-seeing() { $launcher -np 2 sh -c "$as_seen" sh "$@"; }
-export -f seeing
-export launcher as_seen
-for gpus_seen in "0 1" "1 0" "1,0 1,0"; do
-    trains seeing bash -c 'seeing "$@"' bash $gpus_seen $pair && same "ranks that see GPUs $gpus_seen" pair seeing
-    grep -m1 -E "^(no copy engines|transport)" "$tmp/seeing.log"
-done
-for gpus_seen in "0 0" "0,1 1,0"; do
-    timeout 120 bash -c 'seeing "$@"' bash $gpus_seen $pair >"$tmp/refused.log" 2>&1 </dev/null
-    check "ranks that see GPUs $gpus_seen are refused: both use the same GPU" refuses_with \
-         "ranks 0 and 1 on .* have the same GPU, GPU-.* needs its own GPU"
-done
+# ---- Ranks that choose their GPUs.
+if [ -n "$share" ]; then
+    echo "skipped: ranks that see GPUs of their own: there is one GPU"
+else
+    # Two ranks, each with a CUDA_VISIBLE_DEVICES of its own. $1 that of rank 0, $2 that of rank 1, then the trainer's
+    # arguments.
+    as_seen='export CUDA_VISIBLE_DEVICES=$(shift $OMPI_COMM_WORLD_LOCAL_RANK; echo $1); shift 2; exec ./train_fp8cu'
+    as_seen="$as_seen \"\$@\""
+    seeing() { $launcher -np 2 sh -c "$as_seen" sh "$@"; }
+    export -f seeing
+    export launcher as_seen
+    for gpus_seen in "0 1" "1 0" "1,0 1,0"; do
+        trains seeing bash -c 'seeing "$@"' bash $gpus_seen $pair && same "ranks that see GPUs $gpus_seen" pair seeing
+        grep -m1 -E "^(no copy engines|transport)" "$tmp/seeing.log"
+    done
+    for gpus_seen in "0 0" "0,1 1,0"; do
+        timeout 120 bash -c 'seeing "$@"' bash $gpus_seen $pair >"$tmp/refused.log" 2>&1 </dev/null
+        check "ranks that see GPUs $gpus_seen are refused: both use the same GPU" refuses_with \
+             "ranks 0 and 1 on .* have the same GPU, GPU-.* needs its own GPU"
+    done
+fi
 # ---- Hybrid has three communicators. NCCL allocates part of their memory at their first use. The memory plan must
 # cover all memory that a GPU uses after a step.
 if [ $W -lt 4 ]; then
@@ -208,6 +192,59 @@ for more in "--fp8-recipe delayed --fp8-amax-history 3" "--fp8-filter first,down
     done
     same "$more: --fp8-all-gather on and off" gather_on gather_off
 done
+
+# ---- Gradients in FP8. On one GPU a micro-step joins the sum in fp32 before the cast; over ranks codes are added. An
+# addition rounds a gradient by up to 2^-4 of it, with random sign.
+run one_fp8_gradients 1 $common --precision fp8 --num-steps $steps $(split 1) --grad-accum-dtype fp8
+codes="$common --precision fp8 --num-steps $steps $(split $W) --reduce-dtype fp8"
+for sharding in full grad_op none "hybrid --shard-size $((W / 2))"; do
+    name=codes_${sharding%% *}
+    run $name $W $codes --sharding $sharding || continue
+    near "--reduce-dtype fp8, $sharding: first loss of $W GPUs and of one" \
+        "$(field $name loss 1)" "$(field one_fp8_gradients loss 1)" 3e-6
+    near "--reduce-dtype fp8, $sharding: first gradient norm of $W GPUs and of one" \
+        "$(field $name norm 1)" "$(field one_fp8_gradients norm 1)" 1e-2
+    near "--reduce-dtype fp8, $sharding: last loss of $W GPUs and of one" \
+        "$(field $name loss $steps)" "$(field one_fp8_gradients loss $steps)" 3e-3
+    run codes_again $W $codes --sharding $sharding && same "--reduce-dtype fp8, $sharding: two runs" $name codes_again
+done
+same "--reduce-dtype fp8: --sharding full and grad_op" codes_full codes_grad_op
+run codes_bf16 $W ${codes/--reduce-dtype fp8/--reduce-dtype bf16} --grad-accum-dtype fp8 &&
+    near "--grad-accum-dtype fp8 --reduce-dtype bf16: last loss of $W GPUs and of one" \
+        "$(field codes_bf16 loss $steps)" "$(field one_fp8_gradients loss $steps)" 3e-3
+run codes_bf16_none $W ${codes/--reduce-dtype fp8/--reduce-dtype bf16} --grad-accum-dtype fp8 --sharding none &&
+    near "--grad-accum-dtype fp8 --reduce-dtype bf16, --sharding none: last loss of $W GPUs and of one" \
+        "$(field codes_bf16_none loss $steps)" "$(field one_fp8_gradients loss $steps)" 3e-3
+# The CPU trainer sums the same codes in the same order. Its activations are fp32 numbers rounded to bf16, and its GEMMs
+# add in another order.
+trains codes_cpu $launcher -np $W -x OMP_NUM_THREADS=2 ./train_fp8 ${codes/small/tiny} --fp8-recipe tensorwise
+run codes_tiny $W ${codes/small/tiny} --fp8-recipe tensorwise &&
+    for step in 1 $steps; do
+        near "--reduce-dtype fp8: loss $step of $W GPUs and of $W CPU ranks" \
+            "$(field codes_tiny loss $step)" "$(field codes_cpu loss $step)" 1e-3
+    done
+# Copy engines and NCCL add codes in the order of ranks. Gradients of vectors and of the root stay bf16: with one
+# micro-step a sum of two is rounded once.
+for options in "--reduce-dtype fp8" "--msamp O1" "--msamp O2" "--msamp O3"; do
+    [ $W -eq 2 ] || break
+    one_micro="$common --precision fp8 --num-steps $steps --val-steps 16 $options"
+    run levels $W $one_micro && run levels_nccl $W $one_micro --copy-engines off &&
+        same "$options: copy engines and NCCL" levels levels_nccl
+done
+run codes_save $W $codes --msamp O2 --num-steps 4 --checkpoint-dir "$tmp/ck_codes"
+run codes_whole $W $codes --msamp O2
+for ranks in $W 1; do
+    rm -rf "$tmp/ck_now" && cp -r "$tmp/ck_codes" "$tmp/ck_now"
+    run codes_resumed $ranks ${codes/$(split $W)/$(split $ranks)} --msamp O2 --checkpoint-dir "$tmp/ck_now" --resume ||
+        continue
+    if [ $ranks -eq $W ]; then
+        same "--msamp O2: an unbroken and a resumed run" codes_whole codes_resumed $((steps - 4 + 1))
+    else
+        near "--msamp O2: first loss of an unbroken run and of one resumed on one GPU" \
+            "$(field codes_resumed loss 1)" "$(field codes_whole loss 5)" 3e-6
+    fi
+done
+echo "($SECONDS s)"
 
 # ---- An untied embedding whose slices end in the middle of a row, and vectors that do not fill their slices. With one
 # micro-step per step, gathered weights, logits and gradients share memory; with two they do not. With T 64 all ranks
@@ -255,8 +292,8 @@ run whole 1 $common --precision bf16 --num-steps 1 $(split 1) --export-hf "$tmp/
     spoil "$tmp/spoiled" model.layers.0.self_attn.q_proj.weight
 for sharding in full none; do
     rm -rf "$tmp/ck_skipped"
-    $launcher -np $W ./train_fp8cu ${common/#small/$tmp/spoiled} --precision fp8 --fp8-recipe delayed \
-        --fp8-amax-history 3 --num-steps 20 $(split $W) --sharding $sharding --on-nonfinite skip \
+    $launcher -np $W ./train_fp8cu ${common/#small/$tmp/spoiled} --no-verify --precision fp8 \
+        --fp8-recipe delayed --fp8-amax-history 3 --num-steps 20 $(split $W) --sharding $sharding --on-nonfinite skip \
         --checkpoint-dir "$tmp/ck_skipped" --checkpoint-every 1 --keep-checkpoints 1000 >"$tmp/skipped.log" 2>&1
     skips_leave_no_trace "delayed, $sharding, all steps skipped" "$tmp/skipped.log" "$tmp/ck_skipped"
     warning="step 1 skipped: the gradient norm is not finite. The problem begins in the attention block of layer 0"
@@ -285,120 +322,13 @@ for ranks in $W $((W / 2)) 1; do
 done
 echo "($SECONDS s)"
 
-# ---- A rank that is killed or interrupted.
-# Starts an endless run in the background that saves to $tmp/$1 every 20 steps, and waits for the first checkpoint. Sets
-# `launched` to the process id of mpirun, and `ranks` to those of the ranks.
-start_endless() {
-    $launcher -np $W ./train_fp8cu $common --precision bf16 --num-steps 1000000 $(split $W) --checkpoint-dir "$tmp/$1" \
-        --checkpoint-every 20 >"$tmp/$1.log" 2>&1 </dev/null &
-    launched=$!
-    for _ in $(seq 300); do grep -q '^saved' "$tmp/$1.log" && break; sleep 0.1; done
-    ranks=($(pgrep -P $launched -f train_fp8cu))
-    [ ${#ranks[@]} -eq $W ] || bad "$1: ${#ranks[@]} ranks are running: $(tail -n 3 "$tmp/$1.log")"
-}
-alive() { for pid in "${ranks[@]}"; do kill -0 $pid 2>/dev/null && echo $pid; done; }
-# Waits at most 60 seconds for the run and all its ranks to end (mpirun may return before the last rank has gone). Sets
-# `took`, and `status` to mpirun's exit status. If mpirun has not ended, kills it and sets `status` to "running".
-await_end() {
-    local start=$SECONDS
-    while { kill -0 $launched 2>/dev/null || [ -n "$(alive)" ]; } && [ $((SECONDS - start)) -lt 60 ]; do sleep 0.2; done
-    took=$((SECONDS - start))
-    if kill -0 $launched 2>/dev/null; then
-        status=running
-        kill -9 "${ranks[@]}" $launched
-    else
-        wait $launched
-        status=$?
-    fi
-}
-
-start_endless killed
-kill -9 "${ranks[$((W - 1))]}"
-await_end
-if [ "$status" != running ] && [ "$status" -ne 0 ] && [ -z "$(alive)" ] && grep -q 'rank [0-9]' "$tmp/killed.log"; then
-    ok "SIGKILL of a rank: status $status after $took s: $(grep -m1 'rank [0-9]' "$tmp/killed.log" | cut -c1-150)"
-else
-    bad "SIGKILL of a rank: status $status after $took s, alive: $(alive): $(tail -n 8 "$tmp/killed.log")"
-fi
-last=$(ls "$tmp/killed" | grep -v tmp | tail -n 1)
-if run after_kill 1 $common --precision bf16 --num-steps $((10#${last#step-} + 1)) $(split 1) \
-    --checkpoint-dir "$tmp/killed" --resume && ! grep -q 'resume: skipping' "$tmp/after_kill.log"; then
-    ok "the last checkpoint before the kill is complete: $last"
-else
-    bad "after the kill: $(grep -E 'resume|error' "$tmp/after_kill.log")"
-fi
-
-start_endless stopped
-before=$(ls "$tmp/stopped" | wc -l)
-kill -TERM "${ranks[1]}"
-await_end
-saved=$(printf 'step-%08d' "$(sed -n 's/^stopped by signal 15 after step \([0-9]*\).*/\1/p' "$tmp/stopped.log")")
-if [ "$status" = 0 ] && [ -z "$(alive)" ] && [ "$(grep -c '^stopped by signal' "$tmp/stopped.log")" -eq 1 ] &&
-    [ -d "$tmp/stopped/$saved" ]; then
-    ok "SIGTERM to rank 1: $(grep '^stopped' "$tmp/stopped.log"), status 0 after $took s"
-else
-    bad "SIGTERM to rank 1: status $status after $took s, $before checkpoints before, now $(ls "$tmp/stopped"):" \
-        "$(tail -n 5 "$tmp/stopped.log")"
-fi
-
-# ---- A rank that hangs. On 2 GPUs one rank is stopped in each phase. With --stall-timeout 5 all ranks end, and the
-# error names the stopped rank.
-host=$(hostname)
-stall_run() { exec $launcher -np 2 -x LD_PRELOAD="$tmp/shim.so" ./train_fp8cu "$@"; }
-. dev/test/lib/stall_cases.sh
-data="--train-data $tmp/synth_train.bin --sequence-length 256 --deterministic --precision bf16"
-endless="$data --num-steps 1000000 --stall-timeout 5"
-# Stops a rank and checks the error. $1 run, $2 rank, $3 phase, then the call on which the rank stops (as for
-# stall_start) and the trainer's arguments. The limit of 25 s is for the timeout, for detecting it, and for ending two
-# GPU processes.
-silent() {
-    local name=$1 rank=$2 phase=$3 speaker=$(($2 == 0))
-    shift 3
-    stall_start "$name" "$rank" stop "$@"
-    stall_await "$name" 60 || return
-    stall_says "$name" 25 \
-        "rank $rank on $host has not responded for .*; rank $speaker (waits for it|is) in $phase: "
-}
-small="small $endless"
-ending="$small --num-steps 1 --export-hf $tmp/stall_model"
-# Before the first step a rank reads each data file 18 times (rank 0: 19 times), and a model's file 12 times or more.
-silent start 1 start-up pread 3 synth_train.bin $small
-silent training 1 'step [0-9]*, training' pread 40 synth_train.bin $small
-silent training0 0 'step [0-9]*, training' pread 40 synth_train.bin $small
-silent validation 1 'step 1, validation' pread 20 synth_val.bin $small --val-data "$tmp/synth_val.bin" --val-every 1
-silent sampling 1 'step [0-9]*, sampling' MPI_Bcast 30 none $small --sample-every 1
-save='step 1, saving a checkpoint'
-silent saving 1 "$save" fsync 1 model.safetensors $small --checkpoint-dir "$tmp/stall_ck" --checkpoint-every 1
-silent saving0 0 "$save" fsync 2 model.safetensors $small --checkpoint-dir "$tmp/stall_ck0" --checkpoint-every 1
-silent export 1 'step 1, export' fsync 1 model.safetensors $ending
-run stall_model 2 $ending
-silent loading 1 loading pread 12 model.safetensors "$tmp/stall_model" $endless
-echo "($SECONDS s)"
-
-# A rank that goes on before the timeout changes no result. It is stopped for 20 s, or one of its reads takes 60 s.
-goes_on() {  # $1 run
-    stall_end "$1" 60
-    if [ "$status" = 0 ]; then same "$1" undisturbed "$1"; else bad "$1: status $status: $(tail -n 4 "$tmp/$1.log")"; fi
-}
-run undisturbed 2 small $data --num-steps 30
-stall_start continued 1 stop pread 30 synth_train.bin small $data --num-steps 30 --stall-timeout 150
-stall_await continued 60 && sleep 20 && kill -CONT $(<"$tmp/continued.mark") && goes_on continued
-stall_start slow 1 60 pread 30 synth_train.bin small $data --num-steps 30
-stall_await slow 60 && sleep 60 && goes_on slow
-# If a read does not return, the rank reports that itself and blames no other rank.
-stall_start never 1 1000 pread 30 synth_train.bin small $endless
-place="in step [0-9]*, training: pread of .*synth_train.bin"
-stall_await never 60 && stall_says never 15 "rank 1 on $host: a call on a file has not returned for .* $place"
-unset "${!STALL_@}"
-echo "($SECONDS s)"
-
 # ---- memcheck on 2 GPUs. NCCL makes CUDA calls that may fail, so errors of API calls are not reported.
 if ! command -v compute-sanitizer >/dev/null; then
     echo "skipped: compute-sanitizer is not installed"
 else
     timeout 100 $launcher -np 2 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
         ./train_fp8cu tiny --train-data "$tmp/synth_train.bin" --precision fp8 --sequence-length 160 --batch-size 2 \
-        --grad-accumulation-steps 2 --num-steps 2 --deterministic >"$tmp/memcheck.log" 2>&1
+        --grad-accumulation-steps 2 --num-steps 2 --deterministic --reduce-dtype fp8 $share >"$tmp/memcheck.log" 2>&1
     status=$?
     if [ $status -eq 0 ] && [ "$(grep -c 'ERROR SUMMARY: 0 errors' "$tmp/memcheck.log")" -eq 2 ]; then
         ok "memcheck on 2 GPUs: 0 errors"

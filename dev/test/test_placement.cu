@@ -108,13 +108,13 @@ static void list_state(const Trainer *t, Moments m) {
     needed_always(m, "alpha of emulated GEMMs", ln->gemm.alpha, 4);
 }
 
-// Adds FP8 gradients of matrices, and bf16 gradients of all else. The buffer of a layer is listed before, if
-// micro-steps add to its sum.
+// Adds FP8 gradients of matrices, and bf16 gradients of all else. The buffer of a layer is listed elsewhere if layers
+// are sharded or micro-steps add to its sum.
 static void list_fp8_gradients(const Trainer *t, Moments m) {
     const Fsdp *f = &t->fsdp;
     const bool cast = f->gradients == FSDP_GRADIENTS_CAST;
-    const int64_t *root = t->table.root_segments, vectors = t->table.layer_segments[SEGMENT_VECTORS],
-                  matrices = t->table.layer_segments[SEGMENT_MATRICES], before = segment_begin(root, SEGMENT_EMBEDDING);
+    const int64_t *root = f->plan.root_slices, vectors = f->plan.layer_slices[SEGMENT_VECTORS],
+                  matrices = f->plan.layer_slices[SEGMENT_MATRICES], before = segment_begin(root, SEGMENT_EMBEDDING);
     const bf16 *sums = f->transport.sums;
     if (cast)
         needed_in_backward(m, "gradient of a layer before it is cast", f->layer_grads[0], t->table.layer_size * 2);
@@ -125,11 +125,29 @@ static void list_fp8_gradients(const Trainer *t, Moments m) {
            cast ? embedding_backward_moment(m) : 0, optimizer(m));
     for (int64_t l = 0; l < t->d.L; l++) {
         const int64_t from = cast ? backward(m, l) : 0;
-        needed("gradient of vectors", sums + t->table.root_size + l * vectors, vectors * 2, from, optimizer(m));
+        needed("gradient of vectors", sums + shard_elements(&f->plan, ROOT) + l * vectors, vectors * 2, from,
+               optimizer(m));
         needed("FP8 gradient of matrices", f->fp8_sums.codes + l * matrices, matrices, from, optimizer(m));
     }
     needed_always(m, "scales of gradients", f->fp8_sums.scale_inv, t->table.count * 4);
     needed_always(m, "amaxes of gradients", f->fp8_sums.amaxes, t->table.count * 4);
+}
+
+// Adds the memory in which FP8 gradients are reduced over ranks.
+static void list_fp8_reduction(const Fsdp *f, Moments m) {
+    if (!f->fp8_gradients || f->world == 1) return;
+    const int64_t slice = f->plan.layer_slices[SEGMENT_MATRICES], sharded = f->plan.shard_size > 1,
+                  codes = f->transport.reduce_dtype == REDUCE_FP8, entries = f->fp8_layout.entries,
+                  part = ceil_div(slice, f->replicas), sent = codes && sharded;
+    const int64_t received = max_i64(sharded ? (f->plan.shard_size - 1) * slice : 0, (f->replicas - 1) * part);
+    CHECK((f->fp8_received != NULL) == codes && (f->fp8_sent.codes != NULL) == sent &&
+              (f->fp8_reduced != NULL) == (!codes && f->replicas > 1),
+          "the reduction of FP8 gradients has the buffers that it needs");
+    needed_always(m, "codes for other ranks", f->fp8_sent.codes, sent ? f->plan.shard_size * slice : 0);
+    needed_always(m, "scales of codes for other ranks", f->fp8_sent.scale_inv, sent ? entries * 4 : 0);
+    needed_always(m, "amaxes of codes for other ranks", f->fp8_sent.amaxes, sent ? entries * 4 : 0);
+    needed_always(m, "codes from other ranks", f->fp8_received, codes ? received : 0);
+    needed_always(m, "gradients while replicas sum them", f->fp8_reduced, f->fp8_reduced ? slice * 2 : 0);
 }
 
 // Adds the gradients: each is needed from the moment it is written, or always if micro-steps add to it.
@@ -183,6 +201,7 @@ static void list_fsdp(const Trainer *t, Moments m) {
                       f->num_columnwise * f->columnwise_scale_bytes);
     }
     needed_always(m, "sums in fp32", f->transport.staging, f->plan.shard_size * f->transport.staging_slice * 4);
+    list_fp8_reduction(f, m);
     if (!fsdp_is_sharded(f)) return;
     needed_always(m, "FP8 shard", f->shard_fp8, f->shard_fp8 ? t->d.L * f->plan.layer_slices[SEGMENT_MATRICES] : 0);
     const int segments = f->embedding_is_transient ? SEGMENT_EMBEDDING : NUM_SEGMENTS;
@@ -420,7 +439,8 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
                 o.reduce_dtype = REDUCE_FP32, o.master_weights = STORAGE_FP32, o.optimizer_state = MOMENTS_FP32,
                 o.fp8_audit = 10, o.fp8_filter = recipe == RECIPE_BF16 ? "" : "first,down";
             else if (variant & 8) o.master_weights = STORAGE_FP16, o.optimizer_state = MOMENTS_MSAMP;
-            if ((variant & 12) == 12 && ranks.world == 1) o.grad_accum_dtype = SUM_FP8, o.reduce_dtype = REDUCE_BF16;
+            if ((variant & 12) == 12)
+                o.grad_accum_dtype = SUM_FP8, o.reduce_dtype = recipe % 2 && ranks.world > 1 ? REDUCE_FP8 : REDUCE_BF16;
             if (recipe < RECIPE_BF16 && o.recompute < RECOMPUTE_MLP) o.fp8_activations = variant & 1 ? ON : OFF;
             if (recipe == RECIPE_DELAYED) o.on_nonfinite = variant & 4 ? NONFINITE_SKIP : NONFINITE_STOP;
             if (variant & 4 && o.grad_accum_dtype != SUM_FP8)
@@ -535,63 +555,72 @@ static void test_fp8_gradients_refused(void) {
     s.o.offload = "activations";
     call_check_supported(&s);
     s.o.offload = "none", s.world = 2;
-    CHECK(check_dies(call_check_supported, &s, "work on one GPU, and here are 2 ranks", output, sizeof output), "%s",
-          output);
-    s.o.grad_accum_dtype = SUM_BF16;
+    call_check_supported(&s);
+    s.o.reduce_dtype = REDUCE_FP32;
+    CHECK(check_dies(call_check_supported, &s, "over several GPUs reduces gradients in bf16 or fp8", output,
+                     sizeof output),
+          "%s", output);
+    s.world = 1;
     call_check_supported(&s);
 }
 
-// Counts the elements that a launch updates in `updated` [total], and returns how many groups of 128 have a gradient at
-// a wrong address, a wrong scale, or a wrong index in the flat array. codes, sums: addresses of all gradients.
-static int64_t wrong_groups(const AdamwLaunch *launch, const ParameterTable *t, const GradientFp8Layout *a,
-                            const uint8_t *codes, const bf16 *sums, int *updated) {
+// Counts the elements that a launch updates in `updated`, and returns how many groups of 128 have a gradient at a wrong
+// address, a wrong scale, or a wrong index in the flat array. codes, sums: addresses of all gradients of a rank.
+static int64_t wrong_groups(const AdamwLaunch *launch, const ParameterTable *t, const ShardPlan *plan,
+                            const GradientFp8Layout *a, const uint8_t *codes, const bf16 *sums, int *updated) {
     const AdamwUnits *u = &launch->units;
     const AdamwGradients *g = &launch->update.arrays.gradients;
     int64_t wrong = 0;
     for (int64_t y = 0; y < u->count; y++)
         for (int64_t e = 0, run = 0; e < u->size; e += PARAMETER_ALIGNMENT) {
             while (e >= u->runs[run].end * (int64_t)PARAMETER_ALIGNMENT) run++;
-            const int64_t at = u->first + y * u->stride + e,
-                          l = at < a->root ? (int64_t)ROOT : (at - a->root) / t->layer_size,
-                          in_unit = l == ROOT ? at : (at - a->root) % t->layer_size;
+            const int64_t at = u->first + y * u->stride + e, layer = shard_elements(plan, 0),
+                          l = at < a->root ? (int64_t)ROOT : (at - a->root) / layer,
+                          in_unit = l == ROOT ? at : (at - a->root) % layer, entry = shard_parameter_at(t, plan, at);
             const bool fp8 = l != ROOT && in_unit >= a->vectors;
-            const Parameter *p = &t->entries[u->first_entry + y * u->entries + u->runs[run].entry];
             const int64_t vector = l == ROOT ? at : a->root + l * a->vectors + in_unit;
             const void *got = fp8 ? (const void *)(g->codes + at - y * u->gradient_gap) : g->bf16_data + at,
                        *want = fp8 ? (const void *)(codes + l * a->matrices + in_unit - a->vectors) : sums + vector;
-            wrong += got != want || u->flat + y * u->flat_size + e + u->runs[run].shift != at || fp8 != !g->bf16_data;
-            wrong += fp8 && (p->layer != l || at < p->offset || at >= p->offset + parameter_elements(p));
             updated[at / PARAMETER_ALIGNMENT]++;
+            wrong += got != want || fp8 != !g->bf16_data;
+            if (entry < 0) continue;  // padding
+            wrong += u->flat + y * u->flat_size + e + u->runs[run].shift != shard_to_flat(t, plan, at);
+            wrong += fp8 && u->first_entry + y * u->entries + u->runs[run].entry != entry;
         }
     return wrong;
 }
 
-// The launches of AdamW with FP8 gradients update each element once, with its own gradient and scale.
-static void test_fp8_launches(const char *preset) {
+// The launches of AdamW with FP8 gradients update each element of rank `rank` of `ranks` once, with its own gradient
+// and scale.
+static void test_fp8_launches(const char *preset, int64_t ranks, int64_t rank) {
     ModelConfig m;
     if (!model_config_preset(&m, preset)) die("no preset %s", preset);
     ParameterTable t = parameter_table(&m);
-    const ShardPlan plan = shard_plan(&t, 1, 0);
-    const GradientFp8Layout a = gradient_fp8_layout(&t);
+    const ShardPlan plan = shard_plan(&t, ranks, rank);
+    const GradientFp8Layout a = gradient_fp8_layout(&t, &plan, false);
     const uint8_t *codes = (const uint8_t *)((intptr_t)1 << 40);
     const bf16 *sums = (const bf16 *)((intptr_t)1 << 44);
     AdamwUpdate w = {};
     w.arrays.gradients = AdamwGradients{sums, NULL, codes, (const float *)sums, &a};
-    int *updated = (int *)xcalloc((size_t)(t.total / PARAMETER_ALIGNMENT), sizeof *updated);
+    int *updated = (int *)xcalloc((size_t)(plan.total / PARAMETER_ALIGNMENT), sizeof *updated);
     int64_t wrong = 0, other = 0;
     for (int64_t l = ROOT; l < 1; l++) {
         const int64_t count = l == ROOT ? 1 : t.num_layers;
         for (int64_t i = 0; i < adamw_num_launches(&w, l, count); i++) {
             const AdamwLaunch launch = adamw_launch_of(&w, &t, &plan, l, count, l == ROOT ? 0 : a.root, i);
-            wrong += wrong_groups(&launch, &t, &a, codes, sums, updated);
+            wrong += wrong_groups(&launch, &t, &plan, &a, codes, sums, updated);
         }
     }
-    for (int64_t i = 0; i < t.total / PARAMETER_ALIGNMENT; i++) other += updated[i] != 1;
-    CHECK(wrong == 0 && other == 0, "%s: %lld groups are wrong, %lld are not updated once", preset, (long long)wrong,
-          (long long)other);
+    for (int64_t i = 0; i < plan.total / PARAMETER_ALIGNMENT; i++) other += updated[i] != 1;
+    CHECK(wrong == 0 && other == 0, "%s, rank %lld of %lld: %lld groups are wrong, %lld are not updated once", preset,
+          (long long)rank, (long long)ranks, (long long)wrong, (long long)other);
     free(updated);
     parameter_table_free(&t);
 }
+
+typedef struct {
+    int64_t ranks, rank;
+} Shard;
 
 int main(void) {
     static const char *const models[] = {"tiny",     "small",    "llama3.2-1b", "llama3.1-8b",
@@ -612,7 +641,9 @@ int main(void) {
     test_gpus();
     test_cuda_arch();
     test_fp8_gradients_refused();
-    for (const char *preset : {"tiny", "llama3.2-1b", "qwen3-4b", "qwen2.5-7b"}) test_fp8_launches(preset);
+    for (const char *preset : {"tiny", "small", "qwen3-0.6b"})
+        for (const Shard s : {Shard{1, 0}, {2, 0}, {2, 1}, {3, 1}, {7, 3}, {7, 6}})
+            test_fp8_launches(preset, s.ranks, s.rank);
     for (size_t i = 0; i < sizeof models / sizeof models[0]; i++)
         for (size_t r = 0; r < sizeof ranks / sizeof ranks[0]; r++) {
             check_model(models[i], 1, 64, ranks[r]);

@@ -194,6 +194,9 @@ enum { FREE, MUST_MATCH };
          "GPUs of one host read each other's weights and gradients with their copy engines, so that all SMs " \
          "are free for GEMMs; off: NCCL moves them; auto: NCCL moves them if copy engines cannot be used; on: " \
          "end the run in that case") \
+    FLAG(share_gpu, "share-gpu", \
+         "let several ranks use one GPU, to test on one GPU how several train: slow, because NCCL then moves data " \
+         "between ranks by TCP") \
     TEXT(init_from, "init-from", "auto", FREE, \
          "how the ranks find each other: mpi: by mpirun or srun --mpi=pmix; slurm: srun without PMIx; file:PATH: rank 0 " \
          "writes its address to a file that all ranks can read; tcp:HOST:PORT: rank 0, on HOST, listens on PORT; auto: " \

@@ -1,68 +1,96 @@
-// Gradients in FP8 on the GPU (--grad-accum-dtype fp8), bit-identical to the CPU (gradient_fp8.h).
+// Gradients in FP8 on the GPU (--grad-accum-dtype fp8, --reduce-dtype fp8), bit-identical to the CPU (gradient_fp8.h).
 //
-// Backward computes a layer's gradients in bf16, in the buffer of one layer. The first pass finds the amax of each
-// matrix, or of its sum with the stored gradient; the second casts to codes with the new scales. A last kernel, which
-// moves almost nothing, stores the scales. Bytes per element: the first pass reads 2, the second reads 2 and writes 1.
-// In later micro-steps each pass also reads the 1 byte of the stored code.
+// Backward computes a layer's gradients in bf16, in a buffer. The first pass finds the amax of each matrix, or of its
+// sum with the stored gradient; the second casts to codes with the new scales. With several ranks the amaxes are
+// reduced over ranks between the passes (fsdp_gradient_fp8.cuh). A last kernel, which moves almost nothing, stores the
+// scales. Bytes per element: the first pass reads 2, the second reads 2 and writes 1. In later micro-steps each pass
+// also reads the 1 byte of the stored code.
 //
 // The codes of all layers lie one behind the other, and so do the bf16 gradients: the root's, then those of each
 // layer's vectors.
 #ifndef LLMC_GRADIENT_FP8_CUH
 #define LLMC_GRADIENT_FP8_CUH
 
-#include "../config/parameters.h"
+#include "../config/shard_plan.h"
 #include "../reference/gradient_fp8.h"
 #include "cuda_utils.cuh"
 
 enum { GRADIENT_FP8_MOST = 8, GRADIENT_FP8_THREADS = 256, GRADIENT_FP8_BLOCKS = 264 };
 
-// A matrix of a layer: its place among the layer's matrices, in elements, and among the layer's entries in the
-// parameter table.
+// A rank's part of a matrix of a layer: its place among the layer's matrices that the rank keeps, in elements, and the
+// matrix's place among the layer's entries in the parameter table. begin == end: the rank keeps none of the matrix.
 typedef struct {
     int64_t begin, end, entry;
 } GradientFp8Tensor;
 
-// The places of gradients. The scales and amaxes of layer l begin at entry first_entry + l * entries of the table.
+// The places of a rank's gradients. The scales and amaxes of layer l begin at entry first_entry + l * entries of the
+// table.
 typedef struct {
-    int64_t root, vectors, matrices;  // elements of the root, and of a layer's vectors and matrices
+    int64_t root, vectors, matrices;  // elements of the root, and of a layer's vectors and matrices, padding included
     int64_t layers, first_entry, entries;
     int count;
     GradientFp8Tensor tensors[GRADIENT_FP8_MOST];
 } GradientFp8Layout;
 
-// FP8 gradients in device memory.
+// FP8 gradients in device memory. All ranks of a shard group have equal scales. Codes of padding are zero.
 typedef struct {
     uint8_t *codes;    // [layers][matrices]; NULL: gradients are not FP8
     float *scale_inv;  // [entries of the parameter table]
     uint32_t *amaxes;  // [entries of the parameter table] fp32 bits; zero between casts
 } GradientFp8;
 
-// Returns the layout on one rank, which has whole layers.
-static inline GradientFp8Layout gradient_fp8_layout(const ParameterTable *t) {
+// Gradients of a layer that are cast: bf16, or codes with their scales.
+typedef struct {
+    const bf16 *data;        // NULL: `codes`
+    const uint8_t *codes;    // places as in the layout of the cast
+    const float *scale_inv;  // [entries of the layer]
+} GradientFp8Source;
+
+// Returns the layout of this rank's slices, or, if `gathered`, of whole layers as backward computes them.
+static inline GradientFp8Layout gradient_fp8_layout(const ParameterTable *t, const ShardPlan *s, bool gathered) {
     GradientFp8Layout a;
     memset(&a, 0, sizeof a);
-    a.root = t->root_size, a.layers = t->num_layers;
-    a.vectors = t->layer_segments[SEGMENT_VECTORS], a.matrices = t->layer_segments[SEGMENT_MATRICES];
+    const ShardSegment g = segment_slice(t, s, 0, SEGMENT_MATRICES);
+    const int64_t slices = gathered ? s->shard_size : 1, kept = slices * g.slice,
+                  first = gathered ? 0 : s->shard_rank * g.slice;
+    a.root = slices * shard_elements(s, ROOT), a.vectors = slices * s->layer_slices[SEGMENT_VECTORS];
+    a.matrices = kept, a.layers = t->num_layers;
     while (t->entries[a.first_entry].layer != 0) a.first_entry++;
     a.entries = (t->count - a.first_entry) / t->num_layers;
     for (int64_t i = 0; i < a.entries; i++) {
         const Parameter *p = &t->entries[a.first_entry + i];
         if (!(p->flags & PARAM_FP8)) continue;
         if (a.count == GRADIENT_FP8_MOST) die("a layer has more than %d matrices", GRADIENT_FP8_MOST);
-        const int64_t begin = p->offset - layer_offset(t, 0) - a.vectors;
-        a.tensors[a.count++] = GradientFp8Tensor{begin, begin + parameter_elements(p), i};
+        const int64_t begin = p->offset - g.flat - first, end = begin + parameter_elements(p);
+        const GradientFp8Tensor here = {max_i64(0, min_i64(begin, kept)), max_i64(0, min_i64(end, kept)), i};
+        if (here.begin % 8 || here.end % 8 || here.begin != (a.count ? a.tensors[a.count - 1].end : 0))
+            die("FP8 gradients need matrices of multiples of 8 elements, without padding between them");
+        a.tensors[a.count++] = here;
     }
     return a;
+}
+
+// Returns the FP8 gradients of layer l: pointers to its codes, scales and amaxes.
+static inline GradientFp8 gradient_fp8_of_layer(GradientFp8 g, const GradientFp8Layout *a, int64_t l) {
+    const int64_t entry = a->first_entry + l * a->entries;
+    return GradientFp8{g.codes + l * a->matrices, g.scale_inv + entry, g.amaxes + entry};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Casts
 
-// Loads 8 gradients of a layer. With ADD it adds the stored ones.
-template <bool ADD>
-__device__ static inline void gradient_fp8_load(float x[8], const bf16 *gradients, const uint8_t *codes, int64_t i,
-                                                float scale_inv) {
-    bf16x8_unpack(x, bf16x8_load(gradients + i));
+// Loads 8 gradients of a layer, from codes with CODES. With ADD it adds the stored ones. from_inv and scale_inv are the
+// scales of the former and of the latter.
+template <bool ADD, bool CODES>
+__device__ static inline void gradient_fp8_load(float x[8], const GradientFp8Source &from, float from_inv,
+                                                const uint8_t *codes, float scale_inv, int64_t i) {
+    if (CODES) {
+        fp8x8_to_floats(x, *(const uint2 *)(from.codes + i));
+#pragma unroll
+        for (int j = 0; j < 8; j++) x[j] = __fmul_rn(x[j], from_inv);
+    } else {
+        bf16x8_unpack(x, bf16x8_load(from.data + i));
+    }
     if (!ADD) return;
     float before[8];
     fp8x8_to_floats(before, *(const uint2 *)(codes + i));
@@ -70,18 +98,18 @@ __device__ static inline void gradient_fp8_load(float x[8], const bf16 *gradient
     for (int j = 0; j < 8; j++) x[j] += __fmul_rn(before[j], scale_inv);
 }
 
-// Finds the amax of each matrix of a layer: blockIdx.y is the matrix. The pointers are those of the layer.
-template <bool ADD>
+// Finds the amax of each matrix of a layer, `to`: blockIdx.y is the matrix.
+template <bool ADD, bool CODES>
 static __global__ void __launch_bounds__(GRADIENT_FP8_THREADS)
-    gradient_fp8_amax_kernel(GradientFp8 to, const bf16 *gradients, const __grid_constant__ GradientFp8Layout a) {
+    gradient_fp8_amax_kernel(GradientFp8 to, GradientFp8Source from, const __grid_constant__ GradientFp8Layout a) {
     grid_dependency_wait();
     const GradientFp8Tensor t = a.tensors[blockIdx.y];
-    const float scale_inv = ADD ? to.scale_inv[t.entry] : 0;
+    const float scale_inv = ADD ? to.scale_inv[t.entry] : 0, from_inv = CODES ? from.scale_inv[t.entry] : 0;
     uint32_t amax = 0;
     for (int64_t i = t.begin + (blockIdx.x * GRADIENT_FP8_THREADS + threadIdx.x) * 8; i < t.end;
          i += (int64_t)gridDim.x * GRADIENT_FP8_THREADS * 8) {
         float x[8];
-        gradient_fp8_load<ADD>(x, gradients, to.codes, i, scale_inv);
+        gradient_fp8_load<ADD, CODES>(x, from, from_inv, to.codes, scale_inv, i);
 #pragma unroll
         for (int j = 0; j < 8; j++) amax = max(amax, gradient_fp8_bits(x[j]));
     }
@@ -90,21 +118,22 @@ static __global__ void __launch_bounds__(GRADIENT_FP8_THREADS)
     if (threadIdx.x % WARP_SIZE == 0 && amax > *(volatile uint32_t *)slot) atomicMax(slot, amax);
 }
 
-// Casts each matrix of a layer, with the scale of its amax.
-template <bool ADD>
+// Casts each matrix of a layer, `to`, with the scale of its amax times `headroom`. from.codes may be to.codes.
+template <bool ADD, bool CODES>
 static __global__ void __launch_bounds__(GRADIENT_FP8_THREADS)
-    gradient_fp8_cast_kernel(GradientFp8 to, const bf16 *gradients, const __grid_constant__ GradientFp8Layout a) {
+    gradient_fp8_cast_kernel(GradientFp8 to, GradientFp8Source from, float headroom,
+                             const __grid_constant__ GradientFp8Layout a) {
     grid_dependency_wait();
     __shared__ float scale;
     const GradientFp8Tensor t = a.tensors[blockIdx.y];
-    const float scale_inv = ADD ? to.scale_inv[t.entry] : 0;
+    const float scale_inv = ADD ? to.scale_inv[t.entry] : 0, from_inv = CODES ? from.scale_inv[t.entry] : 0;
     const bool finite = to.amaxes[t.entry] < 0x7f800000u;
-    if (threadIdx.x == 0) scale = gradient_fp8_scale(to.amaxes[t.entry]);
+    if (threadIdx.x == 0) scale = __fmul_rn(gradient_fp8_scale(to.amaxes[t.entry]), headroom);
     __syncthreads();
     for (int64_t i = t.begin + (blockIdx.x * GRADIENT_FP8_THREADS + threadIdx.x) * 8; i < t.end;
          i += (int64_t)gridDim.x * GRADIENT_FP8_THREADS * 8) {
         float x[8];
-        gradient_fp8_load<ADD>(x, gradients, to.codes, i, scale_inv);
+        gradient_fp8_load<ADD, CODES>(x, from, from_inv, to.codes, scale_inv, i);
 #pragma unroll
         for (int j = 0; j < 8; j++)
             x[j] = finite || gradient_fp8_bits(x[j]) < 0x7f800000u ? __fmul_rn(x[j], scale) : NAN;
@@ -113,34 +142,110 @@ static __global__ void __launch_bounds__(GRADIENT_FP8_THREADS)
 }
 
 // Stores the scales that the cast has used, and clears the amaxes.
-static __global__ void gradient_fp8_scales_kernel(GradientFp8 to, const __grid_constant__ GradientFp8Layout a) {
+static __global__ void gradient_fp8_scales_kernel(GradientFp8 to, float headroom,
+                                                  const __grid_constant__ GradientFp8Layout a) {
     grid_dependency_wait();
     if (threadIdx.x >= a.count) return;
     const int64_t entry = a.tensors[threadIdx.x].entry;
-    to.scale_inv[entry] = 1 / gradient_fp8_scale(to.amaxes[entry]);
+    to.scale_inv[entry] = 1 / __fmul_rn(gradient_fp8_scale(to.amaxes[entry]), headroom);
     to.amaxes[entry] = 0;
 }
 
-// Stores the gradients of layer l's matrices as FP8, or their sum with those that are stored. Returns the bytes moved.
+static inline dim3 gradient_fp8_grid(const GradientFp8Layout *a) {
+    return dim3(min_i64(GRADIENT_FP8_BLOCKS, grid_size(a->matrices, GRADIENT_FP8_THREADS * 8)), (unsigned)a->count);
+}
+
+static inline void gradient_fp8_require_aligned(GradientFp8 to, GradientFp8Source from) {
+    require_aligned16(to.codes, "gradient_fp8", "codes");
+    require_aligned16(from.data ? (const void *)from.data : from.codes, "gradient_fp8", "gradients");
+}
+
+// Raises the amaxes of a layer, `to`, to those of the gradients `from`, or of their sums with the stored ones if `add`.
+static inline void gradient_fp8_amaxes(GradientFp8 to, const GradientFp8Layout *a, GradientFp8Source from, bool add,
+                                       cudaStream_t stream) {
+    const bool codes = !from.data;
+    const auto kernel = add && codes ? gradient_fp8_amax_kernel<true, true>
+                        : add        ? gradient_fp8_amax_kernel<true, false>
+                        : codes      ? gradient_fp8_amax_kernel<false, true>
+                                     : gradient_fp8_amax_kernel<false, false>;
+    gradient_fp8_require_aligned(to, from);
+    CUDA_LAUNCH(kernel, gradient_fp8_grid(a), GRADIENT_FP8_THREADS, 0, stream, to, from, *a);
+}
+
+// Stores the gradients `from` in a layer, `to`, or their sums with the stored ones if `add`. Each matrix's scale is
+// that of its amax, which gradient_fp8_amaxes has found, times `headroom`.
+static inline void gradient_fp8_cast(GradientFp8 to, const GradientFp8Layout *a, GradientFp8Source from, bool add,
+                                     float headroom, cudaStream_t stream) {
+    const bool codes = !from.data;
+    const auto kernel = add && codes ? gradient_fp8_cast_kernel<true, true>
+                        : add        ? gradient_fp8_cast_kernel<true, false>
+                        : codes      ? gradient_fp8_cast_kernel<false, true>
+                                     : gradient_fp8_cast_kernel<false, false>;
+    gradient_fp8_require_aligned(to, from);
+    CUDA_LAUNCH(kernel, gradient_fp8_grid(a), GRADIENT_FP8_THREADS, 0, stream, to, from, headroom, *a);
+    CUDA_LAUNCH(gradient_fp8_scales_kernel, 1, GRADIENT_FP8_MOST, 0, stream, to, headroom, *a);
+}
+
+// For ranks that share no tensor: stores the gradients of layer l's matrices as FP8, or their sum with those that are
+// stored. Returns the bytes moved.
 static inline int64_t gradient_fp8_join(GradientFp8 to, const GradientFp8Layout *a, int64_t l, const bf16 *gradients,
                                         bool add, cudaStream_t stream) {
-    const int64_t entry = a->first_entry + l * a->entries;
-    to.codes += l * a->matrices, to.scale_inv += entry, to.amaxes += entry;
-    require_aligned16(gradients, "gradient_fp8_join", "gradients");
-    require_aligned16(to.codes, "gradient_fp8_join", "codes");
-    for (int i = 0; i < a->count; i++)
-        if (a->tensors[i].end != (i + 1 < a->count ? a->tensors[i + 1].begin : a->matrices) || a->tensors[i].end % 8)
-            die("FP8 gradients need matrices without padding between them");
-    const dim3 grid(min_i64(GRADIENT_FP8_BLOCKS, grid_size(a->matrices, GRADIENT_FP8_THREADS * 8)), (unsigned)a->count);
-    if (add) {
-        CUDA_LAUNCH(gradient_fp8_amax_kernel<true>, grid, GRADIENT_FP8_THREADS, 0, stream, to, gradients, *a);
-        CUDA_LAUNCH(gradient_fp8_cast_kernel<true>, grid, GRADIENT_FP8_THREADS, 0, stream, to, gradients, *a);
-    } else {
-        CUDA_LAUNCH(gradient_fp8_amax_kernel<false>, grid, GRADIENT_FP8_THREADS, 0, stream, to, gradients, *a);
-        CUDA_LAUNCH(gradient_fp8_cast_kernel<false>, grid, GRADIENT_FP8_THREADS, 0, stream, to, gradients, *a);
-    }
-    CUDA_LAUNCH(gradient_fp8_scales_kernel, 1, GRADIENT_FP8_MOST, 0, stream, to, *a);
+    const GradientFp8 layer = gradient_fp8_of_layer(to, a, l);
+    const GradientFp8Source from = {gradients, NULL, NULL};
+    gradient_fp8_amaxes(layer, a, from, add, stream);
+    gradient_fp8_cast(layer, a, from, add, 1, stream);
     return a->matrices * (add ? 7 : 5);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Sums over ranks
+
+// to [n] = the codes of `ranks` ranks with one scale, added in the order of ranks (gradient_fp8_sum). own [n] has those
+// of rank `rank` and may be `to`; others [ranks - 1][stride] has those of the other ranks. n is a multiple of 8.
+static __global__ void __launch_bounds__(GRADIENT_FP8_THREADS)
+    gradient_fp8_sum_kernel(uint8_t *to, const uint8_t *own, const uint8_t *others, int64_t stride, int64_t ranks,
+                            int64_t rank, int64_t n) {
+    grid_dependency_wait();
+    const int64_t i = (blockIdx.x * (int64_t)GRADIENT_FP8_THREADS + threadIdx.x) * 8;
+    if (i >= n) return;
+    uint2 sum = *(const uint2 *)((rank == 0 ? own : others) + i);
+    for (int64_t r = 1; r < ranks; r++) {
+        float x[8], y[8];
+        fp8x8_to_floats(x, sum);
+        fp8x8_to_floats(y, *(const uint2 *)(r == rank ? own + i : others + (r - (r > rank)) * stride + i));
+#pragma unroll
+        for (int j = 0; j < 8; j++) x[j] += y[j];
+        sum = make_uint2(fp8x4_from_floats<FP8_E4M3>(x), fp8x4_from_floats<FP8_E4M3>(x + 4));
+    }
+    *(uint2 *)(to + i) = sum;
+}
+
+static inline void gradient_fp8_sum_ranks(uint8_t *to, const uint8_t *own, const uint8_t *others, int64_t stride,
+                                          int64_t ranks, int64_t rank, int64_t n, cudaStream_t stream) {
+    if (n % 8 || stride % 8) die("gradient_fp8: parts of ranks are not multiples of 8 codes");
+    CUDA_LAUNCH(gradient_fp8_sum_kernel, grid_size(n, GRADIENT_FP8_THREADS * 8), GRADIENT_FP8_THREADS, 0, stream, to,
+                own, others, stride, ranks, rank, n);
+}
+
+// to [n] = the values of a layer's codes as bf16: blockIdx.y is the matrix.
+static __global__ void __launch_bounds__(GRADIENT_FP8_THREADS)
+    gradient_fp8_decode_kernel(bf16 *to, GradientFp8 from, const __grid_constant__ GradientFp8Layout a) {
+    grid_dependency_wait();
+    const GradientFp8Tensor t = a.tensors[blockIdx.y];
+    const float scale_inv = from.scale_inv[t.entry];
+    for (int64_t i = t.begin + (blockIdx.x * GRADIENT_FP8_THREADS + threadIdx.x) * 8; i < t.end;
+         i += (int64_t)gridDim.x * GRADIENT_FP8_THREADS * 8) {
+        float x[8];
+        fp8x8_to_floats(x, *(const uint2 *)(from.codes + i));
+#pragma unroll
+        for (int j = 0; j < 8; j++) x[j] = __fmul_rn(x[j], scale_inv);
+        bf16x8_store(to + i, bf16x8_pack(x));
+    }
+}
+
+// to [matrices] = the values of a layer's codes, rounded to bf16. Padding is left as it is.
+static inline void gradient_fp8_to_bf16(bf16 *to, GradientFp8 from, const GradientFp8Layout *a, cudaStream_t stream) {
+    CUDA_LAUNCH(gradient_fp8_decode_kernel, gradient_fp8_grid(a), GRADIENT_FP8_THREADS, 0, stream, to, from, *a);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

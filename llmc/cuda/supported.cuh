@@ -28,11 +28,11 @@ static inline void check_casts(const ModelConfig *m, const Options *o) {
 // Dies on gradients in FP8 where this trainer cannot keep them.
 static inline void check_fp8_gradients(const Options *o, int64_t world) {
     if (!options_fp8_gradients(o)) return;
-    if (world > 1)
-        die_with(EXIT_UNSUPPORTED,
-                 "--grad-accum-dtype fp8 and --reduce-dtype fp8 work on one GPU, and here are %lld ranks; use bf16 or "
-                 "fp32 for both, or the CPU trainer (train_fp8), whose ranks sum gradients in FP8",
-                 (long long)world);
+    if (world > 1 && o->reduce_dtype == REDUCE_FP32)
+        die_with(
+            EXIT_UNSUPPORTED,
+            "--grad-accum-dtype fp8 over several GPUs reduces gradients in bf16 or fp8; use --reduce-dtype bf16 or "
+            "fp8, or the CPU trainer (train_fp8), which also reduces in fp32 before it casts");
     if (options_offloads_state(o))
         die_with(EXIT_UNSUPPORTED,
                  "--offload %s does not go with --grad-accum-dtype fp8, whose update takes vectors and matrices one "

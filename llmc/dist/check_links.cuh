@@ -215,8 +215,9 @@ static inline void gpu_links_gather_cards(GpuLinks *g) {
 static inline LinkOps gpu_links(Fsdp *f, const Comm *c, const Gemm *gemm) {
     GpuLinks *g = (GpuLinks *)xcalloc(1, sizeof *g);
     const Transport *t = &f->transport;
-    const bool engines = t->kind == TRANSPORT_COPY_ENGINES, fp32 = t->reduce_dtype == REDUCE_FP32;
-    const int64_t element = t->fp32_sums ? sizeof(float) : sizeof(bf16), all = shard_begin(&f->plan, f->sum_layers);
+    const bool engines = t->kind == TRANSPORT_COPY_ENGINES, fp32 = t->reduce_dtype == REDUCE_FP32,
+               codes = t->reduce_dtype == REDUCE_FP8;  // one byte for each gradient of a matrix
+    const int64_t element = t->fp32_sums ? sizeof(float) : sizeof(bf16), all = fsdp_sums_elements(f);
     LinkOps ops;
     memset(&ops, 0, sizeof ops);
     g->f = f, g->comm = c, g->gemm = gemm;
@@ -232,10 +233,12 @@ static inline LinkOps gpu_links(Fsdp *f, const Comm *c, const Gemm *gemm) {
     ops.open_pairs = gpu_links_open_pairs, ops.gpu = gpu_links_gpu, ops.close = gpu_links_close;
     if (fsdp_is_sharded(f)) {
         ops.bytes[LINK_GATHER] = (double)(fsdp_layer_matrices(f) * (fsdp_gathers_fp8(f, 0) ? 1 : 2));
-        ops.bytes[LINK_REDUCE] = (double)(gathered_elements(&f->plan, 0) * (fp32 && !engines ? 4 : 2));
+        ops.bytes[LINK_REDUCE] = (double)(gathered_elements(&f->plan, 0) * (fp32 && !engines ? 4 : 2)) -
+                                 (codes ? (double)fsdp_layer_matrices(f) : 0);
     }
     if (f->replicas > 1)
-        ops.bytes[LINK_REPLICAS] = (double)(shard_elements(&f->plan, 0) * (fp32 || t->fp32_sums ? 4 : 2));
+        ops.bytes[LINK_REPLICAS] = (double)(shard_elements(&f->plan, 0) * (fp32 || t->fp32_sums ? 4 : 2)) -
+                                   (codes ? (double)f->fp8_layout.matrices : 0);
     return ops;
 }
 

@@ -176,6 +176,50 @@ static inline void nccl_all_reduce(Nccl *n, CommGroup g, void *values, int64_t c
     NCCL_CHECK(ncclAllReduce(values, values, (size_t)count, type, op, n->comms[g], n->stream));
 }
 
+// `total` codes of one byte, cut into a part for each rank of a group. The last parts may be shorter, or empty.
+typedef struct {
+    int64_t part, total, ranks;
+} CodeParts;
+
+// Cuts `total` codes into parts whose sizes are multiples of 16.
+static inline CodeParts code_parts(int64_t total, int64_t ranks) {
+    return CodeParts{round_up((total + ranks - 1) / ranks, 16), total, ranks};
+}
+
+static inline int64_t code_part_begin(const CodeParts *p, int64_t rank) { return min_i64(rank * p->part, p->total); }
+
+static inline int64_t code_part_size(const CodeParts *p, int64_t rank) {
+    return code_part_begin(p, rank + 1) - code_part_begin(p, rank);
+}
+
+static inline void nccl_send(Nccl *n, CommGroup g, int64_t to, const uint8_t *bytes, int64_t count) {
+    if (count) NCCL_CHECK(ncclSend(bytes, (size_t)count, ncclUint8, (int)to, n->comms[g], n->stream));
+}
+
+static inline void nccl_receive(Nccl *n, CommGroup g, int64_t from, uint8_t *bytes, int64_t count) {
+    if (count) NCCL_CHECK(ncclRecv(bytes, (size_t)count, ncclUint8, (int)from, n->comms[g], n->stream));
+}
+
+// received [ranks - 1][part] = the other ranks' codes of part `rank`, this rank's, in the order of ranks. codes [total]
+// has this rank's codes of all parts.
+static inline void nccl_scatter_codes(Nccl *n, CommGroup g, const CodeParts *p, int64_t rank, const uint8_t *codes,
+                                      uint8_t *received) {
+    for (int64_t r = 0; r < p->ranks; r++) {
+        if (r == rank) continue;
+        nccl_send(n, g, r, codes + code_part_begin(p, r), code_part_size(p, r));
+        nccl_receive(n, g, r, received + (r - (r > rank)) * p->part, code_part_size(p, rank));
+    }
+}
+
+// codes [total]: each rank has the codes of its own part, and receives those of the other parts.
+static inline void nccl_gather_codes(Nccl *n, CommGroup g, const CodeParts *p, int64_t rank, uint8_t *codes) {
+    for (int64_t r = 0; r < p->ranks; r++) {
+        if (r == rank) continue;
+        nccl_send(n, g, r, codes + code_part_begin(p, rank), code_part_size(p, rank));
+        nccl_receive(n, g, r, codes + code_part_begin(p, r), code_part_size(p, r));
+    }
+}
+
 // Makes the communicator of a group. `rank` is this rank's index in the group.
 static inline ncclComm_t nccl_connect(Nccl *n, CommGroup g, int64_t rank) {
     ncclUniqueId id;

@@ -42,14 +42,23 @@ static inline void require_own_gpus(const RankGpu *gpus, int64_t world) {
     die_with(
         EXIT_USAGE,
         "ranks %lld and %lld on %s have the same GPU, %s: rank %lld sees %d there and rank %lld sees %d; every rank "
-        "needs its own GPU: use mpirun -np %d, or set CUDA_VISIBLE_DEVICES to another GPU for each rank",
+        "needs its own GPU: use mpirun -np %d, or set CUDA_VISIBLE_DEVICES to another GPU for each rank (for tests, "
+        "--share-gpu lets them share it)",
         (long long)i, (long long)j, gpus[j].host, uuid, (long long)i, gpus[i].visible, (long long)j, gpus[j].visible,
         gpus[j].visible);
 }
 
-// Chooses GPU local_rank modulo the number of GPUs that this rank sees. Dies if it sees none, or if two ranks of a host
-// have the same GPU.
-static inline void choose_device(const Comm *comm, cudaDeviceProp *device) {
+// Lets NCCL connect ranks that share a GPU: it refuses two ranks of one host on one GPU, and NCCL_HOSTID makes every
+// rank a host of its own.
+static inline void nccl_hosts_apart(const Comm *comm) {
+    char host[96];
+    format_checked(host, sizeof host, "%s-rank%lld", comm->host, (long long)comm->rank);
+    if (setenv("NCCL_HOSTID", host, 1)) die("setenv NCCL_HOSTID failed: %s", strerror(errno));
+}
+
+// Chooses GPU local_rank modulo the number of GPUs that this rank sees. Dies if it sees none, or, without `share`, if
+// two ranks of a host have the same GPU.
+static inline void choose_device(const Comm *comm, bool share, cudaDeviceProp *device) {
     int count = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count == 0)
@@ -61,7 +70,8 @@ static inline void choose_device(const Comm *comm, cudaDeviceProp *device) {
     memcpy(own->host, comm->host, sizeof own->host);
     own->uuid = device->uuid, own->visible = count;
     comm_all_gather(comm, COMM_WORLD, own, gpus, (int64_t)sizeof *own);
-    require_own_gpus(gpus, comm->world);
+    if (share) nccl_hosts_apart(comm);
+    else require_own_gpus(gpus, comm->world);
     free(gpus);
     CUDA_CHECK(cudaSetDevice(index));
 }
@@ -88,7 +98,7 @@ static inline void check_architecture(const cudaDeviceProp *device) {
 // Chooses the rank's GPU. Dies if there is none, or if it cannot run this program with these options.
 static inline void open_device(const Options *o, const Comm *comm) {
     cudaDeviceProp device;
-    choose_device(comm, &device);
+    choose_device(comm, o->share_gpu, &device);
     if (device.major < 8)
         die_with(EXIT_UNSUPPORTED, "%s has compute capability %d.%d; 8.0 or above is needed", device.name, device.major,
                  device.minor);

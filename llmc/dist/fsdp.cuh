@@ -43,6 +43,7 @@
 #ifndef LLMC_FSDP_CUH
 #define LLMC_FSDP_CUH
 
+#include "fsdp_gradient_fp8.cuh"
 #include "fsdp_norm.cuh"
 #include "fsdp_weights.cuh"
 
@@ -306,8 +307,10 @@ static inline int64_t fsdp_reduce_scatter(Fsdp *f, int64_t l) {
         const TransportSegment s = {from[k], g.slice, at, fsdp_sum_of(f, g)};
         segments[k] = s;
     }
+    const bool fp8 = f->fp8_gradients && l != ROOT;
     comm_waits_compute(&f->transport);
-    transport_reduce_scatter(&f->transport, segments, fsdp_reduced_segments(f), l);
+    transport_reduce_scatter(&f->transport, segments, fp8 ? SEGMENT_MATRICES : fsdp_reduced_segments(f), l);
+    if (fp8) fsdp_reduce_scatter_fp8(f, l, full.matrices);
     CUDA_CHECK(cudaEventRecord(f->reduced[fsdp_gradient_buffer(l)], f->transport.nccl->stream));
     return 0;
 }
@@ -331,7 +334,10 @@ static inline void fsdp_reduce_replicas(Fsdp *f, int64_t l, bool last) {
     if (!f->in.nccl || !last) return;
     if (f->replicas > 1) {
         comm_waits_compute(&f->transport);
-        transport_all_reduce(&f->transport, COMM_REPLICAS, fsdp_sums_begin(f, l), shard_elements(&f->plan, l), l);
+        const bool fp8 = f->fp8_gradients && l != ROOT;
+        const int64_t n = fp8 ? f->fp8_layout.vectors : shard_elements(&f->plan, l);
+        transport_all_reduce(&f->transport, COMM_REPLICAS, fsdp_sums_begin(f, l), n, l);
+        if (fp8) fsdp_reduce_replicas_fp8(f, l);
     }
     fsdp_complete_sums(f, l);
 }

@@ -109,8 +109,12 @@ typedef struct {
     int64_t step;
     GradientSum sum;     // how gradients of this micro-step are added to the sums
     bool fp8_gradients;  // matrices of layers have FP8 gradients; transport.sums has the others (gradient_fp8.cuh)
-    GradientFp8Layout fp8_layout;
+    GradientFp8Layout fp8_layout;  // this rank's slices
+    GradientFp8Layout fp8_whole;   // whole layers, as backward computes them
     GradientFp8 fp8_sums;
+    GradientFp8 fp8_sent;   // one whole layer's gradients in FP8; only if they are reduced in FP8 over a shard group
+    uint8_t *fp8_received;  // codes of other ranks, of the shard group or of the replicas
+    bf16 *fp8_reduced;      // a layer's gradients while replicas sum them in bf16
     // Gradient memory that activations may use until gradients are written there, once a step: that of layers, and of
     // the embedding, which is written last. Empty if nothing may use it.
     ArenaRange late_layers, late_embedding;
@@ -175,6 +179,11 @@ static inline int64_t fsdp_sums_begin(const Fsdp *f, int64_t l) {
 // Elements of a layer in transport.sums.
 static inline int64_t fsdp_sum_elements(const Fsdp *f) {
     return f->fp8_gradients ? f->fp8_layout.vectors : shard_elements(&f->plan, 0);
+}
+
+// Elements of transport.sums, or of its fp32 sums.
+static inline int64_t fsdp_sums_elements(const Fsdp *f) {
+    return fsdp_sums_begin(f, 0) + f->sum_layers * fsdp_sum_elements(f);
 }
 
 // Elements of a gathered layer's matrices and vectors, with padding.
@@ -279,7 +288,8 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Pre
     }
     transport_describe(&f->transport, o, world, shard_size, f->plan.shard_rank);
     f->fp8_gradients = options_fp8_gradients(o);
-    f->fp8_layout = gradient_fp8_layout(table);
+    f->fp8_layout = gradient_fp8_layout(table, &f->plan, false);
+    f->fp8_whole = gradient_fp8_layout(table, &f->plan, true);
     fsdp_describe_strategy(f, o);
     if (precision->any_fp8) fsdp_describe_scales(f);
     fsdp_describe_buffers(f);
@@ -326,6 +336,22 @@ static inline void fsdp_place_factors(Fsdp *f, Arena *a) {
     f->masters.factors = (Fp16Factors *)arena_take(a, tensors * (int64_t)sizeof(Fp16Factors));
 }
 
+// Places the memory in which FP8 gradients are reduced over ranks.
+static inline void fsdp_place_fp8_reduction(Fsdp *f, Arena *a) {
+    const GradientFp8Layout *kept = &f->fp8_layout;
+    const bool codes = f->transport.reduce_dtype == REDUCE_FP8, shards = codes && fsdp_is_sharded(f);
+    const int64_t others = shards ? (f->plan.shard_size - 1) * kept->matrices : 0;
+    const int64_t replicas = codes ? (f->replicas - 1) * code_parts(kept->matrices, f->replicas).part : 0;
+    if (!f->fp8_gradients || f->world == 1) return;
+    if (shards) {
+        f->fp8_sent.codes = (uint8_t *)arena_take(a, f->fp8_whole.matrices);
+        f->fp8_sent.scale_inv = (float *)arena_take(a, kept->entries * (int64_t)sizeof(float));
+        f->fp8_sent.amaxes = (uint32_t *)arena_take(a, kept->entries * (int64_t)sizeof(uint32_t));
+    }
+    if (codes) f->fp8_received = (uint8_t *)arena_take(a, max_i64(others, replicas));
+    else if (f->replicas > 1) f->fp8_reduced = (bf16 *)arena_take(a, kept->matrices * (int64_t)sizeof(bf16));
+}
+
 // Places everything except this rank's shard and sums, and transient casts (fsdp_place_casts).
 static inline void fsdp_place(Fsdp *f, Arena *a) {
     const int64_t *slices = f->plan.layer_slices, L = f->table->num_layers;
@@ -339,6 +365,7 @@ static inline void fsdp_place(Fsdp *f, Arena *a) {
     if (fsdp_is_sharded(f)) fsdp_place_gradient_buffers(f, a);
     transport_place_buffers(&f->transport, a, max_i64(shard_elements(&f->plan, ROOT), shard_elements(&f->plan, 0)),
                             max_i64(slices[SEGMENT_VECTORS], slices[SEGMENT_MATRICES]));
+    fsdp_place_fp8_reduction(f, a);
 }
 
 // Places the gradient buffer of the root unit for FSDP_GRADIENTS_BUFFERED.
@@ -373,7 +400,7 @@ static inline void fsdp_place_gradients(Fsdp *f, Arena *a) {
     if (fp8) f->fp8_sums.scale_inv = (float *)arena_take(a, tensors * (int64_t)sizeof(float));
     if (fp8) f->fp8_sums.amaxes = (uint32_t *)arena_take(a, tensors * (int64_t)sizeof(uint32_t));
     const int64_t layers = a->used + fsdp_sums_begin(f, 0) * element;
-    transport_place_sums(&f->transport, a, fsdp_sums_begin(f, 0) + f->sum_layers * fsdp_sum_elements(f));
+    transport_place_sums(&f->transport, a, fsdp_sums_elements(f));
     const int64_t codes = a->used;
     if (fp8) f->fp8_sums.codes = (uint8_t *)arena_take(a, f->fp8_layout.layers * f->fp8_layout.matrices);
     if (f->gradients != FSDP_GRADIENTS_IN_PLACE && f->gradients != FSDP_GRADIENTS_CAST) return;

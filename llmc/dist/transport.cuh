@@ -32,7 +32,7 @@ typedef enum {
 
 typedef struct {
     TransportKind kind;  // before transport_open_peers, COPY_ENGINES means that they will be tried
-    int reduce_dtype;    // REDUCE_BF16 or REDUCE_FP32: the dtype in which NCCL sums gradients
+    int reduce_dtype;    // the dtype in which NCCL sums gradients. REDUCE_FP8: bf16, but codes for FP8 gradients
     int64_t shard_size, shard_rank;
     Nccl *nccl;            // communicators and their stream; NULL if there is one rank
     PeerMemory peers;      // memory of the shard group's ranks, with copy engines
@@ -325,6 +325,46 @@ static inline void transport_reduce_scatter_peers(Transport *t, const TransportS
             transport_add_received(t, s->at + first, own, n, transport_sum_from(s, first));
         }
     peer_barrier(&t->peers, stream);  // all ranks have finished reading: the buffer may be overwritten
+    nccl_end_operation(t->nccl);
+}
+
+// Reduces gradients `whole` [shard_size][slice] over the shard group: this rank's slice becomes the sum, in bf16. slice
+// is at most received_slice.
+static inline void transport_reduce_scatter_in_place(Transport *t, bf16 *whole, int64_t slice, int64_t l) {
+    bf16 *own = whole + t->shard_rank * slice;
+    const GradientSum replace = {};
+    const cudaStream_t stream = t->nccl->stream;
+    if (t->kind != TRANSPORT_COPY_ENGINES) {
+        nccl_begin(t->nccl, "reduce-scatter of the gradients", l);
+        nccl_reduce_scatter(t->nccl, COMM_SHARD, whole, own, slice, ncclBfloat16);
+        nccl_end(t->nccl);
+        return;
+    }
+    nccl_begin_operation(t->nccl, "reduce-scatter of the gradients", l);
+    peer_barrier(&t->peers, stream);  // all ranks have computed their gradients
+    peer_read(&t->peers, own, t->received, slice * (int64_t)sizeof(bf16), false, stream);
+    CUDA_LAUNCH(transport_sum_kernel<bf16>, grid_size(slice, TRANSPORT_THREADS * 8), TRANSPORT_THREADS, 0, stream, own,
+                own, t->received, t->shard_size, t->shard_rank, slice, replace);
+    peer_barrier(&t->peers, stream);  // all ranks have finished reading
+    nccl_end_operation(t->nccl);
+}
+
+// received [shard_size - 1][slice] = the other ranks' codes of this rank's slice, in the order of ranks. `codes`
+// [shard_size][slice] has this rank's codes of all slices.
+static inline void transport_exchange_codes(Transport *t, const uint8_t *codes, uint8_t *received, int64_t slice,
+                                            int64_t l) {
+    const cudaStream_t stream = t->nccl->stream;
+    if (t->kind != TRANSPORT_COPY_ENGINES) {
+        const CodeParts p = {slice, t->shard_size * slice, t->shard_size};
+        nccl_begin(t->nccl, "reduce-scatter of the gradients", l);
+        nccl_scatter_codes(t->nccl, COMM_SHARD, &p, t->shard_rank, codes, received);
+        nccl_end(t->nccl);
+        return;
+    }
+    nccl_begin_operation(t->nccl, "reduce-scatter of the gradients", l);
+    peer_barrier(&t->peers, stream);  // all ranks have cast their gradients
+    peer_read(&t->peers, codes + t->shard_rank * slice, received, slice, false, stream);
+    peer_barrier(&t->peers, stream);  // all ranks have finished reading
     nccl_end_operation(t->nccl);
 }
 

@@ -1,5 +1,5 @@
-# Sourced by gpu_runs.sh and gpu_ranks.sh. Runs trainers, counts checks and compares the output of runs, which is in
-# $tmp/NAME.log.
+# Sourced by gpu_runs.sh, gpu_ranks.sh and gpu_faults.sh. Runs trainers, counts checks and compares the output of runs,
+# which is in $tmp/NAME.log.
 . scripts/tally.sh
 ok() { passed=$((passed + 1)); echo "ok: $*"; }
 bad() { failed=$((failed + 1)); echo "FAILED: $*"; }

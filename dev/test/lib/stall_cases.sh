@@ -1,4 +1,4 @@
-# Sourced by test_stall.sh (train_fp8) and gpu_ranks.sh (train_fp8cu). Holds one rank of a run and checks how the run
+# Sourced by test_stall.sh (train_fp8) and gpu_faults.sh (train_fp8cu). Holds one rank of a run and checks how the run
 # ends. Needs $tmp, ok, bad, and the function stall_run, which executes mpirun with the trainer, the given arguments,
 # and $tmp/shim.so as LD_PRELOAD.
 gcc -shared -fPIC -O1 -Wall -Werror -o "$tmp/shim.so" dev/test/lib/stall_shim.c -ldl || bad "stall_shim.c"
