@@ -34,7 +34,7 @@ typedef struct {
     int64_t step;  // in training the current step, else the last finished one; counted from 1; 0: none
     ActivityKind kind;
     const char *what;              // static text: the call, or what the ranks do together; "" while computing
-    char detail[ACTIVITY_DETAIL];  // the file's path, "stdout", or ""
+    char detail[ACTIVITY_DETAIL];  // path of a file or folder, "stdout", or ""
     int64_t changes;               // grows with each sign of progress of this rank
     int64_t collectives;           // activities ACTIVITY_WAITING and NCCL operations that have finished
     int64_t pending;               // NCCL operations that are enqueued and not known to have finished

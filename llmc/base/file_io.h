@@ -73,7 +73,7 @@ static inline void process_prepare(void) {
     signal(SIGXFSZ, SIG_IGN);
 }
 
-// One written file of a folder, as trainer.json lists it.
+// One written file of a checkpoint or export, as the manifest lists it (manifest.h).
 typedef struct {
     char name[64];
     int64_t bytes;
@@ -299,8 +299,8 @@ static inline bool folder_create(const char *folder, bool may_exist, Failure *fa
                 error == ENOENT ? " (its parent folder must exist)" : "");
 }
 
-// The name of the marker file (the mark). Every folder of a checkpoint or export has it: it is written first and
-// removed last. The program removes no folder without this file, except an empty one.
+// The name of the marker file (the mark). Each folder of a checkpoint or export gets it: it is written first and
+// removed last. The program removes no folder without this file, except an empty one. (Old versions wrote no marker.)
 #define FOLDER_MARKER ".train_fp8"
 
 // Writes the marker file into a folder. A crash may leave it empty, so only its name counts.
@@ -442,9 +442,10 @@ static inline bool folder_exchange(const char *a, const char *b) {
     return FILE_WORK("renameat2", b, syscall(SYS_renameat2, AT_FDCWD, a, AT_FDCWD, b, exchange)) == 0;
 }
 
-// Gives folder `temporary` the name `final`. If `final` exists, both names are exchanged in one step, so that `final`
-// is always a whole folder. If that fails, as on file systems that cannot exchange names, the old folder first gets the
-// suffix FOLDER_ASIDE. At the end the old folder is removed; a failure of this removal is only a warning.
+// Gives folder `temporary` the name `final`. If `final` is a folder with something in it, the names are exchanged in
+// one step, so that `final` is always a whole folder. If that fails, as on file systems that cannot exchange names, the
+// old folder first gets the suffix FOLDER_ASIDE. At the end the old folder is removed; a failure of this removal is
+// only a warning.
 static inline bool folder_replace(const char *temporary, const char *final, Failure *failure) {
     if (FILE_WORK("rename", final, rename(temporary, final)) == 0) return true;
     if (errno != EEXIST && errno != ENOTEMPTY)

@@ -1,4 +1,4 @@
-// AdamW with the optimizer states of MS-AMP: E4M3 and FP16 moments, each with one fp32 scale for a whole tensor.
+// AdamW with the states of MS-AMP: exp_avg in E4M3 and exp_avg_sq in FP16, each with one fp32 scale for a whole tensor.
 // (Peng and others 2023, "FP8-LM", arXiv 2310.18313; github.com/Azure/MS-AMP.) FP16 master weights have such a scale
 // too. The CPU trainer and a CUDA kernel can share this file, so that both compute the same bits.
 //

@@ -218,8 +218,8 @@ static inline void checkpoint_part(void *context, int64_t tensor, int64_t *first
     *first = r.first, *count = writes ? r.count : 0;
 }
 
-// safetensors_save for several ranks: rank 0 creates the files, and all ranks write their parts. Then the ranks take
-// turns to hash the files, and rank 0 writes the index.
+// safetensors_save for several ranks: rank 0 creates the files, and all ranks write their parts. Then each rank hashes
+// some of the files, and rank 0 writes the index.
 static inline bool checkpoint_write_together(const SafetensorsSet *set, const CheckpointSource *source, FileList *list,
                                              Failure *failure) {
     const Comm *c = source->state->comm;

@@ -50,7 +50,7 @@ static inline bool checkpoint_check_tensors(const Safetensors *st, const ModelCo
     return true;
 }
 
-// True if a model folder has a file in which weights to start from are looked for.
+// True if a model folder has model.safetensors or its index, from which weights are read.
 static inline bool model_has_weights(const char *folder) {
     char path[PATH_CAPACITY];
     format_checked(path, sizeof path, "%s/model.safetensors", folder);

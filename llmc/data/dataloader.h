@@ -5,9 +5,9 @@
 //                          20240801, 8   uint32 tokens, header[2..3] = their number as uint64
 //                          20240520, 1   uint16 tokens, header[2] = their number
 // Sequences: each shard is cut into windows of T + 1 tokens at stride T: window i holds tokens i*T to i*T + T, both
-// included. So the last target of one window is the first input of the next, and every token but a shard's first and
-// last few is predicted once an epoch. Documents are packed: a window starts and ends anywhere in them. No window
-// crosses from one shard into the next; what is left at a shard's end (less than T tokens) is not used.
+// included. So the last target of one window is the first input of the next. No window crosses from one shard into the
+// next. Each token is predicted once an epoch, except a shard's first and those at its end, fewer than T, that fill no
+// window. Documents are packed: a window starts and ends anywhere in them.
 //
 // Order: sample g of a run (g = 0, 1, 2, ...) lies in epoch g / num_sequences, rounded down. Each epoch is a keyed
 // permutation of all sequences of all shards, so that the order depends on the seed, T and the shards alone: not on
@@ -357,7 +357,8 @@ static inline TokenPlace dataloader_scan(DataLoader *dl, int64_t limit) {
     return largest;
 }
 
-// The largest token id of all shards (a full read). Without a tokenizer table it gives the vocabulary size.
+// The largest token id of all shards (a full read). Without a tokenizer table, the presets tiny and small take their
+// vocabulary size from it.
 static inline int64_t dataloader_max_token(DataLoader *dl) { return dataloader_scan(dl, INT64_MAX).token; }
 
 // Dies if a token id is >= vocabulary, with the position of the first one. A full read: call it once, before training.
