@@ -514,7 +514,7 @@ def parse_options():
         "--text",
         nargs="+",
         metavar="FILE",
-        help="training text; without it, TinyStories from the Hugging Face hub ($HF_ENDPOINT)",
+        help="training text; without it, TinyStories from the Hugging Face hub, or from the server $HF_ENDPOINT",
     )
     parser.add_argument(
         "--val-text",

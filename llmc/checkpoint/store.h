@@ -315,7 +315,7 @@ static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m,
     ok = ok && model_read_weights(checkpoint, m, t, s, &failure);
     if (!ok || !checkpoint_read_delayed(checkpoint, s, &failure) ||
         !checkpoint_load_clip_norms(checkpoint, s, &failure))
-        die("cannot resume from %s: %s; move this checkpoint away to resume from the one before it", checkpoint,
+        die("cannot resume from %s: %s; move this checkpoint away to resume from an earlier one, if any", checkpoint,
             failure.text);
     safetensors_close(&st);
 }
