@@ -1,6 +1,6 @@
 // Generates children's stories and writes them as shards of byte tokens, so that a machine without network can train:
-//   synth_stories --out PREFIX --bytes N --seed S   makes PREFIX_train.bin (N bytes of text or a little more),
-//   PREFIX_val.bin (N/20 bytes) and PREFIX.tokenizer
+//   synth_stories --out PREFIX --bytes N --seed S   makes PREFIX_train.bin (N bytes of text),
+//   PREFIX_val.bin (N/20 bytes of text) and PREFIX.tokenizer; the last story may exceed these numbers
 // Token ids 0 ... 255 are bytes, 256 stands before each story. The same options give the same files on every machine.
 //
 // A story follows a plot: a list of beats. Each beat lists alternatives, separated by '|', of one sentence or two, and
@@ -11,7 +11,7 @@
 //   {he} {his} {him}  the hero's pronouns; {fhe}: "he" or "she" for the friend
 //   {child} {child2}  "girl" or "boy" for the hero, and for the friend
 //   {a}               "a" or "an", as the next letter asks
-// The first letter of a sentence becomes a capital.
+// The first letter of a beat becomes a capital.
 #include <getopt.h>
 
 #include "../llmc/data/dataloader.h"
@@ -298,7 +298,8 @@ static void fill_sentence(Story *s, const char *sentence, char *out, size_t capa
     }
 }
 
-// Appends one beat of the plot to the story: articles chosen, first letter a capital.
+// Picks an alternative of a beat, fills its slots and articles, makes its first letter a capital, and appends it to the
+// story.
 static void story_append_beat(Story *s, const char *beat) {
     char sentence[SENTENCE_CAPACITY], filled[SENTENCE_CAPACITY];
     story_pick_alternative(s, beat, sentence, sizeof sentence);
@@ -340,7 +341,7 @@ static void finish_file(FILE *f, const char *temporary, const char *path) {
     if (rename(temporary, path) != 0) die("%s: cannot be renamed to %s: %s", temporary, path, strerror(errno));
 }
 
-// Writes stories as tokens until their text has `bytes` bytes; the header comes last, when the count is known.
+// Writes stories as tokens until their text has at least `bytes` bytes; the header comes last, when the count is known.
 static void write_shard(const char *prefix, const char *split, int64_t bytes, uint64_t key) {
     char path[4096], temporary[4096];
     format_checked(path, sizeof path, "%s_%s.bin", prefix, split);

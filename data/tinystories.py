@@ -33,7 +33,7 @@ HUB_FOLDER = "datasets/roneneldan/TinyStories/resolve/main"
 HUB_TRAIN, HUB_VAL = "TinyStories-train.txt", "TinyStories-valid.txt"
 READ_BYTES = 1 << 20
 BATCH_CHARS = 4 << 20  # text encoded in one call: enough to keep all threads busy
-LONGEST_STORY = 64 << 20  # a file with more text than this before a separator line is refused
+LONGEST_STORY = 64 << 20  # a file with more bytes than this between two separator lines is refused
 VAL_EVERY = 50  # without validation text, each 50th story is validation
 DOWNLOAD_TRIES = 5  # gives up after so many attempts in a row without a new byte; at once while there is no byte at all
 SHARD_HEADER_INTS = 256
@@ -223,7 +223,7 @@ def request_from(url, offset):
 
 
 def download_some(url, part, fraction, progress):
-    """Appends to `part` over one connection until it holds `fraction` of the file.
+    """Appends to `part` over one connection until it holds `fraction` of the file, or the connection ends.
 
     Returns (bytes held, bytes wanted, file size).
     """
@@ -384,7 +384,8 @@ class TableFile(OutputFile):
 
 
 class Progress:
-    """A line on stderr. A terminal rewrites it; elsewhere a new line comes every ten seconds at most."""
+    """A line on stderr. On a terminal it is rewritten; elsewhere new lines are at least ten seconds apart, but the
+    last."""
 
     def __init__(self, title):
         self.title, self.start, self.shown, self.first = title, time.monotonic(), time.monotonic(), None
@@ -513,7 +514,7 @@ def parse_options():
         "--text",
         nargs="+",
         metavar="FILE",
-        help="training text; without it, TinyStories from the Hugging Face hub ($HF_ENDPOINT)",
+        help="training text; without it, TinyStories from the Hugging Face hub, or from the server $HF_ENDPOINT",
     )
     parser.add_argument(
         "--val-text",

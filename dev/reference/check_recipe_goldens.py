@@ -2,8 +2,8 @@
 """Checks the goldens of make_recipe_goldens.py in another way.
 
 torchao's FP8 data are computed again in numpy, from the definition of scales and formats. Transformer Engine's data,
-which were made in numpy, are computed again by torch's casts. The linear layers must be GEMMs of their decoded
-operands, and the amax history must follow from windows of the sequence.
+which were made in numpy, are computed again: the scales from their definition, the codes by torch's casts. The linear
+layers must be GEMMs of their decoded operands. Scales of delayed scaling must follow from windows of the amaxes.
 """
 
 import sys

@@ -1,6 +1,7 @@
 """Fits the five factors of llmc/config/step_estimate.h (time over the time at peak) to steps measured on one H200
 (docs/RESULTS.md, "One H200: speed and memory" and "How speed grows", commits 38215d3 and 85332f2). Prints the factors,
-the error of each step, and the worst error on each model if that model is left out of the fit. Needs numpy and scipy.
+the error of each step, the worst of these, and the worst error on each model if that model is left out of the fit.
+Needs numpy and scipy.
 """
 import numpy as np
 from scipy.optimize import nnls
@@ -30,7 +31,8 @@ STEPS = [
 
 
 def times_at_peak(model, length, batch, fp8):
-    """Seconds at the hardware's peak: bf16 GEMMs, FP8 GEMMs, attention, elementwise, AdamW and weight casts."""
+    """Five times at the hardware's peak, in seconds: bf16 GEMMs; FP8 GEMMs; attention; elementwise kernels; AdamW with
+    the casts of weights."""
     vocabulary, hidden, intermediate, layers, heads, kv_heads, head_dim, tied = MODELS[model]
     rows = length * batch
     linear = layers * (hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden +

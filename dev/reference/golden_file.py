@@ -16,7 +16,8 @@ def _bytes(tensor):
 
 
 def write_golden(path, tensors, metadata):
-    """Writes tensors of torch or numpy in the given order, without gaps. Blanks pad the header to a multiple of 8."""
+    """Writes tensors of torch or numpy in the given order, without gaps. Blanks pad the header to a multiple of 8
+    bytes. Fails if the file has 1 MB or more."""
     header, blobs, offset = {"__metadata__": {key: str(value) for key, value in metadata.items()}}, [], 0
     for name, tensor in tensors.items():
         blob = _bytes(tensor)

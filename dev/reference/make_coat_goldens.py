@@ -2,16 +2,17 @@
 """Makes coat.safetensors: 20 AdamW steps whose moments are FP8 codes in groups of 128 (llmc/base/coat.h), in numpy.
 
 The rules are written here again, from the description of COAT (Xi and others 2024, arXiv 2410.19313) and of what
-differs (the head of coat.h). Quotients and products are fp32, as in coat.h; powers are float64, rounded to fp32. The
-script also checks that values decode as by COAT's own three numbers (scale, k, sqrt(max * min)), and that COAT's own
-formula, with zeros left out of the min, gives the same codes but for values at the edge of two codes.
+differs (the head of coat.h). Quotients and products are fp32, as in coat.h; powers are float64, rounded to fp32. In
+mode nearest the script also compares with COAT's own formula, with zeros left out of the min: values must decode as by
+COAT's three numbers (scale, k, sqrt(max * min)), and less than 1% of the codes may be the next code. Groups whose k is
+not COAT's (clamped, or from the rounded max) are left out.
 
 Groups of 128 gradients, one kind each: normal; with outliers (x 1e4); with zeros; all zero; all equal; denormal
 (1e-42); huge (1e13) beside tiny (1e-17); half of them zero in every other step.
 
 coat.safetensors   gradients [20, 1024], weights [1024] before the first step, both F32;
-                   for MODE nearest and stochastic MODE.weights [20, 1024] F32; MODE.exp_avg, MODE.exp_avg_sq [20, 1024]
-                   U8; MODE.exp_avg_groups, MODE.exp_avg_sq_groups [20, 8] U32
+                   after each step, for MODE nearest and stochastic: MODE.weights [20, 1024] F32; MODE.exp_avg,
+                   MODE.exp_avg_sq [20, 1024] U8; MODE.exp_avg_groups, MODE.exp_avg_sq_groups [20, 8] U32
 """
 
 import pathlib
@@ -143,7 +144,10 @@ def make_gradients(rng):
 
 
 def check_against_coat(x, word, codes):
-    """Compares a group with COAT's formula in float64. Returns how many codes it compared, and how many differ."""
+    """Compares a group with COAT's formula in float64. Returns how many codes it compared, and how many differ.
+
+    Fails if a code differs by more than one step. Compares nothing if the group's k is not COAT's.
+    """
     magnitudes = np.abs(x.astype(np.float64))
     magnitudes = magnitudes[magnitudes > 0]
     top, power = magnitudes.max(), split(word)[1]

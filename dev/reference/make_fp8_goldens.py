@@ -6,7 +6,7 @@ FP8 values are stored as bytes (U8). A tensor's scale s is F32 [1]; values are m
 fp8_casts.safetensors    e4m3, e5m2 U8 [65536]: byte i is the saturating cast of the bfloat16 with bits i. NaN bytes are
                          those of torch's CPU code (7F, FF), so compare NaNs as NaNs
 fp8_scales.safetensors   e4m3, e5m2, e4m3_pow2, e5m2_pow2 F32 [32640]: s for the amax with bfloat16 bits i (all finite
-                         ones); pow2: rounded down to a power of two. NAME_special F32 [2]: s for infinity and NaN
+                         ones >= 0); pow2: rounded down to a power of two. NAME_special F32 [2]: s for infinity and NaN
 fp8_tensors.safetensors  CASE.x BF16 [M, N], quantized with one scale for the whole tensor: CASE.e4m3, CASE.e5m2 U8
                          [M, N], CASE.e4m3_scale, CASE.e5m2_scale
 fp8_linear.safetensors   Float8Linear (emulate=True) on a fused gate and up layer with M rows, C inputs, 2F outputs:

@@ -11,12 +11,13 @@ huge (1e13) beside tiny (1e-17); zero in every other step. Weights are normal; l
 the fourth, tiny (1e-37) in the fifth.
 
 msamp.safetensors   gradients [20, N], weights [N] before the first step, sizes [8] of the tensors;
-                    after each step: exp_avg [20, N] U8, exp_avg_sq [20, N] F16, their scales [20, 8];
-                    weights.fp32 [20, N] with fp32 masters; weights.fp16 [20, N] and weights.fp16_scale [20, 8];
+                    after each step: exp_avg [20, N] U8, exp_avg_sq [20, N] F16, exp_avg_scale and exp_avg_sq_scale
+                    [20, 8]; weights.fp32 [20, N] with fp32 masters; with FP16 masters weights.fp16 [20, N] and
+                    weights.fp16_scale [20, 8];
                     rule.amax, rule.scale, rule.fp_max, rule.result: cases of the scale rule;
                     cast.weights [M] of T tensors with cast.sizes [T], as cast.fp16 [M] with cast.fp16_scale [T], and as
-                    cast.fp8 [M] U8; tensors with one number in cast.fused [T] share one FP8 tensor, which has one entry
-                    of cast.fp8_scale_inv
+                    cast.fp8 [M] U8; tensors with equal numbers in cast.fused [T] share one FP8 tensor, and
+                    cast.fp8_scale_inv has one entry for each FP8 tensor
 
 A cast multiplies the FP16 numbers by (FP8 scale x inverse of the FP16 scale), and follows common/tensor/tensor.py: the
 FP8 scale comes from the amax of the FP16 tensor, by the same rule. Two things are not from there. Tensors of a fused
@@ -67,7 +68,8 @@ def fp16_encode(x):
 
 
 def scale_of(amax, scale, fp_max, limit=True):
-    """MS-AMP's rule, with its order of conditions. log2 is rounded once, from float64."""
+    """MS-AMP's rule, with its order of conditions. log2 is rounded once, from float64. With `limit` the scale is at
+    most 2^126."""
     with np.errstate(all="ignore"):
         exponent = np.floor(f32(np.log2(np.float64(f32(fp_max) / f32(amax)))))
         power = np.round(np.exp2(np.abs(exponent)))
@@ -92,7 +94,8 @@ def rule_cases():
 
 
 def check_rule(amaxes, scales, tops, results):
-    """Compares with fp32's own log2, and with the rule without a limit."""
+    """Fails if a result differs from the rule without a limit, other than by the limit. Prints in how many cases fp32's
+    own log2 has another floor."""
     free = np.array([scale_of(*case, limit=False) for case in zip(amaxes, scales, tops)], f32)
     same = free == results
     assert np.all(same | ((free > LARGEST_SCALE) & (results == LARGEST_SCALE) & (amaxes < 1e-33)))

@@ -2,12 +2,14 @@
 """Makes the goldens of the FP8 recipes, on the CPU. For tensorwise it makes only a linear layer;
 make_fp8_goldens.py makes the rest.
 
-torchao's goldens come from torchao's functions, Transformer Engine's from te_recipes.py.
+torchao's goldens come from torchao's functions (MX with one correction: mx_copy), Transformer Engine's from
+te_recipes.py.
 
 FP8 data of a matrix x [R, C] are a matrix [outer, depth] of bytes (U8): `row` is the rowwise data, `col` the columnwise
-data, which are transposed. Scales are along the depth. CASE.GRAIN.USAGE.FORMAT holds the codes, and
-CASE.GRAIN.USAGE.FORMAT_inverse scale_inv: [outer, blocks along depth] (for 128x128: [blocks, blocks]) in F32, or U8 for
-the E8M0 exponents of MX. NaN bytes are those of torch's CPU code, so compare NaNs as NaNs.
+data, which are transposed. A scale covers values along the depth, with 128x128 a square of values.
+CASE.GRAIN.USAGE.FORMAT holds the codes, and CASE.GRAIN.USAGE.FORMAT_inverse scale_inv: [outer, blocks along depth] (for
+128x128: [blocks, blocks]) in F32, or U8 for the E8M0 exponents of MX. NaN bytes are those of torch's CPU code, so
+compare NaNs as NaNs.
 
 recipe_torchao.safetensors  CASE.x BF16; CASE.rows.*: one scale a row (powers of two); CASE.mx.*: one for 32 values
                             (RCEIL); mx_bytes.FORMAT U8 [32640]: E8M0 byte for the amax with bfloat16 bits i;

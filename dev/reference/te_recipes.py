@@ -49,8 +49,8 @@ def blockwise(x, height, width, name):
 def delayed_scales(amaxes, history_length, margin, name):
     """Returns the scale of one tensor after each update, from the amax of each pass; amax_compute_algo "max".
 
-    Slot 0 of the history holds the amax of the current pass. An amax of zero means that the tensor was not cast, so
-    nothing changes. While an infinity is in the window, the scale stays.
+    Slot 0 of the history holds the amax of the current pass. After an amax of zero (the tensor was not cast, or is all
+    zero) or NaN nothing changes. While an infinity is in the window, the scale stays.
     """
     history, scale, scales = np.zeros(history_length, np.float32), np.float32(1), []
     for amax in amaxes:

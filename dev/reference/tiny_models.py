@@ -1,4 +1,5 @@
-"""The tiny models behind the goldens and the loading tests: one per architecture feature the trainers must get right.
+"""The tiny models behind the goldens and the loading tests. Together they have the features that the trainers must get
+right: grouped queries, a tied lm_head and one of its own, Llama 3.1's RoPE scaling, biases, QK-norm.
 
 Weights are random, rounded to bfloat16 and kept as float32, so that float32 and bfloat16 runs have the same weights.
 """

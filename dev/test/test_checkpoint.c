@@ -773,7 +773,7 @@ static void test_damage(void) {
     }
     format_checked(path, sizeof path, "%s/step-00000001/trainer.json", dir);
     damage_remove(path, 0);
-    CHECK(check_dies(find_action, (void *)dir, "is damaged (2 found)", output, sizeof output),
+    CHECK(check_dies(find_action, (void *)dir, "is whole (2 skipped", output, sizeof output),
           "a folder with two damaged checkpoints and no other is refused: %s", output);
 
     // A checkpoint in a folder that was renamed to another step is refused.
@@ -785,7 +785,7 @@ static void test_damage(void) {
     CHECK(rename(path, renamed) == 0 && !checkpoint_is_whole(renamed, true, &moved) &&
               strstr(moved.text, "was renamed: it was saved after step 6"),
           "a renamed checkpoint is refused: %s", moved.text);
-    CHECK(check_dies(find_action, (void *)dir, "is damaged (1 found)", output, sizeof output),
+    CHECK(check_dies(find_action, (void *)dir, "is whole (1 skipped", output, sizeof output),
           "a folder with a renamed checkpoint and no other is refused: %s", output);
     CHECK(rename(renamed, path) == 0 && checkpoint_find_newest(dir, found, sizeof found) &&
               strstr(found, "step-00000006"),

@@ -1,9 +1,9 @@
 // Records the current activity of this rank for the watcher thread, which must name a stuck rank (watch.h).
 // The main thread writes the activity, and the watcher thread reads it.
 //
-// Calls that can wait long for a disk or for other ranks stand between activity_begin and activity_end. Outside such
-// pairs the rank counts as computing. Pairs do not nest. NCCL operations, which run on the GPU meanwhile, are counted
-// apart (activity_operation).
+// Calls that can wait long for a disk or for other ranks stand between activity_begin and activity_end. Pairs do not
+// nest. Outside such pairs the rank counts as computing, or as waiting while NCCL operations are pending: these run on
+// the GPU meanwhile, and are counted apart (activity_operation).
 #ifndef LLMC_ACTIVITY_H
 #define LLMC_ACTIVITY_H
 
@@ -33,10 +33,10 @@ typedef struct {
     Phase phase;
     int64_t step;  // in training the current step, else the last finished one; counted from 1; 0: none
     ActivityKind kind;
-    const char *what;              // static text: the call, or what the ranks do together
-    char detail[ACTIVITY_DETAIL];  // the file's path, or ""
+    const char *what;              // static text: the call, or what the ranks do together; "" while computing
+    char detail[ACTIVITY_DETAIL];  // path of a file or folder, "stdout", or ""
     int64_t changes;               // grows with each sign of progress of this rank
-    int64_t collectives;           // finished collectives of MPI, TCP (mesh.h) and NCCL
+    int64_t collectives;           // activities ACTIVITY_WAITING and NCCL operations that have finished
     int64_t pending;               // NCCL operations that are enqueued and not known to have finished
     const char *pending_what;      // name of the oldest pending operation, static text
     int64_t pending_layer;         // layer of that operation, or ROOT or NO_LAYER (parameters.h)
@@ -63,7 +63,7 @@ static inline void activity_phase(Phase phase, int64_t step) {
     activity_unlock();
 }
 
-// `what`: static text. `detail`: the file's path, or "".
+// Begins an activity of kind ACTIVITY_WAITING or ACTIVITY_FILE. `what` and `detail`: as in Activity.
 static inline void activity_begin(ActivityKind kind, const char *what, const char *detail) {
     const size_t length = strlen(detail), skip = length < ACTIVITY_DETAIL ? 0 : length - ACTIVITY_DETAIL + 1;
     Activity *a = activity_lock();
@@ -72,7 +72,7 @@ static inline void activity_begin(ActivityKind kind, const char *what, const cha
     activity_unlock();
 }
 
-// Ends the activity. errno stays as it was.
+// Ends the activity: the rank computes again. errno stays as it was.
 static inline void activity_end(void) {
     Activity *a = activity_lock();
     a->collectives += a->kind == ACTIVITY_WAITING;

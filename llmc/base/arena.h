@@ -1,4 +1,4 @@
-// One allocation for everything: the same code first counts bytes (the memory plan), then hands out addresses.
+// One allocation for many buffers: the same code first counts bytes (the memory plan), then hands out addresses.
 // The code that takes buffers runs on an arena without memory, which only counts, for the memory plan and --dry-run.
 // Then the same code runs on the real arena. So the plan and the allocation cannot differ.
 //
@@ -49,7 +49,8 @@ static inline ArenaRange arena_reuse(Arena *a, ArenaRange span) {
     return left;
 }
 
-// *sum += size. Dies if the sum passes 63 bits, as the plan of an impossible run may.
+// *sum += size. Dies if the sum passes 63 bits, as the plan of an impossible run may, or if `size` is negative, because
+// it has passed them already.
 static inline void arena_add(int64_t *sum, int64_t size) {
     if (size < 0 || __builtin_add_overflow(*sum, size, sum))
         die_with(EXIT_MEMORY, "the memory plan has 2^63 bytes or more, too many to add up; a smaller --batch-size or "
@@ -69,8 +70,7 @@ static inline void *arena_apart(int64_t bytes) {
 }
 #endif
 
-// Returns memory of `bytes` bytes, aligned to 256 bytes. On an arena without memory the result must not be read or
-// written.
+// Returns memory of `bytes` bytes, aligned to 256 bytes. On an arena without memory it counts and returns NULL.
 static inline void *arena_take(Arena *a, int64_t bytes) {
     const int64_t size = bytes > INT64_MAX - ARENA_ALIGNMENT ? -1 : round_up(bytes, ARENA_ALIGNMENT);
     const bool again = size > 0 && size <= a->reuse.end - a->reuse.begin;
@@ -84,7 +84,8 @@ static inline void *arena_take(Arena *a, int64_t bytes) {
     return p;
 }
 
-// Prints the MiB of each heading and the total. `other` is memory outside the arena (CUDA context and libraries).
+// Prints the MiB of each heading that has bytes, of the reused memory, and the total. `other` is memory outside the
+// arena (CUDA context and libraries); it counts for the total.
 static inline void arena_print_plan(const Arena *a, int64_t other) {
     printf("\nmemory plan, MiB\n");
     for (int i = 0; i < a->num_groups; i++)

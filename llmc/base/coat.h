@@ -12,7 +12,7 @@
 // mantissa. A moment takes 1 + 4 / 128 bytes per element. Three rules differ from COAT's, which give no sound answer in
 // these cases:
 //   - k is at most 16; if all magnitudes are equal, COAT divides by log2(1) = 0. k is at least 1/8; the codes above
-//     zero then span 2^142, and smaller magnitudes become zero;
+//     zero then span 2^142, and smaller magnitudes are rounded to zero or to the lowest of these codes;
 //   - zeros stay zeros, and do not count for the min; COAT's min counts some of them, by their place in the warp;
 //   - a group whose max is below 2^-100 becomes zero. Beside AdamW's eps such moments are negligible.
 //
@@ -31,7 +31,7 @@
 #define COAT_POWERS 256               // k = 1/16, 2/16, ... 16
 #define COAT_CODES 127                // magnitudes of E4M3, from 0 to 448
 #define COAT_SIGN 128                 // a code's bit for values below zero
-#define COAT_SPAN 16.614709844115207  // log2(448 * 448 / 2): log2(max / min) of a group after the power k
+#define COAT_SPAN 16.614709844115207  // log2(448 * 448 / 2): most that log2(max / min) may be after the power k
 #define COAT_SMALLEST 0x1p-100f       // a group whose max is below it becomes zero
 
 // Indexed by 16 k - 1.
@@ -72,8 +72,8 @@ HOST_DEVICE static inline float coat_quotient(float x, float y) {
 #endif
 }
 
-// True if k = (power + 1) / 16 may be used in a group with these extremes. 1/16 and 1/8 always may: their range is
-// infinite.
+// True if k = (power + 1) / 16 may be used in a group with these extremes, of which `smallest` is above zero. k = 1/16
+// and k = 1/8 always may: their range is infinite.
 HOST_DEVICE static inline bool coat_fits(const CoatTables *t, int power, float max, float smallest) {
     return max <= float_product(t->range[power], smallest);
 }

@@ -1,4 +1,4 @@
-// Files and folders whose failures are reported, not fatal: a failed save must clean up and keep the last checkpoint.
+// Files and folders. A failure returns to the caller, since a failed save must clean up and keep the last checkpoint.
 #ifndef LLMC_FILE_IO_H
 #define LLMC_FILE_IO_H
 
@@ -16,18 +16,18 @@
 
 #define PATH_CAPACITY 4096
 
-// Bytes per call when something large is read, written or hashed; tests make it small.
+// The most bytes that one call reads, writes or hashes; tests make it small.
 #ifndef IO_CHUNK_BYTES
 #define IO_CHUNK_BYTES ((int64_t)64 << 20)
 #endif
 
-// The reason why a call returned false. Long texts are cut, and control characters are shown as \xNN.
+// The reason why a call failed. Long texts are cut, and control characters are shown as \xNN.
 typedef struct {
     char text[2048];
     bool lasting;  // a retry cannot help
 } Failure;
 
-// Sets the text. Always returns false, so that a failing function can end with `return fail(...)`.
+// Sets the text and clears `lasting`. Always returns false, so that a failing function can end with `return fail(...)`.
 UTILS_PRINTF(2, 3) static inline bool fail(Failure *failure, const char *format, ...) {
     char text[sizeof failure->text];
     va_list args;
@@ -73,7 +73,7 @@ static inline void process_prepare(void) {
     signal(SIGXFSZ, SIG_IGN);
 }
 
-// One written file of a folder, as trainer.json lists it.
+// One written file of a checkpoint or export, as the manifest lists it (manifest.h).
 typedef struct {
     char name[64];
     int64_t bytes;
@@ -141,7 +141,8 @@ static inline bool output_file_close(OutputFile *file, Failure *failure) {
     return ok;
 }
 
-// Writes a small file `name` in `folder` in one go and adds it to `list`.
+// Writes a small file `name` in `folder`, in place of one of that name, and syncs it to disk. Then adds it to `list`,
+// unless that is NULL.
 static inline bool file_write(const char *folder, const char *name, const void *data, int64_t bytes, FileList *list,
                               Failure *failure) {
     char path[PATH_CAPACITY];
@@ -165,7 +166,7 @@ static inline bool file_read_at(int fd, const char *path, int64_t offset, void *
         if (got < 0)
             return fail(failure, "cannot read %s at byte %lld: %s", path, (long long)(offset + done), strerror(errno));
         if (got == 0)
-            return fail(failure, "%s ends at byte %lld, before the %lld bytes wanted from byte %lld", path,
+            return fail(failure, "%s ends at byte %lld; %lld bytes were wanted from byte %lld on", path,
                         (long long)(offset + done), (long long)bytes, (long long)offset);
         done += got;
     }
@@ -298,8 +299,8 @@ static inline bool folder_create(const char *folder, bool may_exist, Failure *fa
                 error == ENOENT ? " (its parent folder must exist)" : "");
 }
 
-// The name of the marker file (the mark). Every folder of a checkpoint or export has it: it is written first and
-// removed last. The program removes no folder without this file, except an empty one.
+// The name of the marker file (the mark). Each folder of a checkpoint or export gets it: it is written first and
+// removed last. The program removes no folder without this file, except an empty one. (Old versions wrote no marker.)
 #define FOLDER_MARKER ".train_fp8"
 
 // Writes the marker file into a folder. A crash may leave it empty, so only its name counts.
@@ -316,9 +317,9 @@ static inline bool folder_begin(const char *folder, Failure *failure) {
 
 typedef enum {
     FOLDER_ABSENT,
-    FOLDER_EMPTY,   // has no file except perhaps the marker
-    FOLDER_MARKED,  // has the marker file and other files
-    FOLDER_FOREIGN  // is no folder, or a link, or cannot be read, or has files but no marker file
+    FOLDER_EMPTY,   // has nothing in it, or the marker file alone
+    FOLDER_MARKED,  // has the marker file and more
+    FOLDER_FOREIGN  // is no folder, or a link, or cannot be read, or has something in it but no marker file
 } FolderKind;
 
 // Opens a folder, but no link to one. Returns NULL, with errno set, on failure.
@@ -349,14 +350,16 @@ static inline Words folder_foreign_words(const char *folder) {
     struct stat s;
     const bool is_folder = lstat(folder, &s) == 0 && S_ISDIR(s.st_mode);
     if (is_folder)
-        snprintf(w.text, sizeof w.text, "it has no file " FOLDER_MARKER ", so another program may have written it");
+        snprintf(w.text, sizeof w.text,
+                 "it has no file " FOLDER_MARKER " that can be read, so another program may have written it");
     else snprintf(w.text, sizeof w.text, "it is %.500s", path_words(folder).text);
     return w;
 }
 
-// Removes a folder of this program and the files in it. Fails, and removes nothing, if the folder is FOLDER_FOREIGN.
-// Fails too if there is a folder in it; some of its files are then removed already. Links are not followed. The marker
-// file is removed last, so that a later run can finish a removal that a crash cut short.
+// Removes a folder of this program and the files in it. Fails, and removes nothing, if the folder is FOLDER_FOREIGN or
+// FOLDER_ABSENT. Fails too if something in it cannot be removed, such as a folder; other files may be gone by then.
+// Links are not followed. The marker file is removed last, so that a later run can finish a removal that a crash cut
+// short.
 static inline bool folder_remove(const char *folder, Failure *failure) {
     if (folder_kind(folder) == FOLDER_FOREIGN)
         return fail(failure, "%s is not removed: %s", folder, folder_foreign_words(folder).text);
@@ -399,8 +402,8 @@ static inline bool folders_share_room(const char *a, const char *b) {
 #endif
 
 // Locks a folder against other processes of this host until this process ends, however it ends: the kernel then closes
-// the descriptor. Waits up to `seconds` for another process to end. This process may lock a folder twice. File systems
-// that cannot lock folders (NFS) give a warning and no lock.
+// the descriptor. If another process has the lock, waits up to `seconds` for it, then fails. This process may lock a
+// folder twice. File systems that cannot lock folders (NFS) give a warning and no lock; the call then succeeds.
 static inline bool folder_lock(const char *folder, double seconds, Failure *failure) {
     static struct stat held[4];
     static int num_held;
@@ -427,8 +430,8 @@ static inline bool folder_lock(const char *folder, double seconds, Failure *fail
     return true;
 }
 
-// Suffixes of temporary names: .tmp for a folder until it is whole, .old.tmp for the folder that it replaces if the
-// file system cannot exchange names.
+// Suffixes of temporary names. A new folder has .tmp until it is whole. If the file system cannot exchange names, the
+// folder that the new one replaces has .old.tmp in between.
 #define FOLDER_TEMPORARY ".tmp"
 #define FOLDER_ASIDE ".old.tmp"
 
@@ -439,9 +442,10 @@ static inline bool folder_exchange(const char *a, const char *b) {
     return FILE_WORK("renameat2", b, syscall(SYS_renameat2, AT_FDCWD, a, AT_FDCWD, b, exchange)) == 0;
 }
 
-// Gives folder `temporary` the name `final`. If `final` exists, both names are exchanged in one step, so that `final`
-// is always a whole folder. If that fails, as on file systems that cannot exchange names, the old folder first gets the
-// suffix FOLDER_ASIDE. At the end the old folder is removed; a failure of this removal is only a warning.
+// Gives folder `temporary` the name `final`. If `final` is a folder with something in it, the names are exchanged in
+// one step, so that `final` is always a whole folder. If that fails, as on file systems that cannot exchange names, the
+// old folder first gets the suffix FOLDER_ASIDE. At the end the old folder is removed; a failure of this removal is
+// only a warning.
 static inline bool folder_replace(const char *temporary, const char *final, Failure *failure) {
     if (FILE_WORK("rename", final, rename(temporary, final)) == 0) return true;
     if (errno != EEXIST && errno != ENOTEMPTY)
@@ -470,7 +474,7 @@ static inline bool folder_replace(const char *temporary, const char *final, Fail
     return true;
 }
 
-// Copies a file of `from_folder` to `to_folder` under its name, and adds it to `list`.
+// Copies a file of `from_folder` to `to_folder` under its name, by file_write.
 static inline bool file_copy(const char *from_folder, const char *to_folder, const char *name, FileList *list,
                              Failure *failure) {
     char path[PATH_CAPACITY];

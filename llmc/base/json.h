@@ -309,7 +309,7 @@ static inline const JsonNode *json_member(const Json *json, const JsonNode *obje
     return NULL;
 }
 
-// The path of a node, such as "rope_scaling.factor" or "files[2].name". A long path is cut.
+// The path of a node, such as "rope_scaling.factor" or "files[2].name"; "" for the root. A long path is cut.
 static inline void json_path(const Json *json, const JsonNode *node, char *out, size_t capacity) {
     if (capacity == 0) return;
     out[0] = 0;
@@ -326,7 +326,7 @@ static inline void json_path(const Json *json, const JsonNode *node, char *out, 
     }
 }
 
-// Fails with "FILE: path: expected WHAT, found ...". Always returns false.
+// Fails with "FILE: path: expected WHAT, found ...", without a path for the root. Always returns false.
 static inline bool json_expected(const Json *json, const JsonNode *node, const char *what, Failure *failure) {
     char path[256];
     json_path(json, node, path, sizeof path);
@@ -361,7 +361,8 @@ static inline bool json_real(const Json *json, const JsonNode *node, double *out
     return isfinite(*out) || json_expected(json, node, "a number that a double can hold", failure);
 }
 
-// Reads a whole number in low..high; 8192.0 and 1e6 are whole too.
+// Reads a whole number in low..high, both included. 8192.0 and 1e6 are whole too; numbers with a point or an exponent
+// may be 2^53 at most.
 static inline bool json_int(const Json *json, const JsonNode *node, int64_t low, int64_t high, int64_t *out,
                             Failure *failure) {
     char what[96];
@@ -448,8 +449,8 @@ static inline void json_text_add_string(JsonText *out, const char *s) {
     json_text_add(out, "\"");
 }
 
-// Appends a finite number with the fewest digits that read back as this double. It has a point or an exponent, so that
-// no reader takes it for an integer.
+// Appends a number with the fewest digits that read back as this double. It has a point or an exponent, so that no
+// reader takes it for an integer. Dies if it is not finite.
 static inline void json_text_add_real(JsonText *out, double value) {
     if (!isfinite(value)) die("JSON cannot hold the number %f", value);
     char text[64];

@@ -1,13 +1,15 @@
-// AdamW with the optimizer states of MS-AMP: E4M3 and FP16 moments, each with one fp32 scale for a whole tensor.
+// AdamW with the states of MS-AMP: exp_avg in E4M3 and exp_avg_sq in FP16, each with one fp32 scale for a whole tensor.
 // (Peng and others 2023, "FP8-LM", arXiv 2310.18313; github.com/Azure/MS-AMP.) FP16 master weights have such a scale
 // too. The CPU trainer and a CUDA kernel can share this file, so that both compute the same bits.
 //
 // The scale of a tensor is the largest power of two with which its amax does not overflow, so a step has two passes:
-//   1. m and v of each element, from the stored moments and the gradient; the new weight; the amax of m and of v;
+//   1. m and v of each element, from the stored moments and the gradient; the new weight; the amax of each of these
+//      that has a scale;
 //   2. m and v once more, from the same stored moments, then stored as E4M3(m scale_m) and FP16(v scale_v) with the new
 //      scales. An FP16 master is stored as FP16(p scale_p).
-// Casts round to nearest even. Order of operations, fp32 constants and the scale rule are those of MS-AMP's adamw.cu
-// and meta.py, except that nothing is fused here (nvcc fuses as it likes), and that scales end at 2^126.
+// Casts to FP8 and FP16 round to nearest even. Order of operations, fp32 constants and the scale rule are those of
+// MS-AMP's adamw.cu and meta.py, except that nothing is fused here (nvcc fuses as it likes), and that scales end at
+// 2^126.
 #ifndef LLMC_MSAMP_H
 #define LLMC_MSAMP_H
 
@@ -20,9 +22,10 @@
 
 // Returns the scale of a tensor, by MS-AMP's rule: 2^floor(log2(fp_max / amax)). `scale` is the scale so far: an amax
 // of zero or NaN keeps it, and an infinite amax inverts it. (MS-AMP inverts if the exponent is below zero, and for an
-// infinite amax it is minus infinity.) If amax is so small that the quotient is infinite, this scale is 2^126; MS-AMP's
-// is infinite, and zeros become NaN. log2 is rounded to fp32, as in MS-AMP, so a quotient just below a power of two
-// counts as one: the amax then exceeds fp_max by less than one rounding, and saturates.
+// infinite amax it is minus infinity.) If amax is so small that fp_max / amax is above 2^126, this scale is 2^126.
+// MS-AMP's grows on; if the quotient is infinite, so is MS-AMP's scale, and zeros become NaN. log2 is rounded to fp32,
+// as in MS-AMP, so a quotient just below a power of two counts as one: the scaled amax then exceeds fp_max by less than
+// one rounding, and saturates.
 HOST_DEVICE static inline float msamp_scale(float amax, float scale, float fp_max) {
     const float exponent = floorf((float)log2((double)(fp_max / amax)));
     float factor = scale;

@@ -3,7 +3,7 @@
 #define LLMC_STEP_TIMES_H
 
 typedef enum {
-    TIME_COMPUTE,        // forward and backward pass
+    TIME_COMPUTE,        // forward and backward pass; on the CPU also AdamW within it (--optimizer-in-backward)
     TIME_DATA,           // computation waits for the batch, which the host reads and sends
     TIME_COMMUNICATION,  // computation waits for weights, gradients or sums of other ranks
     TIME_OPTIMIZER,      // gradient norm and AdamW

@@ -26,7 +26,7 @@
 
 // A PARALLEL_ macro stands before a loop whose iterations do not depend on each other. OpenMP threads share the
 // iterations, in equal parts, or one by one with PARALLEL_FOR_UNEVEN. After a loop with PARALLEL_MAX, the variables
-// that it names have the largest values of all threads.
+// that it names have the largest values of all threads. Without OpenMP one thread runs the loop.
 #ifdef _OPENMP
 #define PARALLEL_PRAGMA(text) _Pragma(#text)
 #define PARALLEL_FOR _Pragma("omp parallel for")
@@ -128,7 +128,8 @@ UTILS_PRINTF(1, 2) static inline void warn(const char *format, ...) {
     fprintf(stderr, "warning: %s\n", text);
 }
 
-// Zeroed memory for `count` items of `size` bytes; never returns NULL (a count of 0 gets one item).
+// Returns zeroed memory for `count` items of `size` bytes; a count or size of 0 counts as 1. Dies if there is no memory
+// left, so it never returns NULL.
 static inline void *xcalloc(size_t count, size_t size) {
     void *p = calloc(count ? count : 1, size ? size : 1);
     if (!p) die_with(EXIT_MEMORY, "out of host memory: could not allocate %zu x %zu bytes", count, size);

@@ -1,4 +1,4 @@
-// Exports a folder of config.json, weights and tokenizer files that transformers can load.
+// Exports config.json, the weights and copies of MODEL's tokenizer files to a folder that transformers can load.
 // The folder appears only when it is complete; it then replaces an earlier export.
 #ifndef LLMC_HF_EXPORT_H
 #define LLMC_HF_EXPORT_H
@@ -6,7 +6,7 @@
 #include "manifest.h"
 #include "tensors.h"
 
-// Returns the names of files that an export copies from the folder of the run's starting weights.
+// Returns the names of files that an export copies from the folder given as MODEL, if they are there.
 static inline const char *const *export_copied_files(void) {
     static const char *const names[] = {"generation_config.json",
                                         "tokenizer.json",
@@ -73,7 +73,7 @@ static inline void export_names(const char *dir, char *path, char *temporary, ch
     format_checked(parent, capacity, "%.*s", (int)max_i64(1, strrchr(path, '/') - path), path);
 }
 
-// Removes the leftover of an interrupted export.
+// Removes the leftover of an interrupted export, if there is one. Fails if another program may have made it.
 static inline bool export_clear(const char *temporary, Failure *failure) {
     const FolderKind kind = folder_kind(temporary);
     if (kind == FOLDER_FOREIGN)
@@ -82,8 +82,9 @@ static inline bool export_clear(const char *temporary, Failure *failure) {
     return kind == FOLDER_ABSENT || folder_remove(temporary, failure);
 }
 
-// Renames the earlier export from `aside` back to `path`. A run that was killed in export_try or folder_replace may
-// have left it there, with an empty folder or nothing at `path`.
+// Renames an earlier export from `aside` back to `path`. A run that was killed in export_try or folder_replace may have
+// left it there, with an empty folder or nothing at `path`. Fails if `path` holds something, or if `aside` is no
+// export. Removes `aside` if it is empty.
 static inline bool export_restore(const char *path, const char *aside, Failure *failure) {
     char mark[PATH_CAPACITY];
     Failure why;
@@ -133,8 +134,8 @@ static inline bool export_try(const char *path, const char *probe, Failure *fail
 }
 
 // Prepares the export to `dir` before any work: renames an earlier export back, removes leftovers, makes the parent
-// folder. Dies if the export could not take its place at `dir`. `model_folder` is the folder of the starting weights
-// (NULL for a preset).
+// folder. Dies if the export could not take its place at `dir`, or would replace the folder that the program runs in or
+// MODEL's. `model_folder` is the folder given as MODEL (NULL for a preset).
 static inline void model_export_prepare(const char *dir, const char *model_folder) {
     char path[PATH_CAPACITY], temporary[PATH_CAPACITY], aside[PATH_CAPACITY], parent[PATH_CAPACITY],
         other[PATH_CAPACITY];
@@ -180,8 +181,8 @@ static inline bool export_write(const char *folder, const ModelConfig *m, const 
     return ok;  // only rank 0 knows if the last steps failed
 }
 
-// Renames a complete export from `temporary` to `path`, in place of an earlier export. On failure the complete export
-// stays at `temporary`.
+// Renames a complete export from `temporary` to `path`, in place of an earlier export, and syncs `parent`. If that sync
+// fails, the export is at `path`; after any other failure it is still at `temporary`.
 static inline bool export_publish(const char *temporary, const char *path, const char *parent, Failure *failure) {
     Failure cause;
     bool ok = export_may_replace(path, &cause);
@@ -192,9 +193,9 @@ static inline bool export_publish(const char *temporary, const char *path, const
                 cause.text, temporary);
 }
 
-// Writes config.json and the weights (in the storage type) to `dir` for transformers, with the tokenizer files of
-// `source_folder` (NULL for none). All ranks call it. On failure it returns false on all ranks, and an earlier export
-// is unchanged.
+// Writes config.json and the weights (bf16 or fp32: state_type) to `dir` for transformers, with the tokenizer files of
+// `source_folder` (NULL for none). All ranks call it. On failure it returns false on all ranks. An earlier export is
+// then unchanged, unless only the last sync failed (export_publish): the new export has replaced it by then.
 static inline bool model_export_hf(const char *dir, const ModelConfig *m, const ParameterTable *t,
                                    const TrainerState *s, const char *source_folder, Failure *failure) {
     char path[PATH_CAPACITY], temporary[PATH_CAPACITY], parent[PATH_CAPACITY];

@@ -1,4 +1,4 @@
-// trainer.json, the manifest of a checkpoint: progress, settings, training data, and each file's size and hash.
+// trainer.json, the manifest of a checkpoint: progress, settings, identity of the data, and each file's size and hash.
 //
 // It is written after all files that it lists, and ends with a hash of all its bytes before that hash. An export has a
 // similar list of files, train_fp8.json.
@@ -29,8 +29,8 @@ typedef struct {
     int64_t count;
 } CheckpointSteps;
 
-// A checkpoint stores the model, options and training data of its run. In a resumed run the model, the MUST_MATCH
-// settings and the training data must be equal.
+// A checkpoint stores the model and options of its run, and a fingerprint of its training data. In a resumed run the
+// model, the MUST_MATCH settings and the training data must be equal.
 typedef struct {
     const ModelConfig *model;
     const Options *options;  // with `auto` values resolved
@@ -67,8 +67,8 @@ static inline bool checkpoint_write_sealed(const char *folder, const char *name,
     return ok;
 }
 
-// Appends the norms by which the next step clips in the backward pass (STATE_CLIP_NORMS). Every fp32 number reads back
-// as it was. False if one is not finite.
+// Appends the norms by which the next step clips in the backward pass (STATE_CLIP_NORMS); nothing if there are none.
+// Every fp32 number reads back as it was. Fails if one is not finite.
 static inline bool checkpoint_add_clip_norms(JsonText *out, const float *norms, int64_t count, Failure *failure) {
     if (!count) return true;
     for (int64_t i = 0; i < count; i++) {
@@ -80,7 +80,7 @@ static inline bool checkpoint_add_clip_norms(JsonText *out, const float *norms, 
 }
 
 // Reads what checkpoint_add_clip_norms has written. Sets zeros if a checkpoint has no norms: its run did not clip in
-// the backward pass.
+// the backward pass. Fails if their number is not `count`, or if one is below zero or too large for fp32.
 static inline bool checkpoint_read_clip_norms(const Json *json, float *norms, int64_t count, Failure *failure) {
     const JsonNode *list = json_member(json, json_root(json), "clip_norms");
     memset(norms, 0, (size_t)count * sizeof *norms);
@@ -97,7 +97,7 @@ static inline bool checkpoint_read_clip_norms(const Json *json, float *norms, in
            fail(failure, "%s has %lld clip_norms instead of %lld", json->source, (long long)found, (long long)count);
 }
 
-// clip_norms: [num_clip_norms] STATE_CLIP_NORMS.
+// Writes trainer.json. clip_norms: [num_clip_norms] STATE_CLIP_NORMS.
 static inline bool checkpoint_write_trainer(const char *folder, const TrainerProgress *progress,
                                             const CheckpointRun *run, const float *clip_norms, int64_t num_clip_norms,
                                             const FileList *files, Failure *failure) {
@@ -184,7 +184,7 @@ static inline bool checkpoint_check_file(const char *checkpoint, const Json *jso
            fail(failure, "%s is damaged: its XXH64 hash is %s instead of %s", path, found, expected->text);
 }
 
-// Returns the step in a folder name "step-00000123" followed by `suffix`; -1 for other names.
+// Returns the step in a folder name "step-00000123", with 8 to 18 digits, followed by `suffix`; -1 for other names.
 static inline int64_t checkpoint_step_of(const char *name, const char *suffix) {
     if (strncmp(name, "step-", 5) != 0) return -1;
     const char *digits = name + 5;
@@ -193,7 +193,8 @@ static inline int64_t checkpoint_step_of(const char *name, const char *suffix) {
     return strtoll(digits, NULL, 10);
 }
 
-// Fails if the folder's name does not match the step in trainer.json: a renamed checkpoint could look newer than it is.
+// Fails if the folder's name gives another step than trainer.json: a renamed checkpoint could look newer than it is. A
+// name that gives no step is accepted.
 static inline bool checkpoint_check_name(const char *checkpoint, const Json *json, Failure *failure) {
     const char *slash = strrchr(checkpoint, '/');
     const int64_t named = checkpoint_step_of(slash ? slash + 1 : checkpoint, "");
@@ -205,8 +206,8 @@ static inline bool checkpoint_check_name(const char *checkpoint, const Json *jso
                                  checkpoint, (long long)step, (long long)step);
 }
 
-// True if a checkpoint is complete and undamaged: its name fits its step, and every file that trainer.json lists has
-// the listed size and, with `hash`, the listed hash.
+// True if a checkpoint is whole: its name fits its step, trainer.json is undamaged, and every file that it lists has
+// the listed size and, with `hash`, the listed hash. Else `failure` says why not.
 static inline bool checkpoint_is_whole(const char *checkpoint, bool hash, Failure *failure) {
     Json json;
     if (!checkpoint_open_trainer(checkpoint, &json, failure)) return false;
@@ -316,7 +317,8 @@ static inline void checkpoint_read_setting(const char *checkpoint, const char *n
     json_free(&json);
 }
 
-// Returns a line "\n  NAME is A in the checkpoint, B now" for each number of the model that differs; empty if none.
+// Returns a line "\n  NAME is A in the checkpoint, B now" for each number of the model that must be equal and is not;
+// empty if there is none.
 static inline JsonText checkpoint_model_mismatch(const ModelConfig *then, const ModelConfig *now) {
     const struct {
         const char *name;
@@ -347,8 +349,8 @@ static inline JsonText checkpoint_model_mismatch(const ModelConfig *then, const 
     return out;
 }
 
-// Returns the progress of the checkpoint's run. Dies if the model, a MUST_MATCH setting or the training data differs.
-// Needs no trainer state, so it can run before anything is allocated.
+// Returns the progress of the checkpoint's run. Dies if the model, a MUST_MATCH setting or the training data differs,
+// or if trainer.json or config.json cannot be read. Needs no trainer state, so it can run before anything is allocated.
 static inline TrainerProgress checkpoint_check(const char *checkpoint, const CheckpointRun *run) {
     Failure failure;
     Json json;

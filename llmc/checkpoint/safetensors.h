@@ -1,8 +1,8 @@
 // Reads safetensors files (https://huggingface.co/docs/safetensors): one file, or several with an index.
 // A set of tensors is one file STEM.safetensors, or several with STEM.safetensors.index.json, like in transformers.
 //
-// The reader trusts no file: it checks header, names, types, shapes, offsets and file sizes when a set is opened, so
-// that every later read is in range.
+// The reader trusts no file: it checks header, names, types, shapes, offsets and file sizes when a set is opened. A
+// later read fails if its range is not in the tensor, or if the file has become shorter.
 #ifndef LLMC_SAFETENSORS_H
 #define LLMC_SAFETENSORS_H
 
@@ -326,7 +326,7 @@ static inline void safetensors_shape_text(const int64_t *shape, int rank, char *
 }
 
 // Returns the tensor of that name if it has shape [rows, cols], or [rows] with cols = 0. Else returns NULL, and
-// `failure` names the file, the tensor, the expected shape and the shape found.
+// `failure` says that there is no such tensor, or names the file, the expected shape and the shape found.
 static inline const Safetensor *safetensors_require(const Safetensors *st, const char *name, int64_t rows, int64_t cols,
                                                     Failure *failure) {
     const int64_t expected[2] = {rows, cols};
@@ -389,8 +389,8 @@ static inline bool safetensors_read(const Safetensors *st, const Safetensor *t, 
     return ok;
 }
 
-// Reads elements as `type`. For F32 and BF16 it converts like safetensors_read; for other types the tensor must have
-// the same type.
+// safetensors_read for any `type` of the elements in `out`: F32 and BF16 are converted as there; with any other type
+// the tensor must have that type itself.
 static inline bool safetensors_read_as(const Safetensors *st, const Safetensor *t, int64_t offset, int64_t count,
                                        SafetensorsType type, void *out, Failure *failure) {
     const SafetensorsFile *file = &st->files[t->file];

@@ -79,7 +79,7 @@ static inline bool safetensors_write_file(const char *folder, const char *name, 
 }
 
 // A set of tensors and its files: STEM.safetensors, or STEM-00001-of-0000N.safetensors and so on if one file would
-// exceed a limit. No tensor is split.
+// exceed a limit. No tensor is split. `folder`, `stem` and `specs` belong to the caller.
 typedef struct {
     const char *folder, *stem;
     const SafetensorSpec *specs;

@@ -33,7 +33,8 @@ static inline int checkpoint_compare_steps(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-// Lists the checkpoints in `dir`, newest first, complete or not. The list is empty if the folder does not exist.
+// Lists the steps of all that has a checkpoint's name in `dir`, whole or not, highest step first. The list is empty if
+// `dir` does not exist.
 static inline bool checkpoint_list(const char *dir, CheckpointSteps *list, Failure *failure) {
     memset(list, 0, sizeof *list);
     DIR *d = opendir(dir);
@@ -96,8 +97,8 @@ static inline void checkpoint_temporary(const char *dir, int64_t step, char *pat
     }
 }
 
-// Makes the name `path` free for a checkpoint. If a link or something of another program has that name, renames it to
-// PATH.1, or the next free number.
+// Prepares the name `path` for a new checkpoint. If a link or something of another program has that name, renames it to
+// PATH.1, or the next free number. A checkpoint of this program stays, and folder_replace replaces it.
 static inline bool checkpoint_make_way(const char *path, Failure *failure) {
     char aside[PATH_CAPACITY];
     int64_t n = 0;
@@ -126,7 +127,8 @@ static inline bool checkpoint_was_skipped(const CheckpointSteps *skipped, int64_
     return false;
 }
 
-// Keeps an old checkpoint that this program may not remove, for example a link, and warns once.
+// Keeps an old checkpoint that this program may not remove, for example a link, and warns. Adds it to `skipped`, so
+// that the warning comes once in a run.
 static inline void checkpoint_leave(const char *path, int64_t step, CheckpointSteps *skipped) {
     warn("%s is older than the checkpoints to keep, but is not removed: %s", path, folder_foreign_words(path).text);
     if (!skipped) return;
@@ -135,7 +137,8 @@ static inline void checkpoint_leave(const char *path, int64_t step, CheckpointSt
 }
 
 // Keeps checkpoint `newest`, which was just saved, and the keep - 1 complete ones before it, and removes older ones.
-// Incomplete checkpoints do not count. Checkpoints that the run skipped when it resumed, and later steps, are kept.
+// Incomplete checkpoints between these do not count, and stay. Later steps, checkpoints that the run skipped when it
+// resumed, and those that this program may not remove are kept too.
 static inline bool checkpoint_prune(const char *dir, int64_t newest, int64_t keep, CheckpointSteps *skipped,
                                     Failure *failure) {
     CheckpointSteps list;
@@ -187,8 +190,9 @@ static inline bool checkpoint_write(const char *folder, const TrainerProgress *p
     return ok;  // only rank 0 knows if the last steps failed
 }
 
-// Saves CHECKPOINT_DIR/step-NNNNNNNN (see the head of this file), then removes older checkpoints (checkpoint_prune).
-// All ranks call it. On failure it returns false on all ranks, with the reason; earlier checkpoints are untouched.
+// Saves CHECKPOINT_DIR/step-NNNNNNNN (see the head of this file), then removes older checkpoints (checkpoint_prune); if
+// that fails, it only warns. All ranks call it. If the save fails, it returns false on all ranks, with the reason;
+// checkpoints of earlier steps are untouched.
 static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const TrainerProgress *progress,
                                            const CheckpointRun *run, const ParameterTable *t, const TrainerState *s,
                                            int64_t shard_bytes, Failure *failure) {
@@ -223,7 +227,8 @@ static inline bool checkpoint_save(const char *dir, int64_t keep, const TrainerP
     return checkpoint_save_sharded(dir, keep, progress, run, t, s, SAFETENSORS_SHARD_BYTES, failure);
 }
 
-// Makes the folder and checks before any work that it can be written. Dies with the reason if not, or if:
+// Makes the folder, removes leftovers in it, and checks before any work that it can be written. Dies with the reason if
+// not, or if:
 //   it holds checkpoints and the run does not resume: the newest by step might then not be the newest by time
 //   another run uses it: each run would remove what the other is saving. The lock lasts until the process ends.
 static inline void checkpoint_prepare(const char *dir, bool resume) {
@@ -252,9 +257,9 @@ static inline void checkpoint_check_shared(const Comm *c, const char *dir) {
 
 // ---- resuming
 
-// Finds the newest undamaged checkpoint in `dir` by checking the hash of every file. Prints its name, and that of each
-// damaged checkpoint that it skips. Returns false if there is no checkpoint: the run then starts at its first step.
-// Dies if all are damaged.
+// Finds the checkpoint of the highest step in `dir` that is whole, by the hash of every file. Prints its name, and that
+// of each later one that it skips, with the reason: damage, a wrong name or another format version. Returns false if
+// there is no checkpoint: the run then starts at its first step. Dies if there are some but none is whole.
 static inline bool checkpoint_find_newest(const char *dir, char *path, size_t capacity) {
     CheckpointSteps list;
     Failure failure;
@@ -268,8 +273,9 @@ static inline bool checkpoint_find_newest(const char *dir, char *path, size_t ca
     free(list.steps);
     if (found) printf("resume: continuing from %s\n", path);
     else if (list.count)
-        die("--resume: every checkpoint in %s is damaged (%lld found); move them away to start at step 1", dir,
-            (long long)list.count);
+        die("--resume: no checkpoint in %s is whole (%lld skipped, for the reasons above); move them away to start at "
+            "step 1",
+            dir, (long long)list.count);
     else printf("resume: no checkpoint in %s, starting at step 1\n", dir);
     return found;
 }
@@ -282,7 +288,7 @@ static inline bool checkpoint_find_together(const Comm *c, const char *dir, char
     return *path;
 }
 
-// Sets STATE_CLIP_NORMS from trainer.json, on every rank.
+// Sets STATE_CLIP_NORMS from trainer.json, on every rank, if the run clips in the backward pass.
 static inline bool checkpoint_load_clip_norms(const char *checkpoint, const TrainerState *s, Failure *failure) {
     Json json;
     if (!s->clip_norms) return true;
@@ -297,7 +303,7 @@ static inline bool checkpoint_load_clip_norms(const char *checkpoint, const Trai
 
 // Loads weights, optimizer state, the state of delayed scaling and that of clipping from a checkpoint that passed
 // checkpoint_check. Dies if a file cannot be read, or if a tensor does not fit the model or the options, or holds a
-// value that is not finite.
+// value that training cannot continue from (checkpoint_read_array, checkpoint_check_delayed).
 static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m, const ParameterTable *t,
                                    const TrainerState *s) {
     Safetensors st;
@@ -309,7 +315,7 @@ static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m,
     ok = ok && model_read_weights(checkpoint, m, t, s, &failure);
     if (!ok || !checkpoint_read_delayed(checkpoint, s, &failure) ||
         !checkpoint_load_clip_norms(checkpoint, s, &failure))
-        die("cannot resume from %s: %s; move this checkpoint away to resume from the one before it", checkpoint,
+        die("cannot resume from %s: %s; move this checkpoint away to resume from an earlier one, if any", checkpoint,
             failure.text);
     safetensors_close(&st);
 }

@@ -1,8 +1,8 @@
 // Writes and reads a trainer's arrays as tensors of safetensors files; each rank handles its shard of each tensor.
 // Both trainers give access to their arrays by TrainerState. Several ranks write the same files, byte for byte, as one
-// rank would (shard_plan.h): checkpoints do not depend on the number of ranks. All ranks must call the functions that
-// write or read tensors. Writing and reading fail on values that are NaN or infinite, except an infinite amax that is
-// read.
+// rank would (shard_plan.h): checkpoints do not depend on the number of ranks. Replicas take turns to write. All ranks
+// must call the functions that write or read tensors. Writing and reading fail on values that are NaN or infinite,
+// except an infinite amax that is read. Reading also fails on scales that are not above zero.
 #ifndef LLMC_TENSORS_H
 #define LLMC_TENSORS_H
 
@@ -32,9 +32,9 @@ typedef enum {
 
 // Access to the trainer's arrays. Weights and moments are this rank's flat shards, laid out by `plan`; words of groups
 // lie alike, one for each 128 elements. Scales of moments and masters are arrays with one number for each parameter, in
-// the order of the table, equal on all ranks. The scales of masters are written before the weights, so that these can
-// be stored in FP16. read and write copy elements offset .. offset + count - 1 to or from `host`, which has the array's
-// type. One thread calls them, and may reuse `host` when they return.
+// the order of the table, equal on all ranks. checkpoint_load writes the scales of masters before the weights, so that
+// these can be stored in FP16 at once. read and write copy elements offset .. offset + count - 1 to or from `host`,
+// which has the array's type. One thread calls them, and may reuse `host` when they return.
 typedef struct {
     void *context;
     SafetensorsType types[NUM_STATE_KINDS];  // see state_type()
@@ -56,8 +56,8 @@ typedef struct {
 
 // ---- writing tensors
 
-// Tells all ranks if any rank failed. If so, returns false on all ranks, and `failure` names the first failed rank and
-// its reason. A rank that passes ok = false must have set `failure`.
+// Tells all ranks if any rank failed. If so, returns false on all ranks, with `failure` of the lowest rank that failed;
+// among several ranks the text begins with that rank. A rank that passes ok = false must have set `failure`.
 static inline bool checkpoint_agree(const Comm *c, bool ok, Failure *failure) {
     if (!c || c->world == 1) return ok;
     const double first = comm_min(c, COMM_WORLD, ok ? (double)c->world : (double)c->rank);
@@ -218,7 +218,8 @@ static inline void checkpoint_part(void *context, int64_t tensor, int64_t *first
     *first = r.first, *count = writes ? r.count : 0;
 }
 
-// safetensors_save for several ranks: rank 0 creates the files, all ranks write their parts, then all hash files.
+// safetensors_save for several ranks: rank 0 creates the files, and all ranks write their parts. Then each rank hashes
+// some of the files, and rank 0 writes the index.
 static inline bool checkpoint_write_together(const SafetensorsSet *set, const CheckpointSource *source, FileList *list,
                                              Failure *failure) {
     const Comm *c = source->state->comm;
@@ -280,7 +281,7 @@ static inline bool checkpoint_write_tensors(const char *folder, const char *stem
     return ok;
 }
 
-// Writes config.json and model*.safetensors.
+// Writes config.json and model*.safetensors, and adds them to `list`.
 static inline bool checkpoint_write_model(const char *folder, const ModelConfig *m, const ParameterTable *t,
                                           const TrainerState *s, int64_t shard_bytes, FileList *list,
                                           Failure *failure) {
@@ -292,8 +293,9 @@ static inline bool checkpoint_write_model(const char *folder, const ModelConfig 
 
 // ---- reading tensors
 
-// Reads this rank's shard of one array from an opened set and converts it to the array's storage type. Fails if a
-// tensor is missing, has another shape, or holds a value that is not finite, or a scale that is not above zero.
+// Reads this rank's shard of one array from an opened set, as the array's type (safetensors_read_as). Fails if a tensor
+// is missing, has another shape or a type that cannot be converted, or holds a value that is not finite, or a scale
+// that is not above zero.
 static inline bool checkpoint_read_array(const Safetensors *st, const ParameterTable *t, const TrainerState *s,
                                          StateKind kind, Failure *failure) {
     const SafetensorsType type = s->types[kind];
@@ -335,7 +337,7 @@ static inline bool checkpoint_fetch_delayed(void *context, int64_t tensor, int64
     return checkpoint_check_finite("", tensor ? "scale" : "amax_history", out, count, ST_F32, failure);
 }
 
-// Rank 0 writes fp8_state.safetensors. Does nothing without delayed scaling.
+// Rank 0 writes fp8_state.safetensors; all ranks get the result. Does nothing without delayed scaling.
 static inline bool checkpoint_write_delayed(const char *folder, const TrainerState *s, FileList *list,
                                             Failure *failure) {
     if (!s->delayed_tensors) return true;
@@ -364,7 +366,7 @@ static inline bool checkpoint_check_delayed(const float *history, const float *s
            fail(failure, "%s: scale holds a value that is not finite", path);
 }
 
-// Reads fp8_state.safetensors; every rank reads the whole file.
+// Reads fp8_state.safetensors; every rank reads the whole file. Does nothing without delayed scaling.
 static inline bool checkpoint_read_delayed(const char *checkpoint, const TrainerState *s, Failure *failure) {
     const int64_t tensors = s->delayed_tensors, elements = tensors * s->delayed_window;
     Safetensors st;

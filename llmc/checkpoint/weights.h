@@ -50,7 +50,7 @@ static inline bool checkpoint_check_tensors(const Safetensors *st, const ModelCo
     return true;
 }
 
-// True if a model folder has weights to start from.
+// True if a model folder has model.safetensors or its index, from which weights are read.
 static inline bool model_has_weights(const char *folder) {
     char path[PATH_CAPACITY];
     format_checked(path, sizeof path, "%s/model.safetensors", folder);
@@ -60,7 +60,8 @@ static inline bool model_has_weights(const char *folder) {
 }
 
 // For folders in which model_has_weights finds none: finds a file that seems to hold weights, in a format or under a
-// name that this program does not read, and writes its name. Returns false if there is no such file.
+// name that this program does not read, and writes its name. Returns false if there is no such file. Dies if the folder
+// cannot be opened.
 static inline bool model_finds_other_weights(const char *folder, char *name, size_t capacity) {
     static const char *const patterns[] = {
         "*.safetensors",     "*.gguf", "*model*.bin", "*weights*.bin", "*model*.pt", "*weights*.pt", "*model*.pth",
@@ -87,9 +88,9 @@ static inline void model_check_weights(const char *folder, const ModelConfig *m,
     safetensors_close(&st);
 }
 
-// Loads the weights of any Hugging Face folder into the trainer and converts them to its storage type (to bf16: rounded
-// to nearest even). Fails if a tensor does not fit the model or holds a value that is not finite; `failure` names file
-// and tensor.
+// Loads the weights of any Hugging Face folder, or of a checkpoint, into the trainer and converts them to its storage
+// type (to bf16: rounded to nearest even). Fails if a file cannot be read, or if a tensor does not fit the model or
+// holds a value that is not finite.
 static inline bool model_read_weights(const char *folder, const ModelConfig *m, const ParameterTable *t,
                                       const TrainerState *s, Failure *failure) {
     Safetensors st;

@@ -4,14 +4,14 @@
 //   header[0], header[1] = 20240801, 7   uint32 tokens, header[2] = their number
 //                          20240801, 8   uint32 tokens, header[2..3] = their number as uint64
 //                          20240520, 1   uint16 tokens, header[2] = their number
-// Sequences: each shard is cut into windows of T inputs and one more target at stride T: window i holds tokens [i*T,
-// i*T + T], so the last target of one window is the first input of the next, and every token but a shard's first and
-// last few is predicted once an epoch. Documents are packed: a window starts and ends anywhere in them. No window
-// crosses from one shard into the next; what is left at a shard's end (less than T tokens) is not used.
+// Sequences: each shard is cut into windows of T + 1 tokens at stride T: window i holds tokens i*T to i*T + T, both
+// included. So the last target of one window is the first input of the next. No window crosses from one shard into the
+// next. Each token is predicted once an epoch, except a shard's first and those at its end, fewer than T, that fill no
+// window. Documents are packed: a window starts and ends anywhere in them.
 //
-// Order: sample g of a run (g = 0, 1, 2, ...) lies in epoch g / num_sequences. Each epoch is a keyed permutation of all
-// sequences of all shards, so that the order depends on the seed and the shards alone: not on ranks, batch size or
-// where the run was resumed. Without shuffling it is file order.
+// Order: sample g of a run (g = 0, 1, 2, ...) lies in epoch g / num_sequences, rounded down. Each epoch is a keyed
+// permutation of all sequences of all shards, so that the order depends on the seed, T and the shards alone: not on
+// ranks, batch size or where the run was resumed. Without shuffling it is file order.
 #ifndef LLMC_DATALOADER_H
 #define LLMC_DATALOADER_H
 
@@ -57,7 +57,7 @@ typedef struct {
     uint32_t *buffer;  // holds max(T + 1, SHARD_SCAN_TOKENS) tokens
 } DataLoader;
 
-// Identifies the contents of the shards, independent of their names and folders.
+// Identifies the contents of the shards and their order, but not their names and folders.
 typedef struct {
     int64_t tokens, shards;
     uint64_t fingerprint;  // one hash over every shard's header and some of its tokens, in the order of the shards
@@ -215,8 +215,8 @@ static inline void dataloader_close(DataLoader *dl) {
     memset(dl, 0, sizeof *dl);
 }
 
-// XXH64 of the shard's header and of FINGERPRINT_BLOCKS blocks of tokens spread over it. Adds these bytes to the hash
-// *all too.
+// Returns the XXH64 of the shard's header and of FINGERPRINT_BLOCKS blocks of tokens spread over it. Adds these bytes
+// to the hash *all too.
 static inline uint64_t shard_fingerprint(const DataShard *shard, XxHash64 *all) {
     const int64_t count = min_i64(FINGERPRINT_TOKENS, shard->num_tokens), bytes = count * shard->token_bytes;
     char block[FINGERPRINT_TOKENS * sizeof(uint32_t)];
@@ -231,8 +231,8 @@ static inline uint64_t shard_fingerprint(const DataShard *shard, XxHash64 *all) 
     return xxhash64_end(&own);
 }
 
-// Reads FINGERPRINT_BLOCKS blocks spread over each shard. That is enough to notice other data, or another order of the
-// shards, but not one changed token.
+// Reads the header and FINGERPRINT_BLOCKS blocks of tokens of each shard, and sets its fingerprint. That is enough to
+// notice other data, or another order of the shards, but not always one changed token.
 static inline DataIdentity dataloader_identity(const DataLoader *dl) {
     XxHash64 hash = xxhash64_begin();
     for (int64_t s = 0; s < dl->num_shards; s++) dl->shards[s].fingerprint = shard_fingerprint(&dl->shards[s], &hash);
@@ -241,7 +241,7 @@ static inline DataIdentity dataloader_identity(const DataLoader *dl) {
 }
 
 // True if the open file has changed. Another file under its name does not count, since the open file is still read. A
-// new modification time (touch) does not count either if size and fingerprint are equal.
+// new modification time (touch) does not count either if size and fingerprint are equal; without a fingerprint it does.
 static inline bool shard_has_changed(DataShard *shard) {
     struct stat now;
     if (fstat(shard->fd, &now) != 0) die("%s: cannot be examined: %s", shard->path, strerror(errno));
@@ -357,7 +357,8 @@ static inline TokenPlace dataloader_scan(DataLoader *dl, int64_t limit) {
     return largest;
 }
 
-// The largest token id of all shards (a full read). Without a tokenizer table it gives the vocabulary size.
+// The largest token id of all shards (a full read). Without a tokenizer table, the presets tiny and small take their
+// vocabulary size from it.
 static inline int64_t dataloader_max_token(DataLoader *dl) { return dataloader_scan(dl, INT64_MAX).token; }
 
 // Dies if a token id is >= vocabulary, with the position of the first one. A full read: call it once, before training.

@@ -2,7 +2,7 @@
 //
 // File (little-endian): uint32 magic 20251121, version 1, count, separator; then for each id 0 ... count - 1: uint32
 // length, bytes. The separator is the token before each document: samples start with it, and end where the model emits
-// it again.
+// it again, or after --sample-tokens tokens.
 //
 // Name: the shard's path without ".bin", then without a "_DIGITS" at its end (a shard's number), then without "_train",
 // "_val" or "_valid", then ".tokenizer": data/tiny_train.bin, data/tiny_val.bin and data/tiny_train_000001.bin all have
@@ -104,7 +104,7 @@ static inline Tokenizer tokenizer_open_beside(const char *shard_path) {
     return tokenizer_open(path);
 }
 
-// True if two tables are equal.
+// True if two tables are equal, or if neither exists.
 static inline bool tokenizer_same(const Tokenizer *a, const Tokenizer *b) {
     return a->bytes == b->bytes && (a->bytes == 0 || memcmp(a->file, b->file, a->bytes) == 0);
 }
@@ -119,8 +119,8 @@ static inline const char *tokenizer_decode(const Tokenizer *tok, int64_t id, siz
     return entry + 4;
 }
 
-// Prints a token as text, or as "[id]" if the table does not have it. Control characters are printed as \xNN: an
-// untrained model emits them, and they must not reach the terminal.
+// Prints a token as text, or as "[id]" if the table does not have it. Control characters other than newline and tab are
+// printed as \xNN: an untrained model emits them, and they must not reach the terminal.
 static inline void tokenizer_print(const Tokenizer *tok, int64_t id, FILE *out) {
     size_t length;
     const char *bytes = tokenizer_decode(tok, id, &length);

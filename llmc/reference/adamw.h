@@ -1,4 +1,4 @@
-// Gradient norm and AdamW in plain C, over (part of) the flat parameter array.
+// Gradient norm, and AdamW with fp32, bf16 or COAT's moments, in plain C, over (part of) the flat parameter array.
 #ifndef LLMC_REFERENCE_ADAMW_H
 #define LLMC_REFERENCE_ADAMW_H
 
@@ -20,8 +20,8 @@ static inline double global_norm(const float *x, int64_t n) {
 }
 
 // Takes one AdamW step for n elements, the first of which is element `first` of the flat array (the arrays here start
-// at it). With bf16_weights the new weights are rounded to bf16, with bf16_state the new moments, by the bits of
-// adamw_random.
+// at it). gradient_factor multiplies each gradient first (clip_factor). With bf16_weights the new weights are rounded
+// to bf16, with bf16_state the new moments, by the bits of adamw_random.
 static inline void adamw_reference(float *weights, float *exp_avg, float *exp_avg_sq, const float *gradients,
                                    int64_t first, int64_t n, bool decay, float gradient_factor, bool bf16_weights,
                                    bool bf16_state, const AdamwStep *step) {
@@ -55,7 +55,7 @@ static inline const CoatTables *coat_tables(void) {
     return tables;
 }
 
-// Encodes one group. random: [COAT_GROUP] random bits of each value, for stochastic rounding; else NULL.
+// Encodes one group. random: [COAT_GROUP] 32 random bits for each value, for stochastic rounding; NULL: to nearest.
 static inline void coat_encode_group(const CoatTables *t, const float *x, const uint32_t *random, uint8_t *codes,
                                      uint32_t *word) {
     float largest = 0, smallest = INFINITY;
@@ -88,7 +88,7 @@ static inline void adamw_coat_group(const CoatTables *t, float *weights, CoatMom
 }
 
 // adamw_reference with moments in FP8. `first` and n are multiples of COAT_GROUP; padding has zeros everywhere, and
-// keeps them. With `stochastic`, codes are rounded stochastically.
+// keeps them. Codes are rounded stochastically with `stochastic`, else to nearest.
 static inline void adamw_coat_reference(float *weights, CoatMoment exp_avg, CoatMoment exp_avg_sq,
                                         const float *gradients, int64_t first, int64_t n, bool decay,
                                         float gradient_factor, bool bf16_weights, bool stochastic,

@@ -1,4 +1,4 @@
-// One element of AdamW, shared by the CPU trainer and the CUDA kernel so that both compute the same bits.
+// AdamW for one element, clip factors and rounding, shared by the CPU trainer and CUDA kernels: the same bits on both.
 // The rule is torch.optim.AdamW's (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization"):
 //     p *= 1 - lr * wd;  m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g * g;
 //     p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
@@ -6,7 +6,7 @@
 //
 // bf16 weights and moments are rounded stochastically (weights with nearest_weights: to nearest) with random bits that
 // depend on (rounding seed, step, flat element index) alone: neither on the launch shape nor on how the parameters are
-// split over GPUs.
+// split over ranks.
 #ifndef LLMC_ADAMW_MATH_H
 #define LLMC_ADAMW_MATH_H
 

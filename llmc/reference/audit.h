@@ -1,4 +1,4 @@
-// --fp8-audit: how far each FP8 operand is from the bf16 values that it was made from.
+// --fp8-audit: how far each FP8 operand is from what it was cast from, bf16 values or FP16 masters.
 #ifndef LLMC_AUDIT_H
 #define LLMC_AUDIT_H
 
@@ -89,8 +89,9 @@ static inline bool audit_shares_codes(ScaleGranularity row, ScaleGranularity col
     return row == col && granularity_traits(row)->same_codes;
 }
 
-// Returns the signal-to-quantization-noise ratio, 10 log10(signal / noise), in dB: infinite if no value changed (a
-// tensor of zeros, too), minus infinity if a finite value came back infinite or NaN, NaN if there was no finite value.
+// Returns the signal-to-quantization-noise ratio, 10 log10(signal / noise), in dB: infinite if no finite value changed
+// (a tensor of zeros, too), minus infinity if a finite value came back infinite or NaN. NaN if no value is finite and
+// not zero, and not all are zero.
 static inline double audit_sqnr_db(const AuditSums *s) {
     if (s->noise > 0) return 10 * log10(s->signal / s->noise);
     const bool all_zero = s->count > 0 && s->amax == 0;

@@ -14,7 +14,7 @@ typedef struct {
     float *scale;  // [tensors] the scale of the next cast; 0: there was no cast yet, and the next one uses its own amax
 } DelayedState;
 
-// True if every tensor has a scale, also tensors that are never cast.
+// True if all scales are above zero, also those of tensors that are never cast.
 static inline bool delayed_is_complete(const float *scales, int64_t tensors) {
     for (int64_t i = 0; i < tensors; i++)
         if (!(scales[i] > 0)) return false;
@@ -25,9 +25,9 @@ static inline bool delayed_is_complete(const float *scales, int64_t tensors) {
 // does not either.
 HOST_DEVICE static inline bool delayed_counts(uint32_t amax) { return amax != 0 && amax <= 0x7f800000u; }
 
-// Returns the scale that follows from the largest amax of the window. As long as the window holds an infinite amax, the
-// scale does not change. A tensor never has scale 0 again: if its first amax was 0, infinite or NaN, that cast had
-// scale 1 (fp8_scale_te), and scale 1 stays until an amax gives another.
+// Returns the scale that follows from `largest`, the largest amax of the window; 0: the last amax did not count. As
+// long as `largest` is 0 or infinite, the scale does not change, but a scale of 0 becomes 1: if the first amax of a
+// tensor was 0, infinite or NaN, that cast had scale 1 (fp8_scale_te), which stays until an amax gives another.
 HOST_DEVICE static inline float delayed_scale(float scale, float largest, Fp8Format format, int margin) {
     if (largest > 0 && float_bits(largest) < 0x7f800000u) return fp8_scale_te(largest, format, margin);
     return scale > 0 ? scale : 1.0f;

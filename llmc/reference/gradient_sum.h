@@ -1,4 +1,4 @@
-// Sums of gradients over micro-steps (--grad-accum-dtype): one rule for CPU and GPU, the same bits.
+// Sums of gradients over micro-steps in bf16 or fp32 (--grad-accum-dtype): one rule for CPU and GPU, the same bits.
 //
 // A bf16 sum that is rounded to nearest stops growing when it is 256 times as large as what is added to it. So bf16
 // sums are rounded stochastically, with random bits that depend on (rounding seed, optimizer step, number of the
@@ -16,7 +16,7 @@
 // How gradients join a sum.
 typedef struct {
     bool add;         // true: they are added to the sum; false: they replace it
-    bool stochastic;  // true: a bf16 sum is rounded stochastically; false: to nearest
+    bool stochastic;  // true: a bf16 sum is rounded stochastically; false: to nearest; fp32 sums: not used
     uint64_t key;     // key of the rounding bits
     int64_t flat;     // index of the sum's first element in the flat array of parameters.h, a multiple of 8
 } GradientSum;

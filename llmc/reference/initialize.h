@@ -6,7 +6,7 @@
 #include "../base/rng.h"
 
 // Returns the initial value, in fp32, of element `element` of the tensor that is entry `tensor_index` of the
-// ParameterTable and has `flags`. bf16 masters round it to nearest even.
+// ParameterTable and has `flags`. Weights that are stored in bf16 are this value, rounded to nearest even.
 HOST_DEVICE static inline float parameter_initial_value(unsigned flags, float initializer_range, uint64_t seed,
                                                         int64_t tensor_index, int64_t element) {
     if (flags & PARAM_INIT_ONE) return 1.0f;

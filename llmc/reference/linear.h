@@ -39,22 +39,22 @@ static inline void bias_backward_reference(float *dbias, const float *dy, int64_
 // ---------------------------------------------------------------------------------------------------------------------
 // The three GEMMs with operands of any recipe (recipes.h). Each operand is the rowwise or columnwise data [outer,
 // depth] of x, w or dy. Every GEMM computes c [outer of a, outer of b] = a b^T with fp32 sums, multiplies by scale_inv
-// of whole tensors and rounds once:
+// of whole tensors, adds the bias if there is one, and rounds once:
 //     fprop: x rowwise, w rowwise;  dgrad: dy rowwise, w columnwise;  wgrad: dy columnwise, x columnwise
 
 // An operand of the emulated GEMM.
 typedef struct {
-    MatrixView view;   // [outer, depth], codes decoded
-    float scale_inv;   // the whole tensor's; 1 if scales are finer: the decoded values then include them
+    MatrixView view;   // [outer, depth]: decoded codes, or bf16 values as they are
+    float scale_inv;   // the whole tensor's; 1 if bf16, or if scales are finer: the decoded values then include them
     uint8_t *codes;    // FP8 bytes, freed with the operand; NULL if bf16, or if the caller keeps them
-    void *scales;      // scale_inv of `codes`
-    float *values;     // decoded codes
+    void *scales;      // scale_inv of `codes`; NULL where `codes` is
+    float *values;     // decoded codes; NULL if bf16
     UsageShape shape;  // shape of `codes` and `values`; `view` may be its transpose
 } LinearOperand;
 
 // Casts x [rows, cols], bf16 values, to the operand that a GEMM reads. The cast computes scales from amaxes by `rule`;
-// if the whole tensor has one scale, a `scale` above 0 is taken instead. The caller frees with linear_operand_free. A
-// bf16 operand is a view of x.
+// if the whole tensor has one scale, a `scale` above 0 is taken instead. With NO_SCALE there is no cast: the operand is
+// a view of x. The caller frees with linear_operand_free.
 static inline LinearOperand linear_operand(const float *x, int64_t rows, int64_t cols, TensorUsage copy,
                                            ScaleGranularity granularity, ScaleRule rule, Fp8Format format,
                                            float scale) {
@@ -78,7 +78,8 @@ static inline LinearOperand linear_operand(const float *x, int64_t rows, int64_t
     return q;
 }
 
-// Makes an operand from the FP8 bytes of a tensor [rows, cols] that was cast with one scale. The caller keeps `codes`.
+// Makes an operand from the FP8 bytes of a tensor [rows, cols] that was cast with one scale. The caller keeps `codes`,
+// and frees the operand with linear_operand_free.
 static inline LinearOperand linear_operand_of_codes(const uint8_t *codes, int64_t rows, int64_t cols, TensorUsage copy,
                                                     Fp8Format format, float scale) {
     LinearOperand q;

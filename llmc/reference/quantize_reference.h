@@ -69,8 +69,8 @@ static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, U
 }
 
 // Decodes FP8 data [outer, depth] as a GEMM reads it: the codes' values times scale_inv of granularities finer than a
-// tensor. These are powers of two, so the result is exact, except near fp32's smallest numbers. GEMMs themselves
-// multiply their sums by scale_inv of whole tensors.
+// tensor. In every recipe these are powers of two, so the result is exact, except near fp32's smallest numbers. GEMMs
+// themselves multiply their sums by scale_inv of whole tensors, which the result does not include.
 static inline void dequantize_copy(float *out, const uint8_t *codes, const void *scales, int64_t outer, int64_t depth,
                                    ScaleGranularity granularity, Fp8Format format) {
     const int64_t width = block_width(granularity, depth);

@@ -1,7 +1,7 @@
 // QK-norm (Qwen3) and rotary position embedding (Su et al. 2021) in plain C, on packed q, k and v.
 //
-// Arguments of all functions: qkv [B, T, (NH + 2 NKV) * HD]; q_norm and k_norm [HD] are the norms' weights, shared by
-// all query heads and by all key heads (NULL: no norm); table is what rope_table_fill made.
+// Arguments: qkv [B, T, (NH + 2 NKV) * HD]; q_norm [HD] is the norm weight that all query heads share, and k_norm [HD]
+// the one that all key heads share (NULL: no norm); table is what rope_table_fill made.
 #ifndef LLMC_REFERENCE_ROPE_H
 #define LLMC_REFERENCE_ROPE_H
 
@@ -79,8 +79,8 @@ static inline void head_norm_backward(float *dn, const float *x, const float *w,
     for (int64_t i = 0; i < HD; i++) dn[i] = rstd * (dn[i] * w[i] - x[i] * rstd * mean);
 }
 
-// Turns dout, the gradient of the rotated qkv, into dqkv, the gradient of the projection's output `qkv`; may be in
-// place. dq_norm and dk_norm [HD] get the gradients of the norms' weights, summed over all rows and heads; without
+// Turns dout, the gradient of the rotated qkv, into dqkv, the gradient of the projection's output `qkv`; dqkv may be
+// dout. dq_norm and dk_norm [HD] get the gradients of the norms' weights, summed over all rows and heads; without
 // QK-norm they are not used.
 static inline void qknorm_rope_backward_reference(float *dqkv, float *dq_norm, float *dk_norm, const float *dout,
                                                   const float *qkv, const float *q_norm, const float *k_norm,

@@ -1,10 +1,10 @@
-// How the reference functions round their results, and the conventions that all of them follow.
+// How the reference functions round their results, and what they share unless their comments say otherwise.
 //
-// All tensors are float arrays, row-major. Inside an operation everything is fp32, also the sums of GEMMs (matmul.h).
-// Other sums over many elements are in double, so that the reference adds almost no error of its own. Each output is
-// rounded once, where the GPU rounds it: `rounding` is ROUND_BF16 to emulate bf16 tensors, ROUND_NONE for pure fp32.
-// Gradients are overwritten, unless a function has an argument `accumulate`. The reference of a CUDA launcher X is
-// called X_reference in most cases.
+// Tensors are float arrays, row-major; FP8 and FP16 data are arrays of codes. Inside an operation everything is fp32,
+// also the sums of GEMMs (matmul.h). Other sums over many elements are in double, so that the reference adds almost no
+// error of its own. Each output is rounded once, where the GPU rounds it: `rounding` is ROUND_BF16 to emulate bf16
+// tensors, ROUND_NONE for pure fp32. Gradients are overwritten, unless a function has an argument `accumulate` that is
+// true. The reference of a CUDA launcher X is called X_reference in most cases.
 //
 // Results do not depend on the number of threads: one thread sums each output element in a fixed order.
 #ifndef LLMC_REFERENCE_ROUNDING_H
@@ -17,7 +17,7 @@ typedef enum { ROUND_NONE, ROUND_BF16 } Rounding;
 
 static inline float round_to(float x, Rounding rounding) { return rounding == ROUND_BF16 ? bf16_round(x) : x; }
 
-// Rounds n values in place.
+// Rounds n values in place to bf16; with ROUND_NONE it does nothing.
 static inline void round_array(float *x, int64_t n, Rounding rounding) {
     if (rounding == ROUND_NONE) return;
     PARALLEL_FOR
