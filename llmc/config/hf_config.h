@@ -1,10 +1,10 @@
 // Reads and writes Hugging Face's config.json of LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM.
 //
 // RoPE settings are read in both styles: `rope_theta` and `rope_scaling` (transformers 4), `rope_parameters`
-// (transformers 5). They are written in the first, which both versions read. A missing size (vocab_size, hidden_size,
-// intermediate_size, num_hidden_layers, num_attention_heads) ends the run. So does a file without both architectures
-// and model_type, or rope_type llama3 without one of its values. Any other missing value gets transformers' default of
-// the class. A value that this program cannot follow ends the run.
+// (transformers 5). They are written in the style of transformers 4, which both versions read. A missing size
+// (vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads) ends the run. So does a file
+// with neither architectures nor model_type, or rope_type llama3 without one of its values. Any other missing value
+// gets transformers' default of the class. A value that this program cannot follow ends the run.
 #ifndef LLMC_HF_CONFIG_H
 #define LLMC_HF_CONFIG_H
 

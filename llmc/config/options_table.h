@@ -154,7 +154,7 @@ enum { FREE, MUST_MATCH };
     TEXT(offload, "offload", "none", FREE, \
          "what to keep in pinned host memory, separated by commas: moments (AdamW's), master (fp32 master weights), " \
          "activations (what layers keep for backward), or none; moments and master are copied to the GPU and back in " \
-         "each step, with --optimizer-in-backward while backward computes; activations are copied to the host while " \
+         "each step (with --optimizer-in-backward: while backward computes); activations are copied to the host while " \
          "forward computes, and back while backward does; the numbers stay the same; GPU trainer only") \
     REAL(memory_limit, "memory-limit", 0, 0, 1e6, FREE, \
          "GiB of memory that each rank may use, on a GPU including CUDA's own memory: a run that needs more ends " \
@@ -205,15 +205,15 @@ enum { FREE, MUST_MATCH };
          "are free for GEMMs; off: NCCL moves them; auto: NCCL moves them if copy engines cannot be used; on: " \
          "the run ends if they cannot be used") \
     TEXT(init_from, "init-from", "auto", FREE, \
-         "how the ranks find each other: mpi: by mpirun or srun --mpi=pmix; slurm: srun without PMIx; file:PATH: rank 0 " \
+         "how the ranks find each other; mpi: by mpirun or srun --mpi=pmix; slurm: srun without PMIx; file:PATH: rank 0 " \
          "writes its address to a file that all ranks can read; tcp:HOST:PORT: rank 0, on HOST, listens on PORT (with " \
          "file and tcp, the launcher's variables such as RANK and WORLD_SIZE number the ranks); auto: by what the " \
          "environment shows") \
     INT(init_timeout, "init-timeout", 300, 1, 86400, FREE, \
          "without MPI (--init-from slurm, file or tcp): seconds until all ranks must have found each other") \
     FLAG(check_links, "check-links", \
-         "before the first step, measure the bandwidth of all-gather, reduce-scatter and all-reduce, and of pairs of " \
-         "ranks, and name slow links, ranks and GPUs") \
+         "before the first step, measure the bandwidth of the collectives that the run uses (all-gather, reduce-scatter, " \
+         "all-reduce) and of pairs of ranks, and name slow links, ranks and GPUs") \
     INT(stall_timeout, "stall-timeout", 300, 5, 86400, FREE, \
          "with several ranks: seconds after which the run ends, and names the stuck rank, if all ranks wait for each " \
          "other or a rank hangs in a call on a file; 4 times as long for a file while loading, saving or exporting; a rank that " \
