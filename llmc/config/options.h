@@ -337,7 +337,7 @@ static inline bool options_fp32_gradients(const Options *o, int64_t world) {
 }
 
 // Replaces `auto` by its value where the options alone decide it. --copy-engines, --init-from, --fp8-filter and
-// --recompute keep `auto`: the run decides them. --fp8-format keeps it in runs without FP8. Sets --rounding-seed -1 to
+// --recompute keep `auto`: the run decides them. --fp8-format also does in runs without FP8. Sets --rounding-seed -1 to
 // --seed, and --reduce-dtype to fp32 in fp32 runs.
 static inline void options_resolve(Options *o) {
     const bool fp32 = o->precision == PRECISION_FP32;

@@ -1,6 +1,6 @@
 // The FP8 recipes: one table that says how each operand of a linear layer's three GEMMs is stored and scaled.
 // Casts, GEMM plans, tensors kept for backward, all-gathers and the printed GEMM table follow from recipe_row() below.
-// A new recipe is a new name in RECIPES and a new row there; a new granularity of scales also needs a kernel.
+// A new recipe is a name in RECIPES and a row in recipe_row(); a new granularity of scales also needs a kernel.
 //
 // A linear layer has weight w [N, K] and, over M rows, three GEMMs (row-major):
 //   fprop  y [M, N] = x  [M, K]   w^T        sums over K

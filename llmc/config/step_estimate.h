@@ -123,8 +123,9 @@ static inline double estimate_overlap(double work, double exchange) {
     return fmax(work + ESTIMATE_INTERFERENCE * exchange, exchange);
 }
 
-// Sets the seconds of each kind of communication, and returns their sum. link: bytes per second that a rank receives
-// from ranks of its host; network: bytes per second that a host receives from other hosts.
+// Sets the seconds of each kind of communication, and returns their sum. A kind takes the longer of its times on links
+// and on the network. link: bytes per second that a rank receives from ranks of its host; network: bytes per second
+// that a host receives from other hosts.
 static inline double estimate_exchange(const Traffic *t, double link, double network, double seconds[NUM_TRAFFIC]) {
     double sum = 0;
     for (int kind = 0; kind < NUM_TRAFFIC; kind++) {

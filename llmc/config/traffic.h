@@ -12,7 +12,7 @@
 
 typedef enum {
     TRAFFIC_FORWARD,    // all-gather of layers' weights, forward
-    TRAFFIC_BACKWARD,   // all-gather again, backward
+    TRAFFIC_BACKWARD,   // all-gather of layers' weights, backward
     TRAFFIC_ROOT,       // all-gather of the root, and on GPUs of all norms and biases
     TRAFFIC_GRADIENTS,  // reduce-scatter of gradients over the shard group
     TRAFFIC_REPLICAS,   // all-reduce of gradients over replicas of the model

@@ -1,4 +1,5 @@
 // Says if a run fits its memory, and if not, which options would make it fit at the lowest price.
+// It also finds the choice of --recompute that auto stands for.
 #ifndef LLMC_MEMORY_FIT_H
 #define LLMC_MEMORY_FIT_H
 
