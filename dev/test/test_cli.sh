@@ -186,7 +186,7 @@ check "an fp8 run prints the options that are set" \
 check "an fp8 run prints the options that are derived" holds "$tmp/start" \
     "derived   --fp8-format hybrid --master-weights bf16 --optimizer-state bf16"
 check "an fp8 run prints one line about the log of the earlier run" \
-    equal "$(grep -c 'earlier run is now' "$tmp/start")" 1
+    equal "$(grep -c 'the earlier log.jsonl is now' "$tmp/start")" 1
 check "2 ranks print at most 25 lines before step 1" starts 2 tiny $data $val --precision fp8 --fp8-recipe delayed
 check "2 ranks print their replica and sharding" holds "$tmp/start" "ranks     2: 1 replica of 2 ranks, sharding full"
 check "2 ranks print an option that is derived only for several ranks" holds "$tmp/start" "--fp8-all-gather on"

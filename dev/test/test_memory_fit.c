@@ -113,7 +113,7 @@ static void test_combinations(void) {
     c.available = 30;
     check_says("the last resort", &c,
                "--master-weights bf16 --recompute layer --offload moments it needs 30.0 GiB, and a step takes about "
-               "24% longer, and each step copies what is offloaded to the GPU and back; or use 4 ranks");
+               "24% longer, and each step copies the offloaded data to the GPU and back; or use 4 ranks");
     c.available = 27;
     check_says("nothing fits", &c,
                "with --fp8-weight-cache off --optimizer-state coat-stochastic --master-weights bf16 --recompute layer "

@@ -98,7 +98,7 @@ static void plan_action(void *filter) { make_plan("small", RECIPE_TENSORWISE, (c
 
 static void test_refused(void) {
     static const char *const cases[][2] = {
-        {"q_proj", "\"q_proj\" is none of first, last, layers=A-B, attention, mlp, qkv (q, k and v are one GEMM)"},
+        {"q_proj", "\"q_proj\" is none of first, last, layers=A, layers=A-B, attention, mlp, qkv (q, k and v are"},
         {"First", "\"First\" is none of"},
         {"embedding", "\"embedding\" is none of"},
         {"first;last", "\"first;last\" is none of"},

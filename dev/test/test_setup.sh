@@ -141,7 +141,7 @@ check "a resumed run appends to its log.jsonl" \
     equal "$(ls "$tmp/log" | grep -c jsonl) $(grep -c '"type": "step"' "$tmp/log/log.jsonl")" "1 4"
 check "a new run trains with the --log-dir of an earlier run" trains tiny $data --num-steps 1 --log-dir "$tmp/log"
 check "the new run prints where the earlier log is now" \
-    holds "$out" "the log of an earlier run is now $tmp/log/log.1.jsonl"
+    holds "$out" "the earlier log.jsonl is now $tmp/log/log.1.jsonl"
 check "the new and the earlier log have all their steps" \
     equal "$(grep -c '"type": "step"' "$tmp/log/log.jsonl") $(grep -c '"type": "step"' "$tmp/log/log.1.jsonl")" "1 4"
 

@@ -796,7 +796,7 @@ static void test_nonfinite(int sums) {
     t.params.gradients[t.table.root.norm] = 1, t.params.gradients[t.table.root.embedding] = -4e21f,
     t.params.gradients[layer_offset(&t.table, 1) + t.table.layer.wk + 6] = 1e20f;
     format_checked(expected, sizeof expected,
-                   "%sgradients reach 4e+21, and the first one above 1/1024 of that, in backward order, is in "
+                   "%sgradients reach 4e+21, and the first large one, in backward order, is in "
                    "model.layers.1.self_attn.k_proj.weight, element 6%s",
                    layer, weight);
     CHECK(strcmp(place_of(&t, 1), expected) == 0, "the message names the first large gradient: %s", place_of(&t, 1));

@@ -17,10 +17,10 @@
 #include "precision.h"
 
 typedef struct {
-    double bf16, fp8;  // FLOPs per token in GEMMs of each precision
+    double bf16, fp8;  // FLOPs per token in GEMMs that read bf16 (or fp32), and in GEMMs that read FP8
 } TokenFlops;
 
-// The hardware of one rank.
+// The hardware and the software of one rank.
 typedef struct {
     char name[256], versions[256];  // name of the GPU or CPU; versions of compiler, CUDA and libraries
     double peak_bf16;               // dense FLOP/s; 0: not known

@@ -1,10 +1,10 @@
 // Reads and writes Hugging Face's config.json of LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM.
 //
 // RoPE settings are read in both styles: `rope_theta` and `rope_scaling` (transformers 4), `rope_parameters`
-// (transformers 5). They are written in the first, which both versions read. A missing size (vocab_size, hidden_size,
-// intermediate_size, num_hidden_layers, num_attention_heads) ends the run. Any other missing value gets transformers'
-// default of the class, but rope_type llama3 needs all its values. A value that this program cannot follow ends the
-// run.
+// (transformers 5). They are written in the style of transformers 4, which both versions read. A missing size
+// (vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads) ends the run. So does a file
+// with neither architectures nor model_type, or rope_type llama3 without one of its values. Any other missing value
+// gets transformers' default of the class. A value that this program cannot follow ends the run.
 #ifndef LLMC_HF_CONFIG_H
 #define LLMC_HF_CONFIG_H
 
@@ -29,7 +29,7 @@ static inline const HfClass *hf_classes(void) {
     return classes;
 }
 
-// ---- reading: a function that finds a wrong value dies, and names the file and the key
+// ---- reading: all functions die if a value is wrong or not supported
 
 // Returns the member `key` of `object`; NULL if it is missing or null.
 static inline const JsonNode *hf_member(const Json *json, const JsonNode *object, const char *key) {
@@ -76,8 +76,8 @@ static inline const char *hf_text(const Json *json, const JsonNode *object, cons
     return node ? node->text : fallback;
 }
 
-// Reads a token id, or the first id of a list. A missing key gives `fallback`. null, an empty list, and an id outside
-// the vocabulary (test models have such ids) give -1: no token.
+// Reads a token id, or the first id of a list. A missing key means `fallback`. Returns -1, no token, for null, an empty
+// list and -1, and also for any id that is not below vocab_size (test models have such ids).
 static inline int64_t hf_token_id(const Json *json, const char *key, int64_t fallback, int64_t vocab_size) {
     Failure failure;
     int64_t id = fallback;
@@ -111,7 +111,7 @@ static inline const HfClass *hf_class_of(const Json *json) {
              json->source, architecture ? architecture : model_type);
 }
 
-// Dies if a setting would change the model's function in a way that this program does not support.
+// Dies if a setting other than RoPE's base and scaling (hf_read_rope) is not supported.
 static inline void hf_refuse_unsupported(const Json *json, const HfClass *c) {
     const JsonNode *root = json_root(json);
     const char *activation = hf_text(json, root, "hidden_act", "silu");
@@ -212,7 +212,7 @@ static inline void hf_folder_name(const char *folder, char *out, size_t capacity
     snprintf(out, capacity, "%.*s", (int)(end - start), folder + start);
 }
 
-// Reads FOLDER/config.json. Dies, with the reason, if the file cannot be read or the model is not supported.
+// Reads FOLDER/config.json. Dies if the file cannot be read, has a wrong value, or has a model that is not supported.
 static inline void hf_config_read(ModelConfig *m, const char *folder) {
     char path[PATH_CAPACITY];
     Failure failure;
@@ -265,8 +265,8 @@ static inline void hf_add_rope(JsonText *out, const ModelConfig *m) {
                   (long long)s->original_max_position_embeddings);
 }
 
-// Returns the text of config.json, to be freed with json_text_free. `dtype`: dtype of the weights, "bfloat16" or
-// "float32".
+// Returns the text of config.json, to be freed with json_text_free. `dtype`: transformers' name for the dtype of the
+// weights, such as "bfloat16".
 static inline JsonText hf_config_text(const ModelConfig *m, const char *dtype) {
     const HfClass *c = hf_classes();
     while (c->family != m->family) c++;
@@ -300,7 +300,7 @@ static inline JsonText hf_config_text(const ModelConfig *m, const char *dtype) {
     return out;
 }
 
-// Writes FOLDER/config.json and adds it to `list` (which may be NULL).
+// Writes FOLDER/config.json and adds it to `list` (which may be NULL). Returns false on failure.
 static inline bool hf_config_write(const ModelConfig *m, const char *folder, const char *dtype, FileList *list,
                                    Failure *failure) {
     JsonText text = hf_config_text(m, dtype);

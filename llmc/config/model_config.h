@@ -1,5 +1,5 @@
 // The shape of a model: presets, derived sizes and the checks that hold for every model.
-// Reading and writing a Hugging Face config.json is in hf_config.h.
+// It also has the frequencies of RoPE. Reading and writing a Hugging Face config.json is in hf_config.h.
 #ifndef LLMC_MODEL_CONFIG_H
 #define LLMC_MODEL_CONFIG_H
 
@@ -37,7 +37,7 @@ typedef struct {
     int64_t bos_token_id, eos_token_id;  // -1: none
 } ModelConfig;
 
-// Rows of the fused q, k, v projection.
+// Rows of the fused q, k, v weight.
 static inline int64_t model_qkv_size(const ModelConfig *m) {
     return (m->num_heads + 2 * m->num_kv_heads) * m->head_dim;
 }
@@ -65,7 +65,7 @@ static inline int64_t model_qkv_size(const ModelConfig *m) {
     X("qwen2.5-7b",     QWEN2, 152064, 3584,  18944, 28,  28,  4,  128, false, 1e-6, 1000000.0, 0,  131072, 151643, 151643)
 // clang-format on
 
-// Finds a preset by name. False if there is no such preset.
+// Sets *m to the preset of that name. Returns false if there is none.
 static inline bool model_config_preset(ModelConfig *m, const char *name) {
 #define X(preset, fam, v, c, f, l, nh, nkv, hd, tied, eps, theta, scale, max_pos, bos, eos)        \
     if (strcmp(name, preset) == 0) {                                                               \
@@ -129,8 +129,9 @@ static inline void model_config_check(const ModelConfig *m) {
         die("model %s: rms_norm_eps, rope_theta and initializer_range must be above 0", m->name);
 }
 
-// Angle per position of RoPE pair i (0 <= i < HD/2). With Llama 3's scaling (Llama 3.1's published rule), low
-// frequencies are divided by `factor`, high ones stay, and frequencies between them are interpolated.
+// Returns the angle per position, in radians, of RoPE pair i (0 <= i < HD/2). With Llama 3's scaling (Llama 3.1's
+// published rule), low frequencies are divided by `factor`, high ones stay, and frequencies between them are
+// interpolated.
 static inline double rope_inverse_frequency(const ModelConfig *m, int64_t i) {
     const double pi = 3.14159265358979323846;
     double frequency = exp2(-2.0 * (double)i / (double)m->head_dim * log2(m->rope_theta));

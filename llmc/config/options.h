@@ -93,7 +93,7 @@ static inline void option_set(Options *o, const OptionRow *row, const char *valu
     }
 }
 
-// Levenshtein's edit distance of two short words.
+// Levenshtein's edit distance of two short words. Returns 64 if b has more than 63 characters.
 static inline int option_edit_distance(const char *a, const char *b) {
     int row[64], columns = (int)strlen(b);
     if (columns > 63) return 64;
@@ -130,7 +130,8 @@ static inline void options_help_text(const char *text) {
 static inline void options_help(const char *program, const char *presets) {
     Options o = options_default();
     printf("usage: %s MODEL [--option value ...]\n\nMODEL: %s,\n  or a folder with a Hugging Face config.json (Llama, "
-           "Qwen2, Qwen3) and, to start from its weights, *.safetensors\n",
+           "Qwen2, Qwen3); training starts from its weights if it has model.safetensors,\n  or "
+           "model.safetensors.index.json with the files that it names\n",
            program, presets);
     for (const OptionRow *row = option_rows(); row->name; row++) {
         if (row->kind == OPTION_GROUP) {
@@ -187,7 +188,8 @@ static inline void options_set_msamp(Options *o) {
         if (o->msamp >= rows[i].level) option_set(o, option_find(rows[i].name, strlen(rows[i].name)), rows[i].value);
 }
 
-// Reads the command line: one MODEL and --name value or --name=value. options_require_model comes next.
+// Reads the command line: at most one MODEL, and --name (flags), --name value or --name=value. Dies if it is wrong, but
+// a missing MODEL is found by options_require_model, which comes next.
 static inline Options options_parse(int argc, char **argv) {
     Options o = options_default();
     const OptionRow *flag = NULL;  // the flag right before this argument, or NULL
@@ -232,8 +234,8 @@ static inline void options_print_list(int list, const char *presets) {
         if (row->kind != OPTION_GROUP) printf("%s\n", row->name);
 }
 
-// Follows options_parse. With --list it prints names, with --help or without any argument the help, which shows
-// `presets`; then it ends the program. Dies if there is no MODEL.
+// Follows options_parse. With --help or without any argument it prints the help, which shows `presets`; with --list
+// alone it prints names. In these cases it then ends the program. Dies if there is no MODEL.
 static inline void options_require_model(const Options *o, int argc, char **argv, const char *presets) {
     if (o->list && !o->help) {
         options_print_list(o->list, presets);
@@ -287,7 +289,7 @@ static inline const char *options_read_offload(const char *text, Offloaded *out)
     return NULL;
 }
 
-// --offload of a run that options_conflict has accepted.
+// Returns what --offload keeps in host memory, in a run that options_conflict has accepted.
 static inline Offloaded options_offloaded(const Options *o) {
     Offloaded out;
     options_read_offload(o->offload, &out);
@@ -303,8 +305,8 @@ static inline bool options_offloads(const Options *o) {
     return options_offloads_state(o) || options_offloaded(o).activations;
 }
 
-// Number of ranks, among `world` ranks, that share one replica of the parameters. Dies if --shard-size does not divide
-// `world`.
+// Number of ranks, among `world` ranks, that share one replica of the parameters. --sharding hybrid must have its
+// --shard-size; dies if that does not divide `world`.
 static inline int64_t options_shard_group(const Options *o, int64_t world) {
     if (o->sharding == SHARDING_NONE) return 1;
     if (o->sharding != SHARDING_HYBRID) return world;
@@ -314,27 +316,29 @@ static inline int64_t options_shard_group(const Options *o, int64_t world) {
     return o->shard_size;
 }
 
-// From this number of micro-steps on, bf16 sums of gradients are too noisy. Each micro-step makes the gradient norm too
-// large by 1.4e-6 of it (gradient_sum.h). In 256 micro-steps that is 0.035%, a third of the 0.1% that we allow.
+// From this number of micro-steps on, --grad-accum-dtype auto adds up gradients in fp32. In bf16, each micro-step makes
+// the gradient norm too large by 1.4e-6 of it (gradient_sum.h): 0.036% in 256 micro-steps, a third of the 0.1% that we
+// allow.
 #define FP32_SUM_MICRO_STEPS 256
 
-// The dtype that --grad-accum-dtype auto stands for. Only options decide: bits must not depend on a machine's memory.
+// The dtype that --grad-accum-dtype auto stands for, when all other options are resolved. Only options decide: bits
+// must not depend on a machine's memory.
 static inline int options_sum_storage(const Options *o) {
     const bool wanted = o->master_weights == STORAGE_FP32 || o->reduce_dtype == REDUCE_FP32;
     if (options_fp8_gradients(o)) return SUM_FP8;
     return wanted || o->grad_accumulation_steps >= FP32_SUM_MICRO_STEPS ? SUM_FP32 : SUM_BF16;
 }
 
-// True if AdamW gets fp32 gradients on `world` ranks. That is so with --precision fp32, and with --grad-accum-dtype
-// fp32 if there are several micro-steps, or several ranks and an fp32 reduction.
+// True if AdamW gets fp32 gradients on `world` ranks, after options_resolve. That is so with --precision fp32, and with
+// --grad-accum-dtype fp32 if there are several micro-steps, or several ranks and an fp32 reduction.
 static inline bool options_fp32_gradients(const Options *o, int64_t world) {
     const bool sums = o->grad_accumulation_steps > 1 || (world > 1 && o->reduce_dtype == REDUCE_FP32);
     return o->precision == PRECISION_FP32 || (sums && o->grad_accum_dtype == SUM_FP32);
 }
 
 // Replaces `auto` by its value where the options alone decide it. --copy-engines, --init-from, --fp8-filter and
-// --recompute keep `auto`: the run decides them. Sets a --rounding-seed that is not given to --seed. fp32 runs reduce
-// in fp32.
+// --recompute keep `auto`: the run decides them. --fp8-format also does in runs without FP8. Sets --rounding-seed -1 to
+// --seed, and --reduce-dtype to fp32 in fp32 runs.
 static inline void options_resolve(Options *o) {
     const bool fp32 = o->precision == PRECISION_FP32;
     if (o->master_weights == STORAGE_AUTO) o->master_weights = fp32 ? STORAGE_FP32 : STORAGE_BF16;
@@ -356,7 +360,8 @@ static inline bool options_bf16_weights(const Options *o) {
 // that they stand for.
 static inline int64_t options_weight_bytes(const Options *o) { return options_bf16_weights(o) ? 2 : 4; }
 
-// Parts of a layer's activations. True: backward computes them again, so forward need not keep them (--recompute).
+// Parts of a layer's activations. True: backward computes them again, so forward need not keep them (--recompute, after
+// run_choose_recompute).
 typedef struct {
     bool stream;     // the residual stream between attention and MLP, and each row's rstd of both norms
     bool norms;      // the outputs of both norms
@@ -396,7 +401,7 @@ static inline int64_t options_moment_bytes(const Options *o, int64_t n) {
     return n * (o->optimizer_state == MOMENTS_FP32 ? 8 : 4);
 }
 
-// Prints all settings. Leaves out texts that are not given, and in runs without FP8 the options for FP8.
+// Prints MODEL and the settings. Leaves out empty texts, and in runs without FP8 the options for FP8.
 static inline void options_print(const Options *o) {
     printf("%-26s %s\n", "model", o->model);
     for (const OptionRow *row = option_rows(); row->name; row++) {

@@ -1,4 +1,4 @@
-// Rules between options: the combinations that a run refuses, each with the reason and a fix.
+// Rules between options: combinations that both trainers refuse, with the reason and mostly a fix.
 #ifndef LLMC_OPTIONS_RULES_H
 #define LLMC_OPTIONS_RULES_H
 
@@ -158,7 +158,8 @@ static inline void options_precision_conflict(const Options *o, char *message, s
             stray->name, o->precision == PRECISION_FP32 ? "fp32" : "bf16", stray->name);
 }
 
-// Checks rules between options. Returns `message`: "" if the rules hold, else the reason and a fix. Tests call it.
+// Checks rules between options, before options_resolve. Returns `message`: "" if the rules hold, else the reason and
+// mostly a fix.
 static inline const char *options_conflict(const Options *o, char *message, size_t capacity) {
     message[0] = 0;
     if (o->warmup_steps > o->num_steps)

@@ -62,11 +62,11 @@ enum { LISTS(CHOICE_ID) };
 
 #define OPTION_MAX 1e15
 
-// MUST_MATCH: a resumed run must have the value of the run that wrote the checkpoint.
+// MUST_MATCH: a resumed run must have the value of the run that wrote the checkpoint. FREE: it need not.
 enum { FREE, MUST_MATCH };
 
 // INT(field, name, default, smallest, largest, match, help)           whole number
-// REAL(...)                                                          finite number
+// REAL(field, name, default, smallest, largest, match, help)          finite number
 // TEXT(field, name, default, match, help)                            free text, "" = not given
 // CHOICE(field, name, default, LIST, match, help)                    one of a list of choices (above)
 // FLAG(field, name, help)                                            given or not
@@ -77,57 +77,62 @@ enum { FREE, MUST_MATCH };
     TEXT(train_data, "train-data", "data/tinystories_llama3_train.bin", FREE, "training shards (a glob)") \
     TEXT(val_data, "val-data", "", FREE, "validation shards (a glob)") \
     CHOICE(shuffle, "shuffle", ON, SWITCHES, MUST_MATCH, \
-         "order of sequences; on: a new permutation in each epoch, from --seed; off: as in the files") \
+         "order of training sequences; on: a new permutation in each epoch, from --seed; off: as in the files") \
     INT(sequence_length, "sequence-length", 2048, 1, 1 << 20, MUST_MATCH, "tokens per sequence (T)") \
     INT(batch_size, "batch-size", 1, 1, 65535, FREE, "sequences per rank and micro-step (B)") \
     INT(grad_accumulation_steps, "grad-accumulation-steps", 1, 1, 1 << 20, FREE, "micro-steps per optimizer step") \
-    INT(num_steps, "num-steps", 100, 1, 1000000000, FREE, "optimizer steps of the whole run") \
-    INT(seed, "seed", 42, 0, 4294967295.0, MUST_MATCH, "seed of initial weights, order of the data and generated text") \
+    INT(num_steps, "num-steps", 100, 1, 1000000000, FREE, "optimizer steps of the whole run, with those before a --resume") \
+    INT(seed, "seed", 42, 0, 4294967295.0, MUST_MATCH, \
+         "seed of initial weights, order of the data, generated text and, without --rounding-seed, stochastic " \
+         "rounding") \
     INT(rounding_seed, "rounding-seed", -1, -1, 4294967295.0, MUST_MATCH, \
          "seed of stochastic rounding; runs that differ in it alone show how far rounding moves a loss; -1: the " \
          "value of --seed") \
     GROUP("precision") \
     CHOICE(precision, "precision", PRECISION_BF16, PRECISIONS, MUST_MATCH, \
-         "dtype of GEMMs; fp8: linear layers by --fp8-recipe, everything else bf16; fp32: CPU trainer only") \
+         "dtype of GEMMs; fp8: the layers' linear layers by --fp8-recipe, lm_head and attention bf16; fp32: CPU " \
+         "trainer only") \
     CHOICE(fp8_recipe, "fp8-recipe", RECIPE_TENSORWISE, RECIPES, MUST_MATCH, \
          "which values share a scale; tensorwise: a tensor, scaled by its current amax; delayed: a tensor, scaled " \
-         "by its past amaxes; rowwise: a row; rowwise_with_gw_hp: a row, with the wgrad GEMM in bf16; blockwise: " \
-         "1x128, weights 128x128; mxfp8: 1x32 (Blackwell)") \
+         "by its past amaxes; rowwise: a row; rowwise_with_gw_hp: a row, but dgrad reads weights with one scale for the " \
+         "tensor, and wgrad is in bf16; blockwise: 1x128, weights 128x128; mxfp8: 1x32 (GPUs: Blackwell only)") \
     CHOICE(fp8_format, "fp8-format", FP8_FORMAT_AUTO, FP8_FORMATS, MUST_MATCH, \
-         "FP8 format of gradients; hybrid: E5M2; e4m3: E4M3, as for weights and inputs; auto: the recipe's own") \
+         "FP8 format in which GEMMs read the gradients of outputs (dy); hybrid: E5M2; e4m3: E4M3, as for weights and " \
+         "inputs; auto: the recipe's own") \
     TEXT(fp8_filter, "fp8-filter", "", MUST_MATCH, \
-         "linear layers that stay bf16, separated by commas: first, last, layers=A-B (from 0), attention, mlp, " \
-         "qkv, attn_out, gate_up, down; lm_head always stays bf16; auto: time each of the four linear layers in FP8 " \
-         "and bf16 at the start, and keep the faster") \
+         "linear layers that stay bf16, separated by commas: first, last, layers=A or layers=A-B (from 0), attention, " \
+         "mlp, qkv, attn_out, gate_up, down; lm_head always stays bf16; auto: time each of the four linear layers in " \
+         "FP8 and bf16 at the start, and keep the faster (GPU trainer; a resumed run keeps its filter)") \
     INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, MUST_MATCH, \
          "recipe delayed: length of the amax history; inputs and gradients add one amax per micro-step, weights " \
          "add one per optimizer step (Transformer Engine's default: one per micro-step); the first cast of " \
-         "an input or gradient uses the rank's own current amax, that of a weight the current amax over its ranks") \
+         "an input or gradient uses the rank's own current amax, that of a weight the current amax over all ranks that " \
+         "share it") \
     INT(fp8_margin, "fp8-margin", 0, 0, 16, MUST_MATCH, "recipe delayed: scales are divided by 2 to this power") \
     CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, FAST_ACCUMS, MUST_MATCH, \
-         "GEMMs that use FP8 fast accumulation (Hopper): fprop, all or none; recipes blockwise and mxfp8 " \
-         "never use it") \
+         "FP8 GEMMs that use fast accumulation (Hopper): fprop, all or none; recipes blockwise and mxfp8, " \
+         "--fp8-emulate and the CPU trainer never use it") \
     FLAG(fp8_emulate, "fp8-emulate", \
-         "quantize to FP8, then multiply in bf16: the recipe's rounding without its speed, on any GPU") \
+         "quantize to FP8, then multiply in bf16: the recipe's rounding without its speed, also on GPUs without FP8") \
     INT(fp8_audit, "fp8-audit", 0, 0, 1000000000, FREE, \
          "steps between audits of every FP8 operand: amax, scale, share flushed to zero, share saturated, " \
          "SQNR; 0: none") \
     CHOICE(master_weights, "master-weights", STORAGE_AUTO, WEIGHT_STORAGES, MUST_MATCH, \
          "dtype of the weights that AdamW updates; bf16: rounded stochastically, so that small updates count on " \
-         "average; bf16-nearest: rounded to nearest, which loses small updates; fp16: FP16 with a scale for each tensor, as in MS-AMP; " \
-         "recipe tensorwise casts FP8 weights from it if all linear layers are FP8 (on the GPU only with " \
-         "--optimizer-state msamp or fp32); auto: bf16, or fp32 with --precision fp32") \
+         "average; bf16-nearest: rounded to nearest, which loses small updates; fp16: FP16 with a scale for each tensor, " \
+         "as in MS-AMP (on the GPU only with --optimizer-state msamp or fp32), from which recipe tensorwise casts FP8 " \
+         "weights if all linear layers are FP8; auto: bf16, or fp32 with --precision fp32") \
     CHOICE(optimizer_state, "optimizer-state", MOMENTS_AUTO, MOMENTS, MUST_MATCH, \
          "dtype of AdamW's two moments; bf16: rounded stochastically; coat: FP8 (E4M3) in groups of 128 whose range " \
-         "is expanded, half the bytes of bf16; coat-stochastic: the same, rounded stochastically, which --beta2 0.999 " \
-         "needs; msamp: MS-AMP's E4M3 and FP16 with a scale for each tensor; " \
+         "is expanded, about half the bytes of bf16; coat-stochastic: as coat, but rounded stochastically, which " \
+         "--beta2 0.999 needs; msamp: MS-AMP's E4M3 and FP16 with a scale for each tensor; " \
          "auto: bf16, or fp32 with --precision fp32") \
     CHOICE(grad_accum_dtype, "grad-accum-dtype", SUM_AUTO, SUM_STORAGES, FREE, \
          "dtype in which gradients of micro-steps are added up; bf16: each sum is rounded stochastically, " \
          "which adds noise of 0.00014% of the norm per micro-step; fp32: 2 more bytes per parameter; fp8: as in " \
          "MS-AMP, gradients of the layers' weight matrices in E4M3 with a scale for each tensor, 1 byte less per " \
          "parameter, also with one micro-step; auto: fp8 if --reduce-dtype is fp8; fp32 from 256 micro-steps on, or " \
-         "if --master-weights or --reduce-dtype is fp32; else bf16") \
+         "if --master-weights, --reduce-dtype or --precision is fp32; else bf16") \
     CHOICE(msamp, "msamp", MSAMP_OFF, MSAMP_LEVELS, FREE, \
          "a level of MS-AMP, short for several options; options after it on the command line may change them; O1: " \
          "--precision fp8 --master-weights fp16 --optimizer-state fp32 --grad-accum-dtype fp8 --reduce-dtype fp8; O2: " \
@@ -136,46 +141,51 @@ enum { FREE, MUST_MATCH };
     CHOICE(recompute, "recompute", RECOMPUTE_NONE, RECOMPUTES, FREE, \
          "what backward computes again, so that forward need not keep it; norm: the outputs of both norms; attention: " \
          "these, and q, k, v and attention's output; mlp: the norms' outputs, gate and up; layer: all but each layer's " \
-         "input; SwiGLU's output is computed again in any case; auto: the first of these, in this order, with which the " \
-         "run fits its memory") \
+         "input; the GPU trainer computes SwiGLU's output again in any case, also with none; auto: the first of none, " \
+         "norm, attention, mlp, layer with which the run fits its memory") \
     CHOICE(fp8_activations, "fp8-activations", OFF, SWITCHES, FREE, \
-         "on: keep the outputs of gate and up for backward in FP8 (E4M3, a power-of-two scale for 128 values), which " \
-         "saves about a quarter of the memory of kept activations; off: in bf16") \
+         "on: keep the outputs of gate and up for backward in FP8 (E4M3, a power-of-two scale for 128 values), which on " \
+         "the GPU saves about a quarter of the memory of kept activations; off: in bf16") \
     FLAG(optimizer_in_backward, "optimizer-in-backward", \
          "update each layer's weights in the backward pass, as soon as its gradient is complete: gradients of one layer " \
          "(two with several ranks) and of the embedding and lm_head take memory, not those of the whole model; the " \
-         "numbers stay the same, except with --grad-clip; not with --on-nonfinite skip or several micro-steps") \
+         "numbers stay the same, except with --grad-clip; not with --on-nonfinite skip, several micro-steps or FP8 " \
+         "gradients (--grad-accum-dtype fp8)") \
     TEXT(offload, "offload", "none", FREE, \
          "what to keep in pinned host memory, separated by commas: moments (AdamW's), master (fp32 master weights), " \
          "activations (what layers keep for backward), or none; moments and master are copied to the GPU and back in " \
-         "each step, with --optimizer-in-backward while backward computes; activations are copied to the host while " \
+         "each step (with --optimizer-in-backward: while backward computes); activations are copied to the host while " \
          "forward computes, and back while backward does; the numbers stay the same; GPU trainer only") \
     REAL(memory_limit, "memory-limit", 0, 0, 1e6, FREE, \
          "GiB of memory that each rank may use, on a GPU including CUDA's own memory: a run that needs more ends " \
-         "before it starts, and names options with which it fits; 0: all that is free") \
+         "before it starts, and names options with which it needs less; 0: all that the GPU has free (CPU trainer: the " \
+         "rank's part of the machine's memory); a dry run with 0 has no limit") \
     CHOICE(fp8_weight_cache, "fp8-weight-cache", OFF, SWITCHES, FREE, \
-         "on: keep all FP8 weights for a whole step, which takes 2 more bytes of memory per FP8 weight (one GPU, " \
-         "or --sharding none); off: cast them again in each forward and backward pass") \
+         "on: cast all FP8 weights once in a step and keep them, which takes 2 more bytes of memory per FP8 weight (GPU " \
+         "trainer, where each rank has all weights: one GPU, or --sharding none); off: such ranks cast a layer's weights " \
+         "again in each forward and backward pass") \
     GROUP("optimizer") \
     REAL(learning_rate, "learning-rate", 1e-5, 0, 1e3, FREE, \
          "learning rate after warm-up; --lr-schedule may lower it from there") \
     CHOICE(lr_schedule, "lr-schedule", SCHEDULE_CONSTANT, SCHEDULES, FREE, \
          "how the learning rate goes on after warm-up; cosine and linear fall, and reach 0 one step after the last; " \
-         "wsd is constant, then falls linearly in the last fifth of the steps, to 0 one step after the last") \
+         "wsd is constant, then falls linearly in the last fifth of the steps (not before the end of warm-up), to 0 one " \
+         "step after the last") \
     INT(warmup_steps, "warmup-steps", 0, 0, 1000000000, FREE, \
          "number of first steps in which the learning rate grows linearly: of N such steps, step k has k/N of " \
          "--learning-rate") \
     REAL(weight_decay, "weight-decay", 0.01, 0, 1e3, FREE, "decoupled weight decay, of matrices only") \
     REAL(beta1, "beta1", 0.9, 0, 0.9999999, FREE, "AdamW's decay of the first moment") \
     REAL(beta2, "beta2", 0.999, 0, 0.9999999, FREE, "AdamW's decay of the second moment") \
-    REAL(eps, "eps", 1e-8, 1e-30, 1, FREE, "AdamW's epsilon, added to the square root of the second moment") \
+    REAL(eps, "eps", 1e-8, 1e-30, 1, FREE, "AdamW's epsilon, added to the square root of the second moment (after bias correction)") \
     REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, FREE, \
          "largest norm of the whole gradient: a gradient with a larger norm is scaled down to it; with " \
-         "--optimizer-in-backward each layer is scaled before this norm is known, by an estimate of it from the " \
-         "step's gradients so far and the last step's norms; 0: off") \
+         "--optimizer-in-backward each layer's gradient is scaled before the norm of the whole is known, by an estimate " \
+         "of it from the step's gradients so far and the last step's norms; 0: off") \
     CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, NONFINITES, FREE, \
          "what to do when the gradient norm is not finite or above 2^63; stop: end the run and save nothing of " \
-         "this step; skip: change no weight in this step (10 skipped steps in a row end the run)") \
+         "this step; skip: change no weight and no optimizer state in this step (10 skipped steps in a row end the " \
+         "run)") \
     GROUP("ranks (mpirun -np N)") \
     CHOICE(sharding, "sharding", SHARDING_FULL, SHARDINGS, FREE, \
          "how weights, gradients and optimizer state are sharded over ranks, as PyTorch's FULL_SHARD, SHARD_GRAD_OP, " \
@@ -184,32 +194,34 @@ enum { FREE, MUST_MATCH };
          "with --sharding hybrid: ranks that share one replica of the model; must divide the number of ranks; 0: the " \
          "ranks of one host") \
     CHOICE(reduce_dtype, "reduce-dtype", REDUCE_BF16, REDUCES, FREE, \
-         "dtype in which gradients are reduced over ranks; fp32: gradients of micro-steps are also added up in fp32, and " \
-         "AdamW reads fp32 gradients; with --grad-accum-dtype bf16 both stay bf16; fp8: as in MS-AMP, gradients of the " \
-         "layers' weight matrices are summed in E4M3, rank after rank (with --grad-accum-dtype fp8)") \
+         "dtype in which gradients are reduced over ranks; fp32: with --grad-accum-dtype auto, gradients are also added up " \
+         "over micro-steps and read by AdamW in fp32; fp8: as in MS-AMP, gradients of the layers' weight matrices are " \
+         "summed in E4M3, rank after rank (needs --grad-accum-dtype auto or fp8); --precision fp32 always reduces in fp32") \
     CHOICE(fp8_all_gather, "fp8-all-gather", AUTO, AUTO_SWITCHES, FREE, \
-         "all-gather weights in FP8, with the same bits as an all-gather in bf16 and a cast after it; auto: on if " \
-         "the recipe has one scale per tensor") \
+         "all-gather weights in FP8, in layers whose linear layers are all FP8; the bits are those of an all-gather in " \
+         "bf16 and a cast after it; auto: on if the recipe has one scale per tensor") \
     CHOICE(copy_engines, "copy-engines", AUTO, AUTO_SWITCHES, FREE, \
          "GPUs of one host read each other's weights and gradients with their copy engines, so that all SMs " \
          "are free for GEMMs; off: NCCL moves them; auto: NCCL moves them if copy engines cannot be used; on: " \
-         "end the run in that case") \
+         "the run ends if they cannot be used") \
     FLAG(share_gpu, "share-gpu", \
          "let several ranks use one GPU, to test on one GPU how several train: slow, because NCCL then moves data " \
          "between ranks by TCP") \
     TEXT(init_from, "init-from", "auto", FREE, \
-         "how the ranks find each other: mpi: by mpirun or srun --mpi=pmix; slurm: srun without PMIx; file:PATH: rank 0 " \
-         "writes its address to a file that all ranks can read; tcp:HOST:PORT: rank 0, on HOST, listens on PORT; auto: " \
-         "by what the environment shows") \
+         "how the ranks find each other; mpi: by mpirun or srun --mpi=pmix; slurm: srun without PMIx; file:PATH: rank 0 " \
+         "writes its address to a file that all ranks can read; tcp:HOST:PORT: rank 0, on HOST, listens on PORT (with " \
+         "file and tcp, the launcher's variables such as RANK and WORLD_SIZE number the ranks); auto: by what the " \
+         "environment shows") \
     INT(init_timeout, "init-timeout", 300, 1, 86400, FREE, \
-         "seconds until all ranks must have found each other (--init-from)") \
+         "without MPI (--init-from slurm, file or tcp): seconds until all ranks must have found each other") \
     FLAG(check_links, "check-links", \
-         "before the first step, measure the bandwidth of all-gather, reduce-scatter and all-reduce, and of pairs of " \
-         "ranks, and name slow links, ranks and GPUs") \
+         "before the first step, measure the bandwidth of the collectives that the run uses (all-gather, reduce-scatter, " \
+         "all-reduce) and of pairs of ranks, and name slow links, ranks and GPUs") \
     INT(stall_timeout, "stall-timeout", 300, 5, 86400, FREE, \
-         "seconds without progress after which the run ends and names the stuck rank; 4 times as long while " \
-         "loading, saving and exporting files; a rank that does not respond at all is stuck after a sixth of these " \
-         "seconds, but at least 10 and at most all") \
+         "with several ranks: seconds after which the run ends, and names the stuck rank, if all ranks wait for each " \
+         "other or a rank hangs in a call on a file; 4 times as long for a file while loading, saving or exporting; a rank that " \
+         "does not respond at all is stuck after a sixth of these seconds, but at least 10 and at most all; a rank that " \
+         "computes is never stuck") \
     GROUP("plan (--dry-run)") \
     INT(world_size, "world-size", 0, 0, 1 << 20, FREE, \
          "with --dry-run: number of ranks to plan for, without mpirun; 0: the ranks that were started") \
@@ -217,18 +229,21 @@ enum { FREE, MUST_MATCH };
          "with --dry-run and --world-size: ranks of one host, to tell traffic within hosts from traffic between " \
          "hosts") \
     REAL(network_gbps, "network-gbps", 0, 0, 1e9, FREE, \
-         "with --dry-run: Gbit/s of each host's network, each way, to estimate a step's time; 0: not known") \
+         "with --dry-run: Gbit/s of each host's network, each way, to estimate a step's time; 0: not known, so there is " \
+         "no estimate if ranks exchange data between hosts") \
     CHOICE(gpu, "gpu", GPU_H200, GPUS, FREE, "with --dry-run: the GPU for the estimate of a step's time") \
     REAL(step_ms, "step-ms", 0, 0, 1e9, FREE, \
          "with --dry-run: milliseconds that a step takes on one rank alone, as a run measured it; 0: estimated for " \
          "--gpu (the CPU trainer has no such estimate)") \
     GROUP("output") \
-    INT(log_every, "log-every", 1, 1, 1000000000, FREE, "steps between printed step lines; log.jsonl has every step") \
+    INT(log_every, "log-every", 1, 1, 1000000000, FREE, \
+         "steps between printed step lines; the first and the last step always have one; log.jsonl has every step") \
     INT(val_every, "val-every", 0, 0, 1000000000, FREE, \
-         "steps between validations, with --val-data; the last step is always validated; 0: only the last step") \
+         "steps between validations, with --val-data; the last step is always validated, unless a signal ends the run; " \
+         "0: only the last step") \
     INT(val_steps, "val-steps", 10, 1, 1000000000, FREE, \
-         "number of validation sequences: the first N of --val-data, for any number of ranks and any batch " \
-         "size") \
+         "number of validation sequences: the first N of --val-data (all if it has fewer), for any number of ranks and " \
+         "any batch size") \
     INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, \
          "steps between printed samples of text; the last step prints one too; 0: none") \
     INT(sample_tokens, "sample-tokens", 64, 1, 65536, FREE, \
@@ -237,29 +252,35 @@ enum { FREE, MUST_MATCH };
     CHOICE(on_output_lost, "on-output-lost", OUTPUT_LOST_CONTINUE, OUTPUT_LOSSES, FREE, \
          "what to do when stdout or stderr cannot be written any more (closed pipe, full disk); continue: train " \
          "on without it; stop: save and stop, as for SIGINT") \
-    FLAG(profile, "profile", "print where the time of the last step went, by operation (GPU trainer)") \
+    FLAG(profile, "profile", "print where the time of step --num-steps went, by operation (GPU trainer)") \
     REAL(peak_tflops, "peak-tflops", 0, 0, 1e9, FREE, \
          "the GPU's dense BF16 peak in TFLOP/s, for mfu and sol; 0: look it up by the GPU's name and compute " \
-         "capability") \
+         "capability (CPU trainer: not known)") \
     GROUP("checkpoints") \
     TEXT(checkpoint_dir, "checkpoint-dir", "", FREE, "folder for checkpoints") \
     INT(checkpoint_every, "checkpoint-every", 0, 0, 1000000000, FREE, \
-         "steps between checkpoints, with --checkpoint-dir; the last step is always saved; 0: only the last step") \
+         "steps between checkpoints, with --checkpoint-dir; the last step is always saved, also if a signal ends the run " \
+         "early; 0: only the last step") \
     INT(keep_checkpoints, "keep-checkpoints", 2, 1, 1000000, FREE, "number of newest checkpoints to keep") \
     FLAG(resume, "resume", \
-         "continue from the newest whole checkpoint in --checkpoint-dir; start at step 1 if there is none") \
+         "continue from the newest undamaged checkpoint in --checkpoint-dir; start at step 1 if it has no checkpoint; end " \
+         "with an error if all are damaged") \
     CHOICE(on_save_error, "on-save-error", SAVE_ERROR_RETRY, SAVE_ERRORS, FREE, \
-         "what to do when a checkpoint cannot be saved; retry: try again at once, and again when the next one is " \
-         "due; stop: end the run") \
+         "what to do when a checkpoint cannot be saved; retry: try again once, at once, then train on to the next save; " \
+         "stop: end the run; if the last save fails, the run ends with an error") \
     FLAG(no_verify, "no-verify", \
-         "if MODEL is a checkpoint or export, do not compare its files with the hashes saved in it") \
-    TEXT(export_hf, "export-hf", "", FREE, "folder for the final weights in Hugging Face's format") \
+         "if MODEL is a checkpoint or export, do not compare its files with the hashes saved in it (--resume always " \
+         "compares those of its checkpoint)") \
+    TEXT(export_hf, "export-hf", "", FREE, \
+         "folder for the final weights in Hugging Face's format; nothing is exported if a signal ends the run early") \
     GROUP("run") \
-    FLAG(dry_run, "dry-run", "print settings, memory plan, GEMM table and traffic of a step, then stop; needs no GPU") \
+    FLAG(dry_run, "dry-run", \
+         "print settings, memory plan, GEMM table, traffic of a step and an estimate of its time, then stop; needs no GPU") \
     FLAG(json, "json", "with --dry-run: print one JSON object and nothing else, for programs") \
     CHOICE(list, "list", LIST_NOTHING, LISTS, FREE, \
          "print the names of all models, FP8 recipes or options, one per line, then stop") \
-    FLAG(deterministic, "deterministic", "give the same bits in every run on the same hardware and number of ranks") \
+    FLAG(deterministic, "deterministic", \
+         "give the same bits in every run with the same options, program, hardware and number of ranks") \
     FLAG(help, "help", "print this text")
 // clang-format on
 
@@ -288,7 +309,7 @@ typedef struct {
     size_t field;               // offset in Options
     double initial, low, high;  // numbers; a choice has its initial index
     const char *text;           // a text's default; a choice's "a|b|c"
-    int match;
+    int match;                  // MUST_MATCH or FREE
     const char *help;
 } OptionRow;
 

@@ -149,8 +149,8 @@ static inline void parameter_place(ParameterTable *t, int64_t first, int64_t beg
         t->entries[i].offset += begin + segment_begin(segments, parameter_segment(&t->entries[i]));
 }
 
-// Returns the offset in its unit of entry *next, and advances *next; -1 if the model has no such tensor. Calls come in
-// table order.
+// If the model has the tensor (`present`): returns the offset of entry *next in its unit, which begins at element
+// `begin`, and advances *next. Else returns -1. Calls come in table order.
 static inline int64_t parameter_next(const ParameterTable *t, bool present, int64_t begin, int64_t *next) {
     return present ? t->entries[(*next)++].offset - begin : -1;
 }
@@ -210,7 +210,7 @@ static inline const Parameter *parameter_find(const ParameterTable *t, const cha
     return NULL;
 }
 
-// The segment of the root that the embedding is in.
+// The segment of the root that the embedding is in: a tied embedding is among the matrices.
 static inline int embedding_segment(const ParameterTable *t) {
     return t->root_segments[SEGMENT_EMBEDDING] ? SEGMENT_EMBEDDING : SEGMENT_MATRICES;
 }

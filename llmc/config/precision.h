@@ -1,4 +1,4 @@
-// Decides the recipe of each linear layer from --precision, --fp8-recipe and --fp8-filter; prints the GEMM table.
+// Decides the recipe of each linear layer from the options and the layer's sizes; prints the GEMM table.
 #ifndef LLMC_PRECISION_H
 #define LLMC_PRECISION_H
 
@@ -16,11 +16,11 @@ typedef struct {
     Fp8Format dy_format;
     int64_t num_layers;
     bool *keeps_bf16;        // [num_layers, NUM_LINEARS]
-    bool any_bf16, any_fp8;  // true if at least one linear layer is bf16; is FP8
+    bool any_bf16, any_fp8;  // at least one linear layer is not FP8; at least one is FP8
     bool casts_masters;      // precision_casts_masters
     bool emulated;           // --fp8-emulate: FP8 operands, multiplied in bf16
     bool filter_open;        // --fp8-filter auto, and the run has not decided yet
-    int fast_accum;          // GEMMs that use fast accumulation: FAST_ACCUM_...; none if emulated or on a CPU
+    int fast_accum;          // FP8 GEMMs that use fast accumulation: FAST_ACCUM_...; none if emulated or on a CPU
     LinearShape linear[NUM_LINEARS], lm_head;
 } Precision;
 
@@ -59,8 +59,9 @@ static inline void linear_shapes(LinearShape out[NUM_LINEARS], const ModelConfig
     out[QKV_PROJ] = qkv, out[OUT_PROJ] = attn_out, out[GATE_UP_PROJ] = gate_up, out[DOWN_PROJ] = down;
 }
 
-// Marks the linear layers that one word of --fp8-filter keeps in bf16. Returns false if the word is unknown. Dies if
-// the word names layers that the model does not have, or a range that ends before it begins.
+// Marks the linear layers that one word of --fp8-filter keeps in bf16 (none for lm_head, which has no mark). Returns
+// false if the word is unknown. Dies if the word names layers that the model does not have, or a range that ends before
+// it begins.
 static inline bool filter_word(Precision *p, const char *word) {
     const int64_t L = p->num_layers;
     int64_t first = 0, last = L - 1;
@@ -103,16 +104,16 @@ static inline void filter_apply(Precision *p, const char *filter) {
         format_checked(word, sizeof word, "%.*s", (int)min_i64(60, (int64_t)strcspn(at, between)), at);
         if (!filter_word(p, word))
             die_with(EXIT_USAGE,
-                     "--fp8-filter: \"%s\" is none of first, last, layers=A-B, attention, mlp, qkv (q, k "
+                     "--fp8-filter: \"%s\" is none of first, last, layers=A, layers=A-B, attention, mlp, qkv (q, k "
                      "and v are one GEMM), attn_out, gate_up (one GEMM), down, lm_head (always bf16); auto "
                      "stands alone",
                      word);
     }
 }
 
-// True if FP8 weights are cast from FP16 masters, as in MS-AMP, and the layers' matrices have no bf16 weights. So it is
-// if no GEMM would read these: all linear layers are FP8, with one scale for a tensor, made from its current amax. Dies
-// if ranks are to gather bf16.
+// True if FP8 weights are cast from FP16 masters, as in MS-AMP; the layers' matrices then have no bf16 weights, because
+// no GEMM would read them. This needs --master-weights fp16, and FP8 in all linear layers, with one scale for each
+// tensor, made from its current amax. Dies in this case with --fp8-all-gather off, on any number of ranks.
 static inline bool precision_casts_masters(const Precision *p, const Options *o) {
     if (o->master_weights != STORAGE_FP16 || !p->any_fp8 || p->any_bf16 || !recipe_has_current_tensor_scales(p->recipe))
         return false;
@@ -124,9 +125,10 @@ static inline bool precision_casts_masters(const Precision *p, const Options *o)
     return true;
 }
 
-// Decides the precision of every linear layer. `filter`: --fp8-filter, or the filter that auto has found; "auto" itself
-// filters nothing. has_fast_accum: true if the trainer's GEMMs have fast accumulation. Dies if a word of the filter is
-// unknown or wrong. The caller frees the result with precision_free.
+// Decides the precision of every linear layer, after options_resolve. `filter`: --fp8-filter, or the filter that auto
+// has found; "auto" itself filters nothing. has_fast_accum: true if the trainer's GEMMs have fast accumulation. Dies if
+// a word of the filter is unknown or wrong, or where precision_casts_masters dies. The caller frees the result with
+// precision_free.
 static inline Precision precision_plan(const Options *o, const char *filter, const ModelConfig *m,
                                        const ParameterTable *t, bool has_fast_accum) {
     Precision p;
@@ -165,7 +167,7 @@ static inline int64_t precision_columns(const Precision *p, TensorRole tensor, i
     return tensor == TENSOR_DY ? p->linear[id].N : p->linear[id].K;
 }
 
-// Number of GEMMs of a micro-step whose operands are FP8, emulated GEMMs included.
+// Number of GEMMs of a micro-step whose operands are FP8. Emulated GEMMs count; those that --recompute repeats do not.
 static inline int64_t precision_fp8_gemms(const Precision *p) {
     int64_t n = 0;
     for (int64_t l = 0; l < p->num_layers; l++)
@@ -208,7 +210,7 @@ static inline GemmSizes precision_sizes(const LinearShape *s, GemmKind gemm, int
 }
 
 // Prints one GEMM: sizes, operands with their scales, fast_accum. `plain`: dtype of operands that are not FP8. `note`:
-// text of precision_note().
+// text of precision_note(); "" for lm_head.
 static inline void precision_print_gemm(const Precision *p, const LinearShape *s, const Recipe *r, GemmKind gemm,
                                         int64_t R, const char *plain, const char *note) {
     char operand[2][32];
@@ -245,8 +247,9 @@ static inline int64_t precision_layers(const Precision *p, int id, bool fp8, cha
     return layers;
 }
 
-// Writes the note of a row of the table: the row's layers, if linear layer `id` is FP8 in some layers and bf16 in
-// others; or that sizes keep linear layer `id` in bf16. Returns false if the row has no layer.
+// Writes the note of a row of the table. If linear layer `id` is FP8 in some layers and bf16 in others, the note is the
+// row's layers. If its sizes keep it in bf16 in all layers, the note says so. Else it is "". Returns false if the row
+// has no layer: then it is not printed.
 static inline bool precision_note(const Precision *p, int id, bool fp8, char *out, size_t capacity) {
     const LinearShape *s = &p->linear[id];
     char list[128];
@@ -259,8 +262,8 @@ static inline bool precision_note(const Precision *p, int id, bool fp8, char *ou
     return layers > 0;
 }
 
-// Prints all GEMMs of a micro-step of R rows; lm_head has head_rows at a time. `plain`: dtype of operands that are not
-// FP8.
+// Prints the GEMMs of the linear layers in a micro-step of R rows, and those of lm_head, which has head_rows at a time.
+// `plain`: dtype of operands that are not FP8.
 static inline void precision_print(const Precision *p, int64_t R, int64_t head_rows, const char *plain) {
     printf("\nGEMMs (fp32 accumulation, %s results)", plain);
     if (p->any_fp8)

@@ -1,6 +1,6 @@
 // The FP8 recipes: one table that says how each operand of a linear layer's three GEMMs is stored and scaled.
 // Casts, GEMM plans, tensors kept for backward, all-gathers and the printed GEMM table follow from recipe_row() below.
-// A new recipe is a new row there; a new granularity of scales also needs a kernel.
+// A new recipe is a name in RECIPES and a row in recipe_row(); a new granularity of scales also needs a kernel.
 //
 // A linear layer has weight w [N, K] and, over M rows, three GEMMs (row-major):
 //   fprop  y [M, N] = x  [M, K]   w^T        sums over K
@@ -28,7 +28,7 @@ typedef enum { GEMM_FPROP, GEMM_DGRAD, GEMM_WGRAD, NUM_GEMMS } GemmKind;
 //   scales        type of a scale in memory
 //   amaxes        amaxes that a cast needs beforehand: one of the tensor, one for each row, or none, because a cast
 //                 reads whole blocks or there is no cast
-//   same          true if rowwise and columnwise data hold the same codes with the same scales
+//   same          true if rowwise and columnwise data, both of this granularity, hold the same codes and scales
 //   mode          CUBLASLT_MATMUL_MATRIX_SCALE_... of an operand
 //   GPUs          first and last compute capability, as 10 * major + minor, with such GEMMs (CUDA 13 cuBLAS manual,
 //                 "cublasLtMatmul", FP8 scaling modes)
@@ -106,9 +106,9 @@ typedef struct {
 //   tensorwise, rowwise, rowwise_with_gw_hp
 //                torchao: scale = MAX / max(amax, 1e-12) in fp64; with rowwise and rowwise_with_gw_hp, rounded down to
 //                a power of two. A NaN makes all values that share its scale NaN.
-//   delayed      Transformer Engine: scale = MAX / largest amax of the window in fp32. NaN does not count. But the
-//                first cast of a tensor takes its current amax; Transformer Engine takes scale 1, which would flush the
-//                first gradients to zero.
+//   delayed      Transformer Engine: scale = MAX / 2^margin / largest amax of the window, in fp32 (delayed.h has the
+//                rules for amaxes that are zero, infinite or NaN). But the first cast of a tensor takes its current
+//                amax; Transformer Engine takes scale 1, which would flush the first gradients to zero.
 //   blockwise    Transformer Engine: MAX / amax, rounded down to a power of two. NaN does not count in the amax. An
 //                amax of zero or infinity gives scale 1. torchao's prototype has neither of the last two rules.
 //   mxfp8        Transformer Engine and torchao: E8M0 rounded up (RCEIL). A NaN makes its block NaN (torchao).
@@ -180,8 +180,8 @@ static inline bool recipe_needs_bf16(const Recipe *r, TensorRole tensor) {
     return recipe_granularity(r, tensor, ROWWISE) == NO_SCALE || recipe_granularity(r, tensor, COLUMNWISE) == NO_SCALE;
 }
 
-// The number of a tensor of the model, in the order [layer][role][linear]. Its amax, scale and amax history have this
-// index on the GPU, on the CPU and in checkpoints.
+// The number of a linear layer's tensor in the model, in the order [layer][role][linear]. Its amax, scale and amax
+// history have this index on the GPU and on the CPU, and history and scale also in checkpoints.
 HOST_DEVICE static inline int64_t tensor_index(int64_t layer, TensorRole role, int linear) {
     return (layer * NUM_TENSORS + role) * NUM_LINEARS + linear;
 }
@@ -208,8 +208,9 @@ HOST_DEVICE static inline bool is_per_tensor(ScaleGranularity g) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Scales of data [outer, depth] as GEMMs read them. They are scale_inv: value = code * scale_inv. They lie in
-// cuBLASLt's order (CUDA 13 manual). 1x128: fp32, outer contiguous. 128x128: fp32, depth contiguous, with the scales of
-// each block row padded to a multiple of 4. 1x32: E8M0 bytes, in tiles of 128 x 4 scales, 512 bytes each.
+// cuBLASLt's order (CUDA 13 manual). Tensor: one fp32. Row: fp32 [outer]. 1x128: fp32, outer contiguous. 128x128: fp32,
+// depth contiguous, with the scales of each block row padded to a multiple of 4. 1x32: E8M0 bytes, in tiles of 128 x 4
+// scales, 512 bytes each.
 
 // Returns the index of the scale of element (i, k).
 HOST_DEVICE static inline int64_t scale_index(ScaleGranularity g, int64_t i, int64_t k, int64_t outer, int64_t depth) {

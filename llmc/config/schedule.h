@@ -1,4 +1,4 @@
-// Says for each step its learning rate, and if validation, samples or a save follow it.
+// Says for each step its learning rate, and if an audit, validation, samples or a save belong to it.
 #ifndef LLMC_SCHEDULE_H
 #define LLMC_SCHEDULE_H
 
@@ -6,7 +6,8 @@
 
 // Learning rate of optimizer step `step`, counted from 0. Linear warm-up reaches --learning-rate at its last step.
 // After it, cosine and linear reach 0 at step --num-steps, one after the last step, so that no step has rate 0. wsd
-// stays constant, then falls linearly to 0 at that step: in the last fifth of the run, or after a longer warm-up.
+// stays constant, then falls linearly to 0 at that step: from the last fifth of the steps on (rounded down to whole
+// steps), or from the end of warm-up if that is later.
 static inline double schedule_learning_rate(const Options *o, int64_t step) {
     const double pi = 3.14159265358979323846;
     if (step < o->warmup_steps) return o->learning_rate * (double)(step + 1) / (double)o->warmup_steps;
@@ -21,9 +22,9 @@ static inline double schedule_learning_rate(const Options *o, int64_t step) {
 // True if an event that comes every `every` steps (0: never) comes after `steps_done` steps.
 static inline bool is_due(int64_t every, int64_t steps_done) { return every && steps_done % every == 0; }
 
-// Events that belong to the step just done. Validation, samples and saves come after the step, and also after the last
-// step if the options ask for them. An audit reads the step's casts while the step runs; the last step is audited only
-// if its number is a multiple of --fp8-audit.
+// Events that belong to the step just done. Validation, samples and saves come after the step. They also come after the
+// last step: validation with --val-data, samples with --sample-every, a save with --checkpoint-dir. An audit reads the
+// step's casts while the step runs; the last step is audited only if its number is a multiple of --fp8-audit.
 typedef struct {
     bool last, audit, validate, sample, save;
 } Due;

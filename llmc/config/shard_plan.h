@@ -9,9 +9,10 @@
 // segment as in the flat array, then padding. With shard_size 1 the shard arrays are the flat arrays of parameters.h,
 // with equal offsets.
 //
-// One array has another layout if masters_alone: that of bf16 weights has no matrices of layers (weights_begin).
+// Two arrays may have other layouts. That of bf16 weights has no matrices of layers if masters_alone (weights_begin).
+// That of gradients has a layout of the trainer's own with --optimizer-in-backward, and on GPUs with FP8 gradients.
 //
-// Functions take a layer's number `l`, or ROOT for the root unit.
+// Where a function takes a unit `l`, it is a layer's number, or ROOT for the root unit.
 #ifndef LLMC_SHARD_PLAN_H
 #define LLMC_SHARD_PLAN_H
 
@@ -61,12 +62,12 @@ static inline const int64_t *slice_sizes(const ShardPlan *s, int64_t l) {
     return l == ROOT ? s->root_slices : s->layer_slices;
 }
 
-// Elements that a rank keeps of one unit.
+// Elements that a rank keeps of one unit, padding included.
 static inline int64_t shard_elements(const ShardPlan *s, int64_t l) {
     return segment_begin(slice_sizes(s, l), NUM_SEGMENTS);
 }
 
-// Elements of the gathered unit.
+// Elements of the gathered unit, padding included.
 static inline int64_t gathered_elements(const ShardPlan *s, int64_t l) { return s->shard_size * shard_elements(s, l); }
 
 static inline int64_t shard_largest_slice(const ShardPlan *s) {
@@ -80,13 +81,13 @@ static inline int64_t shard_begin(const ShardPlan *s, int64_t l) {
     return l == ROOT ? 0 : shard_elements(s, ROOT) + l * shard_elements(s, 0);
 }
 
-// Elements of a layer in the array of bf16 weights.
+// Elements of a layer in a rank's array of bf16 weights.
 static inline int64_t weights_of_layer(const ShardPlan *s) {
     return s->masters_alone ? s->layer_slices[SEGMENT_VECTORS] : shard_elements(s, 0);
 }
 
-// First element of a unit's slices in the array of bf16 weights; for the number of layers, the array's elements. The
-// unit's elements lie there as in the flat shard arrays, as far as the array has them.
+// First element of a unit's slices in the array of bf16 weights; if `l` is the number of layers, the number of elements
+// of the array. The segments that the array has lie there in the order of the flat shard arrays.
 static inline int64_t weights_begin(const ShardPlan *s, int64_t l) {
     return l == ROOT ? 0 : shard_elements(s, ROOT) + l * weights_of_layer(s);
 }
@@ -96,14 +97,15 @@ static inline bool weights_have(const ShardPlan *s, int64_t l, int segment) {
     return !s->masters_alone || l == ROOT || segment != SEGMENT_MATRICES;
 }
 
-// Element `shard` of the flat shard arrays, which is in unit l, in the array of bf16 weights.
+// Returns where the array of bf16 weights holds element `shard` of the flat shard arrays, which is in unit l. The array
+// must have the element's segment (weights_have).
 static inline int64_t weights_place(const ShardPlan *s, int64_t l, int64_t shard) {
     return weights_begin(s, l) + shard - shard_begin(s, l);
 }
 
 // The order in which the backward pass computes the gradients of a flat array (all parameters, or a rank's shard):
 // lm_head and the final norm, then the layers from the last to the first, then the embedding, which is last in the
-// root. Each of these is walked from its last element to its first.
+// root. Each of these is walked from its last element to its first. A tied embedding, which is lm_head too, comes last.
 typedef struct {
     int64_t embedding, total;  // the embedding's first element, and the end of the array
 } BackwardOrder;
@@ -134,7 +136,8 @@ static inline int64_t shard_to_flat(const ParameterTable *t, const ShardPlan *s,
         }
 }
 
-// An element `offset` of a unit (as in RootOffsets and LayerOffsets) as an offset in the gathered unit; -1 stays -1.
+// Converts an element's offset in its unit (as in RootOffsets and LayerOffsets) to its offset in the gathered unit. -1
+// stays -1.
 static inline int64_t gathered_offset(const ParameterTable *t, const ShardPlan *s, int64_t l, int64_t offset) {
     const int64_t *sizes = segment_sizes(t, l);
     int segment = NUM_SEGMENTS - 1;

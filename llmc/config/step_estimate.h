@@ -3,7 +3,8 @@
 // The rank's work is a sum of times at the peak of the hardware, each multiplied by a factor above 1. The five factors
 // were fitted to 29 measured steps on one H200, BF16 and FP8 tensorwise (dev/reference/fit_step_estimate.py). For these
 // steps the estimate is off by at most 5%. Models left out of the fit were off by 2 to 17%, steps on one H100 by 2 to
-// 7%. Other recipes take longer.
+// 7%. Other recipes take longer. The copies of --offload are not counted. With --step-ms the passes take a measured
+// time (estimate_work).
 //
 // A pass takes the longer of two times: that of its communication alone, and that of its computation plus 35% of the
 // communication that overlaps with it, because copies and collectives take memory bandwidth and SMs from the GEMMs. The
@@ -22,7 +23,8 @@
 #define ESTIMATE_OPTIMIZER 1.348
 #define ESTIMATE_INTERFERENCE 0.35     // share of overlapped communication that adds to the computation
 #define ESTIMATE_LINK_EFFICIENCY 0.73  // copy engines over NVLink: 330 of 450 GB/s
-// AdamW with FP8 moments takes longer than its memory traffic. Seconds per parameter, fitted to four steps on one H200.
+// AdamW with COAT's FP8 moments takes longer than its memory traffic. Seconds per parameter, fitted to four steps on
+// one H200.
 #define ESTIMATE_COAT 4.6e-12
 #define ESTIMATE_COAT_STOCHASTIC 5.7e-12
 
@@ -67,7 +69,7 @@ static inline double estimate_share(const Precision *p, const ModelConfig *m, Li
     return (double)(p->linear[id].N * p->linear[id].K * m->num_layers) * 6 / all_layers;
 }
 
-// Seconds of forward and backward of one micro-step.
+// Seconds that forward and backward of one micro-step compute, without communication.
 static inline double estimate_passes(const Options *o, const ModelConfig *m, const ParameterTable *t,
                                      const Precision *p) {
     const EstimateGpu gpu = estimate_gpu(o->gpu);
@@ -121,8 +123,9 @@ static inline double estimate_overlap(double work, double exchange) {
     return fmax(work + ESTIMATE_INTERFERENCE * exchange, exchange);
 }
 
-// Sets the seconds of each kind of communication, and returns their sum. link: bytes per second that a rank receives
-// from ranks of its host; network: bytes per second that a host receives from other hosts.
+// Sets the seconds of each kind of communication, and returns their sum. A kind takes the longer of its times on links
+// and on the network. link: bytes per second that a rank receives from ranks of its host; network: bytes per second
+// that a host receives from other hosts.
 static inline double estimate_exchange(const Traffic *t, double link, double network, double seconds[NUM_TRAFFIC]) {
     double sum = 0;
     for (int kind = 0; kind < NUM_TRAFFIC; kind++) {

@@ -12,7 +12,7 @@
 
 typedef enum {
     TRAFFIC_FORWARD,    // all-gather of layers' weights, forward
-    TRAFFIC_BACKWARD,   // all-gather again, backward
+    TRAFFIC_BACKWARD,   // all-gather of layers' weights, backward
     TRAFFIC_ROOT,       // all-gather of the root, and on GPUs of all norms and biases
     TRAFFIC_GRADIENTS,  // reduce-scatter of gradients over the shard group
     TRAFFIC_REPLICAS,   // all-reduce of gradients over replicas of the model
@@ -55,14 +55,14 @@ static inline void traffic_add(Traffic *t, TrafficKind kind, int64_t size, int64
     t->network[kind] += (double)groups * bytes * (r->cpu ? (double)(here * (size - here)) : (double)(size - 1));
 }
 
-// True if copy engines move data within shard groups: each group is on one host. They do so if the GPUs of a host can
-// read each other's memory, which only a run can tell.
+// True if copy engines are expected to move data within shard groups: each group is on one host, and --copy-engines is
+// not off. If GPUs of a host cannot read each other's memory, which only a run can tell, NCCL moves the data.
 static inline bool traffic_copies(const TrafficRanks *r, const Options *o) {
     const int64_t here = traffic_host_members(r, r->shard_size, 1);
     return !r->cpu && r->shard_size > 1 && here == r->shard_size && o->copy_engines != OFF;
 }
 
-// Returns what moves the data of a collective. NCCL gathers norms and biases in any case.
+// Returns what moves the data of a collective. Norms and biases are left aside: NCCL gathers them in any case.
 static inline const char *traffic_carrier(const TrafficRanks *r, const Options *o, TrafficKind kind) {
     if (r->cpu) return "MPI or TCP";
     return kind != TRAFFIC_REPLICAS && traffic_copies(r, o) ? "copy engines" : "NCCL";

@@ -9,7 +9,7 @@
 // Audit sums are an array [layer][LinearId][TensorRole][TensorUsage].
 static inline int64_t audit_count(const Precision *p) { return p->num_layers * AUDIT_LAYER; }
 
-// Reduces n sums over all ranks.
+// Replaces n sums by those over all ranks (their maxima by the largest). All ranks call.
 static inline void audit_reduce(const Comm *c, AuditSums *sums, int64_t n) {
     double *totals = (double *)xcalloc((size_t)n, 5 * sizeof(double)), *total = totals;
     uint32_t *maxima = (uint32_t *)xcalloc((size_t)n, 3 * sizeof(uint32_t)), *maximum = maxima;
@@ -28,7 +28,8 @@ static inline void audit_reduce(const Comm *c, AuditSums *sums, int64_t n) {
     free(maxima);
 }
 
-// The operands of the three GEMMs of a linear layer: FP8 tensors, rowwise or columnwise.
+// AUDIT_OPERANDS: a linear layer's three GEMMs have two operands each, rowwise or columnwise data of a tensor.
+// AUDIT_WORST: operands that the line of the lowest SQNR names.
 enum { AUDIT_OPERANDS = 2 * NUM_GEMMS, AUDIT_WORST = 3 };
 
 typedef struct {
@@ -63,8 +64,8 @@ static inline AuditSums audit_of(const AuditSums *sums, const Precision *p, int6
     return s;
 }
 
-// Writes the audit of one step: a line for each layer, linear layer and FP8 operand. A value that JSON cannot hold,
-// such as an infinite sqnr_db, is null.
+// Writes the audit of one step: a line for each layer, linear layer and FP8 operand that was cast. A value that JSON
+// cannot hold, such as an infinite sqnr_db, is null.
 static inline void audit_log(Logger *logger, int64_t step, const AuditSums *sums, const Precision *p) {
     if (!logger->file) return;
     for (int64_t i = 0; i < p->num_layers * NUM_LINEARS * AUDIT_OPERANDS; i++) {
@@ -102,7 +103,7 @@ static inline void audit_finish(const Comm *c, Logger *logger, int64_t step, Aud
 // True if SQNR db is worse than `than`. NaN is the worst.
 static inline bool audit_is_worse(double db, double than) { return isnan(db) ? !isnan(than) : db < than; }
 
-// Prints one row: an operand of a linear layer over all layers. Prints nothing if it was in no audit.
+// Prints one row: an operand of a linear layer over all layers. Prints nothing if it is bf16 or was in no audit.
 static inline void audit_print_operand(const AuditSums *sums, const Precision *p, int id, AuditOperand o) {
     AuditSums all;
     memset(&all, 0, sizeof all);
@@ -130,8 +131,8 @@ typedef struct {
     AuditOperand operand;
 } AuditPlace;
 
-// Finds the operands with the lowest SQNR, worst first; ties in the order of the layers. Returns how many there are.
-// Rowwise and columnwise data with equal codes count once.
+// Finds the operands with the lowest SQNR, worst first; ties in the order of the layers. Returns how many it found, at
+// most AUDIT_WORST. Rowwise and columnwise data with equal codes count once.
 static inline int audit_find_worst(AuditPlace worst[AUDIT_WORST], const AuditSums *sums, const Precision *p) {
     int found = 0;
     for (int64_t i = 0; i < p->num_layers * NUM_LINEARS * AUDIT_OPERANDS; i++) {
@@ -149,7 +150,7 @@ static inline int audit_find_worst(AuditPlace worst[AUDIT_WORST], const AuditSum
     return found;
 }
 
-// Prints the table at the end of a run, from the sums of all its audits (audit_merge_all).
+// Prints the table at the end of a run, from the sums of all audits of this process (audit_merge_all).
 static inline void audit_print_table(const AuditSums *sums, const Precision *p) {
     AuditPlace worst[AUDIT_WORST];
     const int found = audit_find_worst(worst, sums, p);

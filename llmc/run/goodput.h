@@ -5,7 +5,7 @@
 #include "../base/json.h"
 #include "../base/step_times.h"
 
-// Seconds of this process, by purpose. `steps` has the time of all steps by its parts.
+// Seconds of this process, by purpose. `steps` has the time of its steps by parts, as a mean over all ranks.
 typedef struct {
     double began;    // seconds_now() at the start of the process
     double start;    // until the first step: reading files, loading weights, planning GEMMs
@@ -35,7 +35,7 @@ typedef struct {
     double seconds;
 } RunTimesRow;
 
-// Writes all purposes and their seconds, whose sum is `wall`.
+// Writes all purposes and their seconds. "other" is the rest of `wall`, or 0 if nothing is left.
 static inline void run_times_rows(const RunTimes *t, double wall, RunTimesRow rows[RUN_TIMES_ROWS]) {
     int n = 0;
     double known = run_times_steps(t) + t->start + t->validation + t->sampling + t->saving;

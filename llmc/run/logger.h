@@ -1,5 +1,6 @@
-// Prints and logs (log.jsonl) the settings, each step's loss, speed and memory, validation losses and a summary.
-// A resumed run appends to the file, with a settings line of its own. For any other run an earlier file is renamed.
+// Writes the records of log.jsonl, and prints the lines of steps and validations and the summary.
+// A run that continues from a checkpoint appends to the file, with a settings record of its own. For any other run an
+// earlier file is renamed.
 #ifndef LLMC_LOGGER_H
 #define LLMC_LOGGER_H
 
@@ -12,11 +13,11 @@
 
 #define TRAINER_VERSION "0.1"
 
-// The summary's medians leave these first steps out, while clocks and caches settle. Runs shorter than twice this leave
-// out half of their steps.
+// The summary's speed and joules per token leave out this many first steps, in which clocks and caches settle. A run
+// with fewer than twice as many steps leaves out half of them.
 #define SUMMARY_WARMUP_STEPS 10
 
-// The summary's last loss is the mean over this many steps, since the loss of one batch is noisy.
+// The summary's last loss is the mean over this many last steps, or over all if there are fewer: one batch is noisy.
 #define SUMMARY_LOSS_STEPS 20
 
 // Facts about a run that its options do not say.
@@ -26,7 +27,7 @@ typedef struct {
     const char *versions;  // compiler, CUDA and libraries, as free text
     int64_t world_size;    // ranks: GPUs, or processes of the CPU trainer
     double peak_bf16;      // dense FLOP/s of one GPU; 0: unknown, mfu and sol are n/a
-    bool resumed;          // from a checkpoint
+    bool resumed;          // the run continues from a checkpoint
     int64_t memory_plan;   // bytes of a rank, without those of CUDA and the libraries
     const char *plan;      // more members of the settings record, as JSON, each after a comma; NULL: none
 } RunInfo;
@@ -36,10 +37,10 @@ typedef struct {
     double loss, norm;  // mean loss over the step's tokens; global gradient norm before clipping
     double learning_rate;
     double seconds;          // time of the whole step
-    int64_t memory;          // bytes used on the GPU (CPU trainer: peak of the largest process)
+    int64_t memory;          // bytes in use on the GPU after the first step (CPU trainer: peak of the largest process)
     bool skipped;            // the gradient norm was not finite or too large (adamw_accepts)
     StepTimes times;         // parts of `seconds`: from the trainer of this rank, then the mean over all ranks
-    const GpuReading *gpus;  // [world_size] at the end of the step; NULL: not all GPUs can be read
+    const GpuReading *gpus;  // [world_size] when the step is logged; NULL: not all GPUs can be read
     double joules;           // energy of all GPUs in this step; NAN: not known
 } StepRecord;
 
@@ -54,7 +55,7 @@ typedef struct {
     int64_t log_every;                  // steps between printed lines; 0, 1: every step has one
     bool ends;                          // the next step to be printed is the last, because a signal ends the run
     double *seconds, *losses, *joules;  // one for each step of this process
-    double run_joules;                  // energy of all GPUs since the first step; NAN: not known
+    double run_joules;                  // energy of all GPUs since this process's first step; NAN: not known
     RunTimes times;
     int64_t count, capacity, skipped;
     int64_t memory;  // largest seen
@@ -94,7 +95,7 @@ static inline void logger_add_text(JsonText *line, const char *key, const char *
     json_text_add_string(line, value);
 }
 
-// Adds all options as an object with the key "settings": numbers as numbers, all others as text.
+// Adds the settings (option_is_setting) as an object with the key "settings": numbers as numbers, all others as text.
 static inline void logger_add_settings(JsonText *line, const Options *o) {
     json_text_add(line, ", \"settings\": {");
     const char *separator = "";
@@ -163,14 +164,14 @@ static inline void logger_prepare(const char *dir) {
         die("--log-dir: cannot write %s: %s", path, strerror(errno));
 }
 
-// True if the log's name is a link without a target file. The log is then not written through the link.
+// True if the log's name is a link without a target, or to a folder. The log is then not written through the link.
 static inline bool logger_is_lost_link(const char *path) {
     struct stat link, target;
     return lstat(path, &link) == 0 && S_ISLNK(link.st_mode) && (stat(path, &target) || S_ISDIR(target.st_mode));
 }
 
-// Renames the log of an earlier run, or a link without a target, to the first free name of log.1.jsonl, log.2.jsonl,
-// ... False on failure, with errno set.
+// Renames an earlier log.jsonl to the first free name of log.1.jsonl, log.2.jsonl, ...: a file that is not empty, or a
+// lost link. Anything else with the name stays. False on failure, with errno set.
 static inline bool logger_step_aside(const char *dir, const char *path) {
     char aside[PATH_CAPACITY];
     struct stat info;
@@ -179,12 +180,12 @@ static inline bool logger_step_aside(const char *dir, const char *path) {
     do format_checked(aside, sizeof aside, "%s/log.%lld.jsonl", dir, (long long)++n);
     while (path_exists(aside));
     if (rename(path, aside)) return false;
-    printf("the log of an earlier run is now %s\n", aside);
+    printf("the earlier log.jsonl is now %s\n", aside);
     return true;
 }
 
-// Opens LOG_DIR/log.jsonl, if --log-dir is given, and writes the settings. Dies if it cannot. logger_prepare comes
-// first. `o` has its `auto` values resolved. `p`: the precision of the GEMMs, for the settings and for sol.
+// Opens LOG_DIR/log.jsonl, if --log-dir is given, and writes the settings. Dies if the file cannot be opened.
+// logger_prepare and options_resolve come first. `p`: the precision of the GEMMs, for the settings and for sol.
 static inline Logger logger_open(const Options *o, const ModelConfig *m, const ParameterTable *t, const Precision *p,
                                  RunInfo run) {
     Logger l;
@@ -245,7 +246,8 @@ static inline void logger_add_throughput(JsonText *line, const Throughput *r) {
     logger_add(line, "sol", r->sol);
 }
 
-// Prints one step's line. Of the steps between this process's first and last, prints only every --log-every'th.
+// Prints one step's line. Between this process's first and last step, only steps whose number is a multiple of
+// --log-every have one.
 static inline void logger_print_step(const Logger *l, const StepRecord *s, const Throughput *r) {
     const bool due = l->log_every <= 1 || s->step % l->log_every == 0;
     char speed[256], width[32];
@@ -305,7 +307,8 @@ static inline void logger_add_throttle(JsonText *line, const GpuReading *gpus, i
     json_text_add(line, "]");
 }
 
-// Adds where a step's time and energy went.
+// Adds the parts of a step's time except computing, its energy, and the readings of all GPUs. Energy and readings that
+// are not known are left out.
 static inline void logger_add_times(JsonText *line, const StepRecord *s, int64_t world) {
     logger_add(line, "data_ms", s->times.seconds[TIME_DATA] * 1e3);
     logger_add(line, "communication_ms", s->times.seconds[TIME_COMMUNICATION] * 1e3);
@@ -401,7 +404,8 @@ static inline void logger_links(Logger *l, const char *members) {
     logger_write(l, &line);
 }
 
-// Prints and adds the energy of the run, if the GPUs report it. Joules per token leave out the first `warmup` steps.
+// Prints and adds the energy of the steps and of the time since the first step began, if all GPUs report it in every
+// step. Joules per token leave out the first `warmup` steps.
 static inline void logger_energy(const Logger *l, JsonText *line, int64_t warmup) {
     double joules = 0, settled = 0;
     for (int64_t i = 0; i < l->count; i++) joules += l->joules[i], settled += i < warmup ? 0 : l->joules[i];

@@ -1,4 +1,5 @@
 // Says if a run fits its memory, and if not, which options would make it fit at the lowest price.
+// It also finds the choice of --recompute that auto stands for.
 #ifndef LLMC_MEMORY_FIT_H
 #define LLMC_MEMORY_FIT_H
 
@@ -10,7 +11,7 @@
 // not free what it allocates: it is called a few times for --recompute auto, and often only before the process ends.
 typedef int64_t (*MemoryNeeded)(const Options *o, const ModelConfig *m, const Comm *c);
 
-// A run that does not fit.
+// A run, and the memory that it may use.
 typedef struct {
     const Options *options;
     const ModelConfig *model;
@@ -49,7 +50,7 @@ static inline bool memory_fit_may_update_early(const Options *o) {
            o->grad_accumulation_steps == 1 && !options_fp8_gradients(o);
 }
 
-// Changes the dtype of the optimizer's states, as memory_fit_change.
+// Changes the dtype of the moments or of the master weights, as memory_fit_change.
 static inline bool memory_fit_change_states(Options *o, int change, char *words, size_t capacity) {
     if (o->precision == PRECISION_FP32) return false;
     switch (change) {
@@ -75,8 +76,8 @@ static inline const char *memory_fit_with_moments(Offloaded out) {
     return lists[out.master][out.activations];
 }
 
-// Changes one option to a value that takes less memory, and writes the option as a user gives it. False if the run has
-// it already, or cannot have it.
+// Makes one of the changes above, and writes its options as a user gives them. False if the run has them already, or
+// cannot have them.
 static inline bool memory_fit_change(Options *o, const Comm *c, int change, char *words, size_t capacity) {
     switch (change) {
     case FIT_WEIGHT_CACHE_OFF:
@@ -118,7 +119,7 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
 // --optimizer-in-backward adds 2% at most, --fp8-activations 3%, and coat-stochastic 3% at T 8192. `price` orders the
 // combinations. bf16 moments and weights cost no time but change how numbers are rounded, so they have a higher price
 // than the options that cost at most 1% of time. FP8 moments come late, and offloading comes last: how long its copies
-// take depends on much. Master weights are not offloaded, because bf16 masters cost less time and need less memory.
+// take depends on much. No change offloads master weights, because bf16 masters cost less time and need less memory.
 static const struct {
     int price, percent;
 } memory_fit_costs[FIT_CHANGES] = {
@@ -168,7 +169,8 @@ static inline bool memory_fit_combine(const MemoryFit *f, int set, MemoryCombina
     return true;
 }
 
-// Returns the cheapest combination of changes that fits, else the combination that needs the fewest bytes.
+// Returns the combination of changes that fits at the lowest price, else the combination that needs the fewest bytes.
+// `bytes` is INT64_MAX if no change is possible.
 static inline MemoryCombination memory_fit_search(const MemoryFit *f) {
     MemoryCombination best, other;
     memset(&best, 0, sizeof best);
@@ -182,7 +184,7 @@ static inline MemoryCombination memory_fit_search(const MemoryFit *f) {
 }
 
 // Returns the smallest power of two, above the run's number of ranks, with which the run fits without other changes. 0:
-// none up to FIT_MOST_RANKS, or more ranks do not help.
+// none up to FIT_MOST_RANKS; or none is tried, with --sharding hybrid or if more ranks bring no memory.
 static inline int64_t memory_fit_ranks(const MemoryFit *f) {
     for (int64_t world = 2; world <= FIT_MOST_RANKS; world *= 2) {
         if (world <= f->comm->world || f->options->sharding == SHARDING_HYBRID || !f->ranks_help) continue;
@@ -199,7 +201,7 @@ static inline int memory_fit_recompute(const MemoryFit *f) {
     return o.recompute;
 }
 
-// Writes what would make the run fit.
+// Writes what would make the run fit, or at least need less.
 static inline void memory_fit_advice(const MemoryFit *f, char *out, size_t capacity) {
     const double GiB = 1024.0 * 1024 * 1024;
     const MemoryCombination best = memory_fit_search(f);
@@ -209,7 +211,7 @@ static inline void memory_fit_advice(const MemoryFit *f, char *out, size_t capac
     if (best.percent) format_checked(longer, sizeof longer, ", and a step takes about %d%% longer", best.percent);
     if (best.bytes <= f->available)
         format_checked(out, capacity, "with%s it needs %.1f GiB%s%s", best.words, (double)best.bytes / GiB, longer,
-                       copies ? ", and each step copies what is offloaded to the GPU and back" : "");
+                       copies ? ", and each step copies the offloaded data to the GPU and back" : "");
     else if (best.bytes < INT64_MAX)
         format_checked(out, capacity,
                        "with%s it still needs %.1f GiB; use a shorter --sequence-length or a smaller model", best.words,

@@ -1,6 +1,6 @@
 // Finds where a gradient norm that is not finite, or too large, comes from, and ends the run or skips the step.
-// A skipped step changes no weight and no state: the optimizer checks the norm first, and delayed scaling restores its
-// histories.
+// With --on-nonfinite skip, a step that is skipped changes no weight and no state: the optimizer checks the norm first,
+// and delayed scaling restores its histories.
 #ifndef LLMC_NONFINITE_H
 #define LLMC_NONFINITE_H
 
@@ -18,23 +18,24 @@
 // One rank's findings about a step whose gradient norm is not accepted (adamw_accepts).
 typedef struct {
     double loss, norm;  // over all ranks
-    // number of the forward pass's first norm (nonfinite_norm) whose input was bad: not finite or, on a GPU, so large
-    // that the sum of its squares overflowed fp32. NONFINITE_NONE: there is none
+    // number (nonfinite_norm) of the first RMSNorm in the forward pass whose input was bad: not finite or, on a GPU, so
+    // large that the sum of its squares overflowed fp32. NONFINITE_NONE: there is none
     int64_t forward;
     uint32_t magnitude;  // this rank's largest gradient (adamw_magnitude)
     int64_t position;    // its first large gradient (adamw_large), in the backward order of the rank's shard
-    // 1: magnitude and position are of one gradient. Larger: they are of a block of `span` gradients, which begins at
-    // position; magnitude is then the norm of the block
+    // 1: magnitude and position are those of single gradients. Larger: gradients are known only in blocks of `span`;
+    // magnitude is the largest norm of a block, and the first block with a large norm begins at position
     int64_t span;
 } NonfiniteStep;
 
-// Numbers a model's RMSNorms in the order of the forward pass: two in each layer, then the final norm, with `second` =
-// false and layer L. The first norm whose input is bad (NonfiniteStep.forward) tells which block of the model, before
-// that norm, went wrong.
+// Numbers a model's RMSNorms over [R, C] in the order of the forward pass: two in each layer, then the final norm, with
+// `second` = false and layer L. QK-norms have no number. The first norm whose input is bad (NonfiniteStep.forward)
+// tells which block of the model, before that norm, went wrong.
 static inline int64_t nonfinite_norm(int64_t layer, bool second) { return 2 * layer + second; }
 
 // Returns the number of the last block. A block has the number of the norm that reads its result: the embedding is 0,
-// then come attention and MLP of each layer. The last block is the final norm and lm_head, whose result is the loss.
+// then come attention and MLP of each layer. The last block is the final norm and lm_head; its result is the loss, and
+// its number is one above the final norm's.
 static inline int64_t nonfinite_last_block(const ParameterTable *t) { return nonfinite_norm(t->num_layers, true); }
 
 static inline int64_t nonfinite_block(const ParameterTable *t, const Parameter *p) {
@@ -45,7 +46,7 @@ static inline int64_t nonfinite_block(const ParameterTable *t, const Parameter *
     return nonfinite_norm(p->layer, true) + mlp;
 }
 
-// True if the block reads the parameter: two blocks read a tied embedding.
+// True if the block reads the parameter. A tied embedding is read by two blocks, the first and the last.
 static inline bool nonfinite_block_reads(const ParameterTable *t, int64_t block, const Parameter *p) {
     const bool tied = t->root.lm_head < 0 && p->layer < 0 && p->offset == t->root.embedding;
     return nonfinite_block(t, p) == block || (tied && block == nonfinite_last_block(t));
@@ -124,8 +125,7 @@ static inline const Parameter *nonfinite_gradient(const ParameterTable *t, const
     const float value = float_from_bits(largest);
     if (step->span > 1) format_checked(part, sizeof part, " or one of the %lld behind it", (long long)(step->span - 1));
     if (isfinite(value))
-        format_checked(which, sizeof which, "gradients reach %g, and the first one above 1/1024 of that",
-                       (double)value);
+        format_checked(which, sizeof which, "gradients reach %g, and the first large one", (double)value);
     if (c->world > 1) format_checked(rank, sizeof rank, ", in the part of rank %lld", (long long)holder);
     format_checked(out, capacity, ": %s, in backward order, is in %s, element %lld%s%s", which, p->name,
                    (long long)(element - p->offset), part, rank);
@@ -150,8 +150,8 @@ static inline void nonfinite_place(const ParameterTable *t, const TrainerState *
                    (long long)w.element);
 }
 
-// Reports where step `step` (counted from 0) went wrong. Ends the run, or returns if --on-nonfinite skip allows it.
-// `skipped_in_a_row` includes this step. All ranks call.
+// Reports where step `step` (counted from 0) went wrong. Ends the run, but returns with --on-nonfinite skip if fewer
+// than NONFINITE_MAX_SKIPPED steps in a row were skipped. `skipped_in_a_row` includes this step. All ranks call.
 static inline void nonfinite_report(const Options *o, const ParameterTable *t, const TrainerState *s,
                                     const NonfiniteStep *what, int64_t step, int64_t skipped_in_a_row) {
     char place[640], norm[128] = "the gradient norm is not finite";

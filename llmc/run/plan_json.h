@@ -9,7 +9,7 @@
 typedef struct {
     const char *program;  // "train_fp8", "train_fp8cu"
     const RunSetup *setup;
-    const Options *options;  // with their `auto` values resolved
+    const Options *options;  // after options_resolve
     const Comm *comm;
     const ParameterTable *table;
     const Precision *precision;
@@ -51,7 +51,8 @@ static inline void plan_json_operand(JsonText *out, const PlanFacts *f, const Re
     json_text_add(out, "}");
 }
 
-// Adds the three GEMMs of linear layer `s`, in recipe r. `id`: its LinearId; -1: lm_head, which is in no layer.
+// Adds the three GEMMs of linear layer `s`, for the layers that have it in recipe r. `id`: its LinearId; -1: lm_head,
+// which is in no layer.
 static inline void plan_json_linear(JsonText *out, const PlanFacts *f, const LinearShape *s, int id, const Recipe *r) {
     const Precision *p = f->precision;
     for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
@@ -94,7 +95,8 @@ static inline void plan_json_fingerprint(JsonText *out, const char *key, const D
     logger_add_text(out, key, text);
 }
 
-// Adds what follows from the options: sizes, memory and GEMMs. The settings record of log.jsonl has them too.
+// Adds what follows from the options and the data: sizes, memory and GEMMs. The settings record of log.jsonl has them
+// too.
 static inline void plan_json_derived(JsonText *out, const PlanFacts *f) {
     const DataLoader *data = &f->setup->train;
     if (data->num_shards) {

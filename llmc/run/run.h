@@ -1,11 +1,11 @@
-// Prints the settings of a dry run, saves and loads checkpoints, and exports the weights, for both trainers.
+// Prints the settings of a dry run, saves and loads checkpoints, exports the weights and ends a run, for both trainers.
 #ifndef LLMC_RUN_H
 #define LLMC_RUN_H
 
 #include "plan_json.h"
 #include "stop.h"
 
-// Prints all settings of a dry run and the sizes that follow from them. For people: programs read --dry-run --json.
+// Prints the settings of a dry run and the sizes that follow from them. For people: programs read --dry-run --json.
 static inline void run_print(const RunSetup *s, const Options *o, const Comm *c, const ParameterTable *t,
                              const ShardPlan *plan, const Precision *p) {
     options_print(o);
@@ -32,8 +32,8 @@ static inline void run_warn_of_save(Logger *log, const TrainerState *state, int6
 }
 
 // Saves a checkpoint in --checkpoint-dir. `last`: this is the run's last save. Retries a failed save once. If the retry
-// fails too, the run goes on to its next save; after the last save run_end dies. Dies at once with --on-save-error
-// stop, and if a value is not finite. All ranks call, with equal results.
+// fails too, the run goes on to its next save; after the last save run_end dies. Dies without a retry if the save fails
+// with --on-save-error stop, or because a value is not finite. All ranks call, with equal results.
 static inline void run_save(RunSetup *s, const Options *o, const TrainerProgress *progress, const ParameterTable *t,
                             const TrainerState *state, bool last, Logger *log) {
     const CheckpointRun run = run_setup_checkpoint(s, o);
@@ -86,8 +86,8 @@ static inline void run_export(const RunSetup *s, const Options *o, int64_t steps
     activity_phase(PHASE_END, steps_done);
 }
 
-// Ends a run after its last step: prints which signal stopped it early (stop; 0: none), or exports the weights with
-// --export-hf. Dies if the export fails, or if the last save failed.
+// Ends a run after its last step. If a signal (stop; 0: none) stopped it before --num-steps, prints the signal; else
+// exports the weights with --export-hf. Dies if the export fails, or if the last save failed.
 static inline void run_end(const RunSetup *s, const Options *o, int stop, int64_t steps_done, const ParameterTable *t,
                            const TrainerState *state) {
     const bool early = stop && steps_done < o->num_steps;

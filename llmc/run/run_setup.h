@@ -11,19 +11,19 @@
 
 #define VOCABULARY_MULTIPLE 64
 
-// Every rank checks files of MODEL's folder up to this size before it reads them; one rank of each host checks larger
-// files.
+// Every rank compares files of MODEL's folder up to this size with their saved hashes before it reads them. Larger
+// files are compared on one rank of each host.
 #define SMALL_FILE_BYTES ((int64_t)1 << 20)
 
 // Models pad their vocabularies by fewer rows than this (Qwen 2.5 and 3: up to 395).
 #define VOCABULARY_PADDING 1024
 
-// Bytes hashed at the beginning of each weights file: its header and a part of the first tensor.
+// Bytes hashed at the beginning of each weights file: most often its header and a part of the first tensor.
 #define WEIGHTS_FINGERPRINT_BYTES (1 << 20)
 
 typedef struct {
     ModelConfig model;
-    bool continues;  // --resume finds checkpoints: the run continues from the newest, not from MODEL's weights
+    bool continues;  // --resume finds checkpoints: the run continues from one (or dies), not from MODEL's weights
     const char *model_folder;  // NULL: a preset
     bool load_weights;         // the folder has weights to start from
     DataLoader train, val;  // num_shards 0 if not opened: without --val-data, and in a dry run that needs no vocabulary
@@ -31,9 +31,9 @@ typedef struct {
     DataIdentity val_data;  // identity of `val`
     char checkpoint[PATH_CAPACITY];  // to continue from; "": none
     TrainerProgress start;           // that checkpoint's progress, or 0
-    CheckpointSteps passed_over;     // checkpoints no save removes: later damaged ones, older ones not of this program
-    int64_t saved_step;              // the latest step with a checkpoint; 0: none
-    bool save_failed;                // the latest save failed, for this reason:
+    CheckpointSteps passed_over;  // kept by all saves: damaged checkpoints after `start`, older ones of other programs
+    int64_t saved_step;           // the latest step with a checkpoint; 0: none
+    bool save_failed;             // the latest save failed, for this reason:
     Failure save_failure;
     bool filter_decided;    // --fp8-filter was auto, and is now fp8_filter
     char fp8_filter[1024];  // the filter that auto stands for
@@ -54,8 +54,8 @@ __attribute__((noreturn)) static inline void run_setup_die_damaged(const Options
     die("MODEL %s: %s. Copy it again, or give --no-verify to start from it as it is", o->model, failure->text);
 }
 
-// Compares all files of MODEL's folder, also the large ones, with the hashes saved beside them, on one rank of each
-// host. Dies, on all ranks, if a file is damaged.
+// If the run starts from the weights in MODEL's folder: compares its files, but for optimizer state, with the hashes
+// that were saved there, if there are any, on one rank of each host. Dies, on all ranks, if a file is damaged.
 static inline void run_setup_verify_weights(const RunSetup *s, const Options *o, const Comm *c) {
     Failure failure;
     if (!s->load_weights || s->continues || o->no_verify) return;
@@ -84,7 +84,7 @@ static inline void run_setup_model(RunSetup *s, const Options *o) {
             o->model, name);
 }
 
-// Dies if a shard's tokenizer table differs from that of the first training shard: ids would mean different texts.
+// Dies if a shard has a tokenizer table that differs from the first training shard's: ids would mean different texts.
 static inline void run_setup_check_tables(const RunSetup *s, const DataLoader *dl) {
     char first[PATH_CAPACITY], path[PATH_CAPACITY], known[PATH_CAPACITY];
     tokenizer_path(first, sizeof first, s->train.shards[0].path);
@@ -109,7 +109,7 @@ static inline void run_setup_describe(JsonText *text, const char *name, const ch
     json_text_add(text, "%s%c%s%c", name, 0, value, 0);
 }
 
-// Writes to `out` the first pair in which two descriptions differ.
+// Writes to `out` in which value two descriptions differ first; or that they differ, if their names differ before that.
 static inline void run_setup_difference(const char *here, const char *here_end, const char *first,
                                         const char *first_end, char *out, size_t capacity) {
     for (const char *a = here, *b = first; a < here_end && b < first_end;) {
@@ -233,7 +233,7 @@ static inline void run_setup_data(RunSetup *s, const Options *o, const Comm *c) 
     run_setup_check_tables(s, &s->val);
 }
 
-// Returns the largest token id of all shards. Dies if it exceeds every vocabulary.
+// Returns the largest token id of all shards of `dl`. Dies if every possible vocabulary is too small for it.
 static inline int64_t run_setup_largest_token(DataLoader *dl) {
     const int64_t largest = dataloader_max_token(dl);
     if (largest < VOCABULARY_LARGEST) return largest;
@@ -243,7 +243,7 @@ static inline int64_t run_setup_largest_token(DataLoader *dl) {
 }
 
 // Sets the vocabulary of the presets tiny and small, which comes from the data. Checks the model's sizes, and that the
-// vocabulary has the tokenizer's separator.
+// vocabulary has the separator of the tokenizer, if data with a tokenizer table is open.
 static inline void run_setup_vocabulary(RunSetup *s) {
     if (s->model.vocab_size == 0)
         s->model.vocab_size = round_up(s->tokenizer.count ? s->tokenizer.count : run_setup_largest_token(&s->train) + 1,
@@ -311,9 +311,10 @@ static inline void run_setup_shard_size(Options *o, const Comm *c) {
     o->shard_size = c->local_world;
 }
 
-// Opens and checks everything the options name, on every rank. Unless it is a dry run, one rank of each host reads all
-// data once, and rank 0 checks that it can write the run's folders. Dies with the reason and a fix. Resolves `auto` in
-// the options except --fp8-filter and --recompute, and clears --log-dir on all ranks but 0, which writes the log.
+// Checks the options, resolves them (options_resolve), and opens the model and the data that they name, on every rank.
+// A dry run opens data only for the vocabulary, and ends there. Else one rank of each host reads all data once, and
+// rank 0 checks that it can write the run's folders. Dies with the reason. Clears --log-dir on all ranks but 0, which
+// writes the log.
 static inline RunSetup run_setup(Options *o, const Comm *c, CheckSupported check_supported) {
     RunSetup s;
     char message[512];
@@ -362,8 +363,8 @@ static inline void run_setup_decide_filter(RunSetup *s, Options *o) {
     s->filter_decided = true;
 }
 
-// With --resume, after run_setup: finds the checkpoint to continue from, and dies if its run does not match. Replaces
-// --fp8-filter auto by that run's filter. All ranks call.
+// With --resume, after run_setup: finds the checkpoint to continue from, if there is one, and dies if its run does not
+// match. Replaces --fp8-filter auto by that run's filter. All ranks call.
 static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
     if (!o->resume || !checkpoint_find_together(c, o->checkpoint_dir, s->checkpoint, sizeof s->checkpoint)) return;
     if (strcmp(o->fp8_filter, "auto") == 0) {
@@ -382,13 +383,13 @@ static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
                (long long)s->start.step, (long long)o->num_steps);
 }
 
-// Returns the bytes of a checkpoint's tensors: weights and both moments. Its other files are small.
+// Returns the bytes of weights and both moments in a checkpoint. All else in it is small.
 static inline int64_t run_setup_checkpoint_bytes(const ParameterTable *t, const Options *o) {
     return t->num_parameters * options_weight_bytes(o) + options_moment_bytes(o, t->num_parameters);
 }
 
-// Dies, on rank 0, if the disk lacks room for the next checkpoint or the export: otherwise the run would fail after its
-// work. Call it after run_setup_resume.
+// Dies, on rank 0, if the disk lacks room for one checkpoint or for the export: otherwise the run would fail after its
+// work. Does nothing if the room is not known. Call it after run_setup_resume.
 static inline void run_setup_check_room(const RunSetup *s, const Options *o, const Comm *c) {
     if (c->rank > 0) return;
     const double GiB = 1024.0 * 1024 * 1024;

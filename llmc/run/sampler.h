@@ -33,9 +33,9 @@ static inline int32_t sampler_choose(const float *logits, int64_t count, uint64_
 typedef const float *(*NextLogits)(void *context, const int32_t *tokens, int64_t length);
 
 // Prints up to --sample-tokens tokens that the model writes after a separator, until the next separator or a request to
-// stop. There is no key/value cache: each token takes a forward pass over the last --sequence-length tokens. All ranks
-// call, since each may hold a part of the weights. Rank 0 chooses the token: logits of other ranks may differ by
-// rounding.
+// stop. Without a tokenizer table the separator is the model's BOS token; without that, the text begins after token 0.
+// There is no key/value cache: each token takes a forward pass over the last --sequence-length tokens. All ranks call,
+// since each may hold a part of the weights. Rank 0 chooses the token: logits of other ranks may differ by rounding.
 static inline void sampler_print(const Options *o, const Comm *c, const ModelConfig *m, const Tokenizer *tokenizer,
                                  int64_t step, NextLogits next, void *context) {
     const int64_t choices = tokenizer->count ? min_i64(tokenizer->count, m->vocab_size) : m->vocab_size;

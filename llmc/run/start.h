@@ -1,8 +1,9 @@
 // Prints the start of a run: model, device, data, recipe, options and memory, in at most 25 lines.
-// A dry run does not use this file: it prints the whole plan (run_print_plan). The largest number of lines: 1 model,
+// A dry run does not print this: it prints the whole plan (run_print_plan). The largest number of lines: 1 model,
 // 1 validation data, 2 starting weights or checkpoint, 1 earlier export that was restored, 1 --fp8-filter auto,
 // 1 device, 1 ranks, 1 data, 1 recipe, 5 options, 2 derived options, 2 memory, 3 communication and GEMMs of the GPU
-// trainer, 1 earlier log, 1 empty: 24. Damaged checkpoints that --resume skips add a line each.
+// trainer, 1 earlier log, 1 empty: 24. More lines come only with warnings, with damaged checkpoints that --resume skips
+// (one each), with --resume when no step is left, and with the report of --check-links.
 #ifndef LLMC_START_H
 #define LLMC_START_H
 
@@ -84,7 +85,7 @@ static inline void start_print_weights(const RunSetup *s, const Options *o) {
 static inline void start_print_device(const DeviceInfo *d) {
     printf("%-*s %s, %s; ", START_LABEL, "device", d->name, d->versions);
     if (d->peak_bf16 > 0) printf("peak %.1f TFLOP/s in BF16\n", d->peak_bf16 * 1e-12);
-    else printf("peak unknown: no mfu without --peak-tflops\n");
+    else printf("peak unknown: mfu and sol need --peak-tflops\n");
 }
 
 static inline void start_print_ranks(const Options *o, const Comm *c) {
@@ -147,8 +148,8 @@ static inline bool start_is_given(const OptionRow *row, int argc, char **argv) {
     return false;
 }
 
-// True if a derived option is worth printing: FP8 options with --precision fp8, --fp8-all-gather and --reduce-dtype
-// with several ranks, --rounding-seed if it differs from --seed.
+// True if a derived option is worth printing. These are not: options for FP8 without --precision fp8, --fp8-all-gather
+// and --reduce-dtype on one rank, and a --rounding-seed that equals --seed.
 static inline bool start_concerns(const OptionRow *row, const Options *o, const Comm *c) {
     const size_t f = row->field;
     if (f == offsetof(Options, rounding_seed)) return o->rounding_seed != o->seed;
@@ -156,9 +157,9 @@ static inline bool start_concerns(const OptionRow *row, const Options *o, const 
     return c->world > 1 || (f != offsetof(Options, fp8_all_gather) && f != offsetof(Options, reduce_dtype));
 }
 
-// Prints the options that the command line sets, except --train-data, which is printed already. With `derived`, prints
-// instead the options that the program set: their value differs from `given`, the options of the command line (and
-// start_concerns).
+// Prints the options that the command line names and the program did not change, except --train-data, which is printed
+// already. With `derived`, prints instead the options that the program changed: their value differs from `given`, the
+// result of options_parse. Leaves out those that start_concerns rejects.
 static inline void start_print_options(const Options *o, const Options *given, const Comm *c, int argc, char **argv,
                                        bool derived) {
     StartText t = start_begin(derived ? "derived" : "options", derived ? START_LINES : START_OPTION_LINES);

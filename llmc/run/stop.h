@@ -1,7 +1,7 @@
 // Ends a run early: on a signal, or when its output can no longer be written.
-// SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask the run to stop: it finishes the current step, saves and ends. A second
-// SIGINT or SIGTERM, seconds after the first, ends it at once. Output that cannot be written ends a run only with
-// --on-output-lost stop.
+// SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask the run to stop: it finishes the current step, saves if it has a
+// --checkpoint-dir, and ends. A second SIGINT or SIGTERM, at least STOP_SECOND_REQUEST_SECONDS after the first, ends it
+// at once. Output that cannot be written ends a run only with --on-output-lost stop.
 #ifndef LLMC_STOP_H
 #define LLMC_STOP_H
 
@@ -29,7 +29,7 @@ static inline void stop_note(int signal_number) {
     stop_signal = signal_number;
 }
 
-// Installs the handlers. SIGHUP stays ignored under nohup. Interrupted system calls restart (SA_RESTART).
+// Installs the handler. SIGHUP stays ignored under nohup. Interrupted system calls restart (SA_RESTART).
 static inline void stop_catch(void) {
     const int signals[] = {SIGTERM, SIGINT, SIGUSR1, SIGHUP};
     struct sigaction action, before;
@@ -43,15 +43,15 @@ static inline void stop_catch(void) {
             die("cannot install signal handlers: %s", strerror(errno));
 }
 
-// Returns why `stream` cannot be written, or NULL if it can. The errno of the failed write is lost, so this tries to
-// write an empty line.
+// Returns why lines printed to `stream` are lost; NULL if none are. The errno of the failed write is gone, so this
+// tries to write an empty line.
 static inline const char *output_trouble(FILE *stream) {
     if (!ferror(stream) && !fflush(stream)) return NULL;
     clearerr(stream);
     return fputc('\n', stream) == EOF || fflush(stream) ? strerror(errno) : "it works again, but lines are missing";
 }
 
-// True with --on-output-lost stop.
+// Returns the place of a flag that is true with --on-output-lost stop.
 static inline bool *output_loss_stops(void) {
     static bool stops;
     return &stops;

@@ -30,8 +30,8 @@ static inline Traffic traffic_of_run(const TrafficFacts *f) {
     return traffic_of(&ranks, o, f->table, f->precision);
 }
 
-// True if the ranks of a host divide all ranks, and hosts and shard groups divide one another: then the traffic can be
-// counted.
+// True if the traffic can be counted: all hosts have equally many ranks, and a shard group fills whole hosts or a host
+// has whole shard groups.
 static inline bool traffic_is_regular(const TrafficRanks *r) {
     const int64_t S = r->shard_size, host = r->host_ranks;
     return r->world % host == 0 && (S % host == 0 || host % S == 0);
@@ -60,7 +60,7 @@ static inline void traffic_print_estimate(const TrafficFacts *f, const Traffic *
            e.total * 1e3, tokens, mfu, e.work * 1e3, e.exchange * 1e3, (e.total - e.work) * 1e3);
 }
 
-// Prints the traffic of several ranks, and the estimate.
+// Prints the traffic if there are several ranks, and the estimate; or why one of them is missing.
 static inline void traffic_print(const TrafficFacts *f) {
     const Traffic t = traffic_of_run(f);
     const TrafficRanks *r = &t.ranks;

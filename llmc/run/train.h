@@ -31,7 +31,7 @@ typedef struct {
     const char *program;  // "train_fp8", "train_fp8cu"
     int64_t steps_ahead;  // steps that are started before an earlier step is reported
 
-    // Dies if options are not supported. Called in run_setup, and again when --fp8-filter auto is decided.
+    // Dies if model or options are not supported. Called in run_setup, and again when --fp8-filter auto is decided.
     CheckSupported check_supported;
     // Opens the rank's device. Not called by a dry run; may be NULL.
     void (*open_device)(const Options *o, const Comm *c);
@@ -43,12 +43,12 @@ typedef struct {
     // Returns the bytes of memory that this rank may take, after open_device. The run's memory_needed must not exceed
     // them.
     int64_t (*memory_available)(const Comm *c);
-    // Print the settings that only a dry run prints (may be NULL), and the GEMM table.
+    // print_settings prints settings that only a dry run prints; may be NULL. print_gemms prints the GEMM table.
     void (*print_settings)(const void *t);
     void (*print_gemms)(const void *t);
     // Takes the memory that describe planned, and clears it. Prints at most three lines (start.h).
     void (*create)(void *t, const Arena *memory);
-    // Returns what --check-links needs. Called after create; it leaves the trainer's memory clear.
+    // Returns what --check-links needs. Called after create. The measurements leave the trainer's memory clear.
     LinkOps (*links)(void *t);
     void (*initialize)(void *t);       // random weights, by --seed
     void (*weights_changed)(void *t);  // after initialize, or after TrainerState.write
@@ -59,16 +59,16 @@ typedef struct {
     void (*start_step)(void *t, DataLoader *data, int64_t step, int64_t first_sample, bool after_pause);
     // Waits for the step. Sets loss, norm and skipped, equal on all ranks, and this rank's seconds, times and memory.
     StepRecord (*finish_step)(void *t, int64_t step);
-    // Returns what this rank knows of a skipped step, after finish_step.
+    // Returns what this rank knows of a step whose gradient norm is not accepted, after finish_step.
     NonfiniteStep (*nonfinite)(void *t, const StepRecord *s);
-    // Reads this rank's audit sums of the latest step, if --fp8-audit is due.
+    // Reads this rank's audit sums of the latest step. Called only if --fp8-audit was due in it.
     void (*read_audit)(void *t, AuditSums *sums);
 
     // Runs the forward pass on this rank's part of batch number `batch`. Returns the loss of each token [B][T].
     const float *(*token_losses)(void *t, DataLoader *data, int64_t batch);
     NextLogits next_logits;
-    // Waits for all started work. Drops scales that validation or samples gave to tensors before the first step. May be
-    // NULL.
+    // Waits for all started work. As long as no step has been applied, drops the scales that validation or samples gave
+    // to tensors. May be NULL.
     void (*settle)(void *t);
     // Prints the profile of the last step, if there is one, and adds its rows to a JSON array. May be NULL.
     void (*print_profile)(void *t, double peak_bf16, JsonText *parts);
@@ -81,7 +81,7 @@ typedef struct {
     double began;  // seconds_now() at the start of the process
     int argc;
     char **argv;
-    Options given, options;  // as the command line gives them, and with their `auto` values resolved
+    Options given, options;  // as the command line gives them, and with their `auto` values replaced step by step
     Comm comm;
     RunSetup setup;
     TrainerParts parts;
@@ -98,8 +98,8 @@ typedef struct {
 
 // ---- steps
 
-// Returns the sequences seen after `steps_done` steps. Counts from where the run was resumed, since batch size and
-// accumulation may have changed there.
+// Returns the sequences that all ranks have seen after `steps_done` steps. Adds those since the checkpoint to the
+// checkpoint's number, since ranks, batch size and accumulation may have changed there.
 static inline int64_t run_samples_seen(const Run *run, int64_t steps_done) {
     const Options *o = &run->options;
     const int64_t per_step = o->grad_accumulation_steps * run->comm.world * o->batch_size;
@@ -135,7 +135,7 @@ static inline void run_gather_step(Run *run, StepRecord *s) {
     free(ranks);
 }
 
-// Waits for step `step`, counted from 0, and logs it. Reports a skipped step, which may end the run.
+// Waits for step `step`, counted from 0, and logs it. Reports a step whose norm is not accepted, which may end the run.
 static inline StepRecord run_report_step(Run *run, int64_t step) {
     StepRecord s = run->ops->finish_step(run->trainer, step);
     s.step = step + 1;
@@ -170,8 +170,8 @@ static inline bool run_validation_losses(Run *run, int64_t sequences, double *lo
     return true;
 }
 
-// Validates on the first --val-steps sequences, and logs their losses. Returns a stop signal that came meanwhile; a
-// validation that it interrupts is not logged.
+// Validates on the first --val-steps sequences, and logs their losses. Returns a stop signal that came meanwhile, or 0;
+// a validation that it interrupts is not logged.
 static inline int run_validate(Run *run, int64_t done) {
     const int64_t sequences = min_i64(run->options.val_steps, run->setup.val.num_sequences);
     const double start = seconds_now();
@@ -190,7 +190,8 @@ static inline void run_report_audit(Run *run, int64_t done) {
 }
 
 // Audits, validates, samples and saves as due after `done` steps. `stop`: the signal that ends the run here, so that it
-// only audits and saves; 0: none. Returns that signal, or one that came meanwhile.
+// only audits if that is due, and saves with --checkpoint-dir; 0: none. Returns that signal, one that came meanwhile
+// (then it saves too), or 0.
 static inline int run_between_steps(Run *run, int64_t done, Due due, int stop) {
     const Options *o = &run->options;
     const Comm *c = &run->comm;
@@ -225,8 +226,8 @@ static inline int64_t run_steps(Run *run, int *stop) {
         ops->start_step(run->trainer, &run->setup.train, done, run_samples_seen(run, done), after_pause);
         const Due due = schedule_due(o, ++done);
         *stop = stop_requested(&run->comm);
-        // A step's line is printed while the next step runs, so that the GPU never waits for the host. Before anything
-        // else is done, all lines are printed.
+        // On the GPU, a step's line is printed while the next step runs, so that the GPU does not wait for the host.
+        // Before anything else is done, all lines are printed.
         const bool pause = *stop || due.last || due.audit || due.validate || due.sample || due.save;
         for (; reported < (pause ? done : done - ops->steps_ahead); reported++) {
             run->logger.ends = *stop && reported + 1 == done;
@@ -290,7 +291,7 @@ static inline PlanFacts run_plan_facts(const Run *run) {
     return facts;
 }
 
-// Prints the whole plan of a dry run: settings, memory, GEMMs and traffic.
+// Prints the whole plan of a dry run: settings, memory, GEMMs and traffic. With --json, prints it as JSON.
 static inline void run_print_plan(const Run *run) {
     const TrainerOps *ops = run->ops;
     const TrainerParts *p = &run->parts;
@@ -317,7 +318,7 @@ static inline void run_print_start(const Run *run) {
     fflush(stdout);
 }
 
-// Opens the log, whose settings record holds the plan of --dry-run --json.
+// Opens the log. Its settings record holds what --dry-run --json says of sizes, memory and GEMMs (plan_json_derived).
 static inline Logger run_open_log(const Run *run) {
     const TrainerParts *p = &run->parts;
     const DeviceInfo *d = &run->device;
@@ -333,7 +334,8 @@ static inline Logger run_open_log(const Run *run) {
     return logger;
 }
 
-// --check-links. The trainer must have no weights yet. The report is logged when the log is open.
+// With --check-links: measures and prints. The trainer must have no weights yet. Keeps the report for the log, which is
+// not open yet.
 static inline void run_check_links(Run *run) {
     if (!run->options.check_links) return;
     const LinkOps links = run->ops->links(run->trainer);
@@ -377,7 +379,7 @@ static inline double run_joules(Run *run) {
     return joules;
 }
 
-// Prints the tables and the summary at the end of the run, and exports the weights.
+// Prints the tables and the summary at the end of the run, ends it (run_end), and frees the trainer.
 static inline void run_close(Run *run, int64_t steps_done, int stop) {
     const TrainerParts *p = &run->parts;
     if (run->audit) audit_print_table(run->audit, p->precision);
@@ -395,7 +397,7 @@ static inline void run_close(Run *run, int64_t steps_done, int stop) {
     free(run->audit);
 }
 
-// Replaces --recompute auto by the choice that fits on all ranks.
+// Replaces --recompute auto by the first choice that fits on all ranks, or by layer if none fits.
 static inline void run_choose_recompute(Run *run) {
     Options *o = &run->options;
     const Comm *c = &run->comm;
