@@ -177,8 +177,7 @@ static inline void adamw_add_run(AdamwUnits *u, int64_t end, bool decay, int ama
     }
     if (u->num_runs == ADAMW_MAX_RUNS)
         die("a layer, or the part outside the layers, has more than %d ranges of parameters that differ in weight "
-            "decay "
-            "or amax slot",
+            "decay, amax slot or shift",
             ADAMW_MAX_RUNS);
     if (amax_slot >= ADAMW_MAX_SLOTS) die("a layer has more than %d FP8 weights", ADAMW_MAX_SLOTS);
     if (end % PARAMETER_ALIGNMENT)

@@ -429,8 +429,8 @@ __launch_bounds__(384, 1) void attention_backward_main(const __grid_constant__ A
 // ---------------------------------------------------------------------------------------------------------------------
 // Step 3
 
-// Grid (padded T / 64, blocks of 64 columns of dqkv that have fp32 parts, B), 256 threads. Each thread writes 8 columns
-// of two rows, as far as they are below T.
+// The grid is (padded T / 64, blocks of 64 columns of dqkv, B) with 256 threads. Columns of dK and dV are in it only if
+// they have fp32 parts. Each thread writes 8 columns of two rows, as far as they are below T.
 template <int HD>
 __global__ void attention_backward_rows(bf16 *dqkv, const float *dq, const float *partial, int64_t T, int64_t NH,
                                         int64_t NKV, int64_t parts) {

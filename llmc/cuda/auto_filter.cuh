@@ -139,8 +139,9 @@ static inline bool auto_filter_layer(AutoFilter *f) {
 // Times the linear layers in FP8 and in bf16. Writes to `list` the names of those that FP8 does not make faster,
 // comma-separated as for --fp8-filter; "" if there are none. Layers whose sizes the recipe does not support stay in
 // bf16 anyway: they are neither timed nor listed. `p` is a plan without a filter, R the rows of a micro-step. Prints
-// the times in one line, and allocates and frees GPU memory for one layer at a time. options.h refuses --fp8-filter
-// auto with --fp8-emulate and with --deterministic. Dies if memory is short or the GPU lacks the recipe's GEMMs.
+// the times in one line, and allocates and frees GPU memory for one layer at a time. options_rules.h refuses
+// --fp8-filter auto with --fp8-emulate and with --deterministic. Dies if memory is short or the GPU lacks the recipe's
+// GEMMs.
 static inline void auto_filter(char *list, size_t capacity, const Precision *p, const Options *o, int64_t R,
                                cudaStream_t stream) {
     AutoFilter f;

@@ -9,9 +9,9 @@
 // Bytes moved: 2 read + 2 written per logit (2 read without gradient). A row of 128k-152k logits (257-304 KB) fits on
 // one SM only in its registers and shared memory together. So a persistent block keeps the row there from reading to
 // overwriting: each thread holds its vectors of the row, most in registers, the rest in shared memory. Once a vector's
-// gradient is computed, its registers or shared memory take the next row's vector. If V is too large for the GPU's
-// shared memory or not a multiple of 8, or the logits are not aligned to 16 bytes, another kernel reads each row three
-// times (twice without gradient). Sums have a fixed order, so every run gives equal bits.
+// gradient is computed, its registers or shared memory take the next row's vector. If V is above 163840, too large for
+// the GPU's shared memory or not a multiple of 8, or the logits are not aligned to 16 bytes, another kernel reads each
+// row three times (twice without gradient). Sums have a fixed order, so every run gives equal bits.
 #ifndef LLMC_CROSS_ENTROPY_CUH
 #define LLMC_CROSS_ENTROPY_CUH
 

@@ -233,7 +233,8 @@ __device__ static inline void amax_publish(uint32_t *slot, uint32_t packed_amax)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// FP8 casts give the bits of fp8_from_float, but the GPU's instruction turns every NaN into 0x7f (it drops the sign).
+// FP8 casts, and decoding of E4M3. Casts give the bits of fp8_from_float, but the GPU's instruction turns every NaN
+// into 0x7f (it drops the sign).
 
 // Casts two floats to two bytes, `low` in bits 0-7. GPUs below compute capability 8.9 lack the instruction and run the
 // plain code.

@@ -36,7 +36,7 @@ typedef struct {
     Fp16Tensors tensors;
     const fp16_bits *masters;  // layer l's slice begins at masters + l * stride
     int64_t stride;
-    int64_t first;         // the element of a layer's matrices at which its slice begins
+    int64_t first;         // the element of a layer's matrices at which this rank's slice begins
     Fp16Factors *factors;  // [layers, FP16_TENSORS]
 } Fp16Weights;
 
@@ -154,7 +154,8 @@ static inline void fp16_cast_slices(uint8_t *codes, const Fp16Weights *w, int64_
     CUDA_LAUNCH(fp16_slices_kernel, grid, FP16_THREADS, 0, stream, codes, *w, n);
 }
 
-// Tiles and transposes as quantize_transpose_kernel. Rows of one tensor come in multiples of 4.
+// Tiles and transposes as quantize_transpose_kernel. Each tensor has a multiple of 4 rows, so the 4 rows of a thread
+// belong to one tensor.
 static __global__ void __launch_bounds__(CAST_THREADS, 4)
     fp16_transpose_kernel(uint8_t *rowwise, uint8_t *columnwise, const __grid_constant__ Fp16Weights w, int64_t layer,
                           int64_t at, int64_t R, int64_t C) {

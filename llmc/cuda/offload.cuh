@@ -84,7 +84,7 @@ static inline void offload_describe(Offload *f, const Options *o, const ShardPla
     f->num_slots = !f->element ? 0 : parts > 2 * wanted ? wanted : 1;
 }
 
-// Places the slots. They belong to the group of the optimizer state.
+// Places the slots. In the memory plan they count as optimizer state.
 static inline void offload_place(Offload *f, Arena *a) {
     for (int64_t i = 0; i < f->num_slots; i++)
         for (int k = 0; k < OFFLOAD_ARRAYS; k++)
@@ -177,7 +177,7 @@ static inline OffloadSlot *offload_fetch(Offload *f, int64_t index) {
     return s;
 }
 
-// Updates one part. w and `unit` are those of adamw_update_units for its unit.
+// Updates one part. w and `unit` are what adamw_update_of gives for the part's unit.
 static inline void offload_update_part(Offload *f, const AdamwUpdate *w, const AdamwUnits *unit, int64_t index,
                                        cudaStream_t stream) {
     const OffloadSpan span = offload_span(f, index);

@@ -1,4 +1,4 @@
-// A tensor that GEMMs read: its bf16 and FP8 data with their scales, and which tensor of the model it is.
+// A tensor of a GEMM: its bf16 and FP8 data with their scales, and which tensor of the model it is.
 #ifndef LLMC_QTENSOR_CUH
 #define LLMC_QTENSOR_CUH
 

@@ -242,8 +242,8 @@ __device__ static inline void fine_scales_of_rows(FineShared<OUTPUTS, 1> *s, con
     }
 }
 
-// Writes scale_inv of the 128 x 128 block that begins at element (i, k) of an operand [outer, depth]. The thread of a
-// row's last block also pads the row of scales with zeros.
+// Writes scale_inv of the 128 x 128 block that begins at element (i, k) of an operand [outer, depth]. The thread of the
+// last block in a row of blocks also pads the row of scales with zeros.
 __device__ static inline void fine_put_square(void *inverse, float value, int64_t i, int64_t k, int64_t outer,
                                               int64_t depth) {
     float *to = (float *)inverse + scale_index(BLOCK_128X128, i, k, outer, depth);

@@ -1,4 +1,4 @@
-// FP8 casts with one scale for the whole tensor, and the sources of the values to cast.
+// FP8 casts with one scale for the whole tensor, and sources: structs that supply the values to cast.
 //
 //    scale     = from the amax by out.rule, or the delayed recipe's    (each thread block of the cast computes it)
 //    code      = saturating RNE cast of fp32(x) * scale

@@ -184,7 +184,7 @@ struct SwigluSource {
     }
 };
 
-// Implements the amax pass of quantize_amax_source.
+// Runs SwigluSource's own amax kernel, for quantize_amax_source.
 static inline bool source_amax(uint32_t *amax, const SwigluSource &source, int64_t R, int64_t F, cudaStream_t stream) {
     swiglu_amax(amax, source.gate_up, R, F, stream);
     return true;
