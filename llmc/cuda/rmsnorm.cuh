@@ -37,7 +37,8 @@ typedef struct {
     uint32_t number;
 } RmsnormWatch;
 
-// Normalizes the rows of x. With RESIDUAL it first computes x_out = bf16(residual + delta) and normalizes that.
+// Normalizes the rows of x. With RESIDUAL, x is the residual: the kernel first computes x_out = bf16(x + delta), and
+// normalizes x_out.
 typedef struct {
     bf16 *x_out, *y;
     float *rstd;
