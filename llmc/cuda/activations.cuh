@@ -1,6 +1,6 @@
 // Memory of a step's activations and of their gradients.
-// It holds what each layer keeps for backward, what one layer at a time needs, and the logits. Buffers whose lifetimes
-// do not overlap share memory.
+// It holds what each layer keeps for backward, what one layer at a time needs, and the logits. Many buffers whose
+// lifetimes do not overlap share memory.
 //
 // The placement is a function of an ActivationsLayout and an arena. dev/test/test_placement.cu checks all lifetimes.
 #ifndef LLMC_ACTIVATIONS_CUH
@@ -13,11 +13,12 @@
 #include "rope.cuh"
 #include "tensor_scales.cuh"
 
-// Number type of weights, activations and gradients.
+// Number type of the weights, activations and gradients that the operations of a layer read and write.
 typedef bf16 Real;
 
-// Activations of one layer that its forward pass leaves for its backward pass. Some members may share memory with those
-// of other layers.
+// Activations of one layer that its backward pass reads. Its forward pass leaves them, or backward computes them again:
+// those that --recompute says, h always, and `rotated` with QK-norm. Some members share memory with those of other
+// layers.
 typedef struct {
     Real *x;        // [R, C] residual stream that enters the layer
     QTensor norm1;  // [R, C] RMSNorm of x
@@ -59,8 +60,8 @@ typedef struct {
     float *losses;              // [R]
     float *rope_table;          // [T, HD] cos, sin
     bf16 *dx;                   // [R, C] gradient of the residual stream
-    bf16 *dbranch, *dh, *datt;  // [R, C], [R, F], [R, ATT] gradients inside the current layer
-    OutputGradients dy;         // memory only: the amax and scales depend on the layer
+    bf16 *dbranch, *dh, *datt;  // [R, C], [R, F], [R, ATT] gradients inside the current layer; dbranch also of y_final
+    OutputGradients dy;         // memory only: amaxes and scales of whole tensors depend on the layer
     void *attention_workspace, *norm_workspace;
     void *reduce_workspace;  // for sums over rows: gradients of QK-norm and of biases
 } Activations;
@@ -85,8 +86,8 @@ typedef struct {
     // Memory of the embedding's gradient, which is written last. Activations use it until then. Empty: not reused.
     ArenaRange embedding_gradient;
     int64_t layer_gradient_bytes;  // bytes per layer
-    // True if the logits already have memory at `logits` (NULL on an arena without memory). Otherwise they are placed
-    // here.
+    // True if the logits already have memory at `logits` (NULL on an arena without memory). Otherwise activations_place
+    // places them.
     bool has_logits;
     bf16 *logits;
     ArenaGuest fp8_weights;  // FP8 weights of one layer at a time. If `place` is NULL, this memory holds none.
@@ -131,7 +132,8 @@ static inline DataNeeded data_needed(const Precision *p, int64_t first, int64_t 
     return need;
 }
 
-// Returns tensor (l, role, id) with as much of the placed data as layer l needs.
+// Returns tensor (l, role, id) with the FP8 data and scales of `placed`, and with its bf16 data if a GEMM of layer l
+// reads that.
 static inline QTensor tensor_of_layer(const TensorScales *s, const QTensor *placed, int64_t l, TensorRole role,
                                       LinearId id) {
     QTensor q = tensor_scales_of(s, l, role, id);
@@ -173,14 +175,15 @@ static inline QTensor place_input(const ActivationsLayout *p, Arena *a, LinearId
         x.columnwise = (uint8_t *)arena_take(a, R * K);
         x.columnwise_scale_inv = arena_take(a, tensor_scales_own_bytes(p->scales, TENSOR_X, COLUMNWISE, R, K));
     }
-    // The input of OUT_PROJ is attention's output, which is always kept.
+    // The input of OUT_PROJ is attention's output. The caller places its bf16 data, which attention's backward pass
+    // reads too.
     if (need.bf16 && id != OUT_PROJ) x.data = take_bf16(a, R * K);
     return x;
 }
 
-// Places parts of what layers [first, last) leave for backward. For one layer the range is [l, l + 1); all layers share
-// the parts that backward recomputes. Not among the parts: the layer's input x, and h, which backward always
-// recomputes.
+// Places `parts` of the activations that backward reads, in *acts. Layers [first, last) use this memory: one layer if
+// its forward pass leaves these parts, all layers if backward recomputes them. Not among the parts: the layer's input
+// x, and h, which backward always recomputes.
 static inline void place_layer_acts(const ActivationsLayout *p, Arena *a, LayerActs *acts, Recomputed parts,
                                     int64_t first, int64_t last, const QTensor *row) {
     const Dims *d = p->dims;
@@ -211,7 +214,7 @@ typedef struct {
     LayerActs layer;  // the parts that backward recomputes
 } OneLayer;
 
-// Places the activations of layer l that backward reads.
+// Places the activations that layer l keeps for backward, and points *acts at the shared memory of the others.
 static inline void place_kept(const ActivationsLayout *p, Arena *a, LayerActs *acts, Fp8Groups *gate_up_fp8, int64_t l,
                               const OneLayer *one) {
     const Recomputed shared = p->recomputed,
@@ -273,8 +276,8 @@ static inline int64_t count_layers_outside(const ActivationsLayout *p, const One
     return outside;
 }
 
-// Places the slots, and the activations of each layer in its slot. All layers must have the slots until backward ends.
-// With ARENA_APART each layer has memory of its own: then copies of slots move bytes that nothing reads.
+// Places the slots, and the activations of each layer in its slot. The slots are in use until backward ends. With
+// ARENA_APART each layer has memory of its own: then copies of slots move bytes that nothing reads.
 static inline void place_kept_slots(const ActivationsLayout *p, Activations *acts, Arena *a, const OneLayer *one) {
     const int64_t L = p->dims->L;
     int64_t bytes = 0;
@@ -331,7 +334,8 @@ static inline void place_norm_workspace(const ActivationsLayout *p, Activations 
     acts->norm_workspace = arena_take(a, (int64_t)rmsnorm_workspace_bytes(p->dims->R, p->dims->C));
 }
 
-// Places the buffers that one layer at a time needs, forward or backward, and that the loss does not need.
+// Places the buffers that one layer at a time needs, forward or backward, and that nothing needs while the logits are
+// in use.
 static inline void place_one_layer(const ActivationsLayout *p, Activations *acts, Arena *a, OneLayer *one) {
     const Dims *d = p->dims;
     const int64_t widest = max_i64(max_i64(d->C, d->ATT), d->F);
@@ -356,9 +360,10 @@ static inline void place_one_layer(const ActivationsLayout *p, Activations *acts
     arena_take_guest(a, p->layer_gradient);
 }
 
-// Places the logits (with the buffer of the root's gradient) and the memory of one layer. These are never alive
+// Places the logits (with the buffer of the root's gradient) and the memory of one layer. These are never in use
 // together, so they share memory: the embedding's gradient if the logits fit there, else new memory. Returns the part
-// of the embedding's gradient that stays free.
+// of the embedding's gradient that stays free. If the logits already have memory, places only the memory of one layer,
+// and returns an empty range.
 static inline ArenaRange place_logits_and_one_layer(const ActivationsLayout *p, Activations *acts, Arena *a,
                                                     OneLayer *one) {
     const ArenaRange nowhere = {0, 0}, span = p->embedding_gradient;
@@ -381,10 +386,11 @@ static inline ArenaRange place_logits_and_one_layer(const ActivationsLayout *p, 
     return in_span ? left : span;
 }
 
-// Places all activations; acts->layer, kept and gate_up_fp8 [L] are allocated. The last layers' activations use the
-// memory of the layers' weight gradients. The activations of the first layers and of the loss use the free part of the
-// embedding's gradient, as far as they fit. So do slots, which the first layer needs when all other layers' gradients
-// are written.
+// Places all activations; the caller has allocated acts->layer, kept and gate_up_fp8 [L]. The last layers' activations
+// use the memory of the layers' weight gradients, if the layout has any, as far as no gradient overwrites a live
+// activation (layers_outside). The activations of the first layers and of the loss use the free part of the embedding's
+// gradient, as far as they fit. So do the slots of --offload activations, but they use no memory of the layers'
+// gradients: the first layer needs its slot when all other layers' gradients are written.
 static inline void activations_place(Activations *acts, const ActivationsLayout *p, Arena *a) {
     const Dims *d = p->dims;
     const ArenaRange nowhere = {0, 0};

@@ -5,12 +5,14 @@
 // (AdamwControl), so the host never waits.
 //
 // The norm is computed before the update if the update depends on it: with clipping, or if a step with a non-finite
-// norm must leave weights and moments unchanged. Otherwise the update kernel itself sums the squares of the gradients,
-// so gradients are read only once. In both cases the update kernel also finds the amax of each FP8 weight matrix after
-// the update, for recipes with one scale per tensor.
+// norm must leave weights and moments unchanged. It also comes first with FP8 gradients, which are cheap to read.
+// Otherwise the update kernel itself sums the squares of the gradients, so gradients are read only once. With
+// --optimizer-in-backward it always does, and clipping reads the gradients of each unit once more before its update
+// (adamw_clip). In all cases the update kernel also finds the amax of each FP8 weight matrix after the update, for
+// recipes with one scale per tensor.
 //
 // Bytes per element: the update with bf16 weights and moments reads 8 and writes 6. fp32 master weights add 6, fp32
-// moments add 8, FP8 moments save 4, fp32 gradients add 2, FP8 gradients save 1.
+// moments add 8, COAT's moments save 4, fp32 gradients add 2, FP8 gradients save 1.
 #ifndef LLMC_ADAMW_CUH
 #define LLMC_ADAMW_CUH
 
@@ -21,19 +23,20 @@
 typedef struct {
     AdamwArrays arrays;
     AdamwStep step;
-    const AdamwControl *control;  // NULL: the step is always applied
-    // Sums of squared gradients (adamw_workspace_bytes), for adamw_updated_squares. NULL: not computed.
+    const AdamwControl *control;  // NULL: the step is applied, without clipping
+    // Sums of squared gradients (adamw_workspace_bytes), for adamw_updated_squares and adamw_locate_block. NULL: not
+    // computed.
     double *squares;
     // The j-th fused FP8 weight of layer l (table order: qkv, o, gate_up, down) raises amax[l * amax_stride + j] to the
     // largest magnitude in this rank's part, even if the step is skipped. The caller has cleared it. NULL: not
     // computed.
     uint32_t *amax;
     int64_t amax_stride;
-    MsampStep msamp;  // with MS-AMP's moments
+    MsampStep msamp;  // read with MS-AMP's moments
 } AdamwUpdate;
 
-// Consecutive elements of a rank's slices of a unit with equal decay, amax slot and shift. `end` counts from the unit's
-// start, in units of PARAMETER_ALIGNMENT elements.
+// Consecutive elements of a rank's slices of a unit with equal decay, amax slot and shift. `end` is the element after
+// the last, counted from the unit's start, divided by PARAMETER_ALIGNMENT.
 typedef struct {
     uint32_t end;
     bool decay;
@@ -51,9 +54,10 @@ enum {
     ADAMW_BLOCK = ADAMW_STRIDE * ADAMW_TILES
 };
 
-// The shard holds `count` units, `stride` elements apart, from element `first` on. The first `size` elements of each
-// are updated. The amax slots of unit u begin at amax + u * amax_stride. Stochastic rounding depends on an element's
-// index in the flat parameter array: element e of unit u has index flat + u * flat_size + e + shift of its run.
+// The elements that a launch updates: of `count` units, which lie `stride` elements apart in the shard, from element
+// `first` on. The first `size` elements of each are updated. The amax slots of unit u begin at amax + u * amax_stride.
+// Stochastic rounding depends on an element's index in the flat parameter array: element e of unit u has index flat + u
+// * flat_size + e + shift of its run.
 typedef struct {
     int64_t first, size, stride, count;
     int64_t gradient_gap;          // FP8 gradients of units are stride - gradient_gap elements apart, others stride
@@ -91,9 +95,9 @@ __device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i,
 
 // Updates a block's ADAMW_BLOCK elements; each thread takes 8 at a time. Returns the sum of squares of this thread's
 // gradients. 16 threads share a run, because runs end at multiples of 128 elements. The loop is bound by instruction
-// issue, so NEAREST is a template parameter and the run is looked up only where a new one begins. With FP8 moments
-// whole warps stay together: where only the first half of a warp has elements, the second half computes with those.
-// Few of their warps fit an SM, too few to hide latency, so they prefetch the next elements.
+// issue, so NEAREST is a template parameter and the run is looked up only where a new one begins. With COAT's moments
+// whole warps stay together: where only the first half of a warp has elements, the second half computes with those. So
+// few of these warps fit an SM that they cannot hide latency: they prefetch the next elements.
 template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS, bool NEAREST>
 __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArrays &arrays, const AdamwUnits &u,
                                                   AdamwTerms c) {
@@ -139,7 +143,7 @@ __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArr
 }
 
 // blockIdx.y is the unit, blockIdx.x the block within it. An occupancy of four blocks per SM leaves 64 registers per
-// thread; fp32 master weights and moments, and FP8 gradients, need more.
+// thread. COAT's moments, fp32 moments with fp32 master weights, and FP8 gradients need more.
 template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS>
 static __global__ void
 __launch_bounds__(ADAMW_THREADS,
@@ -173,11 +177,11 @@ static inline void adamw_add_run(AdamwUnits *u, int64_t end, bool decay, int ama
     }
     if (u->num_runs == ADAMW_MAX_RUNS)
         die("a layer, or the part outside the layers, has more than %d ranges of parameters that differ in weight "
-            "decay "
-            "or amax slot",
+            "decay, amax slot or shift",
             ADAMW_MAX_RUNS);
     if (amax_slot >= ADAMW_MAX_SLOTS) die("a layer has more than %d FP8 weights", ADAMW_MAX_SLOTS);
-    if (end % PARAMETER_ALIGNMENT) die("tensors of one unit meet at element %lld, within a group", (long long)end);
+    if (end % PARAMETER_ALIGNMENT)
+        die("tensors of one unit meet at element %lld, not at a multiple of PARAMETER_ALIGNMENT", (long long)end);
     u->runs[u->num_runs++] = AdamwRun{(uint32_t)(end / PARAMETER_ALIGNMENT), decay, amax_slot, (int)entry, shift};
 }
 
@@ -239,7 +243,7 @@ static inline int64_t adamw_update_sums(const ParameterTable *t, const ShardPlan
     return adamw_first_block(plan, t->num_layers);
 }
 
-// Returns the bytes of device workspace that a step needs.
+// Returns the bytes of device workspace that a step needs for sums of squares.
 static inline int64_t adamw_workspace_bytes(const ParameterTable *t, const ShardPlan *plan) {
     const int64_t norm = ADAMW_NORM_BLOCKS + ADAMW_FP8_BLOCKS * GRADIENT_FP8_MOST * t->num_layers;
     return (max_i64(norm, adamw_update_sums(t, plan)) + ADAMW_SUM_BLOCKS) * (int64_t)sizeof(double);
@@ -296,8 +300,8 @@ static inline AdamwUpdate adamw_update_of(const AdamwUpdate *w, const ParameterT
     return update;
 }
 
-// Returns `size` elements of one unit, from element `begin` on. Both are multiples of ADAMW_BLOCK, but for the unit's
-// end.
+// Returns a part of each of the units: `size` elements from element `begin` of the unit on, both multiples of
+// PARAMETER_ALIGNMENT. With unit->squares, `begin` is a multiple of ADAMW_BLOCK.
 static inline AdamwUnits adamw_part(const AdamwUnits *unit, int64_t begin, int64_t size) {
     AdamwUnits u = *unit;
     u.first += begin, u.size = size, u.flat += begin, u.num_runs = 0;
@@ -320,8 +324,8 @@ typedef struct {
 } AdamwLaunch;
 
 // Returns how many launches update unit l and the count - 1 layers that follow it. If gradients of matrices are FP8,
-// the vectors of each layer have a launch, and all matrices together: a kernel for bf16 gradients that have another
-// stride than the weights would need more registers.
+// the vectors of each layer have a launch of their own, and the matrices of all layers have one together: a kernel for
+// bf16 gradients that have another stride than the weights would need more registers.
 static inline int64_t adamw_num_launches(const AdamwUpdate *w, int64_t l, int64_t count) {
     return w->arrays.gradients.codes && l != ROOT ? count + 1 : 1;
 }
@@ -359,7 +363,8 @@ static inline void adamw_update_units(const AdamwUpdate *w, const ParameterTable
 }
 
 // Returns the bytes that an update of n elements moves: it reads the gradient, and reads and writes moments and
-// weights. FP8 gradients count as if all were FP8.
+// weights. FP8 gradients count as if all were FP8. With one scale for each tensor (adamw_msamp.cuh) the first pass and
+// FP16 masters are not counted.
 static inline int64_t adamw_bytes(const AdamwArrays *a, int64_t n) {
     const int64_t gradient = a->gradients.codes ? 1 : a->gradients.fp32_data ? 4 : 2;
     return n * (gradient + 2 * adamw_moments_bytes(a->moments) + (a->master ? 10 : 4));
@@ -389,8 +394,8 @@ __device__ static inline int64_t adamw_block_begin(AdamwBlocks at, int64_t b) {
            in_layers % at.layer_blocks * ADAMW_BLOCK;
 }
 
-// If the step's norm is not accepted, finds the first ADAMW_BLOCK elements, in backward order, whose norm is large.
-// Fills control as adamw_find_large does, but compares norms of ADAMW_BLOCK elements instead of magnitudes of single
+// If the step's norm is not accepted, finds the first block of ADAMW_BLOCK elements, in backward order, whose norm is
+// large. Fills control as adamw_find_large does, but compares norms of blocks instead of magnitudes of single
 // gradients. Runs as one thread block.
 static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
     adamw_find_block_kernel(AdamwControl *control, const double *squares, int64_t count, AdamwBlocks at) {
@@ -408,8 +413,8 @@ static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
             atomicMin(&control->position, (unsigned long long)backward_position(at.order, adamw_block_begin(at, b)));
 }
 
-// Locates large gradients after adamw_norm if the gradients themselves are gone: control gets the position of the first
-// element of a block of ADAMW_BLOCK. w->squares has the sums of squares of all units.
+// After adamw_norm, if the norm is not accepted: locates large gradients that are gone themselves. *control gets the
+// position of the first element of a block of ADAMW_BLOCK elements. w->squares has the sums of squares of all units.
 static inline void adamw_locate_block(AdamwControl *control, const AdamwUpdate *w, const ParameterTable *t,
                                       const ShardPlan *plan, cudaStream_t stream) {
     const AdamwBlocks at = {adamw_first_block(plan, 0), adamw_blocks(shard_elements(plan, 0)),

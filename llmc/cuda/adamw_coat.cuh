@@ -1,4 +1,4 @@
-// AdamW's update of 8 elements by one thread, with FP8 moments (coat.h).
+// AdamW's update of 8 elements by one thread, with COAT's FP8 moments (coat.h).
 #ifndef LLMC_ADAMW_COAT_CUH
 #define LLMC_ADAMW_COAT_CUH
 
@@ -8,7 +8,8 @@ static_assert(COAT_GROUP == 16 * 8, "16 threads, half a warp, hold a group");
 
 #define COAT_WARP 0xffffffffu  // whole warps work together: shuffles among half of a warp cost much more
 
-// CoatTables.value of this k, for exp_avg and exp_avg_sq of the two groups of a warp, in shared memory.
+// Rows of CoatTables.value in shared memory: for each of the two groups of a warp, that of exp_avg's k and that of
+// exp_avg_sq's k.
 typedef struct {
     float value[2][2][COAT_CODES + 1];
 } CoatRows;
@@ -65,8 +66,8 @@ __device__ static inline void coat_load(float out[8], uint32_t row, uint2 codes,
     }
 }
 
-// The largest magnitude of a group, and the smallest above zero minus 1, as bits. Zeros do not count for the smallest:
-// 0 minus 1 is the largest number.
+// Bits of a group's largest magnitude, and bits of its smallest magnitude above zero, minus 1. A magnitude of zero does
+// not count for the latter: 0 minus 1 is the largest number.
 typedef struct {
     uint32_t largest, smallest_minus_1;
 } CoatExtremes;
@@ -100,7 +101,7 @@ __device__ static inline CoatExtremes coat_extremes(CoatExtremes of_m, CoatExtre
     return e;
 }
 
-// Returns 1 / max, where max is a group's: it has 16 bits of mantissa.
+// Returns 1 / max of a group. A group's max has 16 significant bits.
 __device__ static inline float coat_inverse(float max) {
     float r;
     if (max > 0x1p125f) return 1 / max;
@@ -131,8 +132,8 @@ __device__ static inline uint32_t coat_e4m3x4(const float x[4], float factor) {
     return codes;
 }
 
-// Returns the codes of 4 values in a group with this word, rounded to nearest. If the values 2^-17 above and below a
-// power have codes of their own, the table decides.
+// Returns the codes of 4 values in a group with this word, rounded to nearest. If the numbers 2^-17 of a power above it
+// and below it are rounded to different codes, the table decides.
 template <bool SIGNED>
 __device__ static inline uint32_t coat_nearest(const CoatTables *t, uint32_t word, float inverse_max,
                                                const float x[4]) {
@@ -155,8 +156,8 @@ __device__ static inline uint32_t coat_nearest(const CoatTables *t, uint32_t wor
     return codes;
 }
 
-// Rounds a part of the group's max stochastically. bits >> 20 is the code below it. *above: part minus that code's
-// value.
+// Rounds a part of the group's max stochastically. bits >> 20 is a guess of the code below it. *above: part minus that
+// code's value.
 __device__ static inline uint32_t coat_round(uint32_t row, uint32_t bits, float part, uint32_t random, float *above) {
     const float value = coat_entry<0>(row, bits >> 18), next = coat_entry<1>(row, bits >> 18);
     *above = __fsub_rn(part, value);
@@ -164,8 +165,8 @@ __device__ static inline uint32_t coat_round(uint32_t row, uint32_t bits, float 
 }
 
 // Returns the codes of 4 values in a group with this word, rounded stochastically by random bits of each. The group's
-// row is in shared memory. The code below a value is that of a power, raised a little: the row tells where it is too
-// large. It is never too small.
+// row is in shared memory. A power, raised a little, gives a guess of the code below a value. The guess is never too
+// small, and the row tells where it is too large.
 template <bool SIGNED>
 __device__ static inline uint32_t coat_stochastic(uint32_t row, uint32_t word, float inverse_max, const float x[4],
                                                   const uint32_t random[4]) {
@@ -188,8 +189,9 @@ __device__ static inline uint32_t coat_stochastic(uint32_t row, uint32_t word, f
     return codes;
 }
 
-// Returns the codes of 8 values of exp_avg (SIGNED) or exp_avg_sq in a group with this word. If k is so small that a
-// power may underflow, coat_encode finds them. hash: that of the elements' rounding bits (adamw_random_group).
+// Returns the codes of 8 values of exp_avg (SIGNED) or exp_avg_sq in a group with this word. If k is below 3/16, a
+// power may underflow, and coat_encode finds the codes. With a word of 0 all codes are 0. hash: that of the elements'
+// rounding bits (adamw_random_group).
 template <bool SIGNED, bool STOCHASTIC>
 __device__ static inline uint2 coat_encode_8(uint32_t row, const CoatTables *t, uint32_t word, float inverse_max,
                                              const float x[8], const AdamwStep &step, uint32_t hash) {
@@ -235,7 +237,7 @@ __device__ static inline void coat_store(uint32_t rows, const AdamwArrays &a, ui
     *(uint2 *)((uint8_t *)a.exp_avg_sq + i) = v_codes;
 }
 
-// Puts back the stored moments of 8 elements where the gradient is not finite.
+// Puts the stored moments back for those of 8 elements whose gradient is not finite.
 template <AdamwGradientType GRADIENTS>
 __device__ static inline void coat_keep(float m[8], float v[8], const AdamwArrays &a, uint32_t i, float factor,
                                         float scale_inv, uint32_t m_word, uint32_t v_word) {
@@ -248,8 +250,9 @@ __device__ static inline void coat_keep(float m[8], float v[8], const AdamwArray
     }
 }
 
-// Recomputes the weights of 8 elements by adamw_update, where adamw_update_fast may not be exact. The moments are still
-// those before the step. An element with a non-finite gradient keeps its weight.
+// Computes and stores the weights of 8 elements by adamw_update, where adamw_update_fast may not be exact. Returns
+// `largest` raised to their magnitudes. The moments are still those before the step. An element with a non-finite
+// gradient keeps its weight.
 template <bool MASTER, AdamwGradientType GRADIENTS>
 __device__ static uint32_t adamw_weights_rare(const AdamwArrays &a, uint32_t i, int64_t group, const AdamwTerms &c,
                                               float kept, uint32_t largest, uint32_t m_word, uint32_t v_word) {
@@ -287,8 +290,8 @@ __device__ static inline void coat_prefetch(const AdamwArrays &a, uint32_t i) {
     for (int k = 0; k < 6; k++) asm volatile("prefetch.global.L2 [%0];" ::"l"(lines[k]));
 }
 
-// adamw_update_8 with FP8 moments. All threads of a warp call it together. Those that are not `active` have elements of
-// others, and store nothing. Prefetches the elements from `next` on.
+// adamw_update_8 with COAT's moments. All threads of a warp call it together. Those that are not `active` have elements
+// of others, and store nothing. Prefetches the elements from `next` on.
 template <bool MASTER, bool STOCHASTIC, AdamwGradientType GRADIENTS>
 __device__ static inline uint32_t adamw_update_8_coat(const AdamwArrays &a, uint32_t i, uint32_t next, int64_t group,
                                                       const AdamwTerms &c, float kept, uint32_t largest, float *squares,

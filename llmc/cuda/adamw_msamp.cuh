@@ -27,8 +27,8 @@ typedef struct {
 
 enum { MSAMP_MAX_TENSORS = 16 };
 
-// `count` units, as AdamwUnits. The tensors of unit u are entries first_tensor + u * num_tensors and on of the
-// parameter table.
+// `count` units, as AdamwUnits. The tensors of unit u are num_tensors entries of the parameter table, from entry
+// first_tensor + u * num_tensors on.
 typedef struct {
     AdamwUnits units;  // without its runs
     // Index of an element in the array of bf16 weights minus that in the flat shard arrays: for the first unit, and
@@ -53,7 +53,8 @@ typedef struct {
     MsampPair moments[8];
 } Msamp8;
 
-// Returns the bits of x in FP16. Finite values saturate, as fp16_from_float's.
+// Returns the bits of x in FP16. Finite values saturate, as with fp16_from_float. Infinity does here too, and NaN
+// becomes -FP16_MAX.
 __device__ static inline uint32_t msamp_half_bits(float x) {
     return __half_as_ushort(__float2half_rn(fminf(fmaxf(x, -FP16_MAX), FP16_MAX)));
 }
@@ -113,8 +114,8 @@ __device__ static inline uint32_t msamp_largest(const float x[8]) {
     return largest;
 }
 
-// Returns the largest magnitude of 8 stored weights, in bf16 or as the FP16 masters stand for them: that which FP8
-// weights are cast from.
+// Returns the largest magnitude, as fp32 bits, of 8 stored values from which FP8 weights are cast: bf16 weights or,
+// where there are none, the values that FP16 masters stand for.
 template <MsampWeights WEIGHTS>
 __device__ static inline uint32_t msamp_stored_magnitude(const AdamwArrays &a, int64_t i, const MsampTensor &t) {
     if (WEIGHTS != MSAMP_WEIGHTS_FP16 || t.weights) return amax_bits(amax_update(0, bf16x8_load(t.weights + i)));
@@ -246,7 +247,8 @@ __device__ static inline void msamp_publish(MsampAmaxes *shared, const MsampRun 
 }
 
 // Processes a block's ADAMW_BLOCK elements of one unit; each thread takes 8 at a time. Returns the sum of squares of
-// this thread's gradients. A skipped step only finds the magnitudes of the stored weights.
+// this thread's gradients. In a skipped step the first pass does nothing, and the second only finds the magnitudes of
+// the stored weights.
 template <MsampWeights WEIGHTS, bool FP32_MOMENTS, AdamwGradientType GRADIENTS, bool STORE>
 __device__ static inline float msamp_update_block(const AdamwUpdate &w, const MsampUnits &u, MsampAmaxes *amaxes) {
     const bool skipped = w.control && w.control->nonfinite;
@@ -301,8 +303,8 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
     if (amax > *(volatile uint32_t *)(to + threadIdx.x)) atomicMax(to + threadIdx.x, amax);
 }
 
-// Computes the new scales of `count` tensors from their amaxes: blockIdx.y is the state. A step that is skipped keeps
-// them. `keep`: a master scale that is not 0 stays.
+// Computes the new scales of `count` tensors from their amaxes: blockIdx.y is the state. In a skipped step the new
+// scales are the old ones. `keep`: a master scale that is not 0 stays.
 static __global__ void msamp_scales_kernel(AdamwScaled s, int64_t first, int64_t count, const AdamwControl *control,
                                            bool keep) {
     grid_dependency_wait();

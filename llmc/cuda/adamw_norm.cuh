@@ -1,7 +1,7 @@
-// Gradient norm on the GPU: the norm of a rank's gradients, the clip factor, and the search for non-finite gradients.
+// Gradient norm on the GPU: sums of squares, norm, clip factor, and the search for gradients too large or not finite.
 //
-// The norm reads 2 bytes per bf16 gradient, 4 per fp32 gradient, 1 per FP8 gradient. Clip factor and limits are those
-// of adamw_math.h.
+// Sums of squares read 2 bytes per bf16 gradient, 4 per fp32 gradient, 1 per FP8 gradient. Clip factor and limits are
+// those of adamw_math.h.
 #ifndef LLMC_ADAMW_NORM_CUH
 #define LLMC_ADAMW_NORM_CUH
 
@@ -10,21 +10,25 @@
 #include "../reference/adamw_math.h"
 #include "gradient_fp8.cuh"
 
-// The gradient norm of a step and the decisions made from it, in device memory. adamw_norm writes it, updates may read
-// it, and the host may copy it.
+// The gradient norm of a step and the decisions made from it, in device memory. adamw_norm writes all of it, adamw_clip
+// the factor and `nonfinite` for each unit, and adamw_locate or adamw_locate_block the last two members. Updates may
+// read it, and the host may copy it.
 typedef struct {
     float gradient_factor;  // factor for the gradients, from clipping
     float gradient_norm;    // before clipping
     // 1 if the norm is not finite or too large (adamw_accepts): an update that reads it then changes nothing.
     uint32_t nonfinite;
-    uint32_t largest;             // if nonfinite: largest magnitude of this rank's gradients (adamw_magnitude)
-    unsigned long long position;  // if nonfinite: first large gradient in backward order (adamw_large); else ADAMW_NONE
+    // If nonfinite: the largest magnitude of this rank's gradients (adamw_magnitude), and the first large one in
+    // backward order (adamw_large). adamw_locate_block compares norms of blocks of ADAMW_BLOCK elements instead, and
+    // `position` is a block's first element. If not nonfinite: 0 and ADAMW_NONE.
+    uint32_t largest;
+    unsigned long long position;
 } AdamwControl;
 
 #define ADAMW_NONE (~0ull)
 
-// A rank's gradients. One of the first two pointers is NULL. If gradients of the layers' matrices are FP8, bf16_data
-// has all others, in the order of gradient_fp8.cuh.
+// A rank's gradients. At most one of the first two pointers is set. If gradients of the layers' matrices are FP8,
+// bf16_data has all others, in the order of gradient_fp8.cuh.
 typedef struct {
     const bf16 *bf16_data;
     const float *fp32_data;
@@ -176,7 +180,8 @@ static __global__ void adamw_find_large_kernel(AdamwControl *control, const Grad
 }
 
 // Writes *squares (device) = sum of squares of gradients [n]; n is a multiple of 8. With sharded gradients the caller
-// adds up the results of all ranks. workspace holds adamw_workspace_bytes. Returns the bytes moved.
+// adds up the results of all ranks. workspace holds ADAMW_NORM_BLOCKS sums and, with FP8 gradients, ADAMW_FP8_BLOCKS
+// for each matrix of each layer: adamw_workspace_bytes are enough. Returns the bytes moved.
 static inline int64_t adamw_squares(double *squares, AdamwGradients gradients, int64_t n, double *workspace,
                                     cudaStream_t stream) {
     if (n % 8) die("adamw_squares: %lld elements are not a multiple of 8", (long long)n);
@@ -210,13 +215,14 @@ static inline void adamw_find_large(AdamwControl *control, Gradients gradients, 
 }
 
 // Fills *control (device). *squares (device) is the sum of squares over `replicas` replicas of the whole gradient.
-// grad_clip is the largest norm, 0 for no clipping.
+// Gradients are clipped to a norm of grad_clip; 0: no clipping.
 static inline void adamw_norm(AdamwControl *control, const double *squares, int64_t replicas, float grad_clip,
                               cudaStream_t stream) {
     CUDA_LAUNCH(adamw_norm_kernel, 1, 1, 0, stream, control, squares, replicas, grad_clip);
 }
 
-// Locates this rank's large gradients after adamw_norm, if the norm is not accepted.
+// After adamw_norm, if the norm is not accepted: finds this rank's largest gradient, and the first large one in
+// backward order.
 static inline void adamw_locate(AdamwControl *control, AdamwGradients gradients, BackwardOrder order,
                                 cudaStream_t stream) {
     if (gradients.codes) {
@@ -236,7 +242,7 @@ typedef struct {
     double *workspace;  // [ADAMW_NORM_BLOCKS]
     double *squares;    // [ADAMW_CLIP_SLOTS] sums of squares of a unit's gradients: its slot is that of its sums
     double *so_far;     // sum of squares of all units of this step so far
-    float *norms;       // [1 + layers] STATE_CLIP_NORMS (tensors.h)
+    float *norms;       // [1 + layers] norm of a step's gradients so far, after each unit: STATE_CLIP_NORMS (tensors.h)
 } AdamwClip;
 
 static inline AdamwClip adamw_clip_place(int64_t layers, Arena *a) {
@@ -260,7 +266,7 @@ static __global__ void adamw_clip_kernel(AdamwControl *control, AdamwClip c, int
 }
 
 // Sets the factor of unit l, and whether its update is skipped, from c->squares[slot], which is over `replicas`
-// replicas. first: l is the step's first unit.
+// replicas. Adds that to c->so_far, and writes the unit's entry of c->norms. first: l is the step's first unit.
 static inline void adamw_clip(AdamwControl *control, const AdamwClip *c, int64_t l, int64_t slot, bool first,
                               int64_t replicas, float grad_clip, cudaStream_t stream) {
     CUDA_LAUNCH(adamw_clip_kernel, 1, 1, 0, stream, control, *c, l, slot, first, replicas, grad_clip);

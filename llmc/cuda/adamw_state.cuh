@@ -17,7 +17,7 @@ static inline AdamwMoments adamw_moments_of(const Options *o) {
     }
 }
 
-// Places what FP8 moments of n elements need in addition to their codes.
+// Places what COAT's moments of n elements need in addition to their codes.
 static inline void adamw_place_coat(AdamwCoat *coat, int64_t n, Arena *a) {
     const int64_t words = n / COAT_GROUP * (int64_t)sizeof(uint32_t);
     coat->exp_avg_groups = (uint32_t *)arena_take(a, words);

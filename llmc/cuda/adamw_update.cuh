@@ -1,4 +1,4 @@
-// AdamW's update of 8 elements by one thread, with bf16 or fp32 moments.
+// AdamW's arrays on the GPU, and its update of 8 elements by one thread with bf16 or fp32 moments.
 #ifndef LLMC_ADAMW_UPDATE_CUH
 #define LLMC_ADAMW_UPDATE_CUH
 
@@ -9,30 +9,32 @@
 
 enum { ADAMW_THREADS = 256 };  // threads of a block
 
-// How moments are stored: bf16 with stochastic rounding, fp32, FP8 in groups (coat.h), rounded to nearest or
-// stochastically, or as MS-AMP stores them (msamp.h).
+// How moments are stored: in bf16, rounded stochastically; in fp32; in FP8 in groups (coat.h), rounded to nearest; in
+// FP8 in groups, rounded stochastically; or as MS-AMP stores them, in FP8 and FP16 (msamp.h).
 typedef enum { ADAMW_BF16, ADAMW_FP32, ADAMW_COAT, ADAMW_COAT_STOCHASTIC, ADAMW_MSAMP } AdamwMoments;
 
 // Data of COAT's moments beside their codes.
 typedef struct {
-    uint32_t *exp_avg_groups, *exp_avg_sq_groups;  // words, one for COAT_GROUP elements
+    uint32_t *exp_avg_groups, *exp_avg_sq_groups;  // one word for each COAT_GROUP elements
     CoatTables *tables;                            // device memory
 } AdamwCoat;
 
 // States with one scale for each tensor, an entry of the parameter table (msamp.h): FP16 master weights, MS-AMP's
 // moments. Each scale is equal on all ranks.
 typedef struct {
-    fp16_bits *master;           // FP16 masters, of which the bf16 weights are the rounding; else NULL
+    fp16_bits *master;           // FP16 master weights; NULL: none
     float *scales, *new_scales;  // [MSAMP_STATES][tensors]; NULL without such states
     uint32_t *amaxes;            // [tensors][MSAMP_STATES] fp32 bits
     int64_t tensors;
 } AdamwScaled;
 
-// A rank's flat shard arrays. Each has the shard plan's `total` elements; exception: weights_begin.
+// A rank's flat shard arrays. Masters and moments have the shard plan's `total` elements, and so have weights, except
+// that layers' matrices may have no bf16 weights (weights_begin). Offloaded arrays lie in pinned host memory
+// (offload.cuh).
 typedef struct {
     bf16 *weights;
-    // fp32 master weights, and `weights` is their rounded copy. NULL: `weights` are stored alone, with stochastic
-    // rounding.
+    // fp32 master weights; NULL: none. With fp32 or FP16 masters `weights` is their rounded copy. Without masters each
+    // update rounds `weights` stochastically, or to nearest (AdamwStep.nearest_weights).
     float *master;
     void *exp_avg, *exp_avg_sq;
     AdamwMoments moments;
@@ -60,7 +62,7 @@ HOST_DEVICE static inline int64_t adamw_moment_bytes(AdamwMoments moments) {
     return moments == ADAMW_FP32 ? 4 : moments == ADAMW_MSAMP || adamw_is_coat(moments) ? 1 : 2;
 }
 
-// Bytes of both moments of one element.
+// Bytes of both moments of one element, without the words of groups.
 static inline int64_t adamw_moments_bytes(AdamwMoments moments) {
     return moments == ADAMW_MSAMP ? 3 : 2 * adamw_moment_bytes(moments);
 }
@@ -116,7 +118,7 @@ __device__ static inline float adamw_load_gradient(const AdamwGradients &g, int6
 
 // Updates element i, whose index in the flat array is `flat`, with the functions that the CPU uses. An element with a
 // non-finite gradient stays unchanged, so that the weights can still be inspected if the norm is computed after the
-// update. Returns the magnitude of the new bf16 weight.
+// update. Returns the bits of the magnitude of the new bf16 weight.
 template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS>
 __device__ static uint32_t adamw_update_one(const AdamwArrays &a, int64_t i, int64_t flat, const AdamwTerms &c,
                                             bool decay) {
@@ -198,8 +200,9 @@ __device__ static inline bool adamw_is_common(const float denominators[8], float
              (largest << 16 >= high));
 }
 
-// Updates elements i .. i + 7, which are group `group` of the flat array. Raises `largest` to the magnitudes of the new
-// bf16 weights (see amax_update), and adds the squared gradients to *squares.
+// Updates elements i .. i + 7, which are group `group` of the flat array. Returns `largest` raised to the magnitudes of
+// the new bf16 weights (see amax_update), and adds the squared gradients to *squares. A skipped step changes no
+// element.
 template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS>
 __device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, uint32_t i, int64_t group, const AdamwTerms &c,
                                                  float kept, uint32_t largest, float *squares) {

@@ -1,5 +1,5 @@
 // Causal self-attention with grouped key/value heads, forward and backward, without a T x T matrix in memory.
-// On Hopper it uses the TMA and wgmma implementation, elsewhere mma.sync.
+// On Hopper, in a build for Hopper, it uses the TMA and wgmma implementation, elsewhere mma.sync.
 #ifndef LLMC_ATTENTION_CUH
 #define LLMC_ATTENTION_CUH
 

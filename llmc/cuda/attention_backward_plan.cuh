@@ -22,9 +22,10 @@ static inline int64_t attention_backward_queries(int64_t HD) { return HD == 128 
 
 // Chooses heads_per_block and section. Few blocks leave SMs idle; many blocks cost a pass over fp32 partial sums of dK
 // and dV. So this takes the most heads per block for which the longest block (the one of the first keys, which every
-// query sees) takes at most `longest_share` of an SM's share of the total. A section has up to 34 MB of data, which fit
-// in L2. In deterministic order the blocks of one head wait for each other, and shorter blocks, in sections of up to 68
-// MB, are faster. Both choices were measured on an H200 at T 2048 to 8192.
+// query sees) takes at most longest_share times an SM's share of the total, or one head if there is no such number. A
+// section has up to 34 MB of data, which fit in L2, but at least one triple. In deterministic order the blocks of one
+// head wait for each other, and shorter blocks, in sections of up to 68 MB, are faster. Both choices were measured on
+// an H200 at T 2048 to 8192.
 static inline AttentionBackwardPlan attention_backward_plan(AttentionDims d) {
     const double sms = 132, longest_share = d.deterministic ? 0.3 : 1.05, l2_bytes = d.deterministic ? 68e6 : 34e6;
     int64_t group = d.NH / d.NKV, tiles = ceil_div(d.T, ATTENTION_BACKWARD_KEYS);
@@ -55,8 +56,8 @@ static inline AttentionBackwardLayout attention_backward_layout(AttentionDims d,
     return at;
 }
 
-// Bytes of device workspace that attention_backward_sm90 needs, aligned to 256; its contents do not matter. The size is
-// enough for either value of d.deterministic.
+// Returns the bytes of device workspace that attention_backward_sm90 needs, for either value of d.deterministic. The
+// workspace begins at a multiple of 256 bytes, and its contents do not matter.
 static inline int64_t attention_backward_sm90_workspace_bytes(AttentionDims d) {
     AttentionDims fast = d, deterministic = d;
     fast.deterministic = false, deterministic.deterministic = true;

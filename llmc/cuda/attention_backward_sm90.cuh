@@ -6,14 +6,16 @@
 // This is algorithm 4 of FlashAttention (Dao et al.); P and dS are rounded to bf16 before their GEMMs. It runs three
 // kernels:
 //  1. attention_backward_stats computes lse * log2(e) and delta of each query row, padded to whole tiles so that
-//     padding rows get P = 0, and zeroes dQ.
+//     padding rows get P = 0, and zeroes dQ and the counters.
 //  2. attention_backward_main: a thread block owns 128 keys of one key/value head. It loops over the queries that see
-//     them, for `heads_per_block` query heads of the GQA group. One producer thread loads Q, dO, lse and delta by TMA.
-//     Two consumer warpgroups own 64 keys each. They compute S^T and dP^T (keys down, queries across), because those
-//     accumulators, packed to bf16, are already the register operand A of dV += P^T dO and dK += dS^T Q. Only dS goes
-//     through shared memory, for dQ = dS K. Two more threads add dQ to fp32 global memory by bulk copies. dK and dV
-//     stay in registers until the end.
-//  3. attention_backward_rows sums and scales the fp32 parts and writes bf16 rows of dqkv.
+//     them, for `heads_per_block` query heads of the GQA group. One producer thread loads K and V, then Q, dO, lse and
+//     delta, by TMA. Two consumer warpgroups own 64 keys each. They compute S^T and dP^T (keys down, queries across),
+//     because those accumulators, packed to bf16, are already the register operand A of dV += P^T dO and dK += dS^T Q.
+//     Only dS goes through shared memory, for dQ = dS K. Two more threads add dQ to fp32 global memory by bulk copies.
+//     dK and dV stay in registers until the end. Then the block writes them: as bf16 rows of dqkv, or as fp32 parts if
+//     a GQA group has several blocks.
+//  3. attention_backward_rows scales dQ, and sums and scales the parts of dK and dV if there are any. It writes bf16
+//     rows of dqkv.
 // A "fragment" is an fp32 tile of 64 rows x 64 columns in global memory, in the order of the wgmma accumulators:
 // [column / 8][thread of the warpgroup][4]. So each thread reads and writes 16 contiguous bytes.
 #ifndef LLMC_ATTENTION_BACKWARD_SM90_CUH
@@ -34,7 +36,7 @@ __global__ void attention_backward_stats(float *stats, float *dq, int *counters,
     const int lanes = HD / 8, rows = 256 / lanes;
     int64_t padded = (int64_t)gridDim.x * rows, h = blockIdx.y, b = blockIdx.z;
     int64_t t = (int64_t)blockIdx.x * rows + threadIdx.x / lanes;
-    // Index of this thread in the grid. dq has as many values as dout; each thread zeroes 8.
+    // Index of this thread in the grid. dq has HD values for each padded row; each thread zeroes 8.
     const int64_t thread = ((b * NH + h) * gridDim.x + blockIdx.x) * 256 + threadIdx.x;
     for (int i = 0; i < 2; i++)
         ((float4 *)dq)[(thread - threadIdx.x) * 2 + i * 256 + threadIdx.x] = make_float4(0, 0, 0, 0);
@@ -81,7 +83,7 @@ template <int HD> struct AttentionBackwardTiles {
     static const int STATS = DS + 2 * DS_BYTES, STATS_BYTES = 2 * MQ * 4;
     static const int DQ = STATS + STAGES * STATS_BYTES,
                      DQ_BYTES = ATTENTION_BACKWARD_FRAGMENT * 4;  // one fragment tile per consumer warpgroup
-    // mbarriers of 8 bytes each: one per pipeline stage or, for dQ, per consumer warpgroup.
+    // mbarriers of 8 bytes each: one for K and V, else one per pipeline stage or, for dQ, per consumer warpgroup.
     static const int KV_FULL = DQ + 2 * DQ_BYTES;
     static const int Q_FULL = KV_FULL + 8, DO_FULL = Q_FULL + 8 * STAGES, Q_EMPTY = DO_FULL + 8 * STAGES,
                      DO_EMPTY = Q_EMPTY + 8 * STAGES;
@@ -427,8 +429,8 @@ __launch_bounds__(384, 1) void attention_backward_main(const __grid_constant__ A
 // ---------------------------------------------------------------------------------------------------------------------
 // Step 3
 
-// Grid (padded T / 64, blocks of 64 columns of dqkv that have fp32 parts, B), 256 threads. Each thread writes 8 columns
-// of two rows.
+// The grid is (padded T / 64, blocks of 64 columns of dqkv, B) with 256 threads. Columns of dK and dV are in it only if
+// they have fp32 parts. Each thread writes 8 columns of two rows, as far as they are below T.
 template <int HD>
 __global__ void attention_backward_rows(bf16 *dqkv, const float *dq, const float *partial, int64_t T, int64_t NH,
                                         int64_t NKV, int64_t parts) {

@@ -11,11 +11,11 @@
 // turns at the tensor cores, gained nothing at head_dim 128 on an H100. At head_dim 64 they lost: they prevent a
 // warpgroup from skipping key blocks that only later rows of the tile attend to.
 //
-// Tiles (64*W query rows of one head) are assigned to a persistent grid, longest first and in alternating direction.
-// This balances the causal triangle without an atomic counter. The producer loads the next tile's Q, K and V during the
-// current tile's last GEMMs. Rounding: scores, softmax and sums are fp32, P is rounded to bf16 before P V, and the
-// output is rounded once. Memory traffic per token: reads (NH + 2*NKV)*HD bf16, writes NH*HD bf16 + NH floats; K and V
-// are re-read from L2.
+// Tiles (128 query rows of one head, or 192 at head_dim 64) are assigned to a persistent grid, longest first within a
+// section (ForwardPlan), and in alternating direction. This balances the causal triangle without an atomic counter. The
+// producer loads the next tile's Q, K and V during the current tile's last GEMMs. Rounding: scores, softmax and sums
+// are fp32, P is rounded to bf16 before P V, and the output is rounded once. Memory traffic per token: reads (NH +
+// 2*NKV)*HD bf16, writes NH*HD bf16 + NH floats; K and V are re-read from L2.
 #ifndef LLMC_ATTENTION_FORWARD_SM90_CUH
 #define LLMC_ATTENTION_FORWARD_SM90_CUH
 
@@ -70,14 +70,15 @@ __device__ __forceinline__ ForwardPosition forward_position(const ForwardPlan &p
     return at;
 }
 
-// Returns this thread block's tile of a round; p.tiles or more if there is none. Rounds alternate direction over the
-// grid.
+// Returns this thread block's tile of a round; ForwardPlan.tiles or more if there is none. Rounds alternate direction
+// over the grid.
 __device__ __forceinline__ int forward_tile_of_round(int round) {
     int column = round & 1 ? (int)gridDim.x - 1 - (int)blockIdx.x : (int)blockIdx.x;
     return round * (int)gridDim.x + column;
 }
 
-// Returns how many key blocks a tile attends to: those up to the diagonal, none past the end of the sequence.
+// Returns how many blocks of KEYS keys the ROWS queries from `row` on attend to: those up to the diagonal, none past
+// the end of the sequence.
 template <int ROWS, int KEYS>
 __device__ __forceinline__ int forward_key_blocks(int row, int T) {
     return (min(row + ROWS, T) + KEYS - 1) / KEYS;
@@ -233,15 +234,15 @@ __device__ __forceinline__ void forward_rescale(float (&o)[N], const float (&fac
     for (int j = 0; j < N; j++) o[j] *= factor[(j / 2) % 2];
 }
 
-// Divides by the sums, writes lse, and stores the 64 x HD output through shared memory with TMA, which drops rows past
-// T. packed_amax is the running maximum of the magnitudes of rows before T (amax_update in cuda_utils.cuh).
+// Divides by the sums, writes lse, and stores the 64 x HD output through shared memory with TMA, which drops rows from
+// T on. packed_amax is the running maximum of the magnitudes of rows before T (amax_update in cuda_utils.cuh).
 template <int HD, int N>
 __device__ __forceinline__ void forward_finish(float (&o)[N], const float (&row_max)[2], float (&row_sum)[2],
                                                uint32_t staging, const CUtensorMap *map_out, float *lse,
                                                const ForwardPlan &plan, const ForwardPosition &at, int warpgroup,
                                                uint32_t &packed_amax) {
     const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4, row = at.row + 64 * warpgroup;
-    uint32_t magnitude[2];  // mask of a row's magnitude bits; 0 for rows past T
+    uint32_t magnitude[2];  // mask of a row's magnitude bits; 0 for rows from T on
     const int barrier = 1 + warpgroup;
     float inverse[2];
 #pragma unroll

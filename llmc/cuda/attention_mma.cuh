@@ -1,5 +1,6 @@
 // Causal attention, forward and backward, with mma.sync (sm_80 and newer): the portable version.
-// Formulas, layouts and rounding match the Hopper kernels. It is always deterministic.
+// Formulas and data layouts are those of the Hopper kernels. Both versions round P and dS to bf16, but their results
+// differ in the last bits. This one is always deterministic.
 //
 //   S = Q K^T / sqrt(HD) over keys u <= t      P = softmax(S) = exp(S - lse)      O = P V
 //   dP = dO V^T    delta = rowsum(dO * O)      dS = P * (dP - delta)
@@ -27,7 +28,7 @@ __device__ __forceinline__ uint32_t mma_chunk(uint32_t tile, int row, int chunk)
     return tile + (uint32_t)(row * HD * 2 + ((chunk ^ (row & 7)) << 4));
 }
 
-// Starts the copy of rows row0.. of a [T, stride] matrix; rows past T become zero.
+// Starts the copy of rows row0.. of a [T, stride] matrix; rows from T on become zero.
 template <int HD>
 __device__ __forceinline__ void mma_copy_tile(uint32_t tile, const bf16 *from, int64_t stride, int64_t row0,
                                               int64_t T) {
@@ -104,7 +105,7 @@ __device__ __forceinline__ void mma_add_times_tile(float (&d)[HD / 8][4], const 
     }
 }
 
-// Writes factor[h] * d as bf16 rows row0 + l/4 + 8h of a [T, stride] matrix.
+// Writes factor[h] * d as bf16 rows row0 + l/4 + 8h of a [T, stride] matrix, as far as they are below T.
 template <int HD>
 __device__ __forceinline__ void mma_store_rows(bf16 *to, int64_t stride, int64_t row0, int64_t T,
                                                const float (&d)[HD / 8][4], const float (&factor)[2]) {
@@ -123,8 +124,8 @@ __device__ __forceinline__ void mma_store_rows(bf16 *to, int64_t stride, int64_t
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
 
-// Turns one tile's scores of this thread's two rows into exp(S - max), and updates the max (of unscaled scores), the
-// sum and the output so far.
+// Turns one tile's unscaled scores s of this thread's two rows into exp(scale * (s - max)). Updates the max (of
+// unscaled scores), the output so far, and the sum so far, which is over this thread's columns only.
 template <int HD>
 __device__ __forceinline__ void mma_softmax(float (&s)[8][4], float (&o)[HD / 8][4], float (&row_max)[2],
                                             float (&row_sum)[2], float scale) {
@@ -221,7 +222,7 @@ static __global__ void attention_delta_kernel(float *__restrict__ delta, const b
     if (lane == 0) delta[(b * d.NH + h) * d.T + t] = sum;
 }
 
-// Returns lse*log2(e) and delta of one query. A query past T gets lse = +inf, so that its P is 0.
+// Returns lse*log2(e) and delta of one query. A query from T on gets lse = +inf, so that its P is 0.
 __device__ __forceinline__ float2 mma_row_stats(const float *lse, const float *delta, int64_t t, int64_t T) {
     return t < T ? make_float2(lse[t] * LOG2_E, delta[t]) : make_float2(INFINITY, 0.0f);
 }

@@ -1,6 +1,6 @@
 // --fp8-audit on the GPU: compares FP8 data that a cast has written with the bf16 values that it was made from.
-// Audits are rare, and a step with an audit is slower. The last bits of the sums depend on the order in which thread
-// blocks end.
+// A step with an audit is slower: audits are meant to be rare. The last bits of the sums depend on the order in which
+// thread blocks end.
 #ifndef LLMC_AUDIT_CUH
 #define LLMC_AUDIT_CUH
 
@@ -116,9 +116,10 @@ static inline unsigned audit_blocks(int64_t n) {
     return (unsigned)max_i64(1, min_i64(n, (int64_t)device_sm_count() * AUDIT_BLOCKS_PER_SM));
 }
 
-// Adds the audit sums of an earlier enqueued cast of the source to `out` to *out.audit[ROWWISE] and
-// *out.audit[COLUMNWISE] (device memory, either may be NULL). Data that the cast did not write adds nothing. If rowwise
-// and columnwise codes are equal, they are read once, and the result is added to both sums.
+// Compares the codes of `out`, which an earlier enqueued cast of the source has written, with the source's values. Adds
+// the sums to *out.audit[ROWWISE] and *out.audit[COLUMNWISE] (device memory, either may be NULL). Data that is NULL in
+// `out` adds nothing. If rowwise and columnwise codes are equal, they are read once, and the result is added to both
+// sums.
 template <class Source>
 static inline void audit_source(QTensor out, Source source, int64_t R, int64_t C, cudaStream_t stream) {
     AuditView row = {out.rowwise, out.rowwise_scale_inv,     false, out.row_granularity,
@@ -150,8 +151,9 @@ static __global__ void __launch_bounds__(AUDIT_THREADS)
     audit_publish(destinations, sums);
 }
 
-// Adds the audit sums of n consecutive elements, a multiple of 8 (or 0), to *to. The elements are a rank's slice of a
-// weight, and the scale is that of the whole weight. Device pointers; x is aligned to 16 bytes, codes to 8.
+// Adds the audit sums of n consecutive elements to *to. n is a multiple of 8; with 0 it does nothing. The elements are
+// a rank's slice of a weight, and the scale is that of the whole weight. Device pointers; x is aligned to 16 bytes,
+// codes to 8.
 static inline void audit_part(AuditSums *to, const bf16 *x, const uint8_t *codes, const float *scale_inv, int64_t n,
                               Fp8Format format, cudaStream_t stream) {
     if (n < 0 || n % 8) die("audit_part: %lld elements: need a multiple of 8", (long long)n);

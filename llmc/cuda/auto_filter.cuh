@@ -1,9 +1,9 @@
 // --fp8-filter auto: which linear layers are faster in bf16 on this GPU, found by timing both.
 //
 // The FP8 time of a linear layer is the time of its three GEMMs plus the casts of x, w and dy as separate passes over
-// memory. The casts of x and dy are an upper bound, because casts that follow a norm or SwiGLU are fused with it. The
-// cast of w is counted once per step, as with FP8 all-gather or --fp8-weight-cache on, so each micro-step has its share
-// of it.
+// memory. The times of the casts of x and dy are upper bounds, because casts that follow a norm or SwiGLU are fused
+// with it. The cast of w is counted once per step, as with FP8 all-gather or --fp8-weight-cache on, so each micro-step
+// has its share of it.
 #ifndef LLMC_AUTO_FILTER_CUH
 #define LLMC_AUTO_FILTER_CUH
 
@@ -136,11 +136,12 @@ static inline bool auto_filter_layer(AutoFilter *f) {
     return plain <= fp8;
 }
 
-// Times each linear layer in FP8 and in bf16. Writes to `list` the names of those that FP8 does not make faster,
+// Times the linear layers in FP8 and in bf16. Writes to `list` the names of those that FP8 does not make faster,
 // comma-separated as for --fp8-filter; "" if there are none. Layers whose sizes the recipe does not support stay in
 // bf16 anyway: they are neither timed nor listed. `p` is a plan without a filter, R the rows of a micro-step. Prints
-// the times in one line, and allocates and frees GPU memory for one layer at a time. options.h refuses --fp8-filter
-// auto with --fp8-emulate and with --deterministic. Dies if memory is short or the GPU lacks the recipe's GEMMs.
+// the times in one line, and allocates and frees GPU memory for one layer at a time. options_rules.h refuses
+// --fp8-filter auto with --fp8-emulate and with --deterministic. Dies if memory is short or the GPU lacks the recipe's
+// GEMMs.
 static inline void auto_filter(char *list, size_t capacity, const Precision *p, const Options *o, int64_t R,
                                cudaStream_t stream) {
     AutoFilter f;

@@ -75,7 +75,7 @@ static inline const int32_t *batches_group_inputs(Batches *b, const TokenSlot *s
     return b->group_inputs;
 }
 
-// Enqueues the copy of a slot to the device.
+// Enqueues the copy of a slot to the device, and records its event `copied`.
 static inline void batches_send(const Batches *b, TokenSlot *slot, cudaStream_t stream) {
     CUDA_CHECK(cudaMemcpyAsync(slot->device.inputs, slot->host.inputs, (size_t)batches_slot_bytes(b),
                                cudaMemcpyHostToDevice, stream));

@@ -66,11 +66,13 @@ static __global__ void __launch_bounds__(BIAS_THREADS)
 
 static inline int64_t bias_parts(int64_t rows) { return min_i64(BIAS_MAX_PARTS, ceil_div(rows, 4 * BIAS_WARPS)); }
 
-// Writes dbias [columns] = sum over the rows of dy [rows, columns]. columns is a multiple of 8.
+// Writes dbias [columns] = sum over the rows of dy [rows, columns]. columns is a multiple of 8. workspace holds
+// bias_workspace_bytes.
 static inline void bias_backward(bf16 *dbias, const bf16 *dy, int64_t rows, int64_t columns, void *workspace,
                                  cudaStream_t stream) {
     if (rows < 1 || columns < 8 || columns % 8 || columns > INT_MAX)
-        die("bias_backward: %lld columns: need at least 1 row, and a multiple of 8 columns", (long long)columns);
+        die("bias_backward: %lld columns: need at least 1 row, and a multiple of 8 columns from 8 to 2^31 - 8",
+            (long long)columns);
     require_aligned16(dy, "bias_backward", "dy");
     const dim3 grid(grid_size(columns, BIAS_COLUMNS), (unsigned)bias_parts(rows));
     CUDA_LAUNCH(bias_backward_kernel, grid, BIAS_THREADS, 0, stream, (float *)workspace, dy, rows, (int)columns);

@@ -3,15 +3,15 @@
 //   loss[r]      = log(sum_v exp(x[r][v])) - x[r][target]                            fp32, natural logarithm
 //   dlogits[r][v] = bf16((softmax(x[r])[v] - (v == target)) * gradient_scale)        overwrites the logits
 //
-// A row whose target lies outside [0, V) is ignored: its loss and gradient are 0. A NaN or +inf logit makes the row's
-// loss and gradient NaN.
+// A row whose target lies outside [0, V) is ignored: its loss and gradient are 0. In any other row, a NaN or +inf logit
+// makes the loss and the gradient NaN.
 //
 // Bytes moved: 2 read + 2 written per logit (2 read without gradient). A row of 128k-152k logits (257-304 KB) fits on
 // one SM only in its registers and shared memory together. So a persistent block keeps the row there from reading to
 // overwriting: each thread holds its vectors of the row, most in registers, the rest in shared memory. Once a vector's
-// gradient is computed, its registers or shared memory take the next row's vector. If V is too large or not a multiple
-// of 8, or the logits are not aligned to 16 bytes, another kernel reads each row three times. Sums have a fixed order,
-// so every run gives equal bits.
+// gradient is computed, its registers or shared memory take the next row's vector. If V is above 163840, too large for
+// the GPU's shared memory or not a multiple of 8, or the logits are not aligned to 16 bytes, another kernel reads each
+// row three times (twice without gradient). Sums have a fixed order, so every run gives equal bits.
 #ifndef LLMC_CROSS_ENTROPY_CUH
 #define LLMC_CROSS_ENTROPY_CUH
 
@@ -294,7 +294,7 @@ __global__ static void __launch_bounds__(1024)
     if (threadIdx.x == 0) *out = (float)((double)*out + scale * partial[0]);
 }
 
-// Adds scale * (sum of losses [n]) to *out (device), in double precision and a fixed order.
+// Adds scale * (sum of losses [n]) to *out (device). The arithmetic is double precision in a fixed order; *out is fp32.
 static inline void loss_accumulate(float *out, const float *losses, int64_t n, double scale, cudaStream_t stream) {
     CUDA_LAUNCH(loss_accumulate_kernel, 1, 1024, 0, stream, out, losses, n, scale);
 }

@@ -1,4 +1,4 @@
-// Basics of all CUDA files: checked calls, launch sizes, 16-byte bf16 vectors, reductions, amax slots, FP8 casts.
+// Basics of CUDA files: checked calls, launches, bf16 vectors, cp.async, sums, amax slots, FP8 casts, pinned memory.
 // Do not build with -use_fast_math or -ftz=true: the casts give the bits of the CPU's code, which keeps denormals.
 #ifndef LLMC_CUDA_UTILS_CUH
 #define LLMC_CUDA_UTILS_CUH
@@ -68,7 +68,8 @@ static inline void cuda_launch(const char *file, int line, void (*kernel)(P...),
 // launch configuration ends the process; an error inside the kernel is reported by a later synchronizing call.
 #define CUDA_LAUNCH(...) cuda_launch(__FILE__, __LINE__, __VA_ARGS__)
 
-// Returns the number of thread blocks for n items, with `per_block` items in each; at least 1.
+// Returns the number of thread blocks for n items, with `per_block` items in each; at least 1. Dies if that is more
+// than a grid can have.
 static inline unsigned grid_size(int64_t n, int64_t per_block) {
     int64_t blocks = max_i64(1, ceil_div(n, per_block));
     if (blocks > INT_MAX)
@@ -77,8 +78,8 @@ static inline unsigned grid_size(int64_t n, int64_t per_block) {
     return (unsigned)blocks;
 }
 
-// Dies unless the pointer is aligned to 16 bytes (NULL passes). Launchers of kernels with 16-byte accesses call it for
-// each pointer.
+// Dies unless the pointer is aligned to 16 bytes (NULL passes). Launchers call it for the pointers that their kernels
+// access 16 bytes at a time.
 static inline void require_aligned16(const void *pointer, const char *function, const char *name) {
     if ((uintptr_t)pointer % 16) die("%s: %s at %p is not 16-byte aligned", function, name, pointer);
 }
@@ -161,9 +162,10 @@ __device__ static inline float warp_sum(float x) {
 __device__ static inline uint32_t warp_max_u32(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
 
 // Returns the sum over WARPS consecutive warps, with equal bits in every thread and every run. `scratch` is WARPS
-// floats of shared memory. `barrier` is a named barrier, 1 to 15: each set of warps of the block has its own. The
-// function waits at it only once, so a caller in a loop must alternate between two scratch arrays: otherwise a fast
-// warp overwrites values that a slow warp still reads.
+// floats of shared memory. The first warp's number is a multiple of WARPS. `barrier` is one of the block's barriers, 0
+// to 15: sets of warps that sum at the same time have different ones. The function waits at it only once, so a caller
+// in a loop must alternate between two scratch arrays: otherwise a fast warp overwrites values that a slow warp still
+// reads.
 template <int WARPS>
 __device__ static inline float group_sum(float x, float *scratch, int barrier) {
     x = warp_sum(x);
@@ -182,13 +184,13 @@ __device__ static inline float block_sum(float x, float *scratch) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// An amax slot holds the bits of the largest |x| of a tensor as an unsigned integer, in device memory, cleared to 0
-// before use. Unsigned order is the order of non-negative floats, with infinity above the finite numbers and NaN above
-// infinity. So a NaN is never lost, and the result does not depend on the order of the atomics. Delayed and blockwise
-// scaling ignore NaN instead.
+// An amax slot holds the largest |x| of a tensor, a row or a column: the bits of an fp32 number as an unsigned integer,
+// in device memory, cleared to 0 before use. Unsigned order is the order of non-negative floats, with infinity above
+// the finite numbers and NaN above infinity. So the result does not depend on the order of the atomics, and one NaN
+// makes the amax NaN. Casts with delayed or blockwise scaling leave NaN out of the amax (KEEPS_NAN is false).
 
-// Returns the larger of two pairs of bf16 magnitudes, for each 16-bit half. With KEEPS_NAN, NaN is above infinity.
-// Without it, a NaN in `magnitudes` is ignored; `packed_amax` never holds one if it starts from 0.
+// Returns, in each 16-bit half, the larger of the two bf16 magnitudes in that half. With KEEPS_NAN, NaN is above
+// infinity. Without it, a NaN in `magnitudes` is ignored; `packed_amax` never holds one if it starts from 0.
 template <bool KEEPS_NAN = true>
 __device__ static inline uint32_t amax_larger(uint32_t packed_amax, uint32_t magnitudes) {
     if (KEEPS_NAN) return __vmaxu2(packed_amax, magnitudes);
@@ -231,7 +233,8 @@ __device__ static inline void amax_publish(uint32_t *slot, uint32_t packed_amax)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// FP8 casts give the bits of fp8_from_float, but the GPU's instruction turns every NaN into 0x7f (it drops the sign).
+// FP8 casts, and decoding of E4M3. Casts give the bits of fp8_from_float, but the GPU's instruction turns every NaN
+// into 0x7f (it drops the sign).
 
 // Casts two floats to two bytes, `low` in bits 0-7. GPUs below compute capability 8.9 lack the instruction and run the
 // plain code.
@@ -257,7 +260,7 @@ __device__ static inline float half_bits_to_float(uint32_t bits) {
     return __half2float(__ushort_as_half((unsigned short)bits));
 }
 
-// Decodes 8 E4M3 codes, by way of FP16, which holds all their values.
+// Decodes 8 E4M3 codes. From compute capability 8.9 on it goes by way of FP16, which holds all their values exactly.
 __device__ static inline void fp8x8_to_floats(float out[8], uint2 codes) {
 #pragma unroll
     for (int k = 0; k < 8; k += 2) {
@@ -272,7 +275,10 @@ __device__ static inline void fp8x8_to_floats(float out[8], uint2 codes) {
     }
 }
 
-// Returns pinned host memory, all zero. Dies if it cannot be had: `what` names the option that needs it.
+// ---------------------------------------------------------------------------------------------------------------------
+// Pinned host memory
+
+// Returns `bytes` of pinned host memory, all zero. Dies if it cannot be had: `what` names the option that needs it.
 static inline void *host_memory_pinned(const char *what, int64_t bytes) {
     void *memory = NULL;
     const cudaError_t status = cudaHostAlloc(&memory, (size_t)bytes, cudaHostAllocDefault);

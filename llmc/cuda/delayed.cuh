@@ -48,7 +48,7 @@ static __global__ void __launch_bounds__(DELAYED_THREADS) delayed_update_kernel(
 }
 
 // For tensors [first, last) of each of `layers` layers, appends the new amaxes to the histories and computes new
-// scales.
+// scales, as delayed_update() does: an amax of zero or NaN does not enter the history.
 static inline void delayed_update_all(const DelayedArrays *d, int64_t layers, int64_t first, int64_t last,
                                       cudaStream_t stream) {
     const dim3 grid((unsigned)(last - first), (unsigned)layers);

@@ -19,8 +19,8 @@ typedef struct {
     int64_t first, count;
 } EmbeddingPart;
 
-// The index holds the rows of a batch of R tokens grouped by token id, as int32 in one buffer, so that one copy moves
-// it to the GPU. Tokens whose table row lies wholly outside the rank's part are left out.
+// The index groups the rows of x [R, C], one for each token of a batch, by token id. It is int32 in one buffer, so that
+// one copy moves it to the GPU. Tokens whose table row lies wholly outside the rank's part are left out.
 //    [0]               number of distinct ids, n
 //    [1 .. R]          rows, sorted by id and within an id by row
 //    [R+1 .. 2R+1]     start of each id's rows in that list, and the end of the last
@@ -70,7 +70,8 @@ static __global__ void embedding_forward_kernel(bf16 *x, const bf16 *table, cons
 }
 
 static inline void embedding_check(const char *function, int64_t R, int64_t C, const void *table, const void *x) {
-    if (C < 8 || C % 8 || C > INT_MAX / 2) die("%s: hidden size %lld must be a multiple of 8", function, (long long)C);
+    if (C < 8 || C % 8 || C > INT_MAX / 2)
+        die("%s: hidden size %lld must be a multiple of 8, from 8 to 2^30 - 8", function, (long long)C);
     if (R < 1 || R > INT_MAX / 4)
         die("%s: %lld tokens in a batch, must be between 1 and %d", function, (long long)R, INT_MAX / 4);
     require_aligned16(table, function, "the table");
@@ -126,10 +127,10 @@ static __global__ void __launch_bounds__(EMBEDDING_THREADS)
 }
 
 // Adds to dtable [part.count], bf16 or fp32, for each id in `index` (device), the sum of its rows of dx [R, C],
-// restricted to the part. The sum is fp32; for a bf16 dtable it is rounded once, to nearest or by `rounding` (whose
-// `flat` is the index of dtable's first element in the flat array of all parameters). Other rows stay unchanged. The
-// caller has cleared dtable, or has left in it a gradient to add to: of a tied lm_head, or of earlier micro-steps.
-// Returns the bytes moved if all ids differ, the part is the whole table and dtable is bf16.
+// restricted to the part. The sum is fp32; for a bf16 dtable it is rounded once, to nearest or stochastically, as
+// `rounding` says (its `flat` is the index of dtable's first element in the flat array of all parameters). Other rows
+// stay unchanged. The caller has cleared dtable, or has left in it a gradient to add to: of a tied lm_head, or of
+// earlier micro-steps. Returns the bytes moved if all ids differ, the part is the whole table and dtable is bf16.
 template <class Sum>
 static inline int64_t embedding_backward(Sum *dtable, EmbeddingPart part, const bf16 *dx, const int32_t *index,
                                          int64_t R, int64_t C, GradientSum rounding, cudaStream_t stream) {

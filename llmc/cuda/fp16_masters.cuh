@@ -42,7 +42,7 @@ static __global__ void fp16_masters_encode_kernel(bf16 *weights, fp16_bits *mast
     }
 }
 
-// Returns where upper halves are.
+// Returns the memory of upper halves.
 static inline uint16_t *fp16_masters_upper(const AdamwArrays *a) { return (uint16_t *)a->exp_avg_sq; }
 
 // Returns enough blocks of 256 threads for n elements, or to fill any GPU.
@@ -63,7 +63,8 @@ static inline void fp16_masters_amaxes(const AdamwArrays *a, const ParameterTabl
     }
 }
 
-// Encodes all masters that are in halves and whose amaxes are known, and makes the bf16 weights.
+// Encodes all masters that are in halves and whose amaxes are known. Rounds all bf16 weights that exist from the
+// masters.
 static inline void fp16_masters_encode(const AdamwArrays *a, const ParameterTable *t, const ShardPlan *plan,
                                        cudaStream_t stream) {
     const AdamwScaled *s = &a->scaled;

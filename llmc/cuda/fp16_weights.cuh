@@ -19,7 +19,7 @@ enum { FP16_TENSORS = 8, FP16_ELEMENTS = 16, FP16_THREADS = 256 };
 // The tensors among a layer's matrices, in the order of memory.
 typedef struct {
     int count;
-    int64_t ends[FP16_TENSORS];  // the element of the layer's matrices at which each ends
+    int64_t ends[FP16_TENSORS];  // each tensor's end, in elements from the start of the layer's matrices
     int linears[FP16_TENSORS];   // LinearId of the weight that it is part of
     int entries[FP16_TENSORS];   // its entry of the parameter table in layer 0
     int64_t layer_entries;       // entries of a layer
@@ -36,7 +36,7 @@ typedef struct {
     Fp16Tensors tensors;
     const fp16_bits *masters;  // layer l's slice begins at masters + l * stride
     int64_t stride;
-    int64_t first;         // the element of a layer's matrices at which its slice begins
+    int64_t first;         // the element of a layer's matrices at which this rank's slice begins
     Fp16Factors *factors;  // [layers, FP16_TENSORS]
 } Fp16Weights;
 
@@ -52,7 +52,8 @@ static inline Fp16Tensors fp16_tensors(const ParameterTable *t) {
         linear += !(p->flags & PARAM_JOINED);
         r.ends[r.count] = p->offset + parameter_elements(p) - matrices;
         r.linears[r.count] = linear, r.entries[r.count++] = (int)i;
-        if (p->rows % 4 || p->cols % FP16_ELEMENTS) die("%s: casts need rows in fours, columns in sixteens", p->name);
+        if (p->rows % 4 || p->cols % FP16_ELEMENTS)
+            die("%s: casts need a multiple of 4 rows and of 16 columns", p->name);
     }
     return r;
 }
@@ -85,8 +86,8 @@ __device__ static inline uint2 fp16x8_to_fp8(const fp16_bits *p, float to_fp8) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Factors
 
-// A block for each layer. scales: of the FP16 masters, one for each entry of the parameter table. amax, scale_inv: of
-// the layers' FP8 weights, as in Fp8Slices.
+// Each layer has a thread block, and each of its tensors a thread. `scales` has those of the FP16 masters, one for each
+// entry of the parameter table. `amax` and scale_inv are those of the layers' FP8 weights, laid out as in Fp8Slices.
 static __global__ void fp16_factors_kernel(const __grid_constant__ Fp16Weights w, const float *scales,
                                            const uint32_t *amax, float *scale_inv, int64_t slot_stride) {
     grid_dependency_wait();
@@ -145,14 +146,16 @@ static __global__ void __launch_bounds__(FP16_THREADS)
 static inline void fp16_cast_slices(uint8_t *codes, const Fp16Weights *w, int64_t layers, int64_t n,
                                     cudaStream_t stream) {
     if (n % FP16_ELEMENTS || w->stride % 8)
-        die("fp16_cast_slices: slices of %lld elements, %lld apart", (long long)n, (long long)w->stride);
+        die("fp16_cast_slices: slices of %lld elements (must be a multiple of 16), %lld apart (of 8)", (long long)n,
+            (long long)w->stride);
     require_aligned16(w->masters, "fp16_cast_slices", "masters");
     require_aligned16(codes, "fp16_cast_slices", "codes");
     const dim3 grid(grid_size(n, FP16_THREADS * FP16_ELEMENTS), (unsigned)layers);
     CUDA_LAUNCH(fp16_slices_kernel, grid, FP16_THREADS, 0, stream, codes, *w, n);
 }
 
-// Tiles and transposes as quantize_transpose_kernel. Rows of one tensor come in multiples of 4.
+// Tiles and transposes as quantize_transpose_kernel. Each tensor has a multiple of 4 rows, so the 4 rows of a thread
+// belong to one tensor.
 static __global__ void __launch_bounds__(CAST_THREADS, 4)
     fp16_transpose_kernel(uint8_t *rowwise, uint8_t *columnwise, const __grid_constant__ Fp16Weights w, int64_t layer,
                           int64_t at, int64_t R, int64_t C) {
@@ -185,12 +188,13 @@ static __global__ void __launch_bounds__(CAST_THREADS, 4)
     store_tile_columns<1>(columnwise, tile, first_row, first_column, R, C);
 }
 
-// Casts a weight [R, C] of a layer, whose matrices are whole here, from element `at` of them on. Writes the data that
-// `out` has. C is a multiple of 16.
+// Casts the weight [R, C] that begins at element `at` of the layer's matrices, all of which this rank has. Writes the
+// codes that `out` has memory for: rowwise, columnwise, or both. fp16_factors has written scale_inv. C is a multiple of
+// 16.
 static inline void fp16_cast(QTensor out, const Fp16Weights *w, int64_t layer, int64_t at, int64_t R, int64_t C,
                              cudaStream_t stream) {
     quantize_check_size("fp16_cast", R, C);
-    if (w->first) die("fp16_cast: this rank has a part of the matrices");
+    if (w->first) die("fp16_cast: this rank has only a part of the layer's matrices");
     require_aligned16(w->masters + layer * w->stride + at, "fp16_cast", "masters");
     require_aligned16(out.rowwise, "fp16_cast", "rowwise");
     require_aligned16(out.columnwise, "fp16_cast", "columnwise");
@@ -213,8 +217,9 @@ static __global__ void __launch_bounds__(AUDIT_THREADS)
     audit_publish(destinations, sums);
 }
 
-// Adds the audit sums of a layer's cast: n elements from element `at` of this rank's slice on, all of one weight, with
-// the scale_inv of its FP8 data. The values to compare with are those that the masters stand for.
+// Adds the audit sums of a layer's cast to *to: of n elements from element `at` of this rank's slice on, all of one
+// weight. `codes` begins with the first of them, and scale_inv is that of the FP8 weight. The values to compare with
+// are those that the masters stand for.
 static inline void fp16_audit(AuditSums *to, const Fp16Weights *w, int64_t layer, int64_t at, int64_t n,
                               const uint8_t *codes, const float *scale_inv, cudaStream_t stream) {
     int64_t begin = at;

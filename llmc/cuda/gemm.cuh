@@ -10,12 +10,12 @@
 // operands are rowwise data; both have the recipe's scales. N and K, and in FP8 R too, must be multiples of the
 // recipe's `multiple`. It is at least 8 for BF16 and 16 for FP8, because cuBLASLt needs an alignment of 16 bytes.
 //
-// A GEMM that the GPU lacks can be emulated: the FP8 data is decoded into bf16, which represents every FP8 number times
-// a power of two exactly, and multiplied in BF16. Only the order of the sums and Hopper's reduced accumulation
-// precision differ.
+// FP8 GEMMs can be emulated (--fp8-emulate), also where the GPU has them: the FP8 data is decoded into bf16, which
+// represents FP8 numbers times a power of two exactly, except for bf16's smallest numbers, and multiplied in BF16.
+// Other than that, only the order of the sums and Hopper's reduced accumulation precision differ.
 //
-// Every result is rounded to bf16 once, even if it is added to an old value. With beta = 1 passed at launch, cuBLASLt
-// on Hopper may round the GEMM's result first and then the sum (seen with cuBLAS 13.1). So wgrad, the only GEMM that
+// Every result is rounded to bf16 once, even if it is added to an old value. With beta = 1 in host memory, cuBLASLt on
+// Hopper may round the GEMM's result first and then the sum (seen with cuBLAS 13.1). So wgrad, the only GEMM that
 // accumulates, has alpha and beta in device memory.
 #ifndef LLMC_GEMM_CUH
 #define LLMC_GEMM_CUH
@@ -39,7 +39,7 @@ static inline void gemm_check_status(cublasStatus_t status, const char *call, co
 
 typedef struct {
     cublasLtHandle_t handle;
-    void *workspace;  // GEMM_WORKSPACE_BYTES, 256-byte aligned, used on one stream
+    void *workspace;  // at least GEMM_WORKSPACE_BYTES, 256-byte aligned, used on one stream
     // As many elements as the largest gemm_scratch_elements(), 16-byte aligned; NULL if no plan emulates.
     bf16 *scratch;
     float *alpha;        // one float, for emulated GEMMs; NULL if no plan emulates
@@ -173,7 +173,7 @@ static inline cublasLtMatmulDesc_t gemm_matmul(const GemmPlan *p, bool transpose
 static __device__ float gemm_one_zero[2] = {1.0f, 0.0f};
 
 // Describes one GEMM. cuBLASLt is column-major and computes D^T, so the row-major result needs no transpose. Dies if
-// its recipe does not allow the sizes, or if the GPU lacks it.
+// its recipe does not allow the sizes, or if the GPU lacks it and it is not emulated.
 static inline GemmPlan gemm_describe(const char *layer, GemmKind kind, int64_t R, int64_t N, int64_t K, GemmSpec spec,
                                      bool bias) {
     GemmPlan p;
@@ -185,9 +185,11 @@ static inline GemmPlan gemm_describe(const char *layer, GemmKind kind, int64_t R
     if (p.native) gemm_require_native(spec.recipe);
     const int64_t multiple = fp8 ? spec.recipe->multiple : recipe_row(RECIPE_BF16)->multiple;
     if (N % multiple || K % multiple || (fp8 && R % multiple))
-        die_with(EXIT_UNSUPPORTED, "%s %s: sizes %lld x %lld x %lld must be multiples of %lld for %s%s", layer,
-                 gemm_kind_name(kind), (long long)R, (long long)N, (long long)K, (long long)multiple,
-                 fp8 ? spec.recipe->name : "BF16", fp8 ? "; use --precision bf16 or another --fp8-recipe" : "");
+        die_with(
+            EXIT_UNSUPPORTED,
+            "%s %s: R x N x K is %lld x %lld x %lld, but N and K (in FP8 also R) must be multiples of %lld for %s%s",
+            layer, gemm_kind_name(kind), (long long)R, (long long)N, (long long)K, (long long)multiple,
+            fp8 ? spec.recipe->name : "BF16", fp8 ? "; use --precision bf16 or another --fp8-recipe" : "");
     p.rows = kind == GEMM_FPROP ? N : K, p.cols = kind == GEMM_WGRAD ? N : R,
     p.depth = kind == GEMM_FPROP   ? K
               : kind == GEMM_DGRAD ? N
@@ -247,8 +249,8 @@ static __global__ void gemm_alpha_kernel(float *alpha, const float *inverse_a, c
     *alpha = (inverse_a ? *inverse_a : 1.0f) * (inverse_b ? *inverse_b : 1.0f);
 }
 
-// Decodes the operands of an emulated GEMM to bf16. Its alpha holds the scales of whole tensors, which need not be
-// powers of two.
+// Decodes the operands of an emulated GEMM to bf16. Scales of whole tensors, which need not be powers of two, go into
+// its alpha: *g->alpha becomes the product of their scale_inv.
 static inline void gemm_decode(const Gemm *g, const GemmPlan *p, const QTensor *a, const QTensor *b) {
     const void *scale_a = gemm_scale_inv(p, 0, a), *scale_b = gemm_scale_inv(p, 1, b);
     fp8_dequantize(g->scratch, (const uint8_t *)gemm_data(p, 0, a), scale_a, p->granularity_a, p->spec.format_a,
@@ -315,7 +317,7 @@ static inline int gemm_first_usable(const Gemm *g, const GemmPlan *p, const cubl
     return -1;
 }
 
-// Returns the fastest candidate that cuBLASLt calls usable and launches; -1 if none.
+// Returns the fastest candidate that cuBLASLt calls usable and launches (overwrites d); -1 if none.
 static inline int gemm_fastest(const Gemm *g, const GemmPlan *p, const cublasLtMatmulHeuristicResult_t *found,
                                int count, bf16 *d, const QTensor *a, const QTensor *b) {
     cudaEvent_t begin, end;
@@ -333,9 +335,9 @@ static inline int gemm_fastest(const Gemm *g, const GemmPlan *p, const cublasLtM
     return fastest;
 }
 
-// Chooses the plan's algorithm: the fastest of cuBLASLt's candidates on these buffers (overwrites d), or the first one
-// when deterministic. If cuBLASLt has no fast_accum algorithm (rowwise scales, few rows and columns, long contraction),
-// the plan takes one with full accumulation. Dies if there is none.
+// Chooses the plan's algorithm: the fastest of cuBLASLt's candidates on these buffers (overwrites d), or the first
+// usable one when deterministic. If cuBLASLt has no fast_accum algorithm (rowwise scales, few rows and columns, long
+// contraction), the plan takes one with full accumulation. Dies if no algorithm can be used.
 static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b,
                                const bf16 *bias) {
     cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES];

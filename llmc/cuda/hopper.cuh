@@ -1,9 +1,9 @@
 // Hopper (sm_90a) building blocks: thin wrappers over PTX for mbarriers, TMA copies and wgmma.
 //
-// Shared-memory tiles are rows of 128 bytes (64 bf16) with the 128-byte swizzle: 16-byte chunk c of row r is stored at
-// chunk c ^ (r % 8). A tile starts at a multiple of 1024 bytes. A tile wider than 64 columns is stored as several such
-// tiles, one after another. Sources: the PTX ISA manual (wgmma matrix descriptors, tensor maps) and the CUDA driver API
-// manual.
+// A bf16 tile in shared memory is rows of 128 bytes (64 bf16) with the 128-byte swizzle: 16-byte chunk c of row r is
+// stored at chunk c ^ (r % 8). A tile starts at a multiple of 1024 bytes. A tile wider than 64 columns is stored as
+// several such tiles, one after another. Sources: the PTX ISA manual (wgmma matrix descriptors, tensor maps) and the
+// CUDA driver API manual.
 #ifndef LLMC_HOPPER_CUH
 #define LLMC_HOPPER_CUH
 
@@ -46,6 +46,7 @@ typedef CUresult (*TensorMapEncode)(CUtensorMap *, CUtensorMapDataType, cuuint32
                                     CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
 // Returns the driver's cuTensorMapEncodeTiled. It is looked up at run time so that the program does not link libcuda.
+// Dies if the driver has none.
 static inline TensorMapEncode tensor_map_encoder(void) {
     void *function = NULL;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
@@ -61,8 +62,8 @@ static inline TensorMapEncode tensor_map_encoder(void) {
 
 // Describes a tensor of `rank` (3 to 5) dimensions for TMA, innermost first. dims: elements per dimension. strides:
 // bytes from one index to the next of dimensions 1..rank-1 (multiples of 16). box: elements per dimension of the tile
-// that one copy moves. Reads outside the tensor give zero, writes outside it are dropped. It runs on the host only, and
-// neither allocates nor synchronizes.
+// that one copy moves. Reads outside the tensor give zero, writes outside it are dropped. Dies if the driver refuses
+// the description. Runs on the host only, and neither allocates nor synchronizes.
 static inline CUtensorMap tensor_map_create(CUtensorMapDataType type, CUtensorMapSwizzle swizzle, int rank,
                                             const void *base, const int64_t *dims, const int64_t *strides,
                                             const int *box) {
@@ -78,9 +79,8 @@ static inline CUtensorMap tensor_map_create(CUtensorMapDataType type, CUtensorMa
     CUresult result = encode(&map, type, (cuuint32_t)rank, (void *)base, d, st, bx, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
                              swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
-        die("tensor map of rank %d with dims (%lld, %lld, %lld, %lld) at %p was refused by the driver (code %d): base "
-            "and strides "
-            "must be multiples of 16 bytes",
+        die("tensor map of rank %d with dims (%lld, %lld, %lld, %lld) at %p was refused by the driver (code %d); base "
+            "and strides must be multiples of 16 bytes, and a box has at most 256 elements per dimension",
             rank, (long long)dims[0], (long long)dims[1], (long long)dims[2], rank > 3 ? (long long)dims[3] : 1LL, base,
             (int)result);
     return map;
@@ -166,7 +166,8 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Device: TMA, called by one thread. Loads complete on an mbarrier, stores and reductions in bulk groups.
+// Device: TMA, its fences, and stmatrix. One thread issues a copy. Loads complete on an mbarrier, stores and reductions
+// in bulk groups.
 
 // Orders this thread's ordinary shared-memory accesses before later accesses by TMA and wgmma. If other threads issue
 // those, a barrier must follow the fence.
@@ -179,7 +180,7 @@ __device__ __forceinline__ void tensor_map_prefetch(const CUtensorMap *map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// L2 policies for the loads below.
+// L2 policies for tma_load_4d_hint.
 __device__ __forceinline__ uint64_t l2_evict_last(void) {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -236,8 +237,8 @@ template <int PENDING> __device__ __forceinline__ void bulk_wait(void) {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Stores four 8x8 bf16 matrices. Lane l gives the address of row l%8 of matrix l/8; register i holds matrix i in
-// fragment layout (lane l: row l/4, columns 2*(l%4), +1).
+// Stores four 8x8 bf16 matrices to shared memory. Lane l gives the address of row l%8 of matrix l/8; register i holds
+// matrix i in fragment layout (lane l: row l/4, columns 2*(l%4), +1).
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
                  "r"(r2), "r"(r3)

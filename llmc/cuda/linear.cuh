@@ -28,8 +28,9 @@ typedef struct {
 // gradient once. Small chunks save memory.
 enum { LOGITS_ROWS = 4096, LOGITS_FEW_ROWS = 2048 };
 
-// Returns the rows of logits in memory at a time. `room`: how many logits fit into the memory of gradients that are
-// computed later, or 0. There are LOGITS_FEW_ROWS rows if `room` is not 0, but too small for LOGITS_ROWS.
+// Returns the rows of logits in memory at a time: the R rows of a micro-step, but at most LOGITS_ROWS, or at most
+// LOGITS_FEW_ROWS if `room` is not 0 but too small for so many. `room`: how many logits fit into the memory of
+// gradients that are computed later, or 0.
 static inline int64_t logits_rows(const Dims *d, int64_t room) {
     const int64_t many = min_i64(d->R, LOGITS_ROWS);
     return room && many * d->V > room ? min_i64(d->R, LOGITS_FEW_ROWS) : many;
@@ -54,7 +55,8 @@ static inline int64_t linears_emulation_elements(const Linears *ln) {
     return most;
 }
 
-// Places the GEMM workspace of at least `workspace` bytes, and the scratch of emulated GEMMs.
+// Places the GEMM workspace, of at least GEMM_WORKSPACE_BYTES and at least `workspace` bytes, and the scratch of
+// emulated GEMMs.
 static inline void linears_place(Linears *ln, int64_t workspace, Arena *a) {
     const bool emulated = ln->precision->emulated;
     arena_group(a, "GEMMs, optimizer");
@@ -139,7 +141,8 @@ static inline void linears_destroy(Linears *ln) {
 // Prints the table of all GEMMs with their operands.
 static inline void linears_print(const Linears *ln) { precision_print(ln->precision, ln->rows, ln->head_rows, "bf16"); }
 
-// Prints in one line the GEMMs for which cuBLASLt has no fast accumulation (gemm_choose). After linears_plan.
+// Prints in one line the GEMMs that the run wants with fast accumulation but cuBLASLt has only without (gemm_choose);
+// prints nothing if there are none. Call it after linears_plan.
 static inline void linears_print_full_accum(const Linears *ln) {
     bool found = false;
     for (int id = 0; id < NUM_LINEARS; id++)
@@ -200,8 +203,8 @@ static inline void qtensor_amax_pass(Linears *ln, const QTensor *q, const Source
     profile_bytes(ln->profile, "amax passes", quantize_amax_source("quantize", *q, source, R, C, ln->gemm.stream));
 }
 
-// Casts the tensor. If its scales follow from amaxes, these have been raised before. A tensor's first cast in the
-// delayed recipe takes the scale of its own amax.
+// Casts the tensor, and audits the cast if the step is audited. If its scales follow from amaxes, these have been
+// raised before. A tensor's first cast in the delayed recipe takes the scale of its own amax.
 template <class Source>
 static inline void qtensor_cast(Linears *ln, const QTensor *q, const Source &source, int64_t R, int64_t C) {
     if (q->amax_source == AMAX_DELAYED && !ln->scales.scales_ready) {

@@ -1,11 +1,11 @@
 // Keeps AdamW's moments, fp32 master weights or both in pinned host memory (--offload moments,master).
-// `kept` does it with activations (offload_kept.cuh).
+// The member `kept` does so with activations (offload_kept.cuh).
 //
 // The update takes a rank's shard in parts. A part is copied to a slot of GPU memory, updated there, and copied back.
-// Copies in both directions have streams of their own, and begin before the update needs them: the order of parts is
-// known, so as many of the next parts are on their way as there are other slots. With --optimizer-in-backward the slots
-// hold a whole layer, which travels while backward computes. The words of FP8 moments stay on the GPU. Results do not
-// depend on offloading.
+// Each direction of copies has a stream of its own. Copies to the GPU begin before the update needs them: the order of
+// parts is known, so as many of the next parts are on their way as there are other slots. With --optimizer-in-backward
+// the parts of up to a whole layer travel while backward computes. The words of COAT's moments stay on the GPU. Results
+// do not depend on offloading.
 #ifndef LLMC_OFFLOAD_CUH
 #define LLMC_OFFLOAD_CUH
 
@@ -27,7 +27,7 @@ typedef struct {
 
 typedef struct Offload {
     int64_t bytes[OFFLOAD_ARRAYS];  // bytes of an element; 0: the array stays on the GPU
-    int64_t element;                // bytes of an element of all arrays; 0: nothing is offloaded
+    int64_t element;                // bytes of an element of all arrays; 0: neither moments nor masters are offloaded
     const ShardPlan *plan;
     int64_t layers;
     bool backwards;              // true: the layers are updated from the last to the first, and the root after them
@@ -65,8 +65,8 @@ static inline int64_t offload_following(const Offload *f, int64_t index) {
     return offload_index(f, l, 0);
 }
 
-// Describes the parts of a rank's shard. Slots hold a layer and two more parts; a shard with few parts gets one slot,
-// with which every copy waits for the last.
+// Describes the parts of a rank's shard. There are slots for a layer and two more parts, at most OFFLOAD_MAX_SLOTS. A
+// shard with few parts gets one slot: then a part is copied to the GPU after the part before it is back in host memory.
 static inline void offload_describe(Offload *f, const Options *o, const ShardPlan *plan, const KeptSpan *kept,
                                     int64_t layers) {
     const Offloaded offloaded = options_offloaded(o);
@@ -84,14 +84,14 @@ static inline void offload_describe(Offload *f, const Options *o, const ShardPla
     f->num_slots = !f->element ? 0 : parts > 2 * wanted ? wanted : 1;
 }
 
-// Places the slots. They belong to the group of the optimizer state.
+// Places the slots. In the memory plan they count as optimizer state.
 static inline void offload_place(Offload *f, Arena *a) {
     for (int64_t i = 0; i < f->num_slots; i++)
         for (int k = 0; k < OFFLOAD_ARRAYS; k++)
             f->slots[i].array[k] = f->bytes[k] ? (char *)arena_take(a, OFFLOAD_PART * f->bytes[k]) : NULL;
 }
 
-// Prints, in a dry run, what offloading takes and moves.
+// Prints, in a dry run, what offloading takes and moves: activations, then moments and masters.
 static inline void offload_print(const Offload *f, KeptPasses passes) {
     const double bytes = (double)(f->plan->total * f->element);
     kept_print(&f->kept, passes);
@@ -137,7 +137,7 @@ static inline void offload_destroy(Offload *f) {
         if (f->bytes[k]) CUDA_CHECK(cudaFreeHost(f->host[k]));
 }
 
-// Makes the stream wait for all copies to the host.
+// Makes the stream wait for all copies of parts to the host.
 static inline void offload_wait(const Offload *f, cudaStream_t stream) {
     for (int64_t i = 0; i < f->num_slots; i++) CUDA_CHECK(cudaStreamWaitEvent(stream, f->slots[i].stored));
 }
@@ -163,8 +163,8 @@ static inline void offload_copy(const Offload *f, const OffloadSlot *s, int64_t 
     }
 }
 
-// Returns the slot of a part. Starts its copy to the GPU if no slot has it. A slot's last part is back in host memory
-// by then, and so is all that was copied before it.
+// Returns the slot of a part. Starts its copy to the GPU if no slot has it. The copy begins when the slot's last part
+// is back in host memory, with all that was copied back before it.
 static inline OffloadSlot *offload_fetch(Offload *f, int64_t index) {
     const OffloadSpan span = offload_span(f, index);
     for (int64_t i = 0; i < f->num_slots; i++)
@@ -177,7 +177,7 @@ static inline OffloadSlot *offload_fetch(Offload *f, int64_t index) {
     return s;
 }
 
-// Updates one part. w and `unit` are those of adamw_update_units for its unit.
+// Updates one part. w and `unit` are what adamw_update_of gives for the part's unit.
 static inline void offload_update_part(Offload *f, const AdamwUpdate *w, const AdamwUnits *unit, int64_t index,
                                        cudaStream_t stream) {
     const OffloadSpan span = offload_span(f, index);

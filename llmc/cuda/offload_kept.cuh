@@ -27,10 +27,12 @@ typedef struct {
     cudaEvent_t used[KEPT_SLOTS], copied[KEPT_SLOTS];
 } KeptOffload;
 
-// Number of the first layers, whose activations leave the GPU.
+// Returns how many layers have activations that leave the GPU: all but the last KEPT_SLOTS, or 0 without --offload
+// activations.
 static inline int64_t kept_leaving(const KeptOffload *f) { return f->kept ? max_i64(0, f->layers - KEPT_SLOTS) : 0; }
 
-// Returns where the activations of layer l begin in host memory; with l = kept_leaving, the bytes of all.
+// Returns where the activations of layer l begin in host memory; with l = kept_leaving, the bytes of all that leave the
+// GPU.
 static inline int64_t kept_host_begin(const KeptOffload *f, int64_t l) {
     int64_t begin = 0;
     for (int64_t below = 0; below < l; below++) begin += f->kept[below].bytes;
@@ -93,15 +95,17 @@ static inline void kept_destroy(KeptOffload *f) {
     CUDA_CHECK(cudaFreeHost(f->host));
 }
 
-// Called before forward or backward of layer l. Waits until the slot may be written, or has been loaded. Returns true
-// if the stream waits.
+// Called before forward or backward of layer l. The compute stream waits until the slot may be written (forward), or
+// has been loaded (backward). Returns true if there is such a wait.
 static inline bool kept_begin(const KeptOffload *f, int64_t l, bool backward, cudaStream_t compute) {
     const bool waits = backward ? l < kept_leaving(f) : f->stores && kept_leaving(f) && l >= KEPT_SLOTS;
     if (waits) CUDA_CHECK(cudaStreamWaitEvent(compute, f->copied[l % KEPT_SLOTS]));
     return waits;
 }
 
-// Called after forward or backward of layer l. Stores the layer, or loads the one that uses its slot before it.
+// Called after forward or backward of layer l. After forward, starts the copy of layer l to the host; after backward,
+// that of layer l - KEPT_SLOTS back into the slot. Does nothing for layers that stay, and after forward without
+// `stores`.
 static inline void kept_end(const KeptOffload *f, int64_t l, bool backward, cudaStream_t compute) {
     const int64_t moved = backward ? l - KEPT_SLOTS : l, slot = l % KEPT_SLOTS;
     if (moved < 0 || moved >= kept_leaving(f) || (!backward && !f->stores)) return;

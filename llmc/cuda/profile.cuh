@@ -1,6 +1,7 @@
-// Time of each operation of a step: NVTX ranges for Nsight Systems, and the table of --profile.
-// After each operation the trainer calls profile_mark with its name and its bytes or FLOPs; the time since the previous
-// mark is the operation's. A wait of the stream (for weights in transfer) is an operation of its own.
+// Times of a step: NVTX ranges of its parts for Nsight Systems, and the table of operations that --profile prints.
+// The trainer calls profile_mark after an operation, with its name and its bytes or FLOPs; the time since the previous
+// mark is the operation's. Small operations have no mark: their time counts with the next operation that has one. A
+// wait of the stream (for weights in transfer) is an operation of its own.
 #ifndef LLMC_PROFILE_CUH
 #define LLMC_PROFILE_CUH
 
@@ -15,11 +16,12 @@
 
 enum { PROFILE_MAX_OPS = 64 };
 
-// The limit of an operation: memory traffic in bytes, or FLOPs in bf16 or FP8. PROFILE_WAIT has none.
+// How an operation's work is counted, and so which rate limits it: bytes of memory traffic, or FLOPs in bf16 or FP8.
+// PROFILE_WAIT has no work.
 typedef enum { PROFILE_WAIT, PROFILE_BYTES, PROFILE_FLOPS_BF16, PROFILE_FLOPS_FP8 } ProfileBound;
 
 typedef struct {
-    const char *op;  // string literal; equal text means one operation
+    const char *op;  // string literal; marks with equal text and bound are one operation
     ProfileBound bound;
     double work;  // bytes or FLOPs
     cudaEvent_t done;
@@ -90,7 +92,7 @@ static inline int profile_compare(const void *a, const void *b) {
 }
 
 // Sums the marks by operation, longest first. All marked work must have completed. Returns the number of operations in
-// ops [PROFILE_MAX_OPS].
+// ops [PROFILE_MAX_OPS]. Dies if there are more.
 static inline int profile_sum(const Profile *p, ProfileOp *ops) {
     int count = 0;
     for (int64_t i = 1; i < p->count; i++) {
@@ -111,7 +113,7 @@ static inline int profile_sum(const Profile *p, ProfileOp *ops) {
 }
 
 // Returns the GPU's copy rate in bytes per second, reads plus writes: the fastest of five copies of `bytes` from the
-// first half of `buffer` to the second.
+// first half of `buffer`, which has 2 * bytes, to the second.
 static inline double profile_copy_rate(char *buffer, int64_t bytes, cudaStream_t stream) {
     cudaEvent_t begin, end;
     float best = INFINITY;
@@ -131,7 +133,8 @@ static inline double profile_copy_rate(char *buffer, int64_t bytes, cudaStream_t
     return 2.0 * (double)bytes / (best * 1e-3);
 }
 
-// Adds an operation to a JSON array. limit: the largest rate that the GPU could reach, per second; 0: unknown.
+// Adds an operation to a JSON array. limit: the GPU's limit for this operation, in bytes or FLOPs per second; 0:
+// unknown.
 static inline void profile_add(JsonText *parts, const ProfileOp *o, double limit) {
     const char *const kinds[] = {"wait", "memory", "bf16 gemm", "fp8 gemm"};  // in the order of ProfileBound
     json_text_add(parts, "%s{\"name\": ", parts->size ? ", " : "");
@@ -144,8 +147,8 @@ static inline void profile_add(JsonText *parts, const ProfileOp *o, double limit
     json_text_add(parts, "}");
 }
 
-// Prints the table, adds its rows to the JSON array `parts`, and clears the marks. peak_bf16 is the dense peak in
-// FLOP/s (FP8 has twice that), 0 if unknown; copy_rate is in bytes per second.
+// Prints the table, adds its rows to the JSON array `parts`, and clears the marks. Limits: peak_bf16, the dense peak in
+// FLOP/s (0: unknown), twice that for FP8, and copy_rate in bytes per second.
 static inline void profile_print(Profile *p, double peak_bf16, double copy_rate, JsonText *parts) {
     ProfileOp ops[PROFILE_MAX_OPS];
     double total = 0;

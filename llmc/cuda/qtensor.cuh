@@ -1,4 +1,4 @@
-// A tensor that GEMMs read: its bf16 and FP8 data with their scales, and which tensor of the model it is.
+// A tensor of a GEMM: its bf16 and FP8 data with their scales, and which tensor of the model it is.
 #ifndef LLMC_QTENSOR_CUH
 #define LLMC_QTENSOR_CUH
 
@@ -11,17 +11,18 @@ typedef enum {
     AMAX_UNUSED,         // no amax needed: the tensor is not cast, or its scales are per block and found by the cast
     AMAX_FROM_PRODUCER,  // the kernel that produces the tensor raises its amax
     AMAX_FROM_PASS,      // a separate pass over the tensor raises its amaxes before the cast
-    AMAX_DELAYED         // the scale comes from earlier amaxes; the cast raises the amax for later scales
+    AMAX_DELAYED         // the scale comes from earlier amaxes, or at first from this one; the cast raises the amax
 } AmaxSource;
 
-// A tensor [R, C]. All pointers are device memory, aligned to 16 bytes. NULL data is not stored.
+// A tensor [R, C]. All pointers are device memory; those of data and of scale_inv are aligned to 16 bytes. NULL data is
+// not stored.
 typedef struct {
     bf16 *data;                     // [R, C], for GEMMs in bf16
     uint8_t *rowwise, *columnwise;  // FP8 [R, C], and its transpose [C, R]
     // scale_inv of rowwise and of columnwise data, laid out by scale_index() (recipes.h). The two pointers are equal if
     // both granularities are PER_TENSOR.
     void *rowwise_scale_inv, *columnwise_scale_inv;
-    // tensor_amaxes() slots (recipes.h; cuda_utils.cuh has their encoding); NULL for block scales.
+    // tensor_amaxes() slots (recipes.h; cuda_utils.cuh has their encoding). Not read if that is 0, as for block scales.
     uint32_t *amax;
     // The scale to cast with, for PER_TENSOR granularities; a NaN then does not raise the amax. NULL: the scale follows
     // from the amax.
@@ -49,7 +50,7 @@ static inline QTensor recipe_qtensor(const Recipe *r, TensorRole role, Fp8Format
     return q;
 }
 
-// Returns a tensor that GEMMs read in bf16 only.
+// Returns a tensor that has only bf16 data: GEMMs read it in bf16, or write it.
 static inline QTensor qtensor_bf16(const bf16 *data) {
     QTensor q;
     memset(&q, 0, sizeof q);

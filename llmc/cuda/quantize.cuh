@@ -1,8 +1,8 @@
 // FP8 casts by any recipe: picks the kernel by the granularity of the scales, and audits the result.
-// It also decodes FP8 to bf16, and casts sharded weights.
+// It also decodes FP8 to bf16, casts a rank's slices of weights, and transposes codes.
 //
-// Casting a tensor takes two passes, the amax pass and the cast, unless its scales are per block or delayed. If the
-// kernel that produces the tensor has already raised its amax, the amax pass is skipped.
+// Casting a tensor takes two passes, the amax pass and the cast, unless its scales are per block, or are delayed and
+// known. If the kernel that produces the tensor has already raised its amax, the amax pass is skipped.
 #ifndef LLMC_QUANTIZE_CUH
 #define LLMC_QUANTIZE_CUH
 
@@ -86,8 +86,9 @@ static inline int64_t source_bytes(int64_t R, int64_t C) {
     return R * C * (int64_t)(sizeof(typename Source::Raw) / sizeof(Bf16x8)) * (int64_t)sizeof(bf16);
 }
 
-// Casts a source with C columns per output: writes codes and scale_inv of the data wanted. `function` names the caller
-// in error messages. Returns the bytes moved.
+// Casts a source with C columns per output: writes codes and scale_inv of the data wanted (pointers that are not NULL),
+// and adds audit sums if out.audit is set. `function` names the caller in error messages. Returns the bytes that the
+// cast moves, without those of the audit.
 template <class Source>
 static inline int64_t quantize_source(const char *function, QTensor out, Source source, int64_t R, int64_t C,
                                       cudaStream_t stream) {
@@ -159,7 +160,8 @@ static inline void tensor_amax_pass(QTensor out, const bf16 *x, int64_t R, int64
     quantize_amax_source("tensor_amax_pass", out, source, R, C, stream);
 }
 
-// Runs both passes, or only the cast if the scale is known. The caller has cleared the slots at out.amax.
+// Casts x [R, C], after the amax pass if its scales need amaxes and are not delayed. The caller has cleared the slots
+// at out.amax.
 static inline void tensor_quantize(QTensor out, const bf16 *x, int64_t R, int64_t C, cudaStream_t stream) {
     if (!out.delayed_scale) tensor_amax_pass(out, x, R, C, stream);
     quantize_transpose(out, x, R, C, stream);
@@ -229,8 +231,8 @@ static inline void fp8_dequantize(bf16 *out, const uint8_t *codes, const void *s
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sharded weights: a rank casts its slice of a layer's matrices with scales that hold for all ranks. The all-gather
-// moves the codes, and fp8_transpose transposes the gathered codes. The results equal those that quantize_transpose
-// makes of the whole tensors.
+// moves the codes, and fp8_transpose transposes the gathered codes. This needs one scale per tensor. The results equal
+// those that quantize_transpose makes of the whole tensors.
 
 enum { SLICE_MAX_TENSORS = 4, SLICE_THREADS = 256, SLICE_ELEMENTS = 16 };
 

@@ -3,6 +3,7 @@
 //    1x128, 128x128, 1x32   one pass: a tile holds whole blocks, so the cast finds their amaxes itself
 //    row                    two passes: amaxes of all rows (for rowwise data) and columns (for columnwise data), then
 //                           the cast
+//    tensor broadcast       two passes, as for rows: the amax of the tensor, then a cast that writes scale_inv per row
 //
 // All passes use the tiles of the tensorwise cast (see "Cast and transpose" in quantize_kernels.cuh). A cast keeps its
 // tile's values in registers as bf16 until the thread block has computed the scales: 2 bytes read, 1 + 1 written per
@@ -40,9 +41,9 @@ typedef struct {
 
 enum { FINE_WARPS = CAST_THREADS / WARP_SIZE, FINE_PAIRS = CAST_TILE / 2 };
 
-// Shared memory of a tile's partial maxima, bf16 magnitudes of 16 bits. BLOCKS scale blocks lie along a row or column
-// of the tile; 1 for PER_ROW. `columns` has the maximum of each column over the 8 rows of a group that a warp holds
-// (over both groups if BLOCKS is 1). `rows` has the maximum of each row over the columns of a scale block.
+// Shared memory of a tile's partial maxima, bf16 magnitudes of 16 bits. BLOCKS scale blocks lie along each row and each
+// column of the tile: 4 for 1x32, else 1. `columns` has the maximum of each column over the 8 rows of a group that a
+// warp holds (over both groups if BLOCKS is 1). `rows` has the maximum of each row over the columns of a scale block.
 template <int OUTPUTS, int BLOCKS>
 struct FineMaxima {
     uint32_t columns[OUTPUTS][BLOCKS == 1 ? FINE_WARPS : CAST_GROUPS * FINE_WARPS][FINE_PAIRS];
@@ -134,7 +135,7 @@ __device__ static inline uint32_t fine_column_amax(const uint32_t (*maxima)[FINE
     return column % 2 ? packed_amax & 0xffff0000u : packed_amax << 16;
 }
 
-// Computes a tile's maxima of rows and columns.
+// Computes the maxima of a tile's rows and columns, in each scale block.
 template <bool KEEPS_NAN, int OUTPUTS, int BLOCKS>
 __device__ static inline void fine_block_maxima(FineMaxima<OUTPUTS, BLOCKS> *maxima,
                                                 const Bf16x8 v[OUTPUTS][CAST_GROUPS][4]) {
@@ -162,7 +163,8 @@ __device__ static inline void fine_block_maxima(FineMaxima<OUTPUTS, BLOCKS> *max
 // granularity 128x128 has one scale, which all threads compute.
 
 // Computes the scales of BLOCKS scale blocks in row i of an operand [outer, depth], from their amaxes; k is the tile's
-// first index along the depth. Writes scale_inv to `inverse`, and in the layout of 1x32 scales zeros to the padding.
+// first index along the depth. Writes scale_inv to `inverse` unless it is NULL, and in the layout of 1x32 scales zeros
+// to the padding.
 template <ScaleGranularity GRANULARITY, Fp8Format FORMAT, int BLOCKS>
 __device__ static inline void fine_block_scales(float (*scales)[CAST_TILE], void *inverse, const uint32_t amax[BLOCKS],
                                                 int64_t i, int64_t k, int64_t outer, int64_t depth) {
@@ -206,7 +208,7 @@ __device__ static inline void fine_scales_of_blocks(FineShared<OUTPUTS, BLOCKS> 
     }
 }
 
-// Loads this thread's amaxes of rows or columns, which an earlier pass found.
+// Loads this thread's amaxes of rows or columns, or the tensor's amax in their place, which an earlier pass found.
 template <int OUTPUTS>
 __device__ static inline void fine_load_amaxes(uint32_t amax[OUTPUTS], const QTensor &out, const FineAmaxes &from,
                                                const FinePosition &at) {
@@ -240,8 +242,8 @@ __device__ static inline void fine_scales_of_rows(FineShared<OUTPUTS, 1> *s, con
     }
 }
 
-// Writes scale_inv of the 128 x 128 block that begins at element (i, k) of an operand [outer, depth]. The thread of a
-// row's last block also pads the row of scales with zeros.
+// Writes scale_inv of the 128 x 128 block that begins at element (i, k) of an operand [outer, depth]. The thread of the
+// last block in a row of blocks also pads the row of scales with zeros.
 __device__ static inline void fine_put_square(void *inverse, float value, int64_t i, int64_t k, int64_t outer,
                                               int64_t depth) {
     float *to = (float *)inverse + scale_index(BLOCK_128X128, i, k, outer, depth);
@@ -249,7 +251,7 @@ __device__ static inline void fine_put_square(void *inverse, float value, int64_
     for (int64_t b = k / CAST_TILE + 1; k + CAST_TILE >= depth && b % 4; b++) *++to = 0;
 }
 
-// Computes one scale for the tile.
+// Returns the one scale of the tile, and writes its scale_inv.
 template <Fp8Format FORMAT, int BLOCKS>
 __device__ static inline float fine_scale_of_square(FineShared<1, BLOCKS> *s, const Bf16x8 v[CAST_GROUPS][4],
                                                     const QTensor &out, const FinePosition &at) {

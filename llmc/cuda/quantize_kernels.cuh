@@ -1,12 +1,13 @@
-// FP8 casts with one scale for the whole tensor, and the sources of the values to cast.
+// FP8 casts with one scale for the whole tensor, and sources: structs that supply the values to cast.
 //
 //    scale     = from the amax by out.rule, or the delayed recipe's    (each thread block of the cast computes it)
 //    code      = saturating RNE cast of fp32(x) * scale
 //    scale_inv = 1 / scale, for the GEMM
 //
-// Current scaling must know the amax before the first element is cast, so it takes two passes. With delayed scaling one
-// pass casts and finds the amax. The cast writes rowwise and columnwise (transposed) data in one pass, because FP8
-// GEMMs on Hopper need the contraction index contiguous in both operands: 2 bytes read, 1 + 1 written per element.
+// Current scaling must know the amax before the first element is cast, so it takes two passes; the kernel that produces
+// the tensor may be the first. With delayed scaling one pass casts and finds the amax. The cast writes rowwise data,
+// columnwise (transposed) data, or both in one pass, because FP8 GEMMs on Hopper need the contraction index contiguous
+// in both operands: 2 bytes read, 1 + 1 written per element.
 //
 // The cast is a template over the source of the bf16 values, so that a norm or SwiGLU can be recomputed in the cast
 // instead of stored: rmsnorm.cuh and swiglu.cuh have such sources. Sizes: any number of rows, columns a multiple of 16;
@@ -61,7 +62,8 @@ __device__ static inline uint2 fp8x8_from_bf16(Bf16x8 v, float scale) {
     return make_uint2(fp8x4_from_floats<FORMAT>(f), fp8x4_from_floats<FORMAT>(f + 4));
 }
 
-// Stores the 16 codes of rows [row, row + 16) of one column, words in row order, to the columnwise data.
+// Stores the 16 codes of rows [row, row + 16) of one column, words in row order, to the columnwise data. Leaves out
+// rows from R on.
 __device__ static inline void store_column_chunk(uint8_t *to, uint4 codes, int64_t row, int64_t R) {
     if (R % 16 == 0) {
         if (row < R) *(uint4 *)(to + row) = codes;
@@ -104,8 +106,9 @@ __device__ static inline void store_tile_columns(uint8_t *col, const uint32_t (*
     }
 }
 
-// Casts one thread's 4 rows x 8 columns: codes go to the rowwise data and, transposed, to shared memory. `group` is the
-// half of the tile that has these rows: 0 is the upper 64 rows, 1 the lower 64.
+// Casts one thread's 4 rows x 8 columns of each output: codes go to the rowwise data and, transposed, to shared memory
+// for the columnwise data, as far as `out` has them. `group` is the half of the tile that has these rows: 0 is the
+// upper 64 rows, 1 the lower 64.
 template <class Source, Fp8Format FORMAT, bool DELAYED>
 __device__ static inline void quantize_group(uint32_t (*tile)[CAST_TILE][CAST_WORDS], const Source &source,
                                              const QTensor &out, float scale, const typename Source::Raw raw[4],
@@ -130,9 +133,9 @@ __device__ static inline void quantize_group(uint32_t (*tile)[CAST_TILE][CAST_WO
     for (int o = 0; o < Source::OUTPUTS; o++) put_tile_words(tile[o], low[o], high[o], group);
 }
 
-// Thread blocks process the tiles from the last to the first, because the end of the tensor, which the amax pass read
-// last, is still in L2. A source with AMAX goes from the first to the last: its cast is also the amax pass of another
-// tensor, whose cast comes next and begins at the end.
+// Thread blocks process the tiles from the last to the first, because the end of the tensor, which the previous kernel
+// touched last, is still in L2. A source with AMAX goes from the first to the last: its cast is also the amax pass of
+// another tensor, whose cast comes next and begins at the end.
 template <class Source, Fp8Format FORMAT, bool DELAYED>
 static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS)
     quantize_transpose_kernel(const Source source, const QTensor out, int64_t R, int64_t C) {
@@ -176,7 +179,8 @@ static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS)
     store_tile_columns<Source::OUTPUTS>(out.columnwise, tile, first_row, first_column, R, C);
 }
 
-// Launches the cast of a source with C columns per output. Current scaling uses SCALE_TORCHAO or SCALE_TE.
+// Launches the cast of a source with C columns per output. Without a delayed scale, out.rule is SCALE_TORCHAO or
+// SCALE_TE. Dies if a source with AMAX has a delayed scale.
 template <class Source, Fp8Format FORMAT>
 static inline void quantize_transpose_launch(const QTensor &out, const Source &source, int64_t R, int64_t C,
                                              cudaStream_t stream) {

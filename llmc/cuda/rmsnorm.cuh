@@ -4,10 +4,11 @@
 //    n = x * rstd, g = dy * w:   dx = bf16(dresidual + rstd * (g - n * mean(g * n))),   dw = sum over rows of dy * n
 //
 // All arithmetic is fp32, so the sum of squares of a row must stay below 3e38. y is stored only if a GEMM reads it in
-// bf16. For FP8 GEMMs the forward kernel writes rstd, and the amax of y if the recipe needs it, and the cast recomputes
-// y, bit for bit, in its tile. Bytes per element: forward with residual reads 4 and writes 2 (2 more for y); the cast
-// reads 2 and writes 1 + 1; backward reads 6 and writes 2. Sizes: any number of rows, C a multiple of 16 up to 16384,
-// pointers aligned to 16 bytes. Results depend on R and C only, not on the number of SMs or on the order of blocks.
+// bf16. The forward kernel writes rstd, and the amax of y if the tensor has one current scale. A cast for FP8 GEMMs
+// recomputes y, bit for bit, in its tile. Bytes per element: forward with residual reads 4 and writes 2 (2 more for y);
+// the cast reads 2 and writes 1 + 1; backward with dresidual reads 6 and writes 2. Sizes: any number of rows, C a
+// multiple of 16 up to 16384, pointers aligned to 16 bytes. The bits of the results do not depend on the number of SMs
+// or on the order of blocks.
 #ifndef LLMC_RMSNORM_CUH
 #define LLMC_RMSNORM_CUH
 
@@ -36,7 +37,8 @@ typedef struct {
     uint32_t number;
 } RmsnormWatch;
 
-// Normalizes the rows of x. With RESIDUAL it first computes x_out = bf16(residual + delta) and normalizes that.
+// Normalizes the rows of x. With RESIDUAL, x is the residual: the kernel first computes x_out = bf16(x + delta), and
+// normalizes x_out.
 typedef struct {
     bf16 *x_out, *y;
     float *rstd;
@@ -173,7 +175,7 @@ struct RmsnormSource {
 };
 
 // Second pass of a norm with FP8 output: casts y, whose amaxes (if the recipe needs any) are in out.amax, to
-// out.rowwise [R, C] and out.columnwise [C, R]. x is the tensor that was normalized.
+// out.rowwise [R, C] and out.columnwise [C, R]. One of these two may be NULL. x is the tensor that was normalized.
 static inline void rmsnorm_quantize_transpose(QTensor out, const bf16 *x, const float *rstd, const bf16 *weight,
                                               int64_t R, int64_t C, cudaStream_t stream) {
     rmsnorm_check("rmsnorm_quantize_transpose", R, C, x, weight);

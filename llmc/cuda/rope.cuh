@@ -1,12 +1,13 @@
 // QK-norm (Qwen3) and rotary position embedding (Su et al. 2021), fused, and their gradients.
 //
-//    n = x * rstd * w  (or x),   y[i] = n[i] cos - n[i + HD/2] sin,   y[i + HD/2] = n[i + HD/2] cos + n[i] sin
+//    n = x * rstd * w  (x without QK-norm)
+//    y[i] = n[i] cos - n[i + HD/2] sin,   y[i + HD/2] = n[i + HD/2] cos + n[i] sin
 //
 // Arithmetic is fp32 with one rounding. Backward applies the inverse rotation, then the gradient of the norm. V passes
-// unchanged. If the result is quantized next, backward also reads V's gradient, which counts in the tensor's amax.
-// Bytes per element of q and k: forward reads 2 and writes 2; backward reads 2 and writes 2, and reads 2 more with
-// QK-norm. For v, backward reads 2 if it finds the amax. HD is 64 or 128, as in attention. Sums over tokens and heads
-// have a fixed order that depends on the sizes only.
+// unchanged. If backward finds the amax of the result, it also reads V's gradient, which counts in it. Bytes per
+// element of q and k: forward reads 2 and writes 2; backward reads 2 and writes 2, and reads 2 more with QK-norm. For
+// v, backward reads 2 if it finds the amax, and forward reads 2 and writes 2 unless it works in place. HD is 64 or 128,
+// as in attention. Sums over tokens and heads have a fixed order that depends on the sizes only.
 #ifndef LLMC_ROPE_CUH
 #define LLMC_ROPE_CUH
 
@@ -81,7 +82,8 @@ __device__ static inline RopePair rope_unpack(const RopePacked &x) {
     return r;
 }
 
-// Stores a head, rounded, and returns the running maximum raised to its magnitudes (see amax_update).
+// Stores this thread's 16 elements of a head, rounded, and returns the running maximum raised to their magnitudes (see
+// amax_update).
 template <int HD>
 __device__ static inline uint32_t rope_store(bf16 *head, int lane, const RopePair &x, uint32_t packed_amax) {
     const Bf16x8 low = bf16x8_pack(x.low), high = bf16x8_pack(x.high);
@@ -286,8 +288,9 @@ static inline void rope_check(const char *function, const RopeKernel *p, RopeDim
     for (int i = 0; i < 5; i++) require_aligned16(pointers[i], function, "an array");
 }
 
-// Applies QK-norm (unless q_norm and k_norm [HD] are NULL) and rotation to in; in and out are [B, T, (NH + 2 NKV) *
-// HD], and out may be in. table is rope_table_fill's, with T positions. Returns the bytes moved.
+// Applies QK-norm (unless q_norm and k_norm [HD] are NULL) and rotation to the queries and keys of `in`, and copies V.
+// `in` and `out` are [B, T, (NH + 2 NKV) * HD], and may be one array. table is rope_table_fill's, with T positions.
+// Returns the bytes moved, without those of V.
 static inline int64_t qknorm_rope_forward(bf16 *out, const bf16 *in, const bf16 *q_norm, const bf16 *k_norm,
                                           const float *table, RopeDims d, cudaStream_t stream) {
     const RopeKernel p = {out,      in,        q_norm,     k_norm, table, d.B * d.T,
@@ -303,7 +306,7 @@ static inline int64_t qknorm_rope_forward(bf16 *out, const bf16 *in, const bf16 
 
 // Turns dqkv [B, T, (NH + 2 NKV) * HD], in place, from the gradient of the rotated q, k, v into that of the
 // projection's output `qkv` (NULL without QK-norm). dq_norm, dk_norm [HD] are NULL without QK-norm. Raises *amax to max
-// |dqkv|, V included, unless NULL. workspace holds rope_workspace_bytes. Returns the bytes moved.
+// |dqkv|, V included, unless NULL. workspace holds rope_workspace_bytes. Returns the bytes moved, without those of V.
 static inline int64_t qknorm_rope_backward(bf16 *dqkv, bf16 *dq_norm, bf16 *dk_norm, uint32_t *amax, const bf16 *qkv,
                                            const bf16 *q_norm, const bf16 *k_norm, const float *table, RopeDims d,
                                            void *workspace, cudaStream_t stream) {

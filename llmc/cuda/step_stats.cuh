@@ -19,7 +19,7 @@ typedef struct {
     float loss;  // mean over the step's tokens
     // First norm on this rank with bad input (NonfiniteStep.forward); UINT32_MAX: none.
     uint32_t bad_norm;
-    AdamwControl control;  // gradient norm, and if it is finite
+    AdamwControl control;  // gradient norm, and whether it is accepted
 } StepStats;
 
 // Marks within one step. Each ends a part of the step's time, which began at the mark before it.
@@ -40,7 +40,7 @@ typedef struct {
     cudaStream_t stream;  // the compute stream
     // Latest step that came after a pause; its time starts at `begin`.
     int64_t first;
-    // Bytes in use on the GPU at the end of the first step; 0: not yet known.
+    // Bytes in use on the GPU, by all processes, when the first step had ended; 0: not yet known.
     int64_t memory;
 } StepLog;
 
@@ -126,17 +126,18 @@ static inline double step_log_elapsed(cudaEvent_t begin, cudaEvent_t end) {
     return ms * 1e-3;
 }
 
-// Returns the event at which a step's time begins: the end of the step before it.
+// Returns the event at which a step's time begins: the end of the step before it or, after a pause, `begin`.
 static inline cudaEvent_t step_log_start(const StepLog *log, int64_t step) {
     return step == log->first ? log->begin : log->done[(step + STEP_SLOTS - 1) % STEP_SLOTS];
 }
 
-// Returns the seconds of a completed step, from the end of the step before it.
+// Returns the seconds of a completed step, from step_log_start to its end.
 static inline double step_log_seconds(const StepLog *log, int64_t step) {
     return step_log_elapsed(step_log_start(log, step), log->done[step % STEP_SLOTS]);
 }
 
-// Returns the parts of a completed step's time. The last one is the optimizer's.
+// Returns the parts of a completed step's time. The last one is the optimizer's. In a step that does not time waits
+// within forward and backward, counts the latest timed waits as communication.
 static inline StepTimes step_log_times(StepLog *log, int64_t step) {
     const StepMarks *m = &log->marks[step % STEP_SLOTS];
     cudaEvent_t begin = step_log_start(log, step);
@@ -157,7 +158,8 @@ static inline StepTimes step_log_times(StepLog *log, int64_t step) {
     return times;
 }
 
-// Returns the bytes in use on the GPU at the end of the first step.
+// Returns the bytes in use on the GPU, by all processes, at the first call: the trainer makes it when the first step
+// has ended.
 static inline int64_t step_log_memory(StepLog *log) {
     size_t available = 0, total = 0;
     if (log->memory) return log->memory;

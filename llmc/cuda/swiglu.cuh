@@ -14,8 +14,8 @@
 
 #include "quantize.cuh"
 
-// Relative error is below 1e-6 for |x| < 10 and then grows with |x| (8e-6 at -87), far below bf16's 2e-3. Overflow of
-// exp gives the correct limit 0.
+// Returns 1 / (1 + exp(-x)). The relative error is below 1e-6 for x > -10 and grows further down (8e-6 at -87), but
+// stays far below bf16's 2e-3. Overflow of exp gives the correct limit 0.
 __device__ static inline float sigmoid_fast(float x) {
     float e, s;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(x, -LOG2_E)));
@@ -65,7 +65,8 @@ enum {
     SWIGLU_BLOCK_ROWS = SWIGLU_THREADS / WARP_SIZE * SWIGLU_ROWS
 };
 
-// Returns this thread's columns and first row; its rows are SWIGLU_THREADS / WARP_SIZE apart.
+// Returns the first of this thread's 4 rows, which are SWIGLU_THREADS / WARP_SIZE apart, and the first of its 8
+// columns.
 __device__ static inline void swiglu_position(int64_t *row, int64_t *column, int64_t F) {
     const unsigned column_tiles = (unsigned)ceil_div(F, SWIGLU_COLUMNS);
     *row = (int64_t)(blockIdx.x / column_tiles) * SWIGLU_BLOCK_ROWS + threadIdx.x / WARP_SIZE;
@@ -183,7 +184,7 @@ struct SwigluSource {
     }
 };
 
-// Implements the amax pass of quantize_amax_source.
+// Runs SwigluSource's own amax kernel, for quantize_amax_source.
 static inline bool source_amax(uint32_t *amax, const SwigluSource &source, int64_t R, int64_t F, cudaStream_t stream) {
     swiglu_amax(amax, source.gate_up, R, F, stream);
     return true;
@@ -233,7 +234,7 @@ struct SwigluGradientAmaxSource {
 };
 
 // Second pass of the forward: casts h, whose amaxes (if the recipe needs any) are in out.amax, to out.rowwise [R, F]
-// and out.columnwise [F, R].
+// and out.columnwise [F, R]. One of these two may be NULL.
 static inline void swiglu_quantize_transpose(QTensor out, const bf16 *gate_up, int64_t R, int64_t F,
                                              cudaStream_t stream) {
     require_aligned16(gate_up, "swiglu_quantize_transpose", "gate_up");
@@ -257,7 +258,7 @@ static inline int64_t swiglu_backward_amax(uint32_t *amax, QTensor h, const bf16
 }
 
 // Second pass of the backward: casts d_gate_up, whose amaxes (if the recipe needs any) are in out.amax, to out.rowwise
-// [R, 2F] and out.columnwise [2F, R].
+// [R, 2F] and out.columnwise [2F, R]. One of these two may be NULL.
 static inline void swiglu_backward_quantize_transpose(QTensor out, const bf16 *dh, const bf16 *gate_up, int64_t R,
                                                       int64_t F, cudaStream_t stream) {
     require_aligned16(dh, "swiglu_backward_quantize_transpose", "dh");

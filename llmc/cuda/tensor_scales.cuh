@@ -1,5 +1,5 @@
-// Amaxes, scales and audits of all tensors that FP8 GEMMs read, in device memory.
-// This file places them, and finds those of each tensor.
+// Amaxes, scales of whole tensors, delayed scaling's state and audit sums, of all tensors that FP8 GEMMs read.
+// All of it is in device memory. Scales finer than a tensor are not here: they lie beside the FP8 data.
 #ifndef LLMC_TENSOR_SCALES_CUH
 #define LLMC_TENSOR_SCALES_CUH
 
@@ -30,7 +30,7 @@ typedef struct {
     int margin;
     bool may_skip;  // steps may be skipped, so `before` is kept
     // True if every tensor has been cast once, so that its delayed scale is known. It may be false although all are
-    // known; that costs one pass over each tensor.
+    // known; casts then make amax passes that they do not need.
     bool scales_ready;
     cudaStream_t stream;
 } TensorScales;
@@ -85,8 +85,8 @@ static inline uint32_t *tensor_scales_amax(const TensorScales *s, int64_t l, Ten
     return s->amax + l * s->amax_stride + s->amax_offset[tensor_index(0, role, id)];
 }
 
-// Returns a tensor of layer l with its amaxes and its scales per tensor, but without data. For layer -1, below the
-// first, it returns a tensor that no GEMM reads.
+// Returns a tensor of layer l without data. If its linear layer is FP8, the tensor has its amaxes and, with one scale
+// for the whole tensor, its scale. For layer -1, below the first, it returns a tensor that no GEMM reads.
 static inline QTensor tensor_scales_of(const TensorScales *s, int64_t l, TensorRole role, LinearId id) {
     const Recipe *r = l < 0 ? recipe_row(RECIPE_BF16) : precision_of(s->precision, l, id);
     QTensor q = recipe_qtensor(r, role, precision_format(s->precision, role));
@@ -102,15 +102,15 @@ static inline QTensor tensor_scales_of(const TensorScales *s, int64_t l, TensorR
     return q;
 }
 
-// Returns the tensor with its audit sums if this step's casts are audited.
+// Returns the tensor. While casts are audited, it has pointers to its audit sums.
 static inline QTensor tensor_scales_audited(const TensorScales *s, QTensor q) {
     for (int usage = 0; usage < 2 && s->auditing; usage++)
         q.audit[usage] = s->audit + audit_index(q.layer, q.linear, q.role, (TensorUsage)usage);
     return q;
 }
 
-// Returns the bytes of the scales that are stored with rowwise or columnwise data [rows, columns]: 0 for scales of
-// whole tensors, because TensorScales holds them.
+// Returns the bytes of the scales that are stored with rowwise or columnwise data [rows, columns]: 0 for PER_TENSOR,
+// whose scale TensorScales holds, and for bf16 data.
 static inline int64_t tensor_scales_own_bytes(const TensorScales *s, TensorRole role, TensorUsage usage, int64_t rows,
                                               int64_t columns) {
     const ScaleGranularity g = recipe_granularity(s->precision->recipe, role, usage);
@@ -137,7 +137,7 @@ static inline void tensor_scales_clear_audit(TensorScales *s) {
 // The state of the delayed recipe. With every recipe, tensor_scales_begin_new_weights also clears the amaxes of
 // weights.
 
-// The state of the layers from layer l on.
+// Returns the state of the layers from layer l on.
 static inline DelayedArrays tensor_scales_delayed(const TensorScales *s, int64_t l) {
     const int64_t first = l * TENSORS_PER_LAYER;
     const DelayedArrays d = {s->history + first * s->window,
