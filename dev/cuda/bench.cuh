@@ -10,13 +10,13 @@
 #include "../../llmc/base/rng.h"
 #include "../test/lib/check.h"
 
-// Follows every <<<>>> launch. It reports a bad launch configuration; a later synchronizing call reports an error
+// Call it after a <<<>>> launch. It reports a bad launch configuration; a later synchronizing call reports an error
 // inside the kernel.
 #define CUDA_CHECK_LAUNCH() cuda_check(cudaGetLastError(), "kernel launch", __FILE__, __LINE__)
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Buffers. Each has a guard behind it, and is filled with bytes that no kernel writes by chance, so that an element
-// that a kernel leaves out is detected.
+// Buffers. Each has a guard behind it. bench_alloc fills it with bytes that no kernel writes by chance, so that an
+// element that a kernel leaves out is detected.
 
 enum { BENCH_GUARD_BYTES = 256, BENCH_POISON = 0xa5 };
 
@@ -55,7 +55,7 @@ static inline void bench_free(void *device) { CUDA_CHECK(cudaFree(device)); }
 // ---------------------------------------------------------------------------------------------------------------------
 // Comparisons on the host
 
-// Checks for equal bytes; names the first bad one as [row, column] of a matrix with `columns` columns.
+// Checks for equal bytes; names the first bad one as [row, column] of a matrix with `columns` bytes in a row.
 static inline void check_bytes(const char *label, const void *got, const void *want, int64_t n, int64_t columns) {
     const uint8_t *a = (const uint8_t *)got, *b = (const uint8_t *)want;
     int64_t bad = 0, first = -1;
@@ -206,7 +206,7 @@ static inline double bench_time_us(Bench *b, Launch launch) {
     return us[BENCH_REPEATS / 2];
 }
 
-// Runs one thread block on every SM. An SM without one keeps the zeros that bench_clock_begin wrote.
+// Launched with as many thread blocks as there are SMs. An SM that gets none keeps the zeros of bench_clock_begin.
 static __global__ void bench_clock_kernel(uint64_t *clocks, uint32_t num_sms) {
     uint32_t sm;
     uint64_t ns;
@@ -302,8 +302,8 @@ static inline void bench_report(const Bench *b, const char *name, const char *sh
     bench_line(name, shape, us, bytes / us * 1e-3, "GB/s", b->copy_rate * 1e-9, "a copy's", reason);
 }
 
-// Reports GEMMs and attention. ghz is the clock during the run, which the power limit lowers; the peak holds at one
-// clock.
+// Reports GEMMs and attention. ghz is the clock during the run; 0: unknown. The power limit lowers it, and the peak
+// holds at one clock, so a reason is extended by both.
 static inline void bench_report_flops(const Bench *b, const char *name, const char *shape, double us, double flops,
                                       bool fp8, double ghz, const char *reason) {
     const double rate = flops / us * 1e-6, peak = b->peak_bf16 * (fp8 ? 2 : 1) * 1e-12;

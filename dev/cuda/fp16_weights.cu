@@ -1,5 +1,6 @@
 // Checks casts of FP16 master weights to FP8 (llmc/cuda/fp16_weights.cuh) byte for byte against the CPU's functions, on
-// any number of ranks. Times them. Build and run: make build/bench_fp16_weights && build/bench_fp16_weights
+// 1, 2, 3 and 8 ranks, and their audits. Times the casts.
+// Build and run: make build/bench_fp16_weights && build/bench_fp16_weights
 #include "../../llmc/cuda/fp16_weights.cuh"
 #include "../../llmc/config/precision.h"
 #include "../../llmc/reference/adamw_msamp.h"
@@ -18,7 +19,7 @@ typedef struct {
     uint8_t *codes;
 } Model;
 
-// Sizes with ragged tiles: rows that are multiples of 4, columns that are multiples of 16.
+// Returns a model of these sizes. Most of them leave ragged tiles: rows are multiples of 4, columns multiples of 16.
 static ModelConfig odd_model(int64_t C, int64_t F, int64_t HD, int64_t L) {
     ModelConfig m;
     if (!model_config_preset(&m, "qwen2.5-0.5b")) die("no preset qwen2.5-0.5b");
@@ -245,7 +246,8 @@ static void check_model(ModelConfig config, uint64_t seed, int64_t ranks) {
     model_free(&m);
 }
 
-// Times the casts of a layer of a real model, with those from bf16 for comparison.
+// Times casts of the fused gate and up weight of a real model from FP16 masters, and from bf16 for comparison. Then
+// times the cast of a whole layer as a slice.
 static void bench_casts(Bench *b, const char *preset) {
     ModelConfig config;
     if (!model_config_preset(&config, preset)) die("no preset %s", preset);
