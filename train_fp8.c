@@ -145,7 +145,7 @@ typedef struct {
     NonfiniteStep large;  // magnitude and position from find_large, over units whose norm may be too large
 } BackwardUpdate;
 
-// A whole layer's weights, gathered from the shard group: segments as shard_segment() places them.
+// A whole layer's weights, gathered from the shard group: segments as ShardSegment.gathered places them.
 typedef struct {
     float *values;   // vectors, then matrices unless they were cast ahead
     uint8_t *codes;  // matrices that were cast ahead
@@ -294,8 +294,8 @@ static void place_scales(Trainer *t, Arena *a) {
         s->step_audit = (AuditSums *)arena_take(a, audit_count(&t->precision) * (int64_t)sizeof(AuditSums));
 }
 
-// Places layer l's activations, except x. With --recompute all layers keep what backward computes again in the arrays
-// of layer 0.
+// Places layer l's activations, except x. With --recompute all layers share the arrays of layer 0 for what backward
+// computes again.
 static void place_layer(Trainer *t, int64_t l, Arena *a) {
     const Dims *d = &t->d;
     const Recomputed again = options_recomputed(t->o);
@@ -354,7 +354,7 @@ static void place_all(Trainer *t, Arena *a) {
     place_activations(t, a);
 }
 
-// Fills *t but for its pointers into the arena, and returns the memory plan: the arena, laid out without memory.
+// Fills *t, except for its pointers into the arena, and returns the memory plan: the arena, laid out without memory.
 // trainer_allocate then sets the pointers.
 static Arena trainer_plan(Trainer *t, const Options *o, const ModelConfig *m, const Comm *comm) {
     memset(t, 0, sizeof *t);
@@ -535,7 +535,7 @@ static float rank_mean(const float *arrays, int64_t ranks, int64_t stride, int64
 // Returns how the gradients of micro-step `micro` of optimizer step `step`, both counted from 0, are added to the sum.
 // Each replica rounds with its own random bits.
 static GradientSum micro_sum(const Trainer *t, int64_t step, int64_t micro) {
-    const int64_t part = 2 * (micro * t->comm->replicas + t->comm->replica);  // the GPU adds in two parts
+    const int64_t part = 2 * (micro * t->comm->replicas + t->comm->replica);  // part + 1: Fsdp.embedding_key on a GPU
     const GradientSum s = {micro > 0, micro > 0, gradient_sum_key((uint64_t)t->o->rounding_seed, step, part), 0};
     return s;
 }
@@ -629,9 +629,10 @@ static const float *reduce_scatter_segment(Trainer *t, const ShardSegment *g, co
     return received;
 }
 
-// Runs after the backward pass of the root or of layer l, whose gradients are in a buffer, else it does nothing. Joins
-// their mean over the shard group to this rank's slices in params.gradients, by units.sum. Then rounds FP8 gradients. A
-// mean that was summed in FP8 needs no rounding, unless it was added to that of earlier micro-steps.
+// Called after the backward pass of the root or of layer l. Does nothing unless gradients are computed in buffers. Adds
+// their mean over the shard group to this rank's slices in params.gradients; the first micro-step replaces these
+// (units.sum). Then rounds FP8 gradients. A mean that was summed in FP8 is rounded already, unless it was added to that
+// of earlier micro-steps.
 static void reduce_scatter_gradients(Trainer *t, int64_t l) {
     if (!t->units.buffered) return;
     const float *whole = unit_gradients(t, l);
@@ -1141,7 +1142,7 @@ static void histories_update(Trainer *t, bool weights) {
             }
 }
 
-// Saves histories and scales (keep), or restores them. Does nothing without delayed scaling, or if no step is skipped.
+// Saves histories and scales (keep), or restores them. Does nothing without delayed scaling or --on-nonfinite skip.
 static void copy_delayed_before(Trainer *t, bool keep) {
     float *kept = t->scales.delayed_before, *current = t->scales.delayed.history;
     if (kept) memcpy(keep ? kept : current, keep ? current : kept, (size_t)delayed_elements(t) * sizeof(float));
@@ -1291,8 +1292,9 @@ static NonfiniteStep nonfinite_step(const Trainer *t, double loss, double norm) 
 // ---------------------------------------------------------------------------------------------------------------------
 // The step
 
-// Computes the gradients of (sum of the rows' losses) * grad_scale and joins their mean over the shard group to
-// params.gradients, by units.sum. With --optimizer-in-backward also updates the layers, but not the root.
+// Computes the gradients of (sum of the rows' losses) * grad_scale and adds their mean over the shard group to
+// params.gradients; the first micro-step replaces these. With --optimizer-in-backward also updates the layers, but not
+// the root.
 static void model_forward_backward(Trainer *t, const Batch *batch, float grad_scale) {
     model_forward(t, batch);
     loss_forward_backward(t, batch, grad_scale);
@@ -1354,7 +1356,8 @@ static double micro_step(Trainer *t, float grad_scale, int64_t step, int64_t mic
     return array_sum(t->acts.losses, t->d.R) / (double)t->d.R;
 }
 
-// Splits the time of a step that began at `start` and whose optimizer began at `optimizer` into its parts. data:
+// Splits the time of a step that began at `start` and whose optimizer began at `optimizer` into its parts. Updates in
+// the backward pass count as computing. data:
 // seconds of reading batches. waited, waited_later: comm_seconds() at `start` and at `optimizer`.
 static StepTimes step_times(double start, double optimizer, double data, double waited, double waited_later) {
     const double now = seconds_now(), waited_now = *comm_seconds();

@@ -502,7 +502,7 @@ static void embedding_backward(Trainer *t, const Batch *batch) {
                   fsdp_embedding_backward(&t->fsdp, batch->index, t->acts.dx, t->d.R, t->d.C));
 }
 
-// Reduces the gradient of layer l or of ROOT over the shard group, and joins it to the sums over micro-steps.
+// Reduces the gradient of layer l or of ROOT over the shard group, and adds it to the sums over micro-steps.
 static void reduce_scatter_gradients(Trainer *t, int64_t l) {
     const int64_t bytes = fsdp_reduce_scatter(&t->fsdp, l);  // communicates while the layer below computes
     if (bytes) profile_bytes(&t->profile, "sums over micro-steps", bytes);
@@ -575,7 +575,7 @@ static void update_layer(Trainer *t, int64_t l) {
 }
 
 // --optimizer-in-backward: updates a layer whose gradient is complete, after the backward pass of layer l. With several
-// ranks this is layer l + 1, whose gradient was reduced meanwhile; after layer 0, also layer 0.
+// ranks this is layer l + 1, if there is one, whose gradient was reduced meanwhile; after layer 0, also layer 0.
 static void update_in_backward(Trainer *t, int64_t l) {
     const int64_t late = t->comm->world > 1;
     if (l + late < t->d.L) update_layer(t, l + late);
@@ -611,9 +611,9 @@ static void optimizer_step(Trainer *t) {
 // ---------------------------------------------------------------------------------------------------------------------
 // One step
 
-// Runs forward and backward of a micro-step on one batch, after fsdp_begin_micro_step. Joins the gradients of (sum of
-// the rows' losses) * grad_scale to the sums, which are over all ranks after the `last` micro-step and
-// compute_waits_comm. With --optimizer-in-backward also updates the layers, but not the root.
+// Runs forward and backward of a micro-step on one batch, after fsdp_begin_micro_step. Adds the gradients of (sum of
+// the rows' losses) * grad_scale to the sums, or replaces these in the first micro-step. The sums are over all ranks
+// after the last one and compute_waits_comm. With --optimizer-in-backward also updates the layers, but not the root.
 static void model_forward_backward(Trainer *t, const Batch *batch, float grad_scale, bool last) {
     Fsdp *f = &t->fsdp;
     t->offload.kept.stores = true;

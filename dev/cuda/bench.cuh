@@ -241,17 +241,20 @@ static inline double bench_clock_end(Bench *b) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Result lines. Every kernel that a training step launches has a line, of its own or of its caller, with its share of
-// its ceiling. The ceiling is the copy rate of this GPU in this run for memory-bound kernels, and the dense peak in
+// Result lines. A kernel that a training step launches has a line, of its own or of its caller, with its share of its
+// ceiling. The ceiling is the copy rate of this GPU in this run for memory-bound kernels, and the dense peak in
 // llmc/config/flops.h for GEMMs and attention. Below BENCH_PERCENT the line must give a reason; without a reason it is
 // a failed check. So a kernel that has no reason to be slow is noticed when it becomes slow.
 //
-// Exceptions, which have no line of their own:
+// Exceptions:
 //  - kernels of a few bytes: adamw_sum, adamw_norm, adamw_largest and adamw_find_large (which return at once if the
-//    norm is accepted) and column_sums_finish are part of the lines of their callers; loss_accumulate, gemm_alpha,
-//    delayed_begin, delayed_update and delayed_restore have no line
-//  - kernels that run before or between steps: initialize_parameter, auto_filter_fill, fill_for_timing and
-//    round_weights.
+//    norm is accepted), msamp_scales, gradient_fp8_scales and column_sums_finish are part of the lines of their
+//    callers; loss_accumulate, gemm_alpha, adamw_clip, fp16_factors, delayed_begin, delayed_update and delayed_restore
+//    have no line
+//  - kernels that run before or between steps, in audited steps, or if a norm is not accepted, have no line:
+//    initialize_parameter, auto_filter_fill, fill_for_timing, round_weights, fp16_amax, fp16_masters_amax,
+//    fp16_masters_encode, fp16_audit and adamw_find_block
+//  - transport_sum, for which several GPUs exchange gradients, has no line.
 
 // A call that moves at most BENCH_RAMP_BYTES, and takes at most BENCH_RAMP_US longer than a copy of these bytes, has
 // "launch and ramp" as its reason: to launch a kernel, and to fill the SMs with thread blocks and empty them again,

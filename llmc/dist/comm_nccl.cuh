@@ -20,7 +20,7 @@
 #include "../cuda/cuda_utils.cuh"
 
 // Largest number of multiprocessors (SMs) for a collective. Each block of NCCL occupies one SM, also while it waits for
-// data, and GEMMs that run at the same time lose it. More blocks move data faster. 16 are an eighth of an H200's 132
+// data, and GEMMs that run at the same time lose it. More blocks move data faster. 16 are about an eighth of an H200's
 // SMs; NCCL's default may be up to 32.
 #define NCCL_MAX_CTAS 16
 
