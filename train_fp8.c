@@ -161,7 +161,7 @@ typedef struct {
     GatheredLayer *slots;    // [num_slots]
     int64_t num_slots;       // 1; with --sharding grad_op one for each layer
     uint8_t *codes;          // [L, slice of matrices] with casts_ahead: this rank's part of the FP8 codes
-    bool fp32_sums;          // params.gradients are fp32, else bf16
+    bool fp32_sums;          // params.gradients, except FP8 ones, are fp32, else bf16
     bool fp8_sums;           // params.gradients of the layers' matrices are FP8 (gradient_fp8.h)
     uint32_t *amaxes;        // [entries of the parameter table] fp32 bits: amaxes of FP8 gradients
     bool buffered;           // gradients are computed in the next two arrays, then added to params.gradients
@@ -195,7 +195,7 @@ typedef struct {
     Activations acts;
     Batch batch;           // the current micro-step's
     bool training;         // true in a micro-step: casts write scales.amax and step_audit, and norms bad_norm
-    int64_t bad_norm;      // number of this step's first RMSNorm with a non-finite input (nonfinite.h)
+    int64_t bad_norm;      // number of this step's first RMSNorm with a bad input (NonfiniteStep.forward)
     BackwardUpdate early;  // with --optimizer-in-backward
     StepRecord last_step;  // the latest step
     void *memory;          // the arena
@@ -696,7 +696,8 @@ static void reduce_replicas_fp8(Trainer *t, int64_t l) {
     }
 }
 
-// With FP8 gradients: replaces all gradients by their means over the replicas, after the last micro-step.
+// With FP8 gradients: replaces all gradients by their means over the replicas, after the last micro-step. The means of
+// FP8 gradients are FP8 again.
 static void reduce_replicas_of_units(Trainer *t) {
     if (t->comm->replicas == 1) return;
     reduce_replicas(t, t->params.gradients, shard_elements(&t->plan, ROOT));
@@ -1024,8 +1025,8 @@ static uint8_t *linear_codes(const Trainer *t, int64_t l, ShardRange r) {
     return t->units.codes + l * g.slice + r.shard - g.shard;
 }
 
-// Casts this rank's part `r` of a fused weight to FP8 with one scale. FP16 masters have another scale for each tensor
-// of the fused weight, by which they are decoded.
+// Casts this rank's part `r` of a fused weight to FP8 with one scale. If it is cast from FP16 masters, these are
+// decoded with scales of their own, one for each tensor of the fused weight.
 static void weight_cast(Trainer *t, int64_t l, int id, ShardRange r) {
     const float scale = weight_scale(t, l, id);
     uint8_t *codes = linear_codes(t, l, r);
@@ -1264,9 +1265,9 @@ static float clip_in_backward(Trainer *t, int64_t l) {
     return factor;
 }
 
-// --optimizer-in-backward: updates unit l, a layer or ROOT, whose gradient is complete. A unit with a gradient norm
-// that is not accepted keeps its weights: the run ends after this step. This function also locates gradients that could
-// make the norm of the whole model too large.
+// --optimizer-in-backward: averages the gradient of unit l, a layer or ROOT, over the replicas, and updates the unit. A
+// unit with a gradient norm that is not accepted keeps its weights: the run ends after this step. This function also
+// locates gradients that could make the norm of the whole model too large.
 static void update_in_backward(Trainer *t, int64_t l) {
     const int64_t n = shard_elements(&t->plan, l), units = t->d.L + 1;
     float *gradients = t->params.gradients + gradients_begin(t, l);
@@ -1356,9 +1357,9 @@ static double micro_step(Trainer *t, float grad_scale, int64_t step, int64_t mic
     return array_sum(t->acts.losses, t->d.R) / (double)t->d.R;
 }
 
-// Splits the time of a step that began at `start` and whose optimizer began at `optimizer` into its parts. Updates in
-// the backward pass count as computing. data:
-// seconds of reading batches. waited, waited_later: comm_seconds() at `start` and at `optimizer`.
+// Splits the time of a step that began at `start` and whose optimizer began at `optimizer` into its parts. data:
+// seconds of reading batches. waited, waited_later: comm_seconds() at `start` and at `optimizer`. Updates in the
+// backward pass count as computing.
 static StepTimes step_times(double start, double optimizer, double data, double waited, double waited_later) {
     const double now = seconds_now(), waited_now = *comm_seconds();
     StepTimes s;

@@ -187,7 +187,7 @@ static void produce_norm(Trainer *t, const QTensor *y, const float *rstd, const 
     qtensor_produce(&t->linears, y, source, t->d.R, t->d.C);
 }
 
-// y = RMSNorm(x) w, with x and y [R, C], w [C] and rstd [R]. Also makes y's FP8 data.
+// y = RMSNorm(x) w, with x and y [R, C], w [C] and rstd [R]. Also casts y if FP8 GEMMs read it.
 static void rmsnorm(Trainer *t, QTensor *y, float *rstd, const Real *x, const Real *w) {
     const Dims *d = &t->d;
     profile_bytes(&t->profile, "RMSNorm, forward",
@@ -196,7 +196,7 @@ static void rmsnorm(Trainer *t, QTensor *y, float *rstd, const Real *x, const Re
     produce_norm(t, y, rstd, x, w);
 }
 
-// sum = residual + delta, y = RMSNorm(sum) w. Also makes y's FP8 data.
+// sum = residual + delta, y = RMSNorm(sum) w. Also casts y if FP8 GEMMs read it.
 static void add_rmsnorm(Trainer *t, QTensor *y, float *rstd, Real *sum, const Real *residual, const Real *delta,
                         const Real *w) {
     const Dims *d = &t->d;

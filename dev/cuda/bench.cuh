@@ -1,7 +1,7 @@
 // Common code of the kernel programs in dev/cuda: poisoned device buffers, comparisons that name the first bad element,
 // timing with a cold L2, and result lines that give each kernel's share of its ceiling.
 // A program checks with CHECK and the functions below (arguments "check", "large"), times its kernels ("bench"), and
-// ends with check_report().
+// ends with check_report(). attention.cu has other arguments.
 #ifndef DEV_CUDA_BENCH_CUH
 #define DEV_CUDA_BENCH_CUH
 

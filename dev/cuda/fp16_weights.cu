@@ -206,9 +206,10 @@ static void check_audit(const char *label, const Model *m, const Rank *r, int64_
               got->amax == want.amax && got->scale_max == want.scale_max &&
               fabs(got->signal - want.signal) <= 1e-9 * want.signal &&
               fabs(got->noise - want.noise) <= 1e-9 * want.noise,
-          "%s: audit of %s in layer %lld: %g, %g, %g, %g, %g; not %g, %g, %g, %g, %g", label, s->name, (long long)l,
-          got->count, got->flushed, got->saturated, got->signal, got->noise, want.count, want.flushed, want.saturated,
-          want.signal, want.noise);
+          "%s: audit of %s in layer %lld: count, flushed, saturated, signal, noise are %g, %g, %g, %g, %g; want %g, "
+          "%g, %g, %g, %g",
+          label, s->name, (long long)l, got->count, got->flushed, got->saturated, got->signal, got->noise, want.count,
+          want.flushed, want.saturated, want.signal, want.noise);
     free(got), bench_free(codes), bench_free(device);
 }
 

@@ -28,7 +28,7 @@ typedef struct {
     int64_t shard_size, shard_rank;   // ranks of the shard group, and this one's index; 1 and 0 before comm_split
     int64_t replicas, replica;        // ranks of the replica group, and this one's index
     char host[64];
-    MPI_Comm comms[COMM_NUM_GROUPS];  // MPI_COMM_NULL if MPI did not start the ranks, or before comm_split
+    MPI_Comm comms[COMM_NUM_GROUPS];  // MPI_COMM_NULL without MPI; before comm_split only COMM_WORLD has one
     Mesh *mesh;                       // NULL unless the ranks found each other without MPI
 } Comm;
 

@@ -1,6 +1,6 @@
 // Finds out a process's rank, the number of ranks, and how to reach the other ranks (--init-from).
-// mpirun and srun --mpi=pmix start MPI. Other launchers only set variables: then the ranks meet at a TCP address or
-// through a shared file (rendezvous.h).
+// Under mpirun and srun --mpi=pmix, MPI connects the ranks. Other launchers only set variables: then the ranks meet at
+// a TCP address or through a shared file (rendezvous.h).
 #ifndef LLMC_INIT_FROM_H
 #define LLMC_INIT_FROM_H
 
@@ -16,7 +16,7 @@ typedef struct {
     double timeout;             // seconds until all ranks must have come
     char place[PATH_CAPACITY];  // INIT_FILE: the file; INIT_TCP: the host of rank 0
     int port;                   // INIT_TCP
-    char job[64];               // job and step of Slurm, which tell apart the jobs of one cluster; "" without Slurm
+    char job[64];               // names job and step of Slurm, to tell apart the jobs of one cluster; "" without Slurm
 } InitFrom;
 
 // Returns the value of --NAME in the command line, the last one if there are several, or NULL. The options themselves
@@ -71,8 +71,8 @@ static inline void init_first_host(const char *list, char *out, size_t capacity)
 // True if Slurm has started this process in a step (srun). A batch script has SLURM_PROCID too, but is no step.
 static inline bool init_in_slurm_step(void) { return getenv("SLURM_PROCID") && getenv("SLURM_STEP_NUM_TASKS"); }
 
-// Sets init->job if Slurm has started this process. A job that Slurm has requeued keeps its number, so the name has the
-// restart count too.
+// Sets init->job if Slurm's variables have a job and a step. A job that Slurm has requeued keeps its number, so the
+// name has the restart count too.
 static inline void init_slurm_job(InitFrom *init) {
     const char *job = getenv("SLURM_JOB_ID"), *step = getenv("SLURM_STEP_ID"), *starts = getenv("SLURM_RESTART_COUNT");
     if (job && step)
