@@ -335,9 +335,9 @@ static void check_steps(const char *preset, Variant v, int64_t n) {
     parameter_table_free(&t);
 }
 
-// Checks that masters that are read and written back get the same codes if their tensors keep their scales. To write
-// and encode them must then leave the second moments as they are: their memory has the upper halves of masters only for
-// tensors without a scale.
+// Checks that masters that are read and written back get the same codes if their tensors keep their scales. Writing and
+// encoding them must then leave the second moments as they are: the moments' memory takes upper halves of masters only
+// for tensors without a scale.
 static void check_masters_access(void) {
     const ModelConfig m = small_model("qwen3-8b");
     const Variant v = {MSAMP_WEIGHTS_FP16, false, false, false};

@@ -6,7 +6,7 @@
 typedef enum { FILL_NORMAL, FILL_OUTLIERS, FILL_INFINITY, FILL_NAN, NUM_FILLS } Fill;
 static const char *const fill_names[NUM_FILLS] = {"normal", "outliers", "infinity", "NaN"};
 
-// OUTLIERS has a huge value, a row and a column of zeros, a denormal, and values far smaller than the rest.
+// FILL_OUTLIERS has a huge value, a row and a column of zeros, a denormal, and values far smaller than the rest.
 static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
     bf16_bits *x = bench_normal(23, R * C, 1);
     if (fill == FILL_OUTLIERS) {

@@ -263,7 +263,7 @@ static inline double bench_clock_end(Bench *b) {
 enum { BENCH_PERCENT = 85, BENCH_RAMP_US = 15 };
 
 // If BENCH_LINES is set, appends a line to the file it names, for scripts/check_gpu.sh: name, shape, percent of the
-// ceiling, 1 if that is low, and the reason, separated by tabs.
+// ceiling, 1 if that is low, else 0, and the reason for a low one, separated by tabs.
 static inline void bench_record(const char *name, const char *shape, double percent, bool low, const char *reason) {
     const char *path = getenv("BENCH_LINES");
     if (!path) return;
