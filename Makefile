@@ -31,8 +31,8 @@ NCCL_LIBS = $(if $(NCCL_HOME),-L$(NCCL_HOME)/lib -Xlinker -rpath=$(NCCL_HOME)/li
 CUDA_LIBS = -lcublasLt $(NCCL_LIBS) $(MPI_LIBS)
 BENCH_LIBS = -lcublasLt
 
-# Each compile writes the names of the headers that it has read to build/deps/TARGET.d (TARGET without build/). So make
-# knows what to rebuild after a header has changed. Each target depends on its own .d: if it is missing, make compiles.
+# A compile writes the names of the headers that it has read to build/deps/TARGET.d (TARGET without build/). So make
+# knows what to rebuild after a header has changed. A target depends on its own .d: if that is missing, make compiles.
 DEPENDENCIES = -MMD -MP -MT $@ -MF build/deps/$(@:build/%=%).d
 
 HEADERS := $(wildcard llmc/*/*.h)
@@ -57,12 +57,12 @@ all: train_fp8 build/synth_stories $(if $(NVCC),train_fp8cu)
 	@$(if $(NVCC),:,echo "train_fp8cu (GPU) is left out: there is no nvcc. It needs the CUDA Toolkit and NCCL.")
 
 help:
-	@echo "make               train_fp8, and train_fp8cu if nvcc is installed"
+	@echo "make               train_fp8, build/synth_stories, and train_fp8cu if nvcc is installed"
 	@echo "make test          every test that needs no GPU (scripts/test.sh)"
 	@echo "make test-X        one test: dev/test/test_X.c, .cu, .sh or .py, for example make test-options"
 	@echo "make check-gpu     every GPU test and bench (scripts/check_gpu.sh)"
 	@echo "make build/bench_X the check and bench dev/cuda/X.cu; build/bench_X runs it on a GPU"
-	@echo "make check-faults  crashes, bad disks, damage, hostile input (dev/fault): 35 minutes; QUICK=1 takes 1"
+	@echo "make check-faults  crashes, bad disks, damage, hostile input (dev/fault): 35 minutes; with QUICK=1 one minute"
 	@echo "make asan          builds the unit tests with address and undefined-behaviour sanitizers: build/asan/test_X"
 	@echo "make headers       every .h compiled alone, as C and as C++"
 	@echo "make cuda-headers  every .cuh compiled alone, by nvcc"
@@ -114,7 +114,7 @@ build/test_fsdp_order: STAND_INS := cudaStreamSynchronize cudaStreamQuery cudaSt
 build/bench_%: dev/cuda/%.cu build/cuda_arch build/deps/bench_%.d | $(FOLDERS)
 	$(CUDA_COMPILER) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(BENCH_LIBS)
 
-# Only this bench needs NCCL: fsdp.cuh includes it.
+# Only this bench needs NCCL: transport.cuh includes it.
 build/bench_fsdp: BENCH_LIBS = $(CUDA_LIBS)
 
 # ---- each header alone; build/headers/FILE.ok says that it compiled

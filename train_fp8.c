@@ -1,7 +1,7 @@
 // train_fp8: pre-trains Llama and Qwen models on the CPU. It is the readable reference for train_fp8cu: it has the same
 // model and FP8 recipes, and casts equal values to equal FP8 bits. With --precision bf16 or fp8 it rounds wherever the
-// GPU rounds (--precision fp32 rounds nowhere). Two exceptions are sums that the GPU computes in parts: lm_head's
-// weight gradient, in chunks of rows, and the gradient of a tied embedding, which the GPU adds to lm_head's.
+// GPU rounds (--precision fp32 rounds nowhere). Exceptions are sums that the GPU computes in parts: lm_head's weight
+// gradient, in chunks of rows; the gradient of a tied embedding, which the GPU adds to lm_head's; and sums over ranks.
 //
 // From top to bottom: the trainer and its memory, gathering and reducing over ranks, quantized tensors and linear
 // layers, the model's operations, one layer, the whole model, the optimizer, the step, validation and samples,
@@ -47,7 +47,7 @@
 #include "llmc/run/nonfinite.h"
 #include "llmc/run/train.h"
 
-// Number of gradients that reduce_replicas averages at a time.
+// Largest number of gradients, or of their FP8 codes, that the replicas exchange at a time.
 #define REPLICA_CHUNK ((int64_t)1 << 16)
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -56,8 +56,8 @@
 // A value that is bf16 on the GPU. Here it is an fp32 number, rounded to bf16 with --precision bf16 and fp8.
 typedef float Real;
 
-// A tensor that a GEMM reads: an input, an output's gradient or a weight of a linear layer. Each GEMM casts it anew, by
-// the recipe of that linear layer, unless it was gathered as codes.
+// A tensor of a linear layer: its input, its output's gradient, its weight or the weight's gradient. Each GEMM that
+// reads it casts it anew, by the recipe of the linear layer, unless it is a weight that was cast ahead.
 typedef struct {
     Real *data;            // [rows, cols]; NULL if only codes are here
     const uint8_t *codes;  // FP8 codes of a weight that was cast ahead (cast_ahead); else NULL
@@ -119,9 +119,9 @@ typedef struct {
 
 // Flat shard arrays, most of them [plan.total]. bf16 storage is emulated: floats that hold bf16 values. FP16 is stored
 // as such: a step decodes FP16 masters into `master` and updates them there in fp32. With FP16 masters `weights` is the
-// same array as `master`. It holds the bf16 rounding between steps, but for matrices that are cast to FP8 from the
-// masters (precision_casts_masters), the values of the masters. FP8 gradients are emulated too: floats that are the
-// values of codes with a scale.
+// same array as `master`. Between steps it holds the masters' values, rounded to bf16. The layers' matrices are not
+// rounded if they are cast to FP8 from the masters (precision_casts_masters). FP8 gradients are emulated too: floats
+// that are the values of codes with a scale.
 typedef struct {
     float *master;                     // master weights, which the optimizer updates
     fp16_bits *fp16_master;            // FP16 masters, else NULL
@@ -142,10 +142,10 @@ typedef struct {
     int64_t step;         // its number, counted from 0
     double squares;       // sum of squares of the gradients
     float *norms;         // with --grad-clip: STATE_CLIP_NORMS, else NULL
-    NonfiniteStep large;  // the largest gradient, and the first large one (find_large)
+    NonfiniteStep large;  // magnitude and position from find_large, over units whose norm may be too large
 } BackwardUpdate;
 
-// A whole layer's weights, gathered from the shard group: segments as shard_segment() places them.
+// A whole layer's weights, gathered from the shard group: segments as ShardSegment.gathered places them.
 typedef struct {
     float *values;   // vectors, then matrices unless they were cast ahead
     uint8_t *codes;  // matrices that were cast ahead
@@ -161,14 +161,14 @@ typedef struct {
     GatheredLayer *slots;    // [num_slots]
     int64_t num_slots;       // 1; with --sharding grad_op one for each layer
     uint8_t *codes;          // [L, slice of matrices] with casts_ahead: this rank's part of the FP8 codes
-    bool fp32_sums;          // params.gradients are fp32, else bf16
+    bool fp32_sums;          // params.gradients, except FP8 ones, are fp32, else bf16
     bool fp8_sums;           // params.gradients of the layers' matrices are FP8 (gradient_fp8.h)
     uint32_t *amaxes;        // [entries of the parameter table] fp32 bits: amaxes of FP8 gradients
     bool buffered;           // gradients are computed in the next two arrays, then added to params.gradients
     float *root_gradients;   // the root's
     float *layer_gradients;  // one layer's
     GradientSum sum;         // how this micro-step's gradients are added to params.gradients
-    float *received;         // [ranks, slice] gradients from all ranks of a group
+    float *received;         // [ranks, slice] gradients, or their FP8 codes, from all ranks of a group
 } Units;
 
 // Scales of recipes with one scale per tensor, and the results of --fp8-audit. tensor_index() numbers the tensors.
@@ -194,8 +194,8 @@ typedef struct {
     Scales scales;
     Activations acts;
     Batch batch;           // the current micro-step's
-    bool training;         // true in a micro-step: casts write scales.amax, and norms bad_norm
-    int64_t bad_norm;      // number of this step's first RMSNorm with a non-finite input (nonfinite.h)
+    bool training;         // true in a micro-step: casts write scales.amax and step_audit, and norms bad_norm
+    int64_t bad_norm;      // number of this step's first RMSNorm with a bad input (NonfiniteStep.forward)
     BackwardUpdate early;  // with --optimizer-in-backward
     StepRecord last_step;  // the latest step
     void *memory;          // the arena
@@ -216,7 +216,7 @@ static int64_t gradients_begin(const Trainer *t, int64_t l) {
     return shard_begin(&t->plan, l == ROOT || !t->o->optimizer_in_backward ? l : 0);
 }
 
-// Returns the gradient of element `shard` of the flat shard arrays, which is in unit l.
+// Returns where the gradient of element `shard` of the flat shard arrays is. The element is in unit l.
 static float *gradients_at(const Trainer *t, int64_t l, int64_t shard) {
     return t->params.gradients + gradients_begin(t, l) + shard - shard_begin(&t->plan, l);
 }
@@ -247,7 +247,7 @@ static void place_parameters(Trainer *t, Arena *a) {
     t->early.norms = options_clips_in_backward(t->o) ? take(a, t->d.L + 1) : NULL;
 }
 
-// Places the buffers that hold whole units, and the gradients received from all ranks of a group.
+// Places the arrays of Units.
 static void place_units(Trainer *t, Arena *a) {
     const ShardPlan *p = &t->plan;
     Units *u = &t->units;
@@ -294,8 +294,8 @@ static void place_scales(Trainer *t, Arena *a) {
         s->step_audit = (AuditSums *)arena_take(a, audit_count(&t->precision) * (int64_t)sizeof(AuditSums));
 }
 
-// Places layer l's activations, except x. With --recompute all layers keep what backward computes again in the arrays
-// of layer 0.
+// Places layer l's activations, except x. With --recompute all layers share the arrays of layer 0 for what backward
+// computes again.
 static void place_layer(Trainer *t, int64_t l, Arena *a) {
     const Dims *d = &t->d;
     const Recomputed again = options_recomputed(t->o);
@@ -354,7 +354,8 @@ static void place_all(Trainer *t, Arena *a) {
     place_activations(t, a);
 }
 
-// Lays out everything on an arena without memory: the memory plan. trainer_allocate then sets the pointers.
+// Fills *t, except for its pointers into the arena, and returns the memory plan: the arena, laid out without memory.
+// trainer_allocate then sets the pointers.
 static Arena trainer_plan(Trainer *t, const Options *o, const ModelConfig *m, const Comm *comm) {
     memset(t, 0, sizeof *t);
     Units *u = &t->units;
@@ -398,7 +399,7 @@ static uint32_t *tensor_amax(const Trainer *t, StateKind kind, int64_t i) {
     return &t->params.amaxes[i * TENSOR_SCALES + (kind - STATE_EXP_AVG_SCALE)];
 }
 
-// Returns the bytes that this rank may take.
+// Returns the bytes that this rank may take: its part of the host's memory.
 static int64_t memory_available(const Comm *comm) {
     return (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE) / comm->local_world;
 }
@@ -435,7 +436,7 @@ static void gather_segment(Trainer *t, float *unit, int64_t l, int segment) {
                     g.slice * (int64_t)sizeof(float));
 }
 
-// True if layer l's matrices are cast to FP8 codes when they change, which are then gathered in place of values.
+// True if layer l's matrices are cast to FP8 codes when they change. A shard group then gathers codes, not values.
 static bool cast_ahead(const Trainer *t, int64_t l) {
     return t->units.casts_ahead && precision_layer_is_fp8(&t->precision, l);
 }
@@ -472,7 +473,8 @@ static QTensor qtensor(Real *data, int64_t l, TensorRole role, LinearId id) {
     return q;
 }
 
-// Returns linear layer `id`'s weight, or its gradient, in layer l's unit; or its FP8 codes, unless `codes` is NULL.
+// Returns linear layer `id`'s weight, or its gradient, in layer l's `unit`. If `codes` is not NULL, returns the FP8
+// codes of the weight instead.
 static QTensor unit_matrix(const Trainer *t, int64_t l, LinearId id, float *unit, const uint8_t *codes) {
     const int64_t offset = t->precision.linear[id].offset, vectors = t->table.layer_segments[SEGMENT_VECTORS];
     QTensor w = qtensor(NULL, l, TENSOR_W, id);
@@ -481,7 +483,7 @@ static QTensor unit_matrix(const Trainer *t, int64_t l, LinearId id, float *unit
     return w;
 }
 
-// Returns views of layer l's unit. Its vectors come first. GEMMs read fused weights as one matrix.
+// Returns views of layer l's unit, whose vectors come first. GEMMs read fused weights as one matrix.
 static Layer unit_layer(const Trainer *t, int64_t l, float *unit, const uint8_t *codes) {
     const LayerOffsets *at = &t->table.layer;
     Layer v;
@@ -493,7 +495,7 @@ static Layer unit_layer(const Trainer *t, int64_t l, float *unit, const uint8_t 
     return v;
 }
 
-// Returns layer l's weights, between unshard and reshard.
+// Returns layer l's weights. Call it between unshard and reshard.
 static Layer layer_weights(Trainer *t, int64_t l) {
     const bool whole = t->plan.shard_size == 1;
     const GatheredLayer *slot = layer_slot(t, l);
@@ -533,7 +535,7 @@ static float rank_mean(const float *arrays, int64_t ranks, int64_t stride, int64
 // Returns how the gradients of micro-step `micro` of optimizer step `step`, both counted from 0, are added to the sum.
 // Each replica rounds with its own random bits.
 static GradientSum micro_sum(const Trainer *t, int64_t step, int64_t micro) {
-    const int64_t part = 2 * (micro * t->comm->replicas + t->comm->replica);  // the GPU adds in two parts
+    const int64_t part = 2 * (micro * t->comm->replicas + t->comm->replica);  // part + 1: Fsdp.embedding_key on a GPU
     const GradientSum s = {micro > 0, micro > 0, gradient_sum_key((uint64_t)t->o->rounding_seed, step, part), 0};
     return s;
 }
@@ -550,7 +552,8 @@ static UnitEntries unit_entries(const Trainer *t, int64_t l) {
     return u;
 }
 
-// Returns this rank's part of entry i of the table; its count is 0 if the gradient of the entry is not FP8.
+// Returns this rank's part of entry i of the table. Its count is 0 if the gradient of the entry is not FP8, or if this
+// rank has no part of it.
 static ShardRange fp8_gradient_part(const Trainer *t, int64_t i) {
     const Parameter *p = &t->table.entries[i];
     const ShardRange none = {0, 0, 0};
@@ -560,7 +563,7 @@ static ShardRange fp8_gradient_part(const Trainer *t, int64_t i) {
 // Returns the scale of an FP8 gradient from its amax, which units.amaxes has.
 static float fp8_gradient_scale(const Trainer *t, int64_t i) { return gradient_fp8_scale(t->units.amaxes[i]); }
 
-// Finds the amaxes of layer l's FP8 gradients in params.gradients, over all ranks of a group.
+// Finds the amaxes of layer l's FP8 gradients in params.gradients, over all ranks of `group`.
 static void fp8_gradient_amaxes(Trainer *t, int64_t l, CommGroup group) {
     const UnitEntries u = unit_entries(t, l);
     for (int64_t i = u.begin; i < u.end; i++) {
@@ -581,8 +584,8 @@ static void round_gradients(Trainer *t, int64_t l) {
 }
 
 // Returns this rank's slice of the mean of layer l's gradients of matrices over the shard group, summed in FP8. `whole`
-// is this rank's gradient of the segment. units.received holds in turn the codes of all ranks, this rank's codes, and
-// the result.
+// is this rank's gradient of the segment. units.received has three parts, one behind the other: the codes from all
+// ranks, this rank's codes, and the result.
 static const float *reduce_scatter_fp8(Trainer *t, int64_t l, const float *whole) {
     const int64_t ranks = t->plan.shard_size;
     const ShardSegment g = segment_slice(&t->table, &t->plan, l, SEGMENT_MATRICES);
@@ -614,8 +617,8 @@ static const float *reduce_scatter_fp8(Trainer *t, int64_t l, const float *whole
     return mean;
 }
 
-// Returns this rank's slice of the mean of a segment's gradients over the shard group. `whole` is this rank's gradient
-// of the segment.
+// Returns this rank's slice of the mean of a segment's gradients over the shard group, rounded to bf16 unless
+// --reduce-dtype is fp32. `whole` is this rank's gradient of the segment.
 static const float *reduce_scatter_segment(Trainer *t, const ShardSegment *g, const float *whole) {
     float *received = t->units.received;
     comm_all_to_all(t->comm, COMM_SHARD, whole, received, g->slice * (int64_t)sizeof(float));
@@ -626,9 +629,10 @@ static const float *reduce_scatter_segment(Trainer *t, const ShardSegment *g, co
     return received;
 }
 
-// Adds the mean of the gradients of the root or layer l over the shard group to this rank's slices in params.gradients,
-// by units.sum. Runs after the unit's backward pass. A gradient that was summed in FP8 is FP8 already, unless it joins
-// that of an earlier micro-step.
+// Called after the backward pass of the root or of layer l. Does nothing unless gradients are computed in buffers. Adds
+// their mean over the shard group to this rank's slices in params.gradients; the first micro-step replaces these
+// (units.sum). Then rounds FP8 gradients. A mean that was summed in FP8 is rounded already, unless it was added to that
+// of earlier micro-steps.
 static void reduce_scatter_gradients(Trainer *t, int64_t l) {
     if (!t->units.buffered) return;
     const float *whole = unit_gradients(t, l);
@@ -646,7 +650,7 @@ static void reduce_scatter_gradients(Trainer *t, int64_t l) {
     }
 }
 
-// Replaces `count` gradients by their mean over the replicas, after the last micro-step.
+// Replaces each of `count` gradients by its mean over the replicas, after the last micro-step.
 static void reduce_replicas(Trainer *t, float *gradients, int64_t count) {
     const int64_t replicas = t->comm->replicas;
     float *received = t->units.received;
@@ -672,8 +676,8 @@ static void sum_replicas_fp8(Trainer *t, uint8_t *codes, int64_t n) {
 }
 
 // Replaces layer l's gradients of matrices by their mean over the replicas, summed in FP8. The amaxes are over all
-// ranks: those of a shard group have parts of the same tensors. The codes of a tensor lie where backward computes
-// matrices, and not on padding, which must stay zero.
+// ranks: those of a shard group have parts of the same tensors. The codes of a tensor lie where backward computes the
+// gradients of matrices, and not on their padding, which must stay zero.
 static void reduce_replicas_fp8(Trainer *t, int64_t l) {
     const int64_t replicas = t->comm->replicas;
     const float headroom = gradient_fp8_headroom(replicas);
@@ -692,7 +696,8 @@ static void reduce_replicas_fp8(Trainer *t, int64_t l) {
     }
 }
 
-// With FP8 gradients: replaces all gradients by their means over the replicas, after the last micro-step.
+// With FP8 gradients: replaces all gradients by their means over the replicas, after the last micro-step. The means of
+// FP8 gradients are FP8 again.
 static void reduce_replicas_of_units(Trainer *t) {
     if (t->comm->replicas == 1) return;
     reduce_replicas(t, t->params.gradients, shard_elements(&t->plan, ROOT));
@@ -709,7 +714,7 @@ static void reduce_replicas_of_units(Trainer *t) {
     }
 }
 
-// Returns the norm of n gradients of this rank and as many of each other rank of the shard group.
+// Returns the norm of n gradients of this rank and of the n gradients of each other rank of the shard group.
 static double gradient_norm(const Trainer *t, const float *gradients, int64_t n) {
     const double norm = global_norm(gradients, n);
     double squares = norm * norm;
@@ -737,8 +742,8 @@ static float weight_scale(const Trainer *t, int64_t l, int id) {
     return cast_scale(t, l, id, TENSOR_W, t->scales.amax[tensor_index(l, TENSOR_W, id)]);
 }
 
-// Returns the scale to cast a tensor of n elements with, or 0 if the cast computes it. With delayed scaling, records
-// the amax of an input or a gradient.
+// Returns the scale to cast a tensor of n elements with. 0: the cast computes its scales, or the tensor is not cast. In
+// a micro-step with delayed scaling, also records the amax of an input or a gradient.
 static float qtensor_scale(Trainer *t, const QTensor *q, int64_t n) {
     const Recipe *r = precision_of(&t->precision, q->layer, q->linear);
     if (q->role == TENSOR_W) return recipe_has_tensor_scales(r) ? weight_scale(t, q->layer, q->linear) : 0;
@@ -749,8 +754,8 @@ static float qtensor_scale(Trainer *t, const QTensor *q, int64_t n) {
     return cast_scale(t, q->layer, q->linear, q->role, amax);
 }
 
-// Returns a tensor as a GEMM reads it: cast by the recipe of its linear layer. In an audited step, adds the cast to the
-// audit.
+// Returns a tensor as a GEMM reads it: cast by the recipe of its linear layer. In an audited step, adds an FP8 cast to
+// the audit. A weight that was cast ahead is not cast again.
 static LinearOperand qtensor_operand(Trainer *t, const QTensor *q, TensorUsage copy) {
     const Recipe *r = precision_of(&t->precision, q->layer, q->linear);
     const LinearShape *s = &t->precision.linear[q->linear];
@@ -799,7 +804,7 @@ static void qtensor_ready(Trainer *t, QTensor *q) { (void)t, (void)q; }
 // ---------------------------------------------------------------------------------------------------------------------
 // The model's operations
 
-// Records the number of a norm (nonfinite.h) if its input was not finite.
+// In a micro-step: records the number of a norm (nonfinite_norm) if its input is bad (NonfiniteStep.forward).
 static void watch_norm(Trainer *t, int64_t norm, const float *rstd) {
     for (int64_t i = 0; t->training && i < t->d.R; i++)
         if (!float_is_positive(rstd[i])) t->bad_norm = min_i64(t->bad_norm, norm);
@@ -841,7 +846,7 @@ static void qknorm_rope_backward(Trainer *t, QTensor *dqkv, Real *dq_norm, Real 
                                    &t->d, t->m.rms_norm_eps, t->rounding);
 }
 
-// dbias [QKV] = column sums of dy; nothing without a bias.
+// dbias [QKV] = column sums of dy. Does nothing without a bias.
 static void bias_backward(Trainer *t, Real *dbias, const QTensor *dy) {
     if (dbias) bias_backward_reference(dbias, dy->data, t->d.R, t->precision.linear[dy->linear].N, t->rounding);
 }
@@ -867,7 +872,7 @@ static void keep_gate_up(Trainer *t, int64_t l) {
 // Does nothing here: gate_up has the kept values already.
 static void restore_gate_up(Trainer *t, int64_t l) { (void)t, (void)l; }
 
-// Computes dgate_up from dh. Computes h again if it holds another layer's values, or if gate_up has changed.
+// Computes dgate_up from dh. Computes h again if it may hold another layer's values, or if gate_up was rounded to FP8.
 static void swiglu_backward(Trainer *t, QTensor *dgate_up, QTensor *h, const Real *dh, const Real *gate_up) {
     if (options_recomputed(t->o).mlp || options_keeps_fp8(t->o)) swiglu(t, h, gate_up);
     swiglu_backward_reference(dgate_up->data, dh, gate_up, t->d.R, t->d.F, t->rounding);
@@ -886,7 +891,7 @@ static OutputGradients layer_output_gradients(Trainer *t, int64_t l) {
 // ---------------------------------------------------------------------------------------------------------------------
 // One layer: the same text as in train_fp8.cu
 
-// Computes attention up to its output projection, from the first norm's output.
+// Computes q, k, v and attention from the first norm's output. The output projection is not part of it.
 static void layer_attention(Trainer *t, int64_t l) {
     const Layer w = layer_weights(t, l);
     LayerActs *a = &t->acts.layer[l];
@@ -911,7 +916,7 @@ static void layer_forward(Trainer *t, int64_t l) {
     linear(t, t->acts.branch, &a->h, &w.down, NULL);
 }
 
-// Computes again what backward reads of a layer and forward did not keep (--recompute), but for SwiGLU's output.
+// Computes again what backward reads of a layer and forward did not keep (--recompute), except SwiGLU's output.
 static void layer_recompute(Trainer *t, int64_t l) {
     const Layer w = layer_weights(t, l);
     const Recomputed again = options_recomputed(t->o);
@@ -924,7 +929,7 @@ static void layer_recompute(Trainer *t, int64_t l) {
     if (again.mlp) linear(t, a->gate_up, &a->norm2, &w.gate_up, NULL);
 }
 
-// Turns t->acts.dx, the gradient of the layer's output, into that of its input, and computes the weight gradients.
+// Turns t->acts.dx, the gradient of the layer's output, into that of its input. Computes its parameters' gradients.
 static void layer_backward(Trainer *t, int64_t l) {
     const Layer w = layer_weights(t, l), dw = layer_gradients(t, l);
     LayerActs *a = &t->acts.layer[l];
@@ -985,8 +990,8 @@ static void loss_forward(Trainer *t, const Batch *batch) {
     cross_entropy_forward(t->acts.losses, t->acts.logits, batch->targets, t->d.R, t->d.V);
 }
 
-// Computes the loss of every row and, back through lm_head and the final norm, acts.dx and the gradients of both
-// weights. After model_forward.
+// After model_forward: computes the loss of every row and, back through lm_head and the final norm, acts.dx and the
+// gradients of lm_head's and the final norm's weights.
 static void loss_forward_backward(Trainer *t, const Batch *batch, float grad_scale) {
     const Dims *d = &t->d;
     const Activations *a = &t->acts;
@@ -999,7 +1004,7 @@ static void loss_forward_backward(Trainer *t, const Batch *batch, float grad_sca
                                t->rounding);
 }
 
-// Computes the embedding's gradient from acts.dx. A tied embedding's gradient already holds lm_head's part.
+// Computes the embedding's gradient from acts.dx. A tied embedding's is added to lm_head's, which is there already.
 static void embedding_backward(Trainer *t, const Batch *batch) {
     embedding_backward_reference(root_gradients(t).embedding, t->acts.dx, batch->inputs, t->d.R, t->d.C, t->d.V,
                                  t->m.tie_word_embeddings, t->rounding);
@@ -1020,7 +1025,8 @@ static uint8_t *linear_codes(const Trainer *t, int64_t l, ShardRange r) {
     return t->units.codes + l * g.slice + r.shard - g.shard;
 }
 
-// Casts this rank's part `r` of a fused weight. From FP16 masters, each of its tensors is cast with its own scale.
+// Casts this rank's part `r` of a fused weight to FP8 with one scale. If it is cast from FP16 masters, these are
+// decoded with scales of their own, one for each tensor of the fused weight.
 static void weight_cast(Trainer *t, int64_t l, int id, ShardRange r) {
     const float scale = weight_scale(t, l, id);
     uint8_t *codes = linear_codes(t, l, r);
@@ -1049,7 +1055,7 @@ static void weights_quantize(Trainer *t) {
         t->scales.amax[tensor_index(l, TENSOR_W, id)] =
             quantize_tensor_amax(t->params.weights + r.shard, r.count, t->precision.recipe->rule);
     }
-    // between micro-steps the amaxes of inputs and gradients are zero
+    // also reduces the amaxes of inputs and gradients, which are zero between micro-steps
     comm_max_u32(t->comm, COMM_SHARD, t->scales.amax, tensor_count(t->d.L));
     for (int64_t i = 0; i < t->d.L * NUM_LINEARS; i++) {
         const int64_t l = i / NUM_LINEARS;
@@ -1068,7 +1074,7 @@ static void masters_decode(Trainer *t, int64_t begin, int64_t end) {
 }
 
 // Finds the amaxes of whole tensors, entries [begin, end) of the parameter table, by one reduction over the shard
-// group. This rank's amaxes of moments are in params.amaxes already; those of FP16 masters follow from params.master.
+// group. This rank's amaxes of moments are in params.amaxes already. Those of FP16 masters are found in params.master.
 static void reduce_tensor_amaxes(Trainer *t, int64_t begin, int64_t end) {
     for (int64_t i = begin; t->params.fp16_master && i < end; i++) {
         const ShardRange r = shard_parameter(&t->table, &t->plan, &t->table.entries[i]);
@@ -1091,8 +1097,8 @@ static void masters_encode(Trainer *t, int64_t begin, int64_t end, bool keep) {
     }
 }
 
-// Called when the master weights have changed: rounds the weights from them, invalidates all gathered weights, and
-// finds the amaxes of weights with one scale.
+// Called when the master weights have changed: makes the weights from them, invalidates all gathered weights, and, for
+// recipes with one scale per tensor, finds the amaxes of weights and casts those that are cast ahead.
 static void weights_refresh(Trainer *t) {
     const bool copy = t->params.weights != t->params.master;
     if (t->params.fp16_master) masters_decode(t, 0, t->table.count);
@@ -1108,7 +1114,7 @@ static void weights_refresh(Trainer *t) {
     if (recipe_has_tensor_scales(t->precision.recipe)) weights_quantize(t);
 }
 
-// Sets the random initial masters; weights_changed must follow.
+// Sets params.master to the initial weights. weights_changed must follow.
 static void weights_initialize(Trainer *t) {
     for (int64_t i = 0; i < t->table.count; i++) {
         const Parameter *p = &t->table.entries[i];
@@ -1121,8 +1127,8 @@ static void weights_initialize(Trainer *t) {
     }
 }
 
-// Delayed scaling: adds amaxes to the histories, either those of the weights, from their latest cast, or those of a
-// micro-step's inputs and gradients.
+// Delayed scaling: moves amaxes to the histories and makes the next scales. `weights`: the amaxes of the weights that
+// the step used; else those of a micro-step's inputs and gradients.
 static void histories_update(Trainer *t, bool weights) {
     const DelayedState *d = &t->scales.delayed;
     for (int64_t l = 0; l < t->d.L; l++)
@@ -1137,7 +1143,7 @@ static void histories_update(Trainer *t, bool weights) {
             }
 }
 
-// Saves histories and scales (keep), or restores them. Does nothing if steps are never skipped.
+// Saves histories and scales (keep), or restores them. Does nothing without delayed scaling or --on-nonfinite skip.
 static void copy_delayed_before(Trainer *t, bool keep) {
     float *kept = t->scales.delayed_before, *current = t->scales.delayed.history;
     if (kept) memcpy(keep ? kept : current, keep ? current : kept, (size_t)delayed_elements(t) * sizeof(float));
@@ -1184,8 +1190,8 @@ static void msamp_store(Trainer *t, int64_t i, float factor, const MsampStep *s)
     *tensor_scale(t, STATE_EXP_AVG_SQ_SCALE, i) = scale.exp_avg_sq;
 }
 
-// Updates entry i of the parameter table. With COAT's moments also updates the entries that are joined to it
-// (PARAM_JOINED), which share its groups.
+// Updates entry i of the parameter table. Entries that are joined to it (PARAM_JOINED) share groups of COAT's moments:
+// with these it updates all of them, and does nothing for an entry that is joined to an earlier one.
 static void parameter_update(Trainer *t, int64_t i, float factor, const AdamwStep *s) {
     const Options *o = t->o;
     const Params *all = &t->params;
@@ -1222,8 +1228,8 @@ static void parameters_update(Trainer *t, int64_t begin, int64_t end, int64_t st
     if (t->params.fp16_master) masters_encode(t, begin, end, false);
 }
 
-// Ends an optimizer step: updates the histories of the weights, whose amaxes are still those before the step, and makes
-// all later work read the new weights.
+// Ends an optimizer step: adds the amaxes of the weights to their histories, and makes all later work read the new
+// weights. scales.amax still has the amaxes of the old weights.
 static void finish_update(Trainer *t) {
     if (t->precision.recipe->delayed) histories_update(t, true);
     weights_refresh(t);
@@ -1235,8 +1241,8 @@ static void weights_update(Trainer *t, int64_t step, double norm) {
     finish_update(t);
 }
 
-// Updates *s with n gradients, the first of which is element `shard` of the flat shard arrays: with the largest
-// magnitude, and with the position of the first large gradient (adamw_large) in backward order.
+// Updates *s with n gradients, the first of which is element `shard` of the flat shard arrays: with their largest
+// magnitude, and with the position, in backward order, of the first gradient that is large beside it (adamw_large).
 static void find_large(const Trainer *t, const float *gradients, int64_t shard, int64_t n, NonfiniteStep *s) {
     const BackwardOrder order = shard_backward_order(&t->table, &t->plan);
     uint32_t largest = 0;
@@ -1248,7 +1254,8 @@ static void find_large(const Trainer *t, const float *gradients, int64_t shard, 
     if (largest > s->magnitude) s->magnitude = largest;
 }
 
-// Returns the factor that clips the gradient of unit l. early.squares already includes it.
+// Returns the factor that clips the gradient of unit l, and records the norm so far; without --grad-clip returns 1.
+// early.squares already includes unit l.
 static float clip_in_backward(Trainer *t, int64_t l) {
     float *norms = t->early.norms;
     if (!norms) return 1;
@@ -1258,9 +1265,9 @@ static float clip_in_backward(Trainer *t, int64_t l) {
     return factor;
 }
 
-// --optimizer-in-backward: updates unit l, a layer or ROOT, whose gradient is complete. A unit with a gradient norm
-// that is not accepted keeps its weights: the run ends after this step. This function also locates gradients that could
-// make the norm of the whole model too large.
+// --optimizer-in-backward: averages the gradient of unit l, a layer or ROOT, over the replicas, and updates the unit. A
+// unit with a gradient norm that is not accepted keeps its weights: the run ends after this step. This function also
+// locates gradients that could make the norm of the whole model too large.
 static void update_in_backward(Trainer *t, int64_t l) {
     const int64_t n = shard_elements(&t->plan, l), units = t->d.L + 1;
     float *gradients = t->params.gradients + gradients_begin(t, l);
@@ -1287,7 +1294,8 @@ static NonfiniteStep nonfinite_step(const Trainer *t, double loss, double norm) 
 // The step
 
 // Computes the gradients of (sum of the rows' losses) * grad_scale and adds their mean over the shard group to
-// params.gradients, by units.sum. With --optimizer-in-backward also updates the layers.
+// params.gradients; the first micro-step replaces these. With --optimizer-in-backward also updates the layers, but not
+// the root.
 static void model_forward_backward(Trainer *t, const Batch *batch, float grad_scale) {
     model_forward(t, batch);
     loss_forward_backward(t, batch, grad_scale);
@@ -1302,8 +1310,8 @@ static void model_forward_backward(Trainer *t, const Batch *batch, float grad_sc
     reduce_scatter_gradients(t, ROOT);
 }
 
-// Starts the audit of step `step` (counted from 1) if --fp8-audit is due. Adds the casts of weights that are cast
-// ahead: they were made before the step, slice by slice.
+// Starts the audit of step `step` (counted from 1) if --fp8-audit is due, else turns it off. Adds this rank's casts of
+// weights that are cast ahead, which were made before the step.
 static void audit_begin(Trainer *t, int64_t step) {
     t->scales.auditing = is_due(t->o->fp8_audit, step);
     if (!t->scales.auditing) return;
@@ -1335,7 +1343,8 @@ static int64_t host_memory(void) {
 }
 
 // Runs the forward and backward pass over t->batch, for micro-step `micro` of optimizer step `step`, both counted from
-// 0. Returns the mean loss of this rank's rows.
+// 0. With delayed scaling also updates the histories of inputs and gradients. Returns the mean loss over this rank's
+// rows.
 static double micro_step(Trainer *t, float grad_scale, int64_t step, int64_t micro) {
     t->training = true;
     t->units.sum = micro_sum(t, step, micro);
@@ -1349,7 +1358,8 @@ static double micro_step(Trainer *t, float grad_scale, int64_t step, int64_t mic
 }
 
 // Splits the time of a step that began at `start` and whose optimizer began at `optimizer` into its parts. data:
-// seconds of reading batches. waited, waited_later: comm_seconds() at `start` and at `optimizer`.
+// seconds of reading batches. waited, waited_later: comm_seconds() at `start` and at `optimizer`. Updates in the
+// backward pass count as computing.
 static StepTimes step_times(double start, double optimizer, double data, double waited, double waited_later) {
     const double now = seconds_now(), waited_now = *comm_seconds();
     StepTimes s;
@@ -1435,13 +1445,14 @@ static void *state_array(const Trainer *t, StateKind kind) {
     return kind == STATE_SCALES ? t->scales.delayed.scale : p->master;
 }
 
-// Reads values of FP16 masters that belong to one parameter.
+// Reads `count` FP16 masters of one parameter as fp32 values.
 static void masters_read(const Trainer *t, int64_t offset, int64_t count, float *out) {
     const int64_t i = shard_parameter_at(&t->table, &t->plan, offset);
     fp16_weights_decode(out, t->params.fp16_master + offset, *tensor_scale(t, STATE_MASTER_SCALE, i), count);
 }
 
-// Arrays of bf16 values are stored as floats here; others are stored in their type.
+// Reads part of an array in the type that checkpoints have (state_type). Arrays of bf16 values are floats here, and
+// FP16 masters have fp32 values in checkpoints. All other arrays have that type here too.
 static void state_read(void *context, StateKind kind, int64_t offset, int64_t count, void *host) {
     const Trainer *t = (const Trainer *)context;
     const int64_t bytes = safetensors_type_bytes(state_type(t->o, kind));
@@ -1480,7 +1491,7 @@ static TrainerState trainer_state(Trainer *t) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The run
 
-// Dies on options that only the GPU trainer supports.
+// Dies on options and values of options that only the GPU trainer supports.
 static void check_supported(const ModelConfig *m, const Options *o, int64_t world, int64_t shard_size) {
     (void)m, (void)world, (void)shard_size;
     if (strcmp(o->fp8_filter, "auto") == 0)
@@ -1496,10 +1507,8 @@ static void check_supported(const ModelConfig *m, const Options *o, int64_t worl
                  "leave it out",
                  o->offload);
     if (o->fp8_weight_cache == ON)
-        die_with(
-            EXIT_UNSUPPORTED,
-            "--fp8-weight-cache on needs the GPU trainer (train_fp8cu): this one casts weights in each pass; leave it "
-            "out");
+        die_with(EXIT_UNSUPPORTED,
+                 "--fp8-weight-cache on needs the GPU trainer (train_fp8cu): this one has no such cache; leave it out");
 }
 
 static TrainerParts describe(void *context, const Options *o, const ModelConfig *m, const Comm *comm) {
@@ -1522,7 +1531,7 @@ static void create(void *context, const Arena *memory) {
 // --check-links: the context of its functions.
 typedef struct {
     Trainer *t;
-    char *out, *in;  // messages of a pair
+    char *out, *in;  // [bytes] messages of a pair: the one that this rank sends, and the one that it receives
     int64_t bytes;
 } Links;
 

@@ -1,5 +1,5 @@
 // train_fp8cu: pre-trains Llama and Qwen models on NVIDIA GPUs, in BF16 or by the FP8 recipes of llmc/config/recipes.h.
-// Each GPU has one process: `mpirun -np N ./train_fp8cu ...` shards one model over N GPUs (llmc/dist/fsdp.cuh).
+// Each GPU has one process: `mpirun -np N ./train_fp8cu ...` trains one model on N GPUs (llmc/dist/fsdp.cuh).
 //
 // From top to bottom: the trainer and its memory, operations of a layer, the model's forward pass, its backward pass,
 // the optimizer, the step, validation and samples, checkpoints, setting up, the run. train_fp8.c is the same model in
@@ -52,7 +52,7 @@
 typedef struct {
     StepStats *stats;
     double *squares;        // one number: the gradient's sum of squares
-    double *block_squares;  // with --optimizer-in-backward: AdamwUpdate.squares
+    double *block_squares;  // with --optimizer-in-backward: AdamwUpdate.squares; else NULL
 } StepNumbers;
 
 typedef struct {
@@ -114,8 +114,8 @@ static void place_activations(Trainer *t, Arena *a) {
     activations_place(&t->acts, &layout, a);
 }
 
-// Sets every pointer of the trainer to memory of the arena. With an arena without memory it only counts bytes: the
-// memory plan.
+// Places all arrays of the trainer on an arena of GPU memory. An arena without memory only counts bytes: the memory
+// plan.
 static void place(Trainer *t, Arena *a) {
     adamw_place(&t->params, t->o, &t->table, &t->fsdp.plan, a);
     offload_place(&t->offload, a);
@@ -187,7 +187,7 @@ static void produce_norm(Trainer *t, const QTensor *y, const float *rstd, const 
     qtensor_produce(&t->linears, y, source, t->d.R, t->d.C);
 }
 
-// y = RMSNorm(x) w, all [R, C]; rstd [R].
+// y = RMSNorm(x) w, with x and y [R, C], w [C] and rstd [R]. Also casts y if FP8 GEMMs read it.
 static void rmsnorm(Trainer *t, QTensor *y, float *rstd, const Real *x, const Real *w) {
     const Dims *d = &t->d;
     profile_bytes(&t->profile, "RMSNorm, forward",
@@ -196,7 +196,7 @@ static void rmsnorm(Trainer *t, QTensor *y, float *rstd, const Real *x, const Re
     produce_norm(t, y, rstd, x, w);
 }
 
-// sum = residual + delta, y = RMSNorm(sum) w.
+// sum = residual + delta, y = RMSNorm(sum) w. Also casts y if FP8 GEMMs read it.
 static void add_rmsnorm(Trainer *t, QTensor *y, float *rstd, Real *sum, const Real *residual, const Real *delta,
                         const Real *w) {
     const Dims *d = &t->d;
@@ -221,14 +221,14 @@ static void linear_wgrad(Trainer *t, const QTensor *dw, const QTensor *dy, const
     linears_wgrad(&t->linears, dw->data, dy, x);
 }
 
-// QK-norm and RoPE. rotated may be qkv.
+// QK-norm, if the model has it, and RoPE. `rotated` may be `qkv`.
 static void qknorm_rope(Trainer *t, Real *rotated, const Real *qkv, const Real *q_norm, const Real *k_norm) {
     profile_bytes(&t->profile, "RoPE and QK-norm, forward",
                   qknorm_rope_forward(rotated, qkv, q_norm, k_norm, t->acts.rope_table,
                                       rope_dims(&t->d, t->m.rms_norm_eps), t->stream));
 }
 
-// Called when a tensor's data is complete: casts it for the FP8 GEMMs that read it.
+// Called when a tensor's data is complete: casts it if FP8 GEMMs read it.
 static void qtensor_ready(Trainer *t, const QTensor *q) {
     const int64_t columns = precision_columns(&t->precision, q->role, q->linear);
     const TensorSource source = {q->data, columns};
@@ -242,7 +242,7 @@ static void attention(Trainer *t, QTensor *att, float *lse, const Real *rotated)
     qtensor_ready(t, att);
 }
 
-// h = silu(gate) * up. Casts the rowwise data of an FP8 h; swiglu_backward casts its columnwise data.
+// h = silu(gate) * up. If forward reads h in FP8, only its rowwise data is made; swiglu_backward makes the rest.
 static void swiglu(Trainer *t, QTensor *h, const Real *gate_up) {
     const Dims *d = &t->d;
     const SwigluSource source = {gate_up, d->F};
@@ -255,7 +255,7 @@ static void swiglu(Trainer *t, QTensor *h, const Real *gate_up) {
     qtensor_produce(&t->linears, &row, source, d->R, d->F);
 }
 
-// Keeps gate and up for backward in FP8 (--fp8-activations). All layers share one gate_up then.
+// With --fp8-activations on: keeps gate and up for backward in FP8. All layers then share one bf16 gate_up.
 static void keep_gate_up(Trainer *t, int64_t l) {
     if (!options_keeps_fp8(t->o)) return;
     profile_bytes(&t->profile, "activations to FP8 and back",
@@ -269,7 +269,7 @@ static void restore_gate_up(Trainer *t, int64_t l) {
 }
 
 // Computes dgate_up from dh, and h again for the down projection's weight gradient. With current tensor scales one pass
-// finds the amax of dgate_up and casts h.
+// finds the amax of dgate_up and casts h, before another one casts dgate_up.
 static void swiglu_backward(Trainer *t, const QTensor *dgate_up, const QTensor *h, const Real *dh,
                             const Real *gate_up) {
     const int64_t R = t->d.R, F = t->d.F;
@@ -310,12 +310,12 @@ static void qknorm_rope_backward(Trainer *t, const QTensor *dqkv, Real *dq_norm,
                                        t->acts.reduce_workspace, t->stream));
 }
 
-// dbias = sum of dy's rows. Does nothing without bias.
+// dbias [QKV] = column sums of dy. Does nothing without a bias.
 static void bias_backward(Trainer *t, Real *dbias, const QTensor *dy) {
     if (dbias) bias_backward(dbias, dy->data, t->d.R, t->d.QKV, t->acts.reduce_workspace, t->stream);
 }
 
-// Adds the gradient of a norm's input x to dx, and computes dweight; dy is the gradient of its output.
+// Adds the gradient through a norm to dx, and computes dweight. x is the norm's input, dy the gradient of its output.
 static void rmsnorm_backward(Trainer *t, const QTensor *dx, Real *dweight, const Real *dy, const Real *x,
                              const float *rstd, const Real *w) {
     profile_bytes(&t->profile, "RMSNorm, backward",
@@ -323,7 +323,7 @@ static void rmsnorm_backward(Trainer *t, const QTensor *dx, Real *dweight, const
                                    t->d.C, t->acts.norm_workspace, t->stream));
 }
 
-// The tensors of the root unit; lm_head is the embedding if the two are tied. Each tensor begins its segment.
+// The tensors of the root unit. A tied lm_head is the embedding. Each tensor begins its segment.
 typedef struct {
     Real *embedding, *norm, *lm_head;
 } Root;
@@ -336,7 +336,8 @@ static Root root_of_unit(FsdpUnit unit) {
 static Root root_weights(const Trainer *t) { return root_of_unit(fsdp_weights(&t->fsdp, ROOT)); }
 static Root root_gradients(const Trainer *t) { return root_of_unit(fsdp_gradients(&t->fsdp, ROOT)); }
 
-// Gathers layer l's weights if they are sharded (fsdp.cuh), and casts them. Prefetches the next layer.
+// Later work may use layer l's weights, gathered and cast as needed (fsdp.cuh), and the memory of its activations
+// (--offload activations). Starts the gather of the layer that the pass computes next.
 static void unshard(Trainer *t, int64_t l, bool backward) {
     if (kept_begin(&t->offload.kept, l, backward, t->stream))
         profile_mark(&t->profile, "activations from the host: waiting", PROFILE_WAIT, 0);
@@ -354,7 +355,7 @@ static void reshard(Trainer *t, int64_t l, bool backward) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
 
-// Computes attention up to its output projection, from the first norm's output.
+// Computes q, k, v and attention from the first norm's output. The output projection is not part of it.
 static void layer_attention(Trainer *t, int64_t l) {
     const Layer w = layer_weights(t, l);
     LayerActs *a = &t->acts.layer[l];
@@ -427,9 +428,8 @@ static void loss_forward(Trainer *t, const Batch *batch) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward
 
-// Computes the loss of every row and, back through lm_head and the final norm, the gradients of both weights and
-// t->acts.dx, the gradient of the residual stream. Works in chunks of rows, so that only a chunk of logits is in
-// memory.
+// Computes the loss of every row and, back through lm_head and the final norm, the gradients of their weights and
+// t->acts.dx, the gradient of the residual stream. Works in chunks of rows: only one chunk of logits is in memory.
 static void loss_forward_backward(Trainer *t, const Batch *batch, float grad_scale) {
     const Dims *d = &t->d;
     Activations *a = &t->acts;
@@ -453,7 +453,7 @@ static void loss_forward_backward(Trainer *t, const Batch *batch, float grad_sca
                                    a->rstd_final, w.norm, NULL, d->R, d->C, a->norm_workspace, t->stream));
 }
 
-// Computes again what backward reads of a layer and forward did not keep (--recompute), but for SwiGLU's output.
+// Computes again what backward reads of a layer and forward did not keep (--recompute), except SwiGLU's output.
 static void layer_recompute(Trainer *t, int64_t l) {
     const Layer w = layer_weights(t, l);
     const Recomputed again = options_recomputed(t->o);
@@ -466,7 +466,7 @@ static void layer_recompute(Trainer *t, int64_t l) {
     if (again.mlp) linear(t, a->gate_up, &a->norm2, &w.gate_up, NULL);
 }
 
-// Turns t->acts.dx, the gradient of the layer's output, into that of its input, and computes the weight gradients.
+// Turns t->acts.dx, the gradient of the layer's output, into that of its input. Computes its parameters' gradients.
 static void layer_backward(Trainer *t, int64_t l) {
     const Layer w = layer_weights(t, l), dw = layer_gradients(t, l);
     LayerActs *a = &t->acts.layer[l];
@@ -496,19 +496,19 @@ static void layer_backward(Trainer *t, int64_t l) {
     rmsnorm_backward(t, &below.down, dw.norm1, dbranch, a->x, a->rstd1, w.norm1);
 }
 
-// Computes the gradient of the embedding, at the end of backward.
+// Computes the gradient of the embedding, at the end of backward. A tied embedding's is added to lm_head's.
 static void embedding_backward(Trainer *t, const Batch *batch) {
     profile_bytes(&t->profile, "embedding",
                   fsdp_embedding_backward(&t->fsdp, batch->index, t->acts.dx, t->d.R, t->d.C));
 }
 
-// Adds the gradient of layer l, or of the ROOT, to the sums over ranks and micro-steps, once it is computed.
+// Reduces the gradient of layer l or of ROOT over the shard group, and adds it to the sums over micro-steps.
 static void reduce_scatter_gradients(Trainer *t, int64_t l) {
     const int64_t bytes = fsdp_reduce_scatter(&t->fsdp, l);  // communicates while the layer below computes
     if (bytes) profile_bytes(&t->profile, "sums over micro-steps", bytes);
 }
 
-// Delayed recipe: adds the amaxes of this micro-step's inputs and gradients, over all ranks, to their histories.
+// Delayed recipe: adds the amaxes of this micro-step's inputs and output gradients, over all ranks, to their histories.
 static void update_delayed_scales(Trainer *t) {
     if (!t->linears.scales.delayed_scale) return;
     fsdp_reduce_amaxes(&t->fsdp, COMM_WORLD);
@@ -519,8 +519,8 @@ static void update_delayed_scales(Trainer *t) {
 // Optimizer
 
 // True if the gradient norm is computed before the update: to clip by it, to skip a step, or because gradients are FP8,
-// which are cheap to read. Otherwise AdamW computes the norm too, and a norm that is not finite ends the run before
-// anything of the step is saved.
+// which are cheap to read. Otherwise AdamW computes the norm too, and a norm that is not accepted (adamw_accepts) ends
+// the run before anything of the step is saved.
 static bool norm_comes_first(const Options *o) {
     if (o->optimizer_in_backward) return false;
     return o->grad_clip > 0 || o->on_nonfinite == NONFINITE_SKIP || options_fp8_gradients(o);
@@ -575,14 +575,14 @@ static void update_layer(Trainer *t, int64_t l) {
 }
 
 // --optimizer-in-backward: updates a layer whose gradient is complete, after the backward pass of layer l. With several
-// ranks this is layer l + 1, whose gradient was reduced meanwhile; after layer 0, also layer 0.
+// ranks this is layer l + 1, if there is one, whose gradient was reduced meanwhile; after layer 0, also layer 0.
 static void update_in_backward(Trainer *t, int64_t l) {
     const int64_t late = t->comm->world > 1;
     if (l + late < t->d.L) update_layer(t, l + late);
     if (late && l == 0) update_layer(t, 0);
 }
 
-// Runs AdamW on this rank's shard, or only on the root with --optimizer-in-backward, and publishes the new weights.
+// Finds the gradient norm, runs AdamW (with --optimizer-in-backward on the root alone), and publishes the weights.
 static void optimizer_step(Trainer *t) {
     Fsdp *f = &t->fsdp;
     const bool norm_first = norm_comes_first(t->o);
@@ -611,9 +611,9 @@ static void optimizer_step(Trainer *t) {
 // ---------------------------------------------------------------------------------------------------------------------
 // One step
 
-// Runs forward and backward of a micro-step on one batch, after fsdp_begin_micro_step. With --optimizer-in-backward
-// also updates the layers. Adds the gradients of the loss times grad_scale to the sums. After the last micro-step and
-// compute_waits_comm these are sums over all ranks.
+// Runs forward and backward of a micro-step on one batch, after fsdp_begin_micro_step. Adds the gradients of (sum of
+// the rows' losses) * grad_scale to the sums, or replaces these in the first micro-step. The sums are over all ranks
+// after the last one and compute_waits_comm. With --optimizer-in-backward also updates the layers, but not the root.
 static void model_forward_backward(Trainer *t, const Batch *batch, float grad_scale, bool last) {
     Fsdp *f = &t->fsdp;
     t->offload.kept.stores = true;
@@ -641,7 +641,7 @@ static void model_forward_backward(Trainer *t, const Batch *batch, float grad_sc
     update_delayed_scales(t);
 }
 
-// The host waits for an event. With several ranks it also watches NCCL for errors.
+// The host waits for an event. With several ranks it meanwhile watches NCCL for errors.
 static void trainer_wait(Trainer *t, cudaEvent_t event) {
     if (t->fsdp.in.nccl) nccl_wait(t->fsdp.in.nccl, event);
     else CUDA_CHECK(cudaEventSynchronize(event));
@@ -754,8 +754,8 @@ static const float *token_losses(void *context, DataLoader *data, int64_t batch)
     return t->results;
 }
 
-// Waits for all enqueued work. If no step has been applied yet, drops the delayed scales that validation or samples
-// gave to tensors.
+// Waits for all enqueued work. With --on-nonfinite skip, and as long as delayed scales are not complete (from a step
+// that was applied, or a checkpoint), also drops the scales that validation or samples gave to tensors.
 static void settle(void *context) {
     Trainer *t = (Trainer *)context;
     if (!t->linears.scales.scales_ready) tensor_scales_copy_before(&t->linears.scales, false);
@@ -787,8 +787,8 @@ static const float *next_logits(void *context, const int32_t *tokens, int64_t le
 // ---------------------------------------------------------------------------------------------------------------------
 // Checkpoints
 
-// Copies between pageable host memory and the GPU, after all work in t->stream, and waits for the copy. A copy in the
-// default stream would not wait for t->stream.
+// Copies between pageable host memory and the arrays of the trainer, after all work in t->stream, and waits for the
+// copy. A copy in the default stream would not wait for t->stream.
 static void copy_in_order(const Trainer *t, void *to, const void *from, size_t bytes) {
     offload_wait(&t->offload, t->stream);
     CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, t->stream));
@@ -923,8 +923,8 @@ static void trainer_destroy(Trainer *t) {
     free(t->acts.layer), free(t->acts.gate_up_fp8), free(t->acts.kept);
 }
 
-// Called after initialization or a load has changed the weights: rounds bf16 weights from fp32 masters, finds the
-// amaxes of weights with one scale, and publishes the new weights (fsdp.cuh).
+// Called after initialization or a load has changed the weights: rounds bf16 weights from masters, finds the amaxes of
+// weights with one scale, and publishes the new weights (fsdp.cuh).
 static void weights_changed(void *context) {
     Trainer *t = (Trainer *)context;
     t->linears.scales.scales_ready = delayed_scales_are_known(t);

@@ -1,5 +1,5 @@
-// Checks llmc/cuda/adamw.cuh and llmc/cuda/initialize.cuh bit for bit against the CPU's functions, norms with a
-// tolerance. Times AdamW's norm and update.
+// Checks llmc/cuda/adamw.cuh and llmc/cuda/initialize.cuh bit for bit against the CPU's functions, but sums of squares
+// with a tolerance. Times the gradient norm and AdamW's update.
 // Build and run: make build/bench_adamw && build/bench_adamw
 #include "../../llmc/cuda/adamw.cuh"
 #include "../../llmc/cuda/initialize.cuh"
@@ -75,7 +75,7 @@ static void check_array(const char *label, const char *array, const void *device
     free(got), free(bits);
 }
 
-// Checks the amax slots of the fused FP8 weights against the new weights in bf16.
+// Checks the amax slots of the fused FP8 weights against `weights`, rounded to bf16.
 static void check_amax(const char *label, const ParameterTable *t, const uint32_t *slots, int64_t stride,
                        const float *weights) {
     int64_t slot = 0, layer = -1;
@@ -165,7 +165,7 @@ static void arrays_free(AdamwArrays *a) {
 }
 
 // Runs the step of the rank at plan->shard_rank. Its new arrays must equal `want`, which holds the old arrays if the
-// step is skipped.
+// step is skipped. Also checks that flag, and the largest and the first large gradient of a skipped step.
 static void check_rank(const char *label, const ParameterTable *t, const ShardPlan *plan, Variant v,
                        const State *before, const State *want, const double *squares, AdamwStep step, uint32_t *amax) {
     AdamwArrays a = arrays_upload(before, v);
@@ -222,7 +222,7 @@ static void update_all(const AdamwUpdate *whole, const ParameterTable *t, const 
 }
 
 // Checks that adamw_locate_block, for a step that is not accepted, gives the first element of the first group of
-// ADAMW_BLOCK elements (in the order of backward) that holds a large gradient.
+// ADAMW_BLOCK elements (in the order of backward) that holds a large gradient (here: from 2^60 on, or NaN).
 static void check_located(const char *label, const AdamwUpdate *w, const double *squares, const ParameterTable *t,
                           const ShardPlan *plan, Variant v, const State *before) {
     const BackwardOrder order = shard_backward_order(t, plan);
@@ -343,7 +343,8 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
     }
     if (v.clip == 0)
         CHECK(bad ? !adamw_accepts(sqrt(taken_along)) : fabs(taken_along / *sum - 1) < 1e-6,
-              "%s: sums of squares are %.9g from the update and %.9g from adamw_squares", label, taken_along, *sum);
+              "%s: the update's sum of squares is that of adamw_squares, or a refused one: %.9g, and %.9g", label,
+              taken_along, *sum);
     uint32_t *slots = (uint32_t *)bench_download(amax, m.num_layers * AMAX_STRIDE * 4, label),
              *slots_unconditional =
                  (uint32_t *)bench_download(amax_unconditional, m.num_layers * AMAX_STRIDE * 4, label);
@@ -440,8 +441,9 @@ static void check_initialize(const char *preset, bool with_master, int64_t shard
     parameter_table_free(&t);
 }
 
-// Factors and norms of three steps that are clipped in the backward pass, the second one ten times larger, against
-// adamw_math.h: equal bits. A norm that is not finite skips the update.
+// Checks factors and norms of four steps that are clipped in the backward pass against adamw_math.h: equal bits. The
+// second step has norms about ten times larger. In the fourth a norm becomes infinite, and the flag must then skip the
+// updates.
 static void check_clip_in_backward(void) {
     enum { LAYERS = 3, REPLICAS = 2 };
     const float clip_value = 0.5f;
@@ -469,7 +471,7 @@ static void check_clip_in_backward(void) {
             free(got);
         }
         float *got = (float *)bench_download(clip.norms, sizeof norms, "norms");
-        CHECK(memcmp(got, norms, sizeof norms) == 0, "step %d: other norms than on the CPU", step);
+        CHECK(memcmp(got, norms, sizeof norms) == 0, "step %d: the norms are those of the CPU", step);
         free(got);
     }
     void *device[] = {control, clip.workspace, clip.squares, clip.so_far, clip.norms};
@@ -529,7 +531,8 @@ static void model_free(Model *x) {
     parameter_table_free(&x->t);
 }
 
-// Runs one step of 8 billion parameters, and checks the last WINDOW elements of every tensor against the CPU.
+// Runs one step of 8 billion parameters. Checks the norm, and against the CPU the last WINDOW new weights of every
+// tensor.
 static void check_large(void) {
     Model x = model_create("llama3.1-8b", false, false, false);
     const AdamwStep step = adamw_step(1, 1e-3, 0.9, 0.95, 1e-8, 0.1, false, 7);

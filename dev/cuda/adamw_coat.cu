@@ -1,5 +1,6 @@
 // Checks AdamW with FP8 moments (llmc/cuda/adamw_coat.cuh) byte for byte against the CPU's functions, over several
-// steps and any number of ranks. Times the update. Build and run: make build/bench_adamw_coat && build/bench_adamw_coat
+// steps on 1 to 4 ranks, and the inverses and powers that it computes. Times the update.
+// Build and run: make build/bench_adamw_coat && build/bench_adamw_coat
 #include "../../llmc/reference/adamw.h"
 #include "adamw_parts.cuh"
 
@@ -148,7 +149,7 @@ static void check_steps(const char *preset, Variant v, int64_t shard_size) {
     parameter_table_free(&t);
 }
 
-// Counts the maxima of groups, of all mantissas and of exponents from 2^-100 on, for which coat_inverse is not 1 / max.
+// Counts the maxima for which coat_inverse is not 1 / max: of all exponents from 2^-100 on, and every 256th mantissa.
 static __global__ void count_inverses(int *wrong) {
     const uint32_t bits = (uint32_t)(27 + blockIdx.y) << 23 | (blockIdx.x * blockDim.x + threadIdx.x) << 8;
     const float max = float_from_bits(bits);
@@ -172,7 +173,7 @@ static void check_powers(void) {
     int *wrong = (int *)bench_zeros(sizeof *wrong);
     count_inverses<<<dim3((1 << 15) / 256, 228), 256>>>(wrong);
     int *count = (int *)bench_download(wrong, sizeof *wrong, "inverses");
-    CHECK(*count == 0, "coat_inverse is 1 / max for all maxima; it is not for %d of %d", *count, 228 << 15);
+    CHECK(*count == 0, "coat_inverse is 1 / max for the tested maxima; it is not for %d of %d", *count, 228 << 15);
     free(count), bench_free(wrong);
     for (int row = 2; row < COAT_POWERS; row = row < 16 ? row + 1 : row + 29) {
         double *worst = (double *)bench_zeros(sizeof *worst);

@@ -1,6 +1,6 @@
 // Checks AdamW with one scale for each tensor (llmc/cuda/adamw_msamp.cuh, fp16_masters.cuh) byte for byte against the
-// CPU's functions, over several steps and any number of ranks. Times the update. Build and run:
-// make build/bench_adamw_msamp && build/bench_adamw_msamp
+// CPU's functions, over several steps on 1 to 3 ranks; sums of squares with a tolerance. Times the update.
+// Build and run: make build/bench_adamw_msamp && build/bench_adamw_msamp
 #include "../../llmc/cuda/fp16_masters.cuh"
 #include "../../llmc/reference/adamw.h"
 #include "adamw_parts.cuh"
@@ -88,7 +88,7 @@ static State state_part(const ParameterTable *t, const ShardPlan *plan, const St
 static AdamwStep step_of(int step) { return adamw_step(step + 1, 1e-3, 0.9, 0.95, 1e-8, 0.1, false, 42); }
 static MsampStep msamp_of(int step) { return msamp_step(step + 1, 1e-3, 0.9, 0.95, 1e-8, 0.1); }
 
-// Encodes n masters of tensor k.
+// Gives tensor k a new scale, encodes its n masters with it, and sets the weights to what the codes stand for.
 static void encode_on_cpu(State *s, int64_t k, int64_t first, int64_t n) {
     float *scale = &s->scales[MSAMP_MASTER * s->tensors + k], amax = 0;
     for (int64_t i = first; i < first + n; i++) amax = fmaxf(amax, fabsf(s->weights[i]));
@@ -297,7 +297,7 @@ static void check_ranks(const char *label, const ParameterTable *t, const Rank *
     }
 }
 
-// The FP16 masters of all ranks, which are in halves, get their scales and codes.
+// The FP16 masters of all ranks that are in halves get their scales and codes.
 static void encode_masters(const ParameterTable *t, Rank *ranks, int64_t n) {
     for (int64_t r = 0; r < n; r++) fp16_masters_amaxes(&ranks[r].a, t, &ranks[r].plan, 0);
     reduce_amaxes(ranks, n);
@@ -335,8 +335,9 @@ static void check_steps(const char *preset, Variant v, int64_t n) {
     parameter_table_free(&t);
 }
 
-// Masters that were read come back to the same codes, if the scale of their tensor does. A tensor with a scale changes
-// nothing but its codes.
+// Checks that masters that are read and written back get the same codes if their tensors keep their scales. Writing and
+// encoding them must then leave the second moments as they are: the moments' memory takes upper halves of masters only
+// for tensors without a scale.
 static void check_masters_access(void) {
     const ModelConfig m = small_model("qwen3-8b");
     const Variant v = {MSAMP_WEIGHTS_FP16, false, false, false};
@@ -362,14 +363,14 @@ static void check_masters_access(void) {
     CUDA_CHECK(cudaMemcpy(flat.master, r.a.exp_avg_sq, (size_t)plan.total * 2, cudaMemcpyDeviceToHost));
     int64_t set = 0;
     for (int64_t i = 0; i < plan.total; i++) set += flat.master[i] != 0;
-    CHECK(set == 0, "%lld second moments are not zero after masters are encoded", (long long)set);
+    CHECK(set == 0, "all second moments are zero after masters are encoded; %lld are not", (long long)set);
     check_device("masters that were read and written", "codes", r.a.scaled.master, before, plan.total * 2, 2);
     free(scales), free(before);
     rank_free(&r), state_free(&flat);
     parameter_table_free(&t);
 }
 
-// Compares the GPU's scale rule with the CPU's: random amaxes, and those around each power of two below 448 and 65504.
+// Compares the GPU's scale rule with the CPU's: random amaxes, and those around 448 and 65504 times powers of two.
 static void check_scale_rule(void) {
     enum { N = 1 << 16 };
     AdamwScaled s = {};

@@ -1,4 +1,4 @@
-// Models and arrays for the checks of AdamW's states, in adamw_coat.cu and adamw_msamp.cu.
+// Models and arrays for the checks of AdamW's states, in adamw_coat.cu, adamw_msamp.cu and gradient_fp8.cu.
 #ifndef ADAMW_PARTS_CUH
 #define ADAMW_PARTS_CUH
 

@@ -227,8 +227,8 @@ static void reference_free(Reference r) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Comparison
 
-// ||a - b|| and ||b|| over columns [first, end) of rows of `row` elements; the index of the largest difference, and the
-// number of elements of `a` that are not finite.
+// ||a - b|| and ||b|| over columns [first, end) of rows of `row` elements; the number of elements of `a` that are not
+// finite; the index of the first of these, or without any that of the largest difference.
 typedef struct {
     double difference, norm;
     int64_t worst, not_finite;
@@ -391,7 +391,7 @@ static void check_forward(const Implementation *im, Setup *s) {
     uint32_t *amax = (uint32_t *)bench_zeros(sizeof *amax);
     run_forward(im, s, out2, lse2, amax);
     CHECK(count_differences(s->out, out2) == 0 && count_differences(s->lse, lse2) == 0,
-          "%s forward, %s: two runs give equal bits", im->name, s->name);
+          "%s forward, %s: runs without and with the amax give equal bits", im->name, s->name);
     float *found = (float *)bench_download(amax, sizeof *amax, s->name);
     CHECK(*found == largest_out, "%s forward, %s: the amax is %g, want %g", im->name, s->name, (double)*found,
           (double)largest_out);
@@ -421,7 +421,7 @@ static void check_backward(const Implementation *im, Setup *s, bool deterministi
     CHECK(tensor_guards_hold(s->dqkv, (size_t)s->n_qkv * 2) && tensor_guards_hold(s->workspace, workspace),
           "%s backward%s, %s writes nothing outside its output and workspace", im->name, mode, s->name);
     if (!deterministic) return;
-    const int repeats = d.T == 1000 ? 100 : 2;  // an ordering error shows rarely, so one size is repeated
+    const int repeats = d.T == 1000 ? 100 : 2;  // an ordering error shows rarely, so one length is repeated often
     int64_t differences = 0;
     for (int i = 0; i < repeats; i++) {
         tensor_poison(s->again);

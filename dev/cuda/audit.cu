@@ -6,7 +6,7 @@
 typedef enum { FILL_NORMAL, FILL_OUTLIERS, FILL_INFINITY, FILL_NAN, NUM_FILLS } Fill;
 static const char *const fill_names[NUM_FILLS] = {"normal", "outliers", "infinity", "NaN"};
 
-// OUTLIERS has a huge value, a row and a column of zeros, a denormal, and values far smaller than the rest.
+// FILL_OUTLIERS has a huge value, a row and a column of zeros, a denormal, and values far smaller than the rest.
 static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
     bf16_bits *x = bench_normal(23, R * C, 1);
     if (fill == FILL_OUTLIERS) {
@@ -39,9 +39,9 @@ struct PairSource {
     }
 };
 
-// Signal and noise are sums of positive doubles. GPU and host add them in different orders. No number passes through
-// more than 4e6 additions. Each addition rounds by 2^-53 of its result at most, so each of the two sums is
-// off by 4.5e-10 of its value at most.
+// Signal and noise are sums of doubles that are not negative. GPU and host add them in different orders. No number
+// passes through more than 4e6 additions. Each addition rounds by 2^-53 of its result at most, so the GPU's sum and the
+// host's are each off by 4.5e-10 of their value at most.
 static bool sum_is_close(double got, double want) { return got == want || fabs(got - want) <= 1e-9 * want; }
 
 static void check_sums(const char *label, const AuditSums *got, const AuditSums *want) {

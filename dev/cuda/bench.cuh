@@ -1,7 +1,7 @@
 // Common code of the kernel programs in dev/cuda: poisoned device buffers, comparisons that name the first bad element,
 // timing with a cold L2, and result lines that give each kernel's share of its ceiling.
 // A program checks with CHECK and the functions below (arguments "check", "large"), times its kernels ("bench"), and
-// ends with check_report().
+// ends with check_report(). attention.cu has other arguments.
 #ifndef DEV_CUDA_BENCH_CUH
 #define DEV_CUDA_BENCH_CUH
 
@@ -10,13 +10,13 @@
 #include "../../llmc/base/rng.h"
 #include "../test/lib/check.h"
 
-// Follows every <<<>>> launch. It reports a bad launch configuration; a later synchronizing call reports an error
+// Call it after a <<<>>> launch. It reports a bad launch configuration; a later synchronizing call reports an error
 // inside the kernel.
 #define CUDA_CHECK_LAUNCH() cuda_check(cudaGetLastError(), "kernel launch", __FILE__, __LINE__)
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Buffers. Each has a guard behind it, and is filled with bytes that no kernel writes by chance, so that an element
-// that a kernel leaves out is detected.
+// Buffers. Each has a guard behind it. bench_alloc fills it with bytes that no kernel writes by chance, so that an
+// element that a kernel leaves out is detected.
 
 enum { BENCH_GUARD_BYTES = 256, BENCH_POISON = 0xa5 };
 
@@ -55,7 +55,7 @@ static inline void bench_free(void *device) { CUDA_CHECK(cudaFree(device)); }
 // ---------------------------------------------------------------------------------------------------------------------
 // Comparisons on the host
 
-// Checks for equal bytes; names the first bad one as [row, column] of a matrix with `columns` columns.
+// Checks for equal bytes; names the first bad one as [row, column] of a matrix with `columns` bytes in a row.
 static inline void check_bytes(const char *label, const void *got, const void *want, int64_t n, int64_t columns) {
     const uint8_t *a = (const uint8_t *)got, *b = (const uint8_t *)want;
     int64_t bad = 0, first = -1;
@@ -206,7 +206,7 @@ static inline double bench_time_us(Bench *b, Launch launch) {
     return us[BENCH_REPEATS / 2];
 }
 
-// Runs one thread block on every SM. An SM without one keeps the zeros that bench_clock_begin wrote.
+// Launched with as many thread blocks as there are SMs. An SM that gets none keeps the zeros of bench_clock_begin.
 static __global__ void bench_clock_kernel(uint64_t *clocks, uint32_t num_sms) {
     uint32_t sm;
     uint64_t ns;
@@ -241,17 +241,20 @@ static inline double bench_clock_end(Bench *b) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Result lines. Every kernel that a training step launches has a line, of its own or of its caller, with its share of
-// its ceiling. The ceiling is the copy rate of this GPU in this run for memory-bound kernels, and the dense peak in
+// Result lines. A kernel that a training step launches has a line, of its own or of its caller, with its share of its
+// ceiling. The ceiling is the copy rate of this GPU in this run for memory-bound kernels, and the dense peak in
 // llmc/config/flops.h for GEMMs and attention. Below BENCH_PERCENT the line must give a reason; without a reason it is
 // a failed check. So a kernel that has no reason to be slow is noticed when it becomes slow.
 //
-// Exceptions, which have no line of their own:
+// Exceptions:
 //  - kernels of a few bytes: adamw_sum, adamw_norm, adamw_largest and adamw_find_large (which return at once if the
-//    norm is accepted) and column_sums_finish are part of the lines of their callers; loss_accumulate, gemm_alpha,
-//    delayed_begin, delayed_update and delayed_restore have no line
-//  - kernels that run before or between steps: initialize_parameter, auto_filter_fill, fill_for_timing and
-//    round_weights.
+//    norm is accepted), msamp_scales, gradient_fp8_scales and column_sums_finish are part of the lines of their
+//    callers; loss_accumulate, gemm_alpha, adamw_clip, fp16_factors, delayed_begin, delayed_update and delayed_restore
+//    have no line
+//  - kernels that run before or between steps, in audited steps, or if a norm is not accepted, have no line:
+//    initialize_parameter, auto_filter_fill, fill_for_timing, round_weights, fp16_amax, fp16_masters_amax,
+//    fp16_masters_encode, fp16_audit and adamw_find_block
+//  - transport_sum, for which several GPUs exchange gradients, has no line.
 
 // A call that moves at most BENCH_RAMP_BYTES, and takes at most BENCH_RAMP_US longer than a copy of these bytes, has
 // "launch and ramp" as its reason: to launch a kernel, and to fill the SMs with thread blocks and empty them again,
@@ -260,7 +263,7 @@ static inline double bench_clock_end(Bench *b) {
 enum { BENCH_PERCENT = 85, BENCH_RAMP_US = 15 };
 
 // If BENCH_LINES is set, appends a line to the file it names, for scripts/check_gpu.sh: name, shape, percent of the
-// ceiling, 1 if that is low, and the reason, separated by tabs.
+// ceiling, 1 if that is low, else 0, and the reason for a low one, separated by tabs.
 static inline void bench_record(const char *name, const char *shape, double percent, bool low, const char *reason) {
     const char *path = getenv("BENCH_LINES");
     if (!path) return;
@@ -302,8 +305,8 @@ static inline void bench_report(const Bench *b, const char *name, const char *sh
     bench_line(name, shape, us, bytes / us * 1e-3, "GB/s", b->copy_rate * 1e-9, "a copy's", reason);
 }
 
-// Reports GEMMs and attention. ghz is the clock during the run, which the power limit lowers; the peak holds at one
-// clock.
+// Reports GEMMs and attention. ghz is the clock during the run; 0: unknown. The power limit lowers it, and the peak
+// holds at one clock, so a reason is extended by both.
 static inline void bench_report_flops(const Bench *b, const char *name, const char *shape, double us, double flops,
                                       bool fp8, double ghz, const char *reason) {
     const double rate = flops / us * 1e-6, peak = b->peak_bf16 * (fp8 ? 2 : 1) * 1e-12;

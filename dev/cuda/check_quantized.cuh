@@ -51,7 +51,7 @@ static inline bool same_or_nan(uint32_t a, uint32_t b) {
     return a == b || (isnan(float_from_bits(a)) && isnan(float_from_bits(b)));
 }
 
-// Returns the bits of max |x|.
+// Returns the fp32 bits of max |x|. NaN is the largest.
 static inline uint32_t host_amax(const bf16_bits *x, int64_t n) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; i++)

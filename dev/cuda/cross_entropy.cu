@@ -71,7 +71,7 @@ static void check_case(uint64_t seed, int64_t R, int64_t V, int kind) {
     for (void *p : host) free(p);
 }
 
-// Checks the last rows of more than 2^31 logits.
+// Checks the gradients of the last rows of more than 2^31 logits.
 static void check_large(void) {
     const int64_t V = 128256, R = (1ll << 31) / V + 64, rows = 4, from = (R - rows) * V;
     bf16 *logits = bench_random(R * V, 99, 3.0f);

@@ -6,7 +6,8 @@
 
 enum { TOKENS_ZIPF, TOKENS_EQUAL, TOKENS_DISTINCT, NUM_TOKEN_KINDS };
 
-// Zipf distribution: id is about V^u for uniform u, so that a few ids are frequent, as in text.
+// TOKENS_ZIPF: an id is about V^u for uniform u, so that a few ids are frequent, as in text. TOKENS_EQUAL: only the
+// last id. TOKENS_DISTINCT: an id repeats only if R > V.
 static int32_t *make_tokens(uint64_t seed, int64_t R, int64_t V, int kind) {
     int32_t *tokens = (int32_t *)xcalloc((size_t)R, sizeof *tokens);
     for (int64_t i = 0; i < R; i++) {

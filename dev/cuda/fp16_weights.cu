@@ -1,5 +1,6 @@
 // Checks casts of FP16 master weights to FP8 (llmc/cuda/fp16_weights.cuh) byte for byte against the CPU's functions, on
-// any number of ranks. Times them. Build and run: make build/bench_fp16_weights && build/bench_fp16_weights
+// 1, 2, 3 and 8 ranks, and their audits. Times the casts.
+// Build and run: make build/bench_fp16_weights && build/bench_fp16_weights
 #include "../../llmc/cuda/fp16_weights.cuh"
 #include "../../llmc/config/precision.h"
 #include "../../llmc/reference/adamw_msamp.h"
@@ -18,7 +19,7 @@ typedef struct {
     uint8_t *codes;
 } Model;
 
-// Sizes with ragged tiles: rows that are multiples of 4, columns that are multiples of 16.
+// Returns a model of these sizes. Most of them leave ragged tiles: rows are multiples of 4, columns multiples of 16.
 static ModelConfig odd_model(int64_t C, int64_t F, int64_t HD, int64_t L) {
     ModelConfig m;
     if (!model_config_preset(&m, "qwen2.5-0.5b")) die("no preset qwen2.5-0.5b");
@@ -205,9 +206,10 @@ static void check_audit(const char *label, const Model *m, const Rank *r, int64_
               got->amax == want.amax && got->scale_max == want.scale_max &&
               fabs(got->signal - want.signal) <= 1e-9 * want.signal &&
               fabs(got->noise - want.noise) <= 1e-9 * want.noise,
-          "%s: audit of %s in layer %lld: %g, %g, %g, %g, %g; not %g, %g, %g, %g, %g", label, s->name, (long long)l,
-          got->count, got->flushed, got->saturated, got->signal, got->noise, want.count, want.flushed, want.saturated,
-          want.signal, want.noise);
+          "%s: audit of %s in layer %lld: count, flushed, saturated, signal, noise are %g, %g, %g, %g, %g; want %g, "
+          "%g, %g, %g, %g",
+          label, s->name, (long long)l, got->count, got->flushed, got->saturated, got->signal, got->noise, want.count,
+          want.flushed, want.saturated, want.signal, want.noise);
     free(got), bench_free(codes), bench_free(device);
 }
 
@@ -245,7 +247,8 @@ static void check_model(ModelConfig config, uint64_t seed, int64_t ranks) {
     model_free(&m);
 }
 
-// Times the casts of a layer of a real model, with those from bf16 for comparison.
+// Times casts of the fused gate and up weight of a real model from FP16 masters, and from bf16 for comparison. Then
+// times the cast of a whole layer as a slice.
 static void bench_casts(Bench *b, const char *preset) {
     ModelConfig config;
     if (!model_config_preset(&config, preset)) die("no preset %s", preset);

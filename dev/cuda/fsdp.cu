@@ -88,7 +88,7 @@ static void check_add(int64_t at, int64_t n, bool fp32_from, bool fp32, Gradient
 // Checks the sum over ranks that copy engines use. The ranks' values are added in rank order, in fp32.
 static void check_rank_sum(int64_t ranks, int64_t shard_rank, int64_t n, bool fp32, GradientSum how) {
     char label[128];
-    format_checked(label, sizeof label, "%lld elements of rank %lld of %lld to %s%s%s", (long long)n,
+    format_checked(label, sizeof label, "%lld elements summed on rank %lld of %lld, to %s%s%s", (long long)n,
                    (long long)shard_rank, (long long)ranks, fp32 ? "fp32" : "bf16", how.add ? ", added" : "",
                    how.stochastic ? " stochastically" : "");
     bf16_bits *before = bench_normal(4, n, 1.0f), *bits = bench_normal(5, ranks * n, 1.0f),
@@ -190,7 +190,7 @@ static void check_peers(void) {
     }
     check_peer_reads(ranks);
     if (waits) check_peer_barriers(ranks);
-    else printf("skipped: barriers, because the driver does not support cuStreamBatchMemOp\n");
+    else printf("skipped: barriers, because cuStreamBatchMemOp does not work with this driver\n");
     for (PeerRank &r : ranks) {
         CUDA_CHECK(cudaStreamDestroy(r.stream));
         bench_free(r.memory);

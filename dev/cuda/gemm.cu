@@ -116,7 +116,7 @@ static __global__ void truth_kernel(double *sum, double *norm, const float *a, c
 // sum:
 //    FP8 on Hopper   bits 13 (DeepSeek-V3, arXiv:2412.19437 section 3.5.2, and its cuBLAS experiments: 14 with the
 //                    leading one). The span is the whole depth with fast_accum, and 128 without.
-//    BF16            bits 23, the span is the whole depth
+//    BF16, emulated  bits 23, the span is the whole depth
 // Terms of one sign can lose more, by a factor sqrt(span); these tests have none. LIMIT_UNITS is the limit of a check.
 static const double LIMIT_UNITS = 4;
 
@@ -259,7 +259,7 @@ static void check_ways(Case *c, int recipe, GemmKind kind, int64_t R, int64_t N,
         const GemmSpec spec = {r, FP8_E4M3, kind == GEMM_FPROP ? FP8_E4M3 : dy, way == WAY_FAST, way == WAY_EMULATED};
         check_way(c, label, kind, R, N, K, spec, &worst_units[recipe][kind][way]);
         check_first_usable(c, label, kind, R, N, K, spec);
-        // Alternates between cuBLASLt's first algorithm and its fastest.
+        // WAY_SLOW has run cuBLASLt's fastest algorithm; the ways after it run the first.
         if (way == WAY_SLOW) c->gemm.deterministic = !c->gemm.deterministic;
     }
     if (!recipe_is_fp8(r, kind)) return;

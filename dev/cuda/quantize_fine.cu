@@ -24,8 +24,8 @@ static const char *const fill_names[NUM_FILLS] = {"mixed",    "NaN",         "in
                                                   "denormal", "below 1e-12", "huge"};
 
 // Mixed input has rows and columns of very different size, outliers, denormals, and a row, a column and a square of
-// zeros. FILL_NAN and FILL_INFINITY are such values with three NaNs or infinities among them. The other fills are
-// normal values times a constant.
+// zeros. FILL_NAN and FILL_INFINITY are mixed input with three NaNs or infinities in it. The other fills are normal
+// values times a constant.
 static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
     const float scales[NUM_FILLS] = {1, 1, 1, 0, 1e-39f, 1e-14f, 1e37f};
     bf16_bits *x = bench_normal(31, R * C, scales[fill]);
@@ -250,8 +250,8 @@ static void check_sources(int64_t R, int64_t C, Fill fill) {
     free(x_host), free(dy_host);
 }
 
-// Checks the last rows of a large tensor against a cast of those rows alone, for data whose scales depend on no other
-// rows. Checks a second run of the cast against the first.
+// With the dy of each recipe whose scales are finer than a tensor: checks the last rows of a large tensor against a
+// cast of those rows alone, for data whose scales depend on no other rows. Checks a second run against the first.
 static void check_large(int64_t R, int64_t C) {
     const int64_t slab = 2048, first = R - slab;
     Case cases[MAX_CASES];

@@ -16,8 +16,8 @@ typedef struct {
     bool parts;             // beats_part was called
 } Beats;
 
-// Opens messages of `bytes` between all ranks. All ranks call it. Returns false if MPI does not allow several threads
-// to call it at the same time. `comm` must stay where it is.
+// Opens messages of `bytes` between all ranks. All ranks call it. Returns false if the MPI of a rank does not allow
+// several threads to call it at the same time. *comm must stay where it is until beats_free.
 static inline bool beats_open(Beats *b, const Comm *comm, int64_t bytes) {
     int provided = MPI_THREAD_SINGLE, lowest = MPI_THREAD_SINGLE;
     memset(b, 0, sizeof *b);
@@ -36,7 +36,7 @@ static inline bool beats_open(Beats *b, const Comm *comm, int64_t bytes) {
     return true;
 }
 
-// True if the last row to a rank is not on its way any more.
+// True if no row to a rank is on its way.
 static inline bool beats_sent(Beats *b, int64_t rank) {
     int done = 1;
     if (b->comm->mesh) return mesh_flush_to(b->comm->mesh, rank);
@@ -44,7 +44,7 @@ static inline bool beats_sent(Beats *b, int64_t rank) {
     return done;
 }
 
-// Sends a row to a rank, unless the last one is still on its way.
+// Sends a row to a rank, or drops it if the row before is still on its way.
 static inline void beats_send(Beats *b, int64_t rank, const void *row) {
     if (!beats_sent(b, rank)) return;
     if (b->comm->mesh) {
@@ -55,7 +55,8 @@ static inline void beats_send(Beats *b, int64_t rank, const void *row) {
     COMM_CHECK(MPI_Issend(own, (int)b->bytes, MPI_BYTE, (int)rank, 0, b->mpi, &b->requests[rank]));
 }
 
-// Receives a row that has arrived. Returns the rank that sent it, or -1 if no row has arrived.
+// Receives a row that has arrived. Returns the rank that sent it, or -1 if no row has arrived. Over TCP, ends this
+// process if another rank has ended with an error (mesh_take_row).
 static inline int64_t beats_receive(Beats *b, void *row) {
     if (b->comm->mesh) return mesh_take_row(b->comm->mesh, row, b->bytes);
     int there = 0;
@@ -67,11 +68,11 @@ static inline int64_t beats_receive(Beats *b, void *row) {
     return from;
 }
 
-// Returns a rank whose process was lost, or -1. MPI does not tell: mpirun ends the other ranks.
+// Returns a rank whose process was lost, or -1. With MPI it is always -1: mpirun itself ends the other ranks.
 static inline int64_t beats_gone(const Beats *b) { return b->comm->mesh ? mesh_gone(b->comm->mesh) : -1; }
 
-// Ends the messages of all ranks. Call it, and beats_receive, until it returns true: then no rank sends any more, and
-// this thread calls MPI no more.
+// Ends the messages of all ranks. Call it, and beats_receive, until it returns true. From then on no rank sends a row,
+// and this thread does not call MPI.
 static inline bool beats_part(Beats *b) {
     if (b->comm->mesh) return mesh_part(b->comm->mesh);
     bool sent = true;

@@ -1,6 +1,6 @@
 // --check-links on GPUs: the collectives of FSDP, pairs of GPUs by copy engines or NCCL, and each GPU alone.
 //
-// All of it uses memory that is zero before and after: the collectives gather and sum zeros, pairs and the GPU alone
+// All of it uses memory that is zero before and after. The collectives gather and sum zeros. Pairs, and each GPU alone,
 // use this rank's sums of gradients. NCCL's pairs have a communicator of their own, since NCCL keeps buffers for each
 // pair of ranks until the communicator is destroyed.
 #ifndef LLMC_CHECK_LINKS_CUH
@@ -14,7 +14,7 @@
 // Assumed GPU memory of NCCL for one partner of a rank, outside the arena.
 #define GPU_LINKS_PARTNER_BYTES (64ll << 20)
 
-#define GPU_LINKS_COPY_BYTES (256ll << 20)
+#define GPU_LINKS_COPY_BYTES (256ll << 20)  // largest copy within a GPU's memory
 
 enum { GPU_LINKS_GEMM_SIZE = 8192, GPU_LINKS_GEMM_ALIGNMENT = 256, GPU_LINKS_GEMM_RUNS = 20 };
 enum { NVML_P2P_READ = 0, NVML_P2P_NVLINK = 2 };  // nvmlGpuP2PCapsIndex_t; the status 0 means that it works
@@ -40,7 +40,7 @@ typedef struct {
     LinkCard *cards;  // [world]
     LinkNvml nvml;    // init is NULL without NVML
     Comm pairs_comm;  // all ranks, without shard groups and replicas
-    Nccl pairs;       // open if some pairs need it
+    Nccl pairs;       // for pairs that do not use copy engines; valid if pairs_open
     bool pairs_open;
     cudaEvent_t begin, end;
 } GpuLinks;
@@ -68,7 +68,7 @@ static inline double gpu_links_collective(void *context, LinkCollective c, int64
     return gpu_links_seconds(g);
 }
 
-// True if this rank reads the memory of another one by copy engines.
+// True if this rank reads the memory of rank `peer` by copy engines.
 static inline bool gpu_links_reads(const GpuLinks *g, int64_t peer) {
     const Comm *c = g->comm;
     return g->f->transport.kind == TRANSPORT_COPY_ENGINES && peer / c->shard_size == c->replica;
@@ -107,7 +107,7 @@ static inline void gpu_links_load_nvml(LinkNvml *n) {
     if (!n->init || !n->device || !n->p2p_status || n->init()) n->init = NULL;
 }
 
-// True if NVML says that two GPUs of this host can do it.
+// True if NVML says that GPU `from` of this host has a capability (NVML_P2P_READ, NVML_P2P_NVLINK) for GPU `to`.
 static inline bool gpu_links_can(const LinkNvml *n, void *from, void *to, int capability) {
     int status = -1;
     return n->p2p_status(from, to, capability, &status) == 0 && status == 0;
@@ -130,7 +130,7 @@ static inline LinkPath gpu_links_path(void *context, int64_t peer, bool same_hos
     return gpu_links_can(&g->nvml, from, to, NVML_P2P_READ) ? LINK_PCIE : LINK_HOST_MEMORY;
 }
 
-// LinkOps.open_pairs. Copy engines need no communicator.
+// LinkOps.open_pairs. Pairs in one shard group need no communicator if copy engines serve them.
 static inline bool gpu_links_open_pairs(void *context, char *reason, size_t capacity) {
     GpuLinks *g = (GpuLinks *)context;
     const Comm *c = g->comm;
@@ -151,7 +151,8 @@ static inline bool gpu_links_open_pairs(void *context, char *reason, size_t capa
     return g->pairs_open = true;
 }
 
-// Returns the FLOP/s of a square BF16 GEMM of random numbers that fit the room; 0 if not even a small one does.
+// Returns the FLOP/s of a square BF16 GEMM of random numbers, up to GPU_LINKS_GEMM_SIZE on a side, whose matrices fit
+// the room. 0: not even a small one fits.
 static inline double gpu_links_gemm(const GpuLinks *g) {
     const cudaStream_t stream = g->gemm->stream;
     const int64_t fits = (int64_t)sqrt((double)g->room_bytes / (3 * sizeof(bf16))),
@@ -210,8 +211,8 @@ static inline void gpu_links_gather_cards(GpuLinks *g) {
     comm_all_gather(c, COMM_WORLD, own, g->cards, (int64_t)sizeof *own);
 }
 
-// Returns what --check-links needs of FSDP. All ranks call it, when the arena is clear and peers are open. `gemm`: of
-// the compute stream.
+// Returns what --check-links needs of FSDP. All ranks call it, after trainer_create and before the weights have values.
+// `gemm`: of the compute stream.
 static inline LinkOps gpu_links(Fsdp *f, const Comm *c, const Gemm *gemm) {
     GpuLinks *g = (GpuLinks *)xcalloc(1, sizeof *g);
     const Transport *t = &f->transport;

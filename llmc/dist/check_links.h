@@ -1,7 +1,7 @@
 // Measures at the start of a run how fast the ranks reach each other, and names slow links and ranks (--check-links).
 //
 // Three collectives move the weights or gradients of one layer, by the functions that the steps call. Their bus
-// bandwidth is defined as in NVIDIA's nccl-tests. With n ranks, and `bytes` of data counted over all of them:
+// bandwidth is defined as in NVIDIA's nccl-tests. With n ranks, and `bytes` of the array that is gathered or reduced:
 //   all-gather, reduce-scatter   bytes / seconds * (n - 1) / n
 //   all-reduce                   bytes / seconds * 2 (n - 1) / n
 // That is the rate of each rank's link, for any n. The time is that of the slowest group. It includes what the run does
@@ -10,7 +10,7 @@
 // Then ranks exchange data in pairs, several pairs at once. Rank number k of a host (k is its place) meets all ranks of
 // its host, and number k of each other host, but at most LINKS_PARTNERS of either kind. A rank is slow if its best pair
 // over one path is below LINKS_SLOW of the median of the other ranks. A pair of two ranks that are not slow is slow if
-// it is below LINKS_SLOW of the median of all pairs. If two ranks reach only each other, neither can be called slow.
+// it is below LINKS_SLOW of the median of all pairs over its path. If a path has only one pair, it has no slow rank.
 #ifndef LLMC_CHECK_LINKS_H
 #define LLMC_CHECK_LINKS_H
 
@@ -19,12 +19,12 @@
 #include "../base/json.h"
 #include "comm.h"
 
-#define LINKS_SLOW 0.5      // share of the median below which a link is slow
-#define LINKS_SLOW_GPU 0.8  // and a GPU's copies and GEMMs: GPUs of one kind differ by a few percent
-#define LINKS_SECONDS 0.3   // that a collective is repeated for
-#define LINKS_PAIR_SECONDS 0.1
-#define LINKS_LEAST_BYTES (1ll << 20)  // smallest message of a pair
-#define LINKS_MOST_BYTES (64ll << 20)  // and the largest
+#define LINKS_SLOW 0.5                 // share of the median below which a rank or a pair is slow over a path
+#define LINKS_SLOW_GPU 0.8             // share for a GPU's copies and GEMMs: GPUs of one kind differ by a few percent
+#define LINKS_SECONDS 0.3              // for which a collective is repeated
+#define LINKS_PAIR_SECONDS 0.1         // for which a pair exchanges messages
+#define LINKS_LEAST_BYTES (1ll << 20)  // smallest message of a pair in the CPU trainer
+#define LINKS_MOST_BYTES (64ll << 20)  // largest message of a pair in both trainers
 
 enum {
     LINKS_RUNS = 50,      // the most repetitions
@@ -52,25 +52,25 @@ static inline const char *link_path_name(LinkPath path) {
 
 // The rates of one GPU alone.
 typedef struct {
-    double copy;  // bytes per second of a copy in its memory, read and written; 0: not measured
+    double copy;  // bytes per second of a copy in its memory, read plus written; 0: not measured
     double gemm;  // FLOP/s of a BF16 GEMM; 0: not measured
 } LinkGpu;
 
 // The functions and sizes of a trainer. `context` is their first argument. Each of them returns when this rank is done.
 typedef struct {
     void *context;
-    const char *within, *across;         // move data within shard groups, and over replicas
-    double bytes[NUM_LINK_COLLECTIVES];  // data of a collective over all its ranks; 0: the run lacks it
+    const char *within, *across;         // names of what moves data within shard groups, and over replicas
+    double bytes[NUM_LINK_COLLECTIVES];  // size of the array that a collective gathers or reduces; 0: the run lacks it
     int64_t pair_bytes;                  // the message of a pair, each way
     // Runs a collective `runs` times, with all ranks of its group. Returns the seconds.
     double (*collective)(void *context, LinkCollective c, int64_t runs);
-    // Exchanges messages with another rank `runs` times. Returns the seconds.
+    // Exchanges messages with another rank `runs` times (copy engines: only reads its memory). Returns the seconds.
     double (*pair)(void *context, int64_t peer, int64_t runs);
     LinkPath (*path)(void *context, int64_t peer, bool same_host);
     // Prepares the pairs. All ranks call it, and it returns the same on all: false, with the reason, if a rank cannot.
     // May be NULL.
     bool (*open_pairs)(void *context, char *reason, size_t capacity);
-    LinkGpu (*gpu)(void *context);  // NULL: the CPU trainer
+    LinkGpu (*gpu)(void *context);  // measures this rank's GPU alone; NULL: the CPU trainer
     void (*close)(void *context);   // frees the context
 } LinkOps;
 
@@ -88,7 +88,7 @@ typedef struct {
     double *rates;                         // [world][world] bytes per second each way; 0: not measured
     double *paths;                         // [world][world] LinkPath, as numbers that comm_sum adds
     LinkGpu *gpus;                         // [world]
-    char no_pairs[256];                    // the reason why pairs were not measured
+    char no_pairs[256];                    // the reason why a rank could not open its pairs; else ""
     LinkFaults faults;
 } LinkReport;
 
@@ -97,8 +97,8 @@ typedef struct {
 // Rounds in which n members meet each other once.
 static inline int64_t links_rounds(int64_t n) { return n < 2 ? 0 : n % 2 ? n : n - 1; }
 
-// Returns the partner of member i of n in a round, or -1 if it has none: in round k, i and k - i meet, modulo an odd
-// number, and the member that would meet itself meets the last one of an even number.
+// Returns the partner of member i of n in a round, or -1 if it has none. In round k members i and k - i meet, modulo
+// the odd number among n - 1 and n. The member that would meet itself meets the last one if n is even, else none.
 static inline int64_t links_partner(int64_t n, int64_t round, int64_t i) {
     const int64_t even = n + n % 2, odd = even - 1;
     if (round >= links_rounds(n)) return -1;
@@ -121,7 +121,7 @@ static inline int64_t links_place(const LinkHost *hosts, int64_t rank) {
     return place;
 }
 
-// Number of hosts among those of the first `ranks` ranks.
+// Number of different hosts that the first `ranks` ranks are on.
 static inline int64_t links_count_hosts(const LinkHost *hosts, int64_t ranks) {
     int64_t count = 0;
     for (int64_t r = 0; r < ranks; r++) count += links_place(hosts, r) == 0;
@@ -148,7 +148,8 @@ static inline int64_t links_partner_there(const LinkHost *hosts, int64_t world, 
 
 // ---- measuring
 
-// Repetitions of something that takes `seconds`, equal on all ranks.
+// Returns how often something that takes `seconds` fits `budget` seconds, from 1 to LINKS_RUNS. Equal on all ranks if
+// `seconds` is.
 static inline int64_t links_runs(double seconds, double budget) {
     return max_i64(1, min_i64(LINKS_RUNS, (int64_t)(budget / fmax(seconds, 1e-9))));
 }
@@ -196,7 +197,7 @@ static inline void links_measure_pairs(LinkReport *r, const LinkOps *ops, const 
         links_measure_pair(r, ops, c, links_partner_here(r->hosts, c->world, c->rank, i * here / n));
     for (int64_t i = 0, n = min_i64(there, LINKS_PARTNERS); i < n; i++)
         links_measure_pair(r, ops, c, links_partner_there(r->hosts, c->world, c->rank, i * there / n));
-    comm_sum(c, COMM_WORLD, r->rates, c->world * c->world);  // a row has one rank; the others have 0 there
+    comm_sum(c, COMM_WORLD, r->rates, c->world * c->world);  // each rank has filled its own row; its other rows are 0
     comm_sum(c, COMM_WORLD, r->paths, c->world * c->world);
 }
 
@@ -222,7 +223,8 @@ UTILS_PRINTF(2, 3) static inline void links_add_fault(LinkFaults *f, const char 
 }
 
 // Names the ranks whose value [world] is below `share` of the median of the other ranks' values, and sets slow [world].
-// Values of 0 were not measured. `what`: "reaches other ranks at", with `unit` values of 1.
+// Values of 0 were not measured. `what` stands before a value in the message, for example "computes GEMMs at". `unit`
+// is the value of one `unit_name`.
 static inline void links_name_ranks(LinkReport *r, const double *values, double share, const char *what,
                                     const char *unit_name, double unit, bool *slow) {
     double *others = (double *)xcalloc((size_t)r->world, sizeof *others);
@@ -246,7 +248,7 @@ static inline double links_pair_rate(const LinkReport *r, LinkPath path, int64_t
     return fmin(r->rates[at], r->rates[back]);
 }
 
-// Copies the rates of the pairs over a path to `rates`, with room for all, and returns their number.
+// Copies the rates of the measured pairs over a path to `rates`, which has room for all, and returns their number.
 static inline int64_t links_pair_rates(const LinkReport *r, LinkPath path, double *rates) {
     int64_t n = 0;
     for (int64_t i = 0; i < r->world; i++)
@@ -362,7 +364,7 @@ static inline void links_print_gpus(const LinkReport *r) {
            most.copy * 1e-9, least.gemm * 1e-12, most.gemm * 1e-12);
 }
 
-// Prints the report: at most 13 lines, and one for each slow rank or link.
+// Prints the report: at most 13 lines, and one for each slow rank or link that is named.
 static inline void links_print(const LinkReport *r, const LinkOps *ops, const Comm *c) {
     const int64_t hosts = links_count_hosts(r->hosts, r->world);
     if (r->world == 1) printf("links: there is one rank, and so no link\n");
@@ -399,7 +401,7 @@ static inline void links_json_collectives(JsonText *out, const LinkReport *r, co
     json_text_add(out, "]");
 }
 
-// Adds the measured pairs, with their ranks.
+// Adds the measured pairs of ranks, with path and rate.
 static inline void links_json_pairs(JsonText *out, const LinkReport *r) {
     const char *separator = "";
     json_text_add(out, ", \"pairs\": [");

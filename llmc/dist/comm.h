@@ -16,8 +16,8 @@
 
 #include "mesh.h"
 
-// Ranks other than 0 wait this long before they print an error. Rank 0 ends all ranks in that time if it has the same
-// error, for example a wrong option: the error is then printed once.
+// Ranks other than 0 wait at least this long before they print an error. Rank 0 ends all ranks in that time if it has
+// the same error, for example a wrong option: the error is then printed once.
 #define COMM_SILENCE_SECONDS 5
 
 typedef enum { COMM_WORLD, COMM_SHARD, COMM_REPLICAS, COMM_NUM_GROUPS } CommGroup;
@@ -28,7 +28,7 @@ typedef struct {
     int64_t shard_size, shard_rank;   // ranks of the shard group, and this one's index; 1 and 0 before comm_split
     int64_t replicas, replica;        // ranks of the replica group, and this one's index
     char host[64];
-    MPI_Comm comms[COMM_NUM_GROUPS];  // MPI_COMM_NULL if MPI did not start the ranks
+    MPI_Comm comms[COMM_NUM_GROUPS];  // MPI_COMM_NULL without MPI; before comm_split only COMM_WORLD has one
     Mesh *mesh;                       // NULL unless the ranks found each other without MPI
 } Comm;
 
@@ -48,7 +48,8 @@ static inline double *comm_seconds(void) {
     return &seconds;
 }
 
-// COMM_CHECK for a call that waits for other ranks. `what` names the collective for messages (activity.h).
+// COMM_CHECK for a call that waits for other ranks: its time counts in comm_seconds. `what` names the collective for
+// messages (activity.h).
 #define COMM_WAIT(what, call)                       \
     do {                                            \
         const double start_ = seconds_now();        \
@@ -64,7 +65,7 @@ static inline Mesh **comm_mesh(void) {
     return &mesh;
 }
 
-// Called by die() before it prints the error (die_hook()->before).
+// Called by die() before it prints the error (die_hook()->before) if MPI started the ranks.
 static inline void comm_wait_before_dying(void) {
     int rank = 0;
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
@@ -72,8 +73,8 @@ static inline void comm_wait_before_dying(void) {
     while (rank > 0 && seconds_now() - start < COMM_SILENCE_SECONDS) usleep(50000);  // a signal may interrupt usleep
 }
 
-// comm_wait_before_dying for a mesh. If rank 0 was lost, rank 1 prints the error, and the others end when they hear of
-// it.
+// Called instead of comm_wait_before_dying if there is a mesh. If rank 0 was lost, rank 1 prints the error, and the
+// others end when they hear of it.
 static inline void comm_wait_for_notice(void) {
     Mesh *m = *comm_mesh();
     if (m->rank > 0) mesh_await_notice(m, COMM_SILENCE_SECONDS + 0.25 * (double)min_i64(m->rank - 1, 40));
@@ -87,8 +88,9 @@ extern "C" int ompi_mpi_abort(MPI_Comm comm, int code) __attribute__((weak));
 int ompi_mpi_abort(MPI_Comm comm, int code) __attribute__((weak));
 #endif
 
-// Ends all ranks; mpirun exits with the status `code` of the first rank that calls it. Open MPI's function returns to a
-// second thread that calls it, so the caller must exit afterwards.
+// Ends all ranks; mpirun exits with the status `code` of the first rank that calls it. Over a mesh it only tells the
+// other ranks to end, and Open MPI's function returns to a second thread that calls it. So the caller must exit
+// afterwards.
 static inline void comm_end_all(int code) {
     if (*comm_mesh()) mesh_end_all(*comm_mesh(), code);
     else if (ompi_mpi_abort) ompi_mpi_abort(MPI_COMM_WORLD, code);
@@ -102,7 +104,8 @@ static inline void comm_abort(int code) {
     if (*comm_mesh()) _exit(code);  // functions of atexit would wait for other ranks
 }
 
-// Called at exit without die(), for example after --help: MPI requires MPI_Finalize of each rank.
+// Called by comm_close, or at exit if neither it nor die() was called, for example after --help: MPI requires
+// MPI_Finalize of each rank.
 static inline void comm_finalize(void) {
     int done = 1;
     MPI_Finalized(&done);
@@ -129,7 +132,7 @@ static inline Comm comm_one(void) {
     return c;
 }
 
-// From now on, die() names the rank.
+// If there are several ranks, die() names the rank from now on.
 static inline void comm_name_rank(const Comm *c) {
     char *prefix = die_hook()->prefix;
     if (c->world > 1)
@@ -168,8 +171,8 @@ static inline void comm_open_mesh(Comm *c, const InitFrom *init) {
     die_hook()->end = comm_abort;
 }
 
-// Call it at the start of main, after process_prepare. Afterwards die() names the rank and ends all ranks, and ranks
-// other than 0 print nothing on stdout. Dies if the ranks cannot find each other (--init-from).
+// Call it at the start of main, after process_prepare. With several ranks, die() then names the rank and ends all
+// ranks, and ranks other than 0 print nothing on stdout. Dies if the ranks cannot find each other (--init-from).
 static inline Comm comm_open(int *argc, char ***argv) {
     Comm c = comm_one();
     const InitFrom init = init_from(*argc, *argv);
@@ -278,7 +281,7 @@ static inline void comm_all_to_all(const Comm *c, CommGroup g, const void *from,
     COMM_CHECK(MPI_Type_free(&type));
 }
 
-// Sends `out` [bytes] to another rank, and receives `in` [bytes] from it. Only that rank must call it too. At most 2
+// Sends `out` [bytes] to another rank, and receives `in` [bytes] from it. Only that rank must call it too. Less than 2
 // GiB.
 static inline void comm_exchange(const Comm *c, int64_t rank, const void *out, void *in, int64_t bytes) {
     COMM_WAIT("exchange", c->mesh ? mesh_exchange_with(c->mesh, rank, out, in, bytes)

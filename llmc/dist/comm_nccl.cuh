@@ -1,14 +1,14 @@
 // NCCL for the GPU trainer: a communicator for each group of ranks, one stream, and checks for errors.
 //
-// All collectives of a rank run on one stream of high priority, in the order of the calls. The order is the same on
-// every rank, so no two communicators can deadlock. Collectives are enqueued and finish like kernels; events order them
-// with the compute stream (fsdp.cuh).
+// All collectives of an Nccl run on its one stream, of high priority, in the order of the calls. The order is the same
+// on every rank, so no two communicators can deadlock. Collectives are enqueued and finish like kernels; events order
+// them with the compute stream (fsdp.cuh).
 //
 // The communicators are non-blocking: no NCCL call waits for another rank. Code that waits for collectives calls
-// nccl_watch, which ends the run when NCCL reports an error; the message names rank, step and collective. It also
-// reports pending operations to the watcher thread (watch.h), which ends the run if they make no progress for
-// --stall-timeout seconds. Nothing calls ncclCommAbort: it may wait for a rank that is gone, and kernels end with their
-// process anyway.
+// nccl_watch, which ends the run when NCCL reports an error; the message names rank, step and pending collective.
+// nccl_watch also reports pending operations to the watcher thread (watch.h), which ends the run if they make no
+// progress for --stall-timeout seconds. Nothing calls ncclCommAbort: it may wait for a rank that is gone, and kernels
+// end with their process anyway.
 #ifndef LLMC_COMM_NCCL_CUH
 #define LLMC_COMM_NCCL_CUH
 
@@ -20,11 +20,11 @@
 #include "../cuda/cuda_utils.cuh"
 
 // Largest number of multiprocessors (SMs) for a collective. Each block of NCCL occupies one SM, also while it waits for
-// data, and GEMMs that run at the same time lose it. More blocks move data faster. 16 are an eighth of an H200's SMs;
-// NCCL's default may be up to 32.
+// data, and GEMMs that run at the same time lose it. More blocks move data faster. 16 are about an eighth of an H200's
+// SMs; NCCL's default may be up to 32.
 #define NCCL_MAX_CTAS 16
 
-// Largest number of pending collectives; the host waits before it enqueues more.
+// Largest number of pending operations (collectives or copies); the host waits before it enqueues more.
 #define NCCL_PENDING 256
 
 // GPU memory of one communicator, outside the arena: channels and their buffers. NCCL allocates most at first use.
@@ -89,13 +89,14 @@ static inline bool nccl_has_happened(cudaEvent_t event) {
     return true;
 }
 
-// Tells the watcher thread the oldest unfinished operation. `finished` is true if an operation has just finished.
+// Tells the watcher thread how many operations are pending, and the oldest of them. `finished` is true if an operation
+// has just finished.
 static inline void nccl_publish(const Nccl *n, bool finished) {
     const NcclOperation *o = &n->operations[n->finished % NCCL_PENDING];
     activity_operation(n->enqueued - n->finished, o->what, o->layer, finished);
 }
 
-// Counts the operations that have finished. Ends the run on an error.
+// Counts the operations that have finished. Ends the run if NCCL reports an error.
 static inline void nccl_watch(Nccl *n) {
     while (n->finished < n->enqueued && nccl_has_happened(n->operations[n->finished % NCCL_PENDING].done)) {
         n->finished++;
@@ -119,7 +120,7 @@ static inline void nccl_wait(Nccl *n, cudaEvent_t event) {
     nccl_watch(n);
 }
 
-// Blocks the host until NCCL has executed the last call. `what` is static text.
+// Blocks the host until NCCL has executed the last call, whose work on the GPU may still run. `what` is static text.
 static inline void nccl_settle(Nccl *n, const char *what) {
     if (nccl_state(n) == ncclInProgress) {
         activity_begin(ACTIVITY_WAITING, what, "");
@@ -236,7 +237,8 @@ static inline ncclComm_t nccl_connect(Nccl *n, CommGroup g, int64_t rank) {
     return comm;
 }
 
-// True if a group of `size` ranks has its own communicator. A group of all `world` ranks uses the world's.
+// True if a group of `size` ranks has its own communicator. A group of all `world` ranks uses the world's; a group of
+// one rank has none.
 static inline bool nccl_is_own(int64_t size, int64_t world) { return size > 1 && size < world; }
 
 // Returns the number of communicators that nccl_open makes for `world` ranks in shard groups of `shard_size`.

@@ -16,18 +16,18 @@ static inline void fsdp_open_peers(Fsdp *f, const Comm *c, char *memory, int64_t
     printf("no copy engines: %s\n", reason);
 }
 
-// Returns the dtype in which layers are gathered.
+// Returns the dtype in which the matrices of layers are gathered.
 static inline const char *fsdp_gather_dtype(const Fsdp *f) {
     if (f->weights != FSDP_WEIGHTS_GATHER_FP8) return "bf16";
     return f->precision->any_bf16 ? "fp8 (bf16 for layers with bf16 linears)" : "fp8";
 }
 
-// Prints the dtype of gathered layers among the settings of a dry run.
+// Prints this dtype among the settings of a dry run, if weights are sharded.
 static inline void fsdp_print_gathers(const Fsdp *f) {
     if (fsdp_is_sharded(f)) printf("%-26s %s\n", "all-gather dtype", fsdp_gather_dtype(f));
 }
 
-// Prints in one line how ranks communicate weights and gradients, which is known after fsdp_open_peers.
+// Prints in one line how several ranks communicate weights and gradients, which is known after fsdp_open_peers.
 static inline void fsdp_print_transport(const Fsdp *f) {
     const bool engines = f->transport.kind == TRANSPORT_COPY_ENGINES;
     if (f->world == 1) return;

@@ -1,7 +1,7 @@
 // Weights under FSDP: where gathered and cast weights are, and casts to FP8 of a layer or of this rank's slices.
 //
-// FP8 weights are cast from bf16 weights, or from FP16 masters (precision_casts_masters). With the latter the layers'
-// matrices have no bf16 weights.
+// FP8 weights are cast from bf16 weights, or from FP16 masters (precision_casts_masters). If they are cast from FP16
+// masters, the layers' matrices have no bf16 weights.
 #ifndef LLMC_FSDP_WEIGHTS_CUH
 #define LLMC_FSDP_WEIGHTS_CUH
 
@@ -82,7 +82,7 @@ static inline void fsdp_find_masters(Fsdp *f) {
     f->masters.first = f->plan.shard_rank * g.slice;
 }
 
-// Casts a weight of layer l from FP16 masters, all of which this rank has.
+// Casts a weight of layer l from FP16 masters, all of which this rank has, and audits the cast in an audited step.
 static inline void fsdp_cast_masters(Fsdp *f, QTensor w, int64_t l, const LinearShape *s) {
     fp16_cast(w, &f->masters, l, s->offset, s->N, s->K, f->transport.compute);
     if (w.rowwise && w.audit[ROWWISE])
@@ -107,7 +107,8 @@ static inline void fsdp_cast(Fsdp *f, int64_t l, bool rowwise, bool columnwise) 
     f->amaxes_known[l] = true;
 }
 
-// Casts this rank's slices of the matrices of all layers to FP8, from FP16 masters.
+// Casts this rank's slices of the matrices of all layers to FP8, from FP16 masters. Audits the casts in an audited
+// step.
 static inline void fsdp_cast_shard_masters(Fsdp *f) {
     const TensorScales *scales = f->in.scales;
     const int64_t L = f->table->num_layers;
@@ -125,7 +126,7 @@ static inline void fsdp_cast_shard_masters(Fsdp *f) {
     }
 }
 
-// Casts this rank's slices of the matrices of all layers to FP8.
+// Casts this rank's slices of the matrices of all layers to FP8. Audits the casts in an audited step.
 static inline void fsdp_cast_shard(Fsdp *f) {
     if (f->precision->casts_masters) return fsdp_cast_shard_masters(f);
     const ShardSegment g = fsdp_segment(f, 0, SEGMENT_MATRICES);

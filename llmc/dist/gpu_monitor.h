@@ -123,7 +123,7 @@ static inline void *gpu_monitor_run(void *monitor) {
     return NULL;
 }
 
-// Starts to read a GPU; NVML's functions are loaded. False if NVML does not know the GPU.
+// Starts to read a GPU; NVML's functions are loaded. False if NVML cannot start or does not know the GPU.
 static inline bool gpu_monitor_start(GpuMonitor *m, const char *pci_bus_id) {
     pthread_condattr_t clock;
     sigset_t all, before;
@@ -147,7 +147,7 @@ static inline void gpu_monitor_open(GpuMonitor *m, const char *pci_bus_id) {
     if (*pci_bus_id && nvml_load(&m->nvml, "libnvidia-ml.so.1")) gpu_monitor_start(m, pci_bus_id);
 }
 
-// Returns the latest reading, with the energy used until now.
+// Returns the latest reading, with the energy extrapolated until now. `present` is false if there are no readings.
 static inline GpuReading gpu_monitor_read(GpuMonitor *m) {
     GpuReading r;
     memset(&r, 0, sizeof r);

@@ -1,6 +1,6 @@
-// Where a process learns its rank, the number of ranks, and how to reach the other ranks (--init-from).
-// mpirun and srun --mpi=pmix start MPI. Other launchers only set variables: then the ranks meet at a TCP address or
-// through a shared file (rendezvous.h).
+// Finds out a process's rank, the number of ranks, and how to reach the other ranks (--init-from).
+// Under mpirun and srun --mpi=pmix, MPI connects the ranks. Other launchers only set variables: then the ranks meet at
+// a TCP address or through a shared file (rendezvous.h).
 #ifndef LLMC_INIT_FROM_H
 #define LLMC_INIT_FROM_H
 
@@ -16,7 +16,7 @@ typedef struct {
     double timeout;             // seconds until all ranks must have come
     char place[PATH_CAPACITY];  // INIT_FILE: the file; INIT_TCP: the host of rank 0
     int port;                   // INIT_TCP
-    char job[64];               // tells apart the jobs of one cluster; "" if the launcher has no name for a job
+    char job[64];               // names job and step of Slurm, to tell apart the jobs of one cluster; "" without Slurm
 } InitFrom;
 
 // Returns the value of --NAME in the command line, the last one if there are several, or NULL. The options themselves
@@ -42,7 +42,7 @@ static inline bool init_number(const char *text, int64_t low, int64_t high, int6
     return *text && !*end && !errno && n >= low && n <= high;
 }
 
-// Reads rank and number of ranks from two variables. Returns false if they are not set.
+// Reads rank and number of ranks from two variables. Returns false if one of them is not set. Dies if they are wrong.
 static inline bool init_rank(InitFrom *init, const char *rank_name, const char *world_name) {
     const char *rank = getenv(rank_name), *world = getenv(world_name);
     if (!rank || !world) return false;
@@ -68,18 +68,19 @@ static inline void init_first_host(const char *list, char *out, size_t capacity)
     out[n] = 0;
 }
 
-// Slurm's variables within a step (srun). A batch script has SLURM_PROCID too, but is no step.
+// True if Slurm has started this process in a step (srun). A batch script has SLURM_PROCID too, but is no step.
 static inline bool init_in_slurm_step(void) { return getenv("SLURM_PROCID") && getenv("SLURM_STEP_NUM_TASKS"); }
 
-// Names the Slurm job and step. A job that Slurm has requeued keeps its number, so the name has the restart count too.
+// Sets init->job if Slurm's variables have a job and a step. A job that Slurm has requeued keeps its number, so the
+// name has the restart count too.
 static inline void init_slurm_job(InitFrom *init) {
     const char *job = getenv("SLURM_JOB_ID"), *step = getenv("SLURM_STEP_ID"), *starts = getenv("SLURM_RESTART_COUNT");
     if (job && step)
         format_checked(init->job, sizeof init->job, "slurm %.16s.%.12s.%.8s", job, step, starts ? starts : "0");
 }
 
-// Rank 0 is on the first node. Its port follows from the job and step, so that jobs that share a node rarely have the
-// same port. All are below the ports that Linux hands out.
+// Reads Slurm's variables; dies without them. Rank 0 is on the first node. Its port follows from the job and step, so
+// that jobs that share a node rarely have the same port. All ports are below those that Linux hands out.
 static inline void init_slurm(InitFrom *init) {
     const char *nodes = getenv("SLURM_STEP_NODELIST");
     int64_t job = 0, step = 0;
@@ -94,7 +95,8 @@ static inline void init_slurm(InitFrom *init) {
     init->port = 15000 + (int)((job * 31 + step) % 16000);
 }
 
-// Rank and number of ranks from any launcher's variables: PyTorch's, Slurm's, Open MPI's, MPICH's.
+// Reads rank and number of ranks from the first launcher whose variables are set: PyTorch, Slurm, Open MPI, MPICH. Dies
+// if none are.
 static inline void init_any_rank(InitFrom *init, const char *from) {
     if (init_rank(init, "RANK", "WORLD_SIZE")) return;
     if (init_in_slurm_step() && init_rank(init, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")) return;
@@ -117,7 +119,8 @@ static inline void init_tcp(InitFrom *init, const char *from, const char *where)
     format_checked(init->place, sizeof init->place, "%.*s", (int)(colon - where) - 2 * brackets, where + brackets);
 }
 
-// The default: what the environment shows. PyTorch's variables count only if all four are set.
+// --init-from auto: MPI, a Slurm step or PyTorch's variables, in this order, else a single rank. PyTorch's variables
+// count only if all four are set: MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE.
 static inline void init_from_environment(InitFrom *init) {
     const char *address = getenv("MASTER_ADDR"), *port = getenv("MASTER_PORT");
     char from[512];

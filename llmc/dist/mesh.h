@@ -33,7 +33,7 @@ typedef struct {
 typedef struct {
     int64_t world, rank;
     MeshPeer *peers;        // [world]
-    pthread_mutex_t mutex;  // guards the messages, which the watcher and a dying thread read
+    pthread_mutex_t mutex;  // guards the messages, which the watcher and a dying thread send and receive
     bool ended;             // a rank has ended with an error
     int code;               // and its exit status
 } Mesh;
@@ -121,14 +121,15 @@ static inline int64_t mesh_take_row(Mesh *m, void *row, int64_t bytes) {
     return -1;
 }
 
-// Returns a rank whose connection is broken, or -1. Ranks that have parted may close theirs.
+// Returns a rank whose connection for messages is broken, or -1. A rank that has parted may close it.
 static inline int64_t mesh_gone(const Mesh *m) {
     for (int64_t r = 0; r < m->world; r++)
         if (m->peers[r].gone && !m->peers[r].parted) return r;
     return -1;
 }
 
-// Tells all ranks that no rows follow. Returns true once all ranks have said so; until then it must be called again.
+// Tells all ranks that no rows follow. Returns true once all ranks have said so or are gone; until then it must be
+// called again. Ends this process if another rank has ended with an error.
 static inline bool mesh_part(Mesh *m) {
     bool parted = true;
     if (mesh_receive(m)) mesh_follow(m);
@@ -145,7 +146,7 @@ static inline bool mesh_part(Mesh *m) {
 }
 
 // Tells all ranks that this one ends with an error. Waits up to MESH_NOTICE_SECONDS for each rank to take an earlier
-// message.
+// message; a rank that has not taken it by then is not told.
 static inline void mesh_end_all(Mesh *m, int code) {
     pthread_mutex_lock(&m->mutex);
     for (int64_t r = 0; r < m->world; r++) {
@@ -158,8 +159,8 @@ static inline void mesh_end_all(Mesh *m, int code) {
     pthread_mutex_unlock(&m->mutex);
 }
 
-// Waits for a notice that another rank has ended with an error, and then ends this process with that status. Returns if
-// none comes within `seconds`.
+// Waits for a notice that another rank has ended with an error. If one comes, ends this process with the status of that
+// rank. Returns if none comes within `seconds`.
 static inline void mesh_await_notice(Mesh *m, double seconds) {
     const double deadline = seconds_now() + seconds;
     do {
@@ -187,7 +188,8 @@ typedef struct {
     int64_t sent, received;
 } MeshTransfer;
 
-// Ends the run: the connection to a rank is broken, or the rank sent the header of another collective or size.
+// Ends the run: the connection to a rank is broken, or (error 0) the rank sent the header of another collective or
+// size.
 __attribute__((noreturn)) static inline void mesh_lost(Mesh *m, const MeshPeer *p, const char *what, int error) {
     mesh_await_notice(m, MESH_NOTICE_SECONDS);
     const long long rank = p - m->peers;
@@ -201,7 +203,8 @@ __attribute__((noreturn)) static inline void mesh_lost(Mesh *m, const MeshPeer *
         p->host, what);
 }
 
-// Moves bytes of one direction of a part: the header, then the data. Returns false with errno if the connection breaks.
+// Moves what it can of one direction of a part: the header, then the data. Returns false with errno if the connection
+// breaks.
 static inline bool mesh_move(int fd, bool sends, MeshHeader *header, char *data, int64_t bytes, int64_t *moved) {
     const int64_t head = (int64_t)sizeof *header;
     while (*moved < head + bytes) {
@@ -232,7 +235,7 @@ static inline short mesh_step(Mesh *m, MeshTransfer *t, const MeshPart *part, co
                    (part->in_bytes >= 0 && t->received < head + part->in_bytes ? POLLIN : 0));
 }
 
-// Sends and receives the parts of all members [size] at once. Dies if a rank is lost.
+// Sends and receives the parts of all members [size] at once. Dies if a rank is lost or is in another collective.
 static inline void mesh_exchange(Mesh *m, MeshGroup g, int64_t collective, const char *what, const MeshPart *parts) {
     MeshTransfer *transfers = (MeshTransfer *)xcalloc((size_t)g.size, sizeof *transfers);
     struct pollfd *polls = (struct pollfd *)xcalloc((size_t)g.size, sizeof *polls);
@@ -329,7 +332,7 @@ typedef struct {
     int64_t missing;  // connections of higher ranks that have not come yet
 } MeshDoor;
 
-// Takes a connection of a higher rank (DoorAdmits).
+// Takes a connection if it is of a higher rank of this run, and its first of this kind (DoorAdmits).
 static inline bool mesh_admit(void *context, int fd, const void *hello) {
     MeshDoor *d = (MeshDoor *)context;
     RankCard card;
@@ -345,7 +348,7 @@ static inline bool mesh_admit(void *context, int fd, const void *hello) {
     return true;
 }
 
-// Opens a connection to a lower rank.
+// Opens a connection to a lower rank. Dies if that fails.
 static inline int mesh_connect(const Meeting *meeting, int64_t rank, CardKind kind) {
     const RankCard *to = &meeting->cards[rank];
     RankCard card = meeting->cards[meeting->init->rank];
@@ -359,7 +362,7 @@ static inline int mesh_connect(const Meeting *meeting, int64_t rank, CardKind ki
     return fd;
 }
 
-// Waits for the connections of the higher ranks.
+// Waits for the connections of the higher ranks. Dies if one has not come within MESH_SECONDS.
 static inline void mesh_accept(Mesh *m, const Meeting *meeting) {
     MeshDoor context = {m, meeting, 2 * (m->world - 1 - m->rank)};
     Door door;

@@ -28,7 +28,7 @@ typedef CUresult (*StreamMemoryOperations)(CUstream, unsigned, CUstreamBatchMemO
 
 // The memory of all ranks of a group, mapped into this process. Each array has the same offset on every rank.
 typedef struct {
-    int64_t ranks, rank;         // size of the group and this rank's index in it; ranks is 0 if not available
+    int64_t ranks, rank;         // size of the group and this rank's index in it; ranks is 0 if peers are not open
     char *base[PEER_MAX_RANKS];  // start of each rank's memory; base[rank] is this rank's own
     uint32_t *arrivals;          // [PEER_MAX_RANKS] in own memory: barriers that each rank has reached; peers write it
     uint32_t barriers;           // number of barriers enqueued
@@ -62,7 +62,8 @@ static inline CUstreamBatchMemOpParams peer_wait(const uint32_t *at, uint32_t va
     return o;
 }
 
-// Enqueues a barrier, which takes no SM: later work on `stream` runs when all ranks' streams have reached it.
+// Enqueues a barrier of the group, which takes no SM: later work on `stream` runs when the streams of all its ranks
+// have reached it.
 static inline void peer_barrier(PeerMemory *p, cudaStream_t stream) {
     CUstreamBatchMemOpParams operations[2 * PEER_MAX_RANKS];
     unsigned count = 0;
@@ -100,7 +101,7 @@ static inline void peer_memory_close(PeerMemory *p) {
     memset(p, 0, sizeof *p);
 }
 
-// True if streams on this GPU can wait for values in memory and write values to peers.
+// True if streams on this GPU can wait for values in memory and write values to peers. Tries it once, with zeros.
 static inline bool peer_can_wait(PeerMemory *p, cudaStream_t stream) {
     void *function = NULL;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
@@ -116,7 +117,8 @@ static inline bool peer_can_wait(PeerMemory *p, cudaStream_t stream) {
     return p->enqueue((CUstream)stream, (unsigned)p->ranks + 1, operations, 0) == CUDA_SUCCESS;
 }
 
-// Opens the memory of the other ranks. Returns false, with the reason, if this rank cannot.
+// Opens the memory of the other ranks of the group. Returns false, with the reason, if this rank cannot. Dies if two
+// ranks have planned different sizes.
 static inline bool peer_memory_try(PeerMemory *p, const Comm *c, const PeerOffer *offers, cudaStream_t stream,
                                    char *reason, size_t capacity) {
     const PeerOffer *own = &offers[p->rank];
@@ -144,7 +146,7 @@ static inline bool peer_memory_try(PeerMemory *p, const Comm *c, const PeerOffer
         return false;
     }
     if (peer_can_wait(p, stream)) return true;
-    format_checked(reason, capacity, "the driver does not support cuStreamBatchMemOp");
+    format_checked(reason, capacity, "cuStreamBatchMemOp does not work with this driver");
     return false;
 }
 
@@ -219,7 +221,7 @@ static inline bool peer_check_patterns(const PeerMemory *p, int64_t rank, char *
     return right;
 }
 
-// True if the stream becomes idle within `seconds`.
+// True if the stream becomes idle within `seconds`. Dies if work on it fails.
 static inline bool peer_ends(cudaStream_t stream, double seconds) {
     const double start = seconds_now();
     for (;;) {

@@ -23,8 +23,8 @@ typedef struct {
     char magic[24];
     int32_t kind, world, rank, pid;
     int32_t port;                     // at which the rank listens for the ranks above it
-    char address[SOCKET_ADDRESS];     // as rank 0 sees it; "": on rank 0's host
-    char host[64], boot[40];          // name of the host, and its boot id: equal on ranks of one host
+    char address[SOCKET_ADDRESS];     // as rank 0 sees it; "": rank 0 itself, or a rank that came by loopback
+    char host[64], boot[40];          // name of the host, and its boot id: both are equal on ranks of one host
     char job[64], token[MEET_TOKEN];  // InitFrom.job; a random text of the run
 } RankCard;
 
@@ -39,9 +39,9 @@ typedef struct {
 // A rank's view of the start, and for rank 0 the ranks that came.
 typedef struct {
     const InitFrom *init;
-    RankCard *cards;  // [world], own one included
-    int *fds;         // [world] rank 0: connections to the ranks that came; -1: none
-    int64_t missing;
+    RankCard *cards;     // [world], own one included
+    int *fds;            // [world] rank 0: connections to the ranks that came; -1: none
+    int64_t missing;     // rank 0: number of ranks that have not come
     int listener;        // socket for connections of the ranks above this one (mesh.h)
     char problem[1024];  // a reason for which the run cannot start; "": none
     int code;            // the exit status for it
@@ -74,7 +74,7 @@ static inline bool card_same_host(const RankCard *a, const RankCard *b) {
     return strcmp(a->host, b->host) == 0 && strcmp(a->boot, b->boot) == 0;
 }
 
-// True for bytes that another process of this program sent. Ends all texts, so that they are safe to read.
+// True for bytes that another process of this program sent. Terminates all texts, so that they are safe to read.
 static inline bool card_valid(RankCard *card) {
     card->magic[sizeof card->magic - 1] = card->address[SOCKET_ADDRESS - 1] = card->host[sizeof card->host - 1] = 0;
     card->boot[sizeof card->boot - 1] = card->job[sizeof card->job - 1] = card->token[MEET_TOKEN - 1] = 0;
@@ -151,8 +151,8 @@ static inline int meet_file_connect(const MeetFile *file, const RankCard *own, F
     return fd;
 }
 
-// Dies if the file is not of a run, or if the rank 0 that wrote it still listens. A file that an earlier run left is
-// replaced.
+// Dies if the file is not of a run, or if the rank 0 that wrote it still listens. Warns of a file that an earlier run
+// left: meet_file_write replaces it.
 static inline void meet_file_check(const char *path, const RankCard *own) {
     MeetFile file;
     Failure failure;
@@ -192,7 +192,7 @@ static inline bool meet_owns_file(const Meeting *m) {
     return meet_file_read(m->init->place, &file) && strcmp(file.token, m->cards[0].token) == 0;
 }
 
-// Lists the ranks that have not come, for example "1, 5, 6 and 9 more".
+// Lists the ranks that have not come: "1, 5, 6", or the first 8 of them and the number of the others, "... and 9 more".
 static inline void meet_missing(const Meeting *m, char *out, size_t capacity) {
     int64_t listed = 0, n = 0;
     out[0] = 0;
@@ -204,7 +204,8 @@ static inline void meet_missing(const Meeting *m, char *out, size_t capacity) {
         snprintf(out + n, capacity - (size_t)n, " and %lld more", (long long)(m->missing - listed));
 }
 
-// Decides about a card that has come to rank 0 (DoorAdmits). A card that does not suit the run sets m->problem.
+// Decides about a card that has come to rank 0 (DoorAdmits). Refuses a card of another job. A card of this job that
+// does not suit the run sets m->problem.
 static inline bool meet_admit(void *context, int fd, const void *hello) {
     Meeting *m = (Meeting *)context;
     const RankCard *own = &m->cards[0];
@@ -247,7 +248,7 @@ static inline void meet_fail(const Meeting *m) {
     die_with(m->code, "%s", m->problem);
 }
 
-// A rank that came may have died since. Returns the rank, or 0.
+// Returns a rank that came and has ended since; 0: there is none.
 static inline int64_t meet_left(const Meeting *m) {
     char byte;
     for (int64_t r = 1; r < m->init->world; r++)
@@ -255,7 +256,7 @@ static inline int64_t meet_left(const Meeting *m) {
     return 0;
 }
 
-// Looks for a reason to end the start, after `waited` seconds of it, and sets m->problem.
+// Looks for a reason to end the start, after `waited` seconds of it. Sets m->problem and m->code if it finds one.
 static inline void meet_find_problem(Meeting *m, const Door *door, const char *where, double waited) {
     const InitFrom *init = m->init;
     const int64_t left = meet_left(m);
@@ -293,7 +294,7 @@ static inline void meet_wait(Meeting *m, Door *door, const char *where) {
     if (*m->problem) meet_fail(m);
 }
 
-// Sends the table to all ranks.
+// Sends the table to all other ranks. Dies if one is lost.
 static inline void meet_send_table(Meeting *m) {
     const int64_t world = m->init->world, bytes = world * (int64_t)sizeof *m->cards;
     Answer answer;
@@ -354,7 +355,7 @@ static inline int meet_connect(const Meeting *m, RankCard *own, Failure *failure
 }
 
 // Shows the card to rank 0 and waits for its answer. Returns true with the table; false, with the reason, if another
-// attempt may succeed.
+// attempt may succeed. Ends this process if rank 0 answers that the run cannot start.
 static inline bool meet_ask(Meeting *m, RankCard *own, int fd, double deadline, Failure *failure) {
     Answer answer;
     const int64_t bytes = m->init->world * (int64_t)sizeof *m->cards;
@@ -393,7 +394,7 @@ static inline void meet_as_other(Meeting *m) {
 }
 
 // Returns the meeting of all ranks, after all have come: m->cards is the table, with addresses that can be reached from
-// here, and m->listener the socket at which the ranks above this one connect. Dies at the deadline.
+// here, and m->listener the socket at which the ranks above this one connect. Dies if they do not meet in time.
 static inline Meeting meet(const InitFrom *init) {
     Meeting m;
     memset(&m, 0, sizeof m);

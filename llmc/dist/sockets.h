@@ -22,7 +22,7 @@ static inline int socket_wait_ms(double deadline) {
     return left < 0 ? 0 : left > 60000 ? 60000 : (int)left + 1;
 }
 
-// Waits until a socket is ready for `events` (POLLIN, POLLOUT). Returns false at the deadline.
+// Waits until a socket is ready for `events` (POLLIN, POLLOUT). Returns false at the deadline, or if poll fails.
 static inline bool socket_await(int fd, short events, double deadline) {
     struct pollfd p = {fd, events, 0};
     int ready;
@@ -68,7 +68,7 @@ static inline int socket_listen(int port) {
     return -1;
 }
 
-// Writes the numeric address of a connection's other end, or of its own end, and returns the port.
+// Writes the numeric address of a connection's other end, or of its own end, and returns the port. Failure: "" and 0.
 static inline int socket_address(int fd, bool own, char address[SOCKET_ADDRESS]) {
     struct sockaddr_storage s;
     socklen_t length = sizeof s;

@@ -1,17 +1,17 @@
 // Ends the run when a rank is stuck, and names the rank: one watcher thread in each rank.
 // There is no thread if there is only one rank.
 //
-// Twice a second the watcher of each rank sends a message to the watcher of rank 0, which replies, on a communicator or
-// TCP connections of their own. The message says what the rank is doing (activity.h). From these messages a watcher
+// Twice a second the watcher of rank 0 and the watcher of each other rank send each other a message, on a communicator
+// or TCP connections of their own. The message says what the rank is doing (activity.h). From these messages a watcher
 // finds three kinds of stuck ranks, after --stall-timeout seconds where nothing else is said:
 //   silent    no message has come from a rank: the rank is stopped (SIGSTOP), or its host is frozen or unreachable. A
-//             sixth of --stall-timeout is enough (watch_silence_limit), since a watcher is never busy
+//             sixth of --stall-timeout, at least 10 s, is enough (watch_silence_limit): a watcher is never busy
 //   file      messages come from a rank, but one call on a file has not returned; while loading, saving or exporting
 //             the timeout is WATCH_PATIENCE times as long
 //   standing  messages come from all ranks, but each waits for others (MPI, TCP, NCCL), and none has made progress
-// Where mesh.h connects the ranks, a rank is also lost if its connection breaks. mpirun ends the other ranks itself.
-// A rank that sends messages and computes is never stuck, however long it takes. If rank 0 is silent, the other ranks
-// send messages to each other, and the lowest of them reports. Exactly one rank prints the error and ends all ranks.
+// If mesh.h connects the ranks, a rank is also lost if its connection breaks. Under MPI, mpirun ends the run itself.
+// A rank that sends messages and computes never counts as stuck, however long it takes. If rank 0 is silent, the other
+// ranks send messages to each other, and the lowest of them reports. One rank prints the error and ends all ranks.
 //
 // The watcher never calls CUDA or NCCL and never blocks: when a rank dies, the main threads of the other ranks block in
 // MPI or in a kernel launch. The watcher is alone (it knows only its own rank) before it has a communicator, during
@@ -25,8 +25,8 @@
 #include "beats.h"
 #include "../config/parameters.h"
 
-// Interval of the watcher in seconds. If an interval takes WATCH_SUSPENDED_SECONDS, this process itself was stopped:
-// all timeouts then start again.
+// Interval of the watcher in seconds. If an interval takes longer than WATCH_SUSPENDED_SECONDS, this process itself was
+// stopped: its timeouts for silent, file and standing then start again.
 #define WATCH_BEAT_SECONDS 0.5
 #define WATCH_SUSPENDED_SECONDS 4
 
@@ -41,8 +41,8 @@
 #define WATCH_SILENT_SHARE 6
 #define WATCH_SILENT_LEAST 10
 
-// If a connection is broken, the main thread of a rank that uses it reports it at once. The watcher of the lowest rank
-// left reports it this time later, if all main threads are busy.
+// If a connection is broken, the main thread of a rank that uses it reports it at once. If all main threads are busy,
+// the watcher of rank 0 reports it this time later; if rank 0 is lost, the next rank, still later (watch_lost_verdict).
 #define WATCH_LOST_SECONDS 3
 
 // Factor of --stall-timeout for files while loading, saving or exporting: an fsync of many GiB may take minutes.
@@ -73,8 +73,8 @@ typedef struct {
     WatchRank *ranks;  // [world]; on ranks other than 0 only rank 0, itself, and ranks that sent it a message are valid
     int64_t world, self, timeout;
     bool alone;       // this watcher cannot exchange messages
-    double standing;  // seconds since any rank last made progress
-    double calling;   // seconds since rank 0 was found silent
+    double standing;  // seconds for which all ranks have waited and none has made progress
+    double calling;   // on ranks other than 0: seconds since rank 0 was found silent; 0: it is not
     int64_t changes;  // sum of `changes` over all ranks
 } WatchTable;
 
@@ -104,7 +104,7 @@ static inline bool watch_waits(const WatchRow *row) {
     return row->kind == ACTIVITY_WAITING || (row->kind == ACTIVITY_COMPUTING && row->waits_for_nccl);
 }
 
-// Adds `seconds`, the time since the last call, to the times in the table.
+// Adds `seconds`, the time since the last call, to the times in the table, or sets times to 0 that start again.
 static inline void watch_age(WatchTable *t, double seconds) {
     const bool suspended = seconds > WATCH_SUSPENDED_SECONDS;
     int64_t changes = 0;
@@ -142,7 +142,7 @@ static inline WatchVerdict watch_lost_verdict(const WatchTable *t) {
     return v;
 }
 
-// Finds out if the table shows a stuck rank, which rank it is, and which rank must report it.
+// Finds out if the table shows a stuck or lost rank, which rank it is, and which rank must report it.
 static inline WatchVerdict watch_verdict(const WatchTable *t) {
     const bool rank0_heard = t->calling < WATCH_CALL_SECONDS || t->ranks[0].silence < watch_silence_limit(t);
     const WatchVerdict lost = watch_lost_verdict(t);
