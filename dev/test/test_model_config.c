@@ -47,7 +47,7 @@ static void test_presets(void) {
         CHECK(m.num_heads % m.num_kv_heads == 0 &&
                   model_qkv_size(&m) == (m.num_heads + 2 * m.num_kv_heads) * m.head_dim,
               "%s: the number of heads is a multiple of that of key/value heads, and qkv has room for all heads", name);
-        // GPU kernels take head_dim 64 and 128. The sizes of all presets are multiples of 64.
+        // GPU kernels take head_dim 64 and 128. They need multiples of 16 of the other sizes; presets have those of 64.
         CHECK(m.head_dim == 64 || m.head_dim == 128, "%s: head_dim is 64 or 128; found %lld", name,
               (long long)m.head_dim);
         CHECK(m.hidden_size % 64 == 0 && m.intermediate_size % 64 == 0,
@@ -61,7 +61,7 @@ static void test_presets(void) {
           "preset tiny has 2 layers and hidden size 64");
     CHECK(model_config_preset(&m, "small") && m.num_layers == 4 && m.hidden_size == 256 &&
               m.intermediate_size % 128 == 0 && model_qkv_size(&m) % 128 == 0,
-          "preset small has 4 layers, hidden size 256 and other sizes that 128 divides");
+          "preset small has 4 layers, hidden size 256, and intermediate and qkv sizes that are multiples of 128");
 }
 
 // Values of transformers 5.17 (ROPE_INIT_FUNCTIONS["llama3"], float32): kept, interpolated and divided frequencies.

@@ -51,7 +51,7 @@ static void test_full(void) {
                 part * 2 * (32 * (matrices + norms) + table + 4096));
     check_bytes("inputs of the embedding's gradient", t.received[TRAFFIC_INPUTS], 7 * inputs * 2);
     check_bytes("one host has no network", traffic_sum(t.network), 0);
-    CHECK(t.received[TRAFFIC_REPLICAS] == 0, "one replica reduces over no replicas");
+    CHECK(t.received[TRAFFIC_REPLICAS] == 0, "with one replica there is no all-reduce over replicas");
     t = traffic_for(&p, false, 16, 16, 8);
     check_bytes("two hosts: a ring brings all into each host once", t.network[TRAFFIC_FORWARD],
                 15.0 / 16 * 32 * matrices);
@@ -179,7 +179,8 @@ static void test_option_estimates(void) {
         }
 }
 
-// An estimate needs the network's speed if hosts exchange bytes. Communication adds to it by the rules of the header.
+// An estimate needs the network's speed if hosts exchange bytes, and --step-ms on CPUs. Communication adds to a rank's
+// own work by the rules of step_estimate.h.
 static void test_rules(void) {
     Plan p = plan_of("llama3.1-8b", true, 2048, 1);
     Traffic t = traffic_for(&p, false, 16, 16, 8);
@@ -196,7 +197,7 @@ static void test_rules(void) {
     p.options.network_gbps = 400;
     const StepEstimate again = estimate_step(&t, &p.options, &p.model, &p.table, &p.precision);
     CHECK(again.work > 1.1 * fast.work && again.work < 1.35 * fast.work,
-          "recomputation adds 10 to 35 percent of work: %g s, and %g s without", again.work, fast.work);
+          "--recompute layer adds 10 to 35 percent of work: %g s, and %g s without", again.work, fast.work);
     p.options.recompute = RECOMPUTE_NONE, p.options.step_ms = 100;
     const StepEstimate given = estimate_step(&t, &p.options, &p.model, &p.table, &p.precision);
     CHECK(given.work < 0.1 && given.work > 0.05,
