@@ -23,7 +23,7 @@ static Draw draw(const AdamwStep *s, int64_t i) {
 // Returns how far a uniform 16-bit number is from its mean, in standard deviations.
 static double centred(uint32_t field) { return ((double)field + 0.5 - 32768) / (65536 / sqrt(12)); }
 
-// The numbers must not change between builds, since a resumed run continues with them.
+// The bits must not change between builds: a run that another build resumes must draw the same ones.
 static void test_pinned(void) {
     const struct {
         uint64_t seed;

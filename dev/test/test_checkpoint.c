@@ -10,7 +10,7 @@
 #include "lib/check.h"
 #include "lib/scratch.h"
 
-// ---- A trainer's state in host memory.
+// ---- A trainer's state in host memory, and helpers.
 
 typedef struct {
     ModelConfig model;
@@ -176,7 +176,7 @@ static void write_float(const char *path, int64_t at, float value) {
         die("cannot write %s", path);
 }
 
-// ---- Save and load.
+// ---- Save, load, and removal of old checkpoints.
 
 // Checks, for one parameter, that a checkpoint has scales of moments exactly if the moments are MS-AMP's, and a scale
 // of weights exactly if the master weights are FP16.
@@ -388,7 +388,8 @@ static void test_keep(void) {
           listing(dir));
     t->run.skipped = NULL;
     save(t, dir, 69, 1);
-    CHECK(strcmp(listing(dir), "69") == 0, "without skipped checkpoints, only step 69 is kept; found %s", listing(dir));
+    CHECK(strcmp(listing(dir), "69") == 0, "if the run has skipped none, keep 1 leaves only step 69; found %s",
+          listing(dir));
     // A checkpoint of a later step than the saved one stays.
     save(t, dir, 90, 9);
     save(t, dir, 70, 1);
@@ -410,7 +411,8 @@ static void test_keep(void) {
           listing(dir));
     // A folder of another program stays, even if it has the name of a checkpoint or of a temporary folder.
     save(t, dir, 81, 9);
-    CHECK(strcmp(listing(dir), "95 81+3") == 0, "the unmarked folder step-00000081.tmp stays, under any name; found %s",
+    CHECK(strcmp(listing(dir), "95 81+3") == 0,
+          "three other folders are still there, so step-00000081.tmp, which has no mark, was not removed; found %s",
           listing(dir));
     char path[PATH_CAPACITY];
     format_checked(path, sizeof path, "%s/step-00000096", dir);
@@ -418,7 +420,8 @@ static void test_keep(void) {
         die("%s", failure.text);
     save(t, dir, 96, 9);
     CHECK(strcmp(listing(dir), "96 95 81+4") == 0,
-          "the unmarked folder step-00000096 stays, under another name; found %s", listing(dir));
+          "step 96 is saved, and the unmarked folder step-00000096 is there as a fourth other folder; found %s",
+          listing(dir));
     format_checked(path, sizeof path, "%s/step-00000096.1/thesis", dir);
     CHECK(path_exists(path) && checkpoint_is_leftover("step-00000096.1") == false,
           "that folder is no leftover and keeps its file %s", path);
@@ -588,10 +591,12 @@ static void test_mismatch(void) {
               strstr(output, "--shuffle is on in the checkpoint, off now") &&
               strstr(output, "--precision is bf16 in the checkpoint, fp8 now"),
           "the error also names seed, shuffle and precision: %s", output);
-    CHECK(strstr(output, "--train-data has 1000 tokens in the checkpoint, 1001 now\n  --train-data has 2 shards in the "
-                         "checkpoint, 4 now") &&
-              !strstr(output, "but other tokens"),
-          "the error names the numbers of tokens and shards, and no other tokens: %s", output);
+    CHECK(
+        strstr(output, "--train-data has 1000 tokens in the checkpoint, 1001 now\n  --train-data has 2 shards in the "
+                       "checkpoint, 4 now") &&
+            !strstr(output, "but other tokens"),
+        "the error names the numbers of tokens and shards, and does not say that tokens of an equal number differ: %s",
+        output);
     CHECK(!strstr(output, "learning-rate") && !strstr(output, "moved"),
           "the error names neither the learning rate nor the path of the training data, which may differ: %s", output);
     t->run.data.tokens--, t->run.data.shards = 2;
@@ -849,7 +854,6 @@ static void test_sealed(void) {
 // ---- Saves that fail, and values from which training cannot continue.
 
 // A failed save leaves the earlier checkpoint and nothing else.
-
 static void test_failing_save(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, false, true, MOMENTS_FP32);
     const char *dir = xstrdup(scratch_path("failing"));
@@ -892,7 +896,7 @@ static void test_failing_save(void) {
     for (int i = 0; i < 3; i++) {
         CHECK(!checkpoint_save(nowhere[i], 1, &progress, &t->run, &t->table, &t->state, &failure) &&
                   strstr(failure.text, "cannot make folder"),
-              "a checkpoint folder that cannot be made fails the save: %s", failure.text);
+              "a folder that cannot be made fails the save: %s", failure.text);
         CHECK(!model_export_hf(i == 1   ? "/proc/self/out"
                                : i == 2 ? "/dev/null/parent"
                                         : nowhere[i],
@@ -941,7 +945,8 @@ static void test_nonfinite(void) {
               "variant %d: the failed export names the tensor: %s", variant, failure.text);
         CHECK(path_exists(scratch_path("nonfinite-export")) == exported &&
                   !path_exists(scratch_path("nonfinite-export.tmp")),
-              "variant %d: a failed export leaves no folder", variant);
+              "variant %d: the folder of the export is there exactly if the export was made, and no temporary one is",
+              variant);
         remove_tree(scratch_path("nonfinite-export"));
         remove_tree(dir);
         free((char *)dir);
@@ -1217,7 +1222,7 @@ static void test_export(void) {
     if (!file_write(dir, "thesis.txt", "x", 1, NULL, &failure)) die("%s", failure.text);
     CHECK(!model_export_hf(dir, &a->model, &a->table, &a->state, NULL, &failure) &&
               strstr(failure.text, "holds thesis.txt, which is not part of an export; use a new folder"),
-          "a folder with another file is refused: %s", failure.text);
+          "an export to a folder with another file fails: %s", failure.text);
     CHECK(path_exists(scratch_path("export/thesis.txt")) && path_exists(scratch_path("export/model.safetensors")),
           "a refused export removes no file");
     CHECK(strstr(failure.text, "export.tmp: move it away") &&
@@ -1556,8 +1561,8 @@ static void test_foreign_weights(void) {
         load_action(&action);
         int64_t nonzero = 0;
         for (int64_t k = 0; k < t->table.total; k++) nonzero += ((bf16_bits *)t->arrays[STATE_WEIGHTS])[k] != 0;
-        CHECK(nonzero == 0, "with the extra tensor \"%s\" all weights are loaded; %lld were not", allowed[i],
-              (long long)nonzero);
+        CHECK(nonzero == 0, "with the extra tensor \"%s\" (\"\": none) all weights are loaded; %lld were not",
+              allowed[i], (long long)nonzero);
     }
     write_weights(dir, &t->table, "", "", "lm_head.weight", ST_F32);
     write_last(dir, 1);

@@ -177,7 +177,7 @@ static void test_huge_count(void) {
     memset(&dl, 0, sizeof dl);
     dl.shuffle = true;
     dl.seed = 42;
-    dl.num_sequences = 3000000001;  // more than 32 bits
+    dl.num_sequences = 3000000001;  // above INT32_MAX
     int64_t above = 0, wrong = 0;
     for (int64_t g = 0; g < 10000; g++) {
         int64_t sequence = dataloader_sequence(&dl, 5000000000 + g);

@@ -138,8 +138,8 @@ static double nearest_fp16(double x) {
     return fmax(-65504, fmin(65504, nearbyint(x / unit) * unit));
 }
 
-// Casts numbers of all magnitudes, all FP16 numbers, and the ties between them. test_safetensors.c checks the casts
-// back.
+// Casts numbers of all magnitudes, every FP16 number below 65504, and the ties between neighbours. test_safetensors.c
+// checks the casts back.
 static void test_fp16(void) {
     int64_t wrong = 0, ties = 0, tested = 0;
     for (uint64_t bits = 0; bits < (uint64_t)1 << 32; bits += 2053) {

@@ -320,10 +320,10 @@ static void test_golden_layout(void) {
 static void test_block_orders(void) {
     CHECK(scale_index(BLOCK_1X128, 5, 300, 200, 640) == 2 * 200 + 5 &&
               scale_bytes(BLOCK_1X128, 200, 640) == 4 * 5 * 200,
-          "scales of 1x128 blocks have their index and bytes");
+          "a scale of 1x128 blocks has its place, and all scales of [200, 640] take 4 x 5 x 200 bytes");
     CHECK(scale_index(BLOCK_128X128, 300, 300, 384, 640) == 2 * 8 + 2 &&
               scale_bytes(BLOCK_128X128, 384, 640) == 4 * 3 * 8,
-          "scales of 128x128 blocks have their index and bytes");
+          "a scale of 128x128 blocks has its place, and all scales of [384, 640] take 4 x 3 x 8 bytes");
 }
 
 // Each scale block has its own place within scale_bytes(), and all elements of the block share it.
@@ -383,7 +383,7 @@ static void test_granularities(void) {
             }
     }
     CHECK(scale_bytes(NO_SCALE, 30, 50) == 0 && scale_bytes(PER_TENSOR, 30, 50) == 4,
-          "no scale takes 0 bytes, and one takes 4");
+          "NO_SCALE takes 0 bytes, and one scale for the tensor takes 4");
     CHECK(scale_bytes(PER_TENSOR_BROADCAST, 30, 50) == 120 && scale_bytes(PER_ROW, 30, 50) == 120,
           "scales of 30 rows take 120 bytes");
     CHECK(scale_bytes(BLOCK_1X32, 129, 129) == 2 * 2 * 512, "scales of 1x32 blocks fill whole tiles of 512 bytes");
@@ -611,7 +611,7 @@ static void test_table(void) {
           "30 rows need 30 amaxes; one scale for all columnwise data needs 1 more, bf16 columnwise data none");
     CHECK(tensor_amaxes(BLOCK_1X128, BLOCK_1X128, 30, 50) == 0 &&
               tensor_amaxes(BLOCK_128X128, BLOCK_128X128, 30, 50) == 0,
-          "scales of blocks need no stored amax");
+          "scales of 1x128 and 128x128 blocks need no stored amax");
 }
 
 int main(void) {

@@ -560,7 +560,8 @@ static void test_adamw(void) {
         wrong += m[i] != bf16_to_float(bf16_from_float_stochastic(e.exp_avg, random.exp_avg >> 16));
         wrong += v[i] != bf16_to_float(bf16_from_float_stochastic(e.exp_avg_sq, random.exp_avg_sq >> 16));
     }
-    CHECK(wrong == 0, "all stored values are rounded with these bits; %lld are not", (long long)wrong);
+    CHECK(wrong == 0, "all weights and moments are rounded with the bits of their own words; %lld are not",
+          (long long)wrong);
     for (int i = 0; i < N; i++)
         m[i] = v[i] = 0;  // in two parts the result is equal, because the bits depend only on the flat index
     adamw_reference(w_split, m, v, g, 0, 777, false, 1, true, true, &s1);

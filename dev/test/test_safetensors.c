@@ -53,7 +53,7 @@ static void test_hash(void) {
           splits);
 }
 
-// ---- Round trip.
+// ---- Round trips of one file and of several with an index, and bad indexes.
 
 #define NUM_TENSORS 5
 static const SafetensorSpec specs[NUM_TENSORS] = {{"a.weight", ST_F32, 4, 3},

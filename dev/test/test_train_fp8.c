@@ -145,7 +145,7 @@ static void test_goldens(void) {
     }
 }
 
-// ---- The trainer against itself.
+// ---- Parts of the trainer without goldens: against itself, against plain code, and with special values.
 
 static ModelConfig odd_model(ModelFamily family) {
     ModelConfig m;
@@ -252,8 +252,7 @@ static bool same_training(Trained a, Trained b) {
     return a.count == b.count && memcmp(a.values, b.values, (size_t)a.count * sizeof(float)) == 0;
 }
 
-// --fp8-activations changes gradients a little. The forward pass is not changed: it reads gate and up before they are
-// rounded. --recompute attention changes nothing more.
+// --fp8-activations changes the gradient norm a little. With it, --recompute attention changes no bit.
 static void test_fp8_activations(int recipe) {
     const char *name = recipe_row(recipe)->name;
     Trained without = train_some(PRECISION_FP8, recipe, RECOMPUTE_NONE, 2, 1, 1);
@@ -313,8 +312,8 @@ static void test_invariance(int precision, int recipe) {
         Trained split = train_some(precision, recipe, RECOMPUTE_NONE, 2, micro_steps, 1),
                 whole = train_some(precision, recipe, RECOMPUTE_NONE, 2, 1, 1);
         const double norm_error = fabs(split.values[split.weights] / whole.values[whole.weights] - 1);
-        // In fp32 only the order of sums differs. In bf16 each micro-step rounds the running sum once more (2^-9 in
-        // root mean square).
+        // In fp32 only the order of sums differs. In bf16 and FP8 runs each micro-step rounds the running sum to bf16
+        // once more.
         const double tolerance = precision == PRECISION_FP32 ? 1e-6 : 4e-3;
         CHECK(norm_error < tolerance,
               "%s: the gradient norm in %lld micro-steps is that of one batch; relative error %g", name,
@@ -631,7 +630,7 @@ static void test_fp8_gradients(void) {
         CHECK(
             differ == 0 && others == 0 && changed > 100,
             "after micro-step %lld all gradients are as expected (%lld FP8 ones and %lld others are not), and over 100 "
-            "differ from the last micro-step's in bf16 (%lld do)",
+            "FP8 ones differ from the bf16 gradients of this micro-step (%lld do)",
             (long long)micro + 1, (long long)differ, (long long)others, (long long)changed);
     }
     const int64_t at = plain.table.layer.wup + 11;
@@ -1086,7 +1085,7 @@ static void test_audit(void) {
     free(text);
 }
 
-// Splits a batch into micro-batches in three ways. The data that 6 steps read are equal, so losses differ only by the
+// Takes 6 steps with each batch as 1, 2 and 4 micro-batches. The steps read equal data, so losses differ only by the
 // order of sums.
 static void test_accumulation(void) {
     static const char *const splits[] = {"--batch-size 4", "--batch-size 2 --grad-accumulation-steps 2",
