@@ -100,8 +100,8 @@ static void test_sums(void) {
     // within their binades are evenly spread, which is true within a few percent.
     CHECK(share > 2.5e-6 && share < 3.0e-6,
           "noise of a micro-step is %.3g of the squared sum; gradient_sum.h states 2.7e-6", share);
-    printf("noise of %d bf16 additions: %.3g of the squared sum for each; %d ones add up to %.2f\n", PARTS, share,
-           PARTS, mean / N);
+    printf("noise of %d bf16 additions: %.3g of the squared sum for each; %d ones add up to %.2f on average\n", PARTS,
+           share, PARTS, mean / N);
     free(sum), free(g), free(drift), free(exact);
 }
 

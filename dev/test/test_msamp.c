@@ -116,8 +116,8 @@ static void test_rule(void) {
         const float got = msamp_scale(columns[0][i], columns[1][i], columns[2][i]);
         if (float_bits(got) == float_bits(columns[3][i])) continue;
         if (!wrong++)
-            printf("  amax %g, scale %g, fp_max %g: %g, not %g\n", (double)columns[0][i], (double)columns[1][i],
-                   (double)columns[2][i], (double)got, (double)columns[3][i]);
+            printf("  amax %g, scale %g, fp_max %g: scale %g, the golden's %g\n", (double)columns[0][i],
+                   (double)columns[1][i], (double)columns[2][i], (double)got, (double)columns[3][i]);
     }
     CHECK(n > 1000 && wrong == 0, "all scales equal the golden's; %lld of %lld differ", (long long)wrong, (long long)n);
     CHECK(msamp_scale(0, 4, 448) == 4 && msamp_scale(NAN, 4, 448) == 4 && msamp_scale(INFINITY, 4, 448) == 0.25f,

@@ -222,7 +222,7 @@ static void test_fast_sums(void) {
         Precision p = precision_plan(&o, "", &m, &t, true);
         for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
             CHECK(precision_fast_accum(&p, p.recipe, (GemmKind)gemm) == cases[i].expected[gemm],
-                  "%s, option %d, GEMM %d has fast_accum exactly if recipe and option say so",
+                  "%s, option %d, GEMM %d: fast_accum is as recipe, option and emulation say",
                   recipe_row(cases[i].recipe)->name, cases[i].option, gemm);
         precision_free(&p);
         parameter_table_free(&t);

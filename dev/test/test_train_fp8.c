@@ -101,7 +101,7 @@ static void test_golden(const char *name, int precision, Tolerances tolerance) {
                   precision_name, error);
             CHECK(loss_error < tolerance.loss, "%s %s: the loss agrees with transformers'; relative error %g", name,
                   precision_name, loss_error);
-            printf("%-12s %s: loss %.2e, logits %.2e", name, precision_name, loss_error, error);
+            printf("%-12s %s, relative errors: loss %.2e, logits %.2e", name, precision_name, loss_error, error);
         }
         model_forward_backward(&t, &t.batch, (float)(1.0 / (double)(B * T)));
         if (step == 0) {
