@@ -1,6 +1,6 @@
 // Tests the rounding bits of adamw_math.h. Some are pinned. The 48 bits of each element must look independent and
-// uniform, and sums of rounded values must be unbiased. All seeds are fixed. Every statistical bound is five standard
-// deviations of truly random bits, so a failed check shows a flaw, not chance.
+// uniform, and sums of rounded values must be unbiased. All seeds are fixed. Every statistical bound is at least five
+// standard deviations of truly random bits, so a failed check shows a flaw, not chance.
 #include "../../llmc/reference/adamw_math.h"
 #include "lib/check.h"
 
@@ -23,7 +23,7 @@ static Draw draw(const AdamwStep *s, int64_t i) {
 // Returns how far a uniform 16-bit number is from its mean, in standard deviations.
 static double centred(uint32_t field) { return ((double)field + 0.5 - 32768) / (65536 / sqrt(12)); }
 
-// The numbers must not change between builds, since a resumed run continues with them.
+// The bits must not change between builds: a run that another build resumes must draw the same ones.
 static void test_pinned(void) {
     const struct {
         uint64_t seed;
@@ -75,12 +75,12 @@ static void check_distribution(const char *label, const AdamwStep *s, int64_t fi
             worst_bit = fmax(worst_bit, fabs((double)ones[f][b] - SAMPLES / 2.0) / (sqrt(SAMPLES) / 2));
     }
     CHECK(worst_bit < SIGMAS,
-          "%s: each bit is 1 about half of the time, within 5 standard deviations; the worst is %.1f off", label,
+          "%s: each bit is 1 half of the time, within 5 standard deviations; the worst bit is %.1f of them off", label,
           worst_bit);
 }
 
-// Compares each field of element i of step s with each field of element i + lag of step t: correlation, and chi-square
-// over 16 x 16 bins.
+// Compares each field of element i of step s with each field of element i + lag of step t, but no field with itself:
+// correlation, and chi-square over 16 x 16 bins.
 static void check_independence(const char *label, const AdamwStep *s, const AdamwStep *t, int64_t first, int64_t lag) {
     static int32_t bins[FIELDS][FIELDS][256];
     double product[FIELDS][FIELDS] = {{0}}, worst = 0, worst_chi = 0;
@@ -102,7 +102,8 @@ static void check_independence(const char *label, const AdamwStep *s, const Adam
             worst_chi = fmax(worst_chi, fabs(chi - 255) / sqrt(2 * 255));
         }
     CHECK(worst < SIGMAS && worst_chi < SIGMAS,
-          "%s, elements %lld apart: correlation and chi-square are within 5 standard deviations; found %.1f and %.1f",
+          "%s, elements %lld apart: correlations and chi-squares are within 5 standard deviations; the largest are "
+          "%.1f and %.1f",
           label, (long long)lag, worst, worst_chi);
 }
 
@@ -136,7 +137,8 @@ static int differing_bits(Draw a, Draw b) {
     return bits;
 }
 
-// Changing one bit of the element's index, or of the key, changes half of the 48 bits on average.
+// Changing one of the lowest 44 bits of the element's index, or one bit of the key, changes half of the 48 bits on
+// average.
 static void check_avalanche(const char *label, const AdamwStep *s) {
     enum { TRIALS = 1 << 12 };
     for (int bit = 0; bit < 44 + 64; bit++) {
@@ -185,7 +187,7 @@ static void check_step(const char *label, const AdamwStep *s, const AdamwStep *n
     check_avalanche(label, s);
 }
 
-// Tests steps of a run, and keys that are small numbers.
+// Tests the first two steps of three seeds, and keys that are small numbers.
 static void test_quality(void) {
     const uint64_t seeds[] = {0, 1, 42};
     char label[64];
@@ -220,10 +222,10 @@ static void test_unbiased(void) {
             }
             const double up = ((double)x - low) / spacing, sigma = sqrt(up * (1 - up) * SAMPLES);
             for (int f = 0; f < FIELDS; f++)
-                CHECK(
-                    fabs(sum[f]) < SIGMAS * sigma + 1,
-                    "%.9g rounded over %s, field %d: the mean is the number, within 5 standard deviations; found %.1f",
-                    (double)x, over_steps ? "steps" : "elements", f, sum[f] / sigma);
+                CHECK(fabs(sum[f]) < SIGMAS * sigma + 1,
+                      "%.9g rounded over %s, field %d: the sum of errors is at most 5 standard deviations and one bf16 "
+                      "spacing; found %.1f standard deviations",
+                      (double)x, over_steps ? "steps" : "elements", f, sum[f] / sigma);
         }
 }
 

@@ -1,5 +1,5 @@
 // Tests --fp8-audit. Sums and SQNR of small cases are compared with values computed by hand, and sums of FP8 data of
-// every granularity with plain formulas in double. The lines of log.jsonl and the printed table are tested too.
+// every granularity with a plain loop. The lines of log.jsonl and the printed table are tested too.
 #include "../../llmc/run/audit_report.h"
 #include "../../llmc/reference/quantize_reference.h"
 #include "../../llmc/base/rng.h"
@@ -13,8 +13,8 @@ static const AuditSums no_sums;
 // Small cases, with values computed by hand
 
 static void test_elements(void) {
-    // E4M3 with scale_inv 1/2: values are half of the codes' values. The range ends at 224. The smallest code stands
-    // for 2^-10, so values up to 2^-11 round to 0.
+    // E4M3 with scale_inv 1/2: values are half of the codes' values. The range ends at 224. The smallest code above 0
+    // stands for 2^-10, so magnitudes up to 2^-11 round to 0.
     const float x[] = {0.0f, -0.0f, 1.0f, -1.0625f, 300.0f, 0x1p-13f, -0x1p-11f, 224.0f, INFINITY, NAN};
     uint8_t codes[10];
     const float inverse = 0.5f;
@@ -30,11 +30,11 @@ static void test_elements(void) {
     CHECK(s.signal == 1 + 1.0625 * 1.0625 + 9e4 + 0x1p-26 + 0x1p-22 + 224.0 * 224,
           "signal is the sum of squared values; found %.17g", s.signal);
     CHECK(s.amax == float_bits(300) && audit_scale_min(&s) == 2 && audit_scale_max(&s) == 2,
-          "amax is 300, both scales are 2; found amax 0x%08x, scales %g to %g", s.amax, (double)audit_scale_min(&s),
-          (double)audit_scale_max(&s));
+          "amax is 300, the smallest and the largest scale are 2; found amax 0x%08x, scales %g to %g", s.amax,
+          (double)audit_scale_min(&s), (double)audit_scale_max(&s));
     CHECK(audit_sqnr_db(&s) == 10 * log10(s.signal / s.noise), "SQNR follows from signal and noise; found %g dB",
           audit_sqnr_db(&s));
-    // An infinity counts as saturated, a NaN only as an element. Neither adds to signal or noise.
+    // An infinity counts as saturated, a NaN does not. Neither adds to signal or noise.
     AuditSums odd = no_sums;
     audit_copy(&odd, x + 8, codes + 8, &inverse, usage_shape(1, 2, ROWWISE), PER_TENSOR, FP8_E4M3);
     CHECK(odd.count == 2 && odd.flushed == 0 && odd.saturated == 1 && odd.signal == 0 && odd.noise == 0,
@@ -42,7 +42,8 @@ static void test_elements(void) {
           "noise %g",
           odd.count, odd.flushed, odd.saturated, odd.signal, odd.noise);
     CHECK(isnan(float_from_bits(odd.amax)) && isnan(audit_sqnr_db(&odd)),
-          "a NaN makes amax and SQNR NaN; found amax 0x%08x, SQNR %g", odd.amax, audit_sqnr_db(&odd));
+          "a NaN makes the amax NaN, and without finite values SQNR is NaN; found amax 0x%08x, SQNR %g", odd.amax,
+          audit_sqnr_db(&odd));
     AuditSums all = no_sums;
     audit_copy(&all, x, codes, &inverse, usage_shape(1, 10, ROWWISE), PER_TENSOR, FP8_E4M3);
     audit_merge(&s, &odd);
@@ -52,8 +53,8 @@ static void test_elements(void) {
           "merged sums equal the audit of all ten values");
 }
 
-// An amax that was cast with its own scale does not count as saturated, whether that scale was rounded up or down. The
-// next larger bf16 number does.
+// An amax of at least 1e-12 that was cast with its own scale does not count as saturated, whether that scale was
+// rounded up or down. The next larger bf16 number, cast with that scale, does.
 static void test_edge(void) {
     int wrong = 0, missed = 0;
     for (int format = 0; format < 2; format++)
@@ -70,14 +71,16 @@ static void test_edge(void) {
                 missed += s.saturated != 1;
             }
     CHECK(wrong == 0 && missed == 0,
-          "no amax counts as saturated (%d do), and the next larger number always does (%d do not)", wrong, missed);
+          "no amax counts as saturated (%d do), and the next larger bf16 number always does (%d do not)", wrong,
+          missed);
 }
 
-// All 128 bf16 numbers of [1, 2), at scale 1. E4M3 keeps 3 of their 7 fraction bits. So each of 8 codes has errors of
-// -7/128 ... 7/128, and one of 8/128 from a tie. Their squares sum to (2 (1 + 4 + ... + 49) + 64) / 128^2 = 344 / 2^14.
-// E5M2 keeps 2 bits: (2 (1 + ... + 225) + 256) / 2^14 = 2736 / 2^14 for each of 4 codes. Values and errors from
-// continuous uniform distributions would give 10 log10((7/3) / (spacing^2 / 12)), which is 32.53 and 26.51 dB. The 16
-// or 32 values of each code come near.
+// Casts all 128 bf16 numbers of [1, 2), at scale 1. E4M3 keeps 3 of their 7 fraction bits. So from each of 8 codes to
+// the next there are 16 numbers, with errors of 0, 1, ..., 7, 8 (a tie), 7, ..., 1 in units of 1/128. The errors'
+// squares sum to (2 (1 + 4 + ... + 49) + 64) / 128^2 = 344 / 2^14. E5M2 keeps 2 bits: from each of 4 codes to the next
+// the sum is (2 (1 + ... + 225) + 256) / 2^14 = 2736 / 2^14. Values and errors from continuous uniform distributions
+// would give 10 log10((7/3) / (spacing^2 / 12)), which is 32.53 dB for E4M3 and 26.51 dB for E5M2. These numbers come
+// near.
 static void test_uniform(void) {
     const double squares[] = {8 * 344.0 / 16384, 4 * 2736.0 / 16384}, spacing[] = {0.125, 0.25};
     double signal = 0;
@@ -94,8 +97,8 @@ static void test_uniform(void) {
               squares[format], s.signal, signal);
         const double ideal = 10 * log10(7.0 / 3 * 12 / (spacing[format] * spacing[format]));
         CHECK(fabs(audit_sqnr_db(&s) - ideal) < 0.08,
-              "format %d: SQNR is %.3f dB, within 0.08 dB of uniform errors' %.3f dB", format, audit_sqnr_db(&s),
-              ideal);
+              "format %d: SQNR is %.3f dB; expected %.3f dB, as of uniform errors, within 0.08 dB", format,
+              audit_sqnr_db(&s), ideal);
     }
 }
 
@@ -106,8 +109,8 @@ static void test_sqnr_limits(void) {
     CHECK(audit_sqnr_db(&s) == (double)INFINITY, "SQNR of a zero is infinite; found %g dB", audit_sqnr_db(&s));
     audit_add(&s, 1.5f, fp8_from_float(1.5f, FP8_E4M3), 1, FP8_E4M3);
     CHECK(audit_sqnr_db(&s) == (double)INFINITY, "SQNR of exact values is infinite; found %g dB", audit_sqnr_db(&s));
-    // A tensor that holds an infinity has the scale 0 and an infinite scale_inv, so 1 becomes NaN. With a NaN scale it
-    // does too.
+    // A tensor that holds an infinity has the scale 0 and an infinite scale_inv, so its other values become NaN. With a
+    // NaN scale they do too.
     const float spoiled[] = {INFINITY, NAN};
     for (int i = 0; i < 2; i++) {
         AuditSums t = s;
@@ -121,7 +124,8 @@ static void test_sqnr_limits(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 // FP8 data of every granularity
 
-// Sums the errors of FP8 data element by element. Recomputes the amax and the scale of each element's scale block.
+// Returns the sums of an audit of x's FP8 data, with `saturated` 0. Finds the amax and the scale of each block of
+// values that share a scale, and casts the values again.
 static AuditSums plain_sums(const float *x, UsageShape shape, ScaleGranularity g, ScaleRule rule, Fp8Format format) {
     AuditSums s = no_sums;
     const int64_t outer = shape.outer, depth = shape.depth, outer_stride = shape.outer_stride,
@@ -173,7 +177,7 @@ static void check_granularity(int64_t R, int64_t C, TensorUsage copy, ScaleGranu
     CHECK(s.count == want.count && s.flushed == want.flushed && s.saturated == 0,
           "%s: found %.0f elements, %.0f flushed, %.0f saturated; expected %.0f, %.0f, 0", what, s.count, s.flushed,
           s.saturated, want.count, want.flushed);
-    CHECK(s.flushed > 0 || format == FP8_E5M2, "%s: some value is small enough to be flushed to zero", what);
+    CHECK(s.flushed > 0 || format == FP8_E5M2, "%s: in E4M3, at least one value is flushed to zero", what);
     // Sums are taken in different orders: at most 52,800 additions, each with a relative error of at most 2^-53.
     CHECK(fabs(s.signal - want.signal) <= 6e-12 * want.signal && fabs(s.noise - want.noise) <= 6e-12 * want.noise,
           "%s: signal is %.17g, noise %.17g; expected %.17g, %.17g", what, s.signal, s.noise, want.signal, want.noise);
@@ -199,7 +203,7 @@ static void test_recipe_granularities(void) {
           "scales of tensors and of 128x128 blocks give equal rowwise and columnwise codes");
     CHECK(!audit_shares_codes(PER_ROW, PER_ROW) && !audit_shares_codes(BLOCK_1X128, BLOCK_1X128) &&
               !audit_shares_codes(NO_SCALE, NO_SCALE) && !audit_shares_codes(PER_ROW, PER_TENSOR_BROADCAST),
-          "other scales give different rowwise and columnwise codes");
+          "scales of rows and of 1x128 blocks, two kinds of scales, and bf16 data give no equal codes");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -238,8 +242,8 @@ static AuditSums sums_of(double db, float amax) {
     return s;
 }
 
-// Gives all w data an SQNR of 32 dB, and other data 30 dB. Layer 7's down x has 20 dB rowwise and 21 dB columnwise;
-// layer 3's qkv dy has 25 dB rowwise.
+// Gives w data an SQNR of 32 dB and x and dy data 30 dB, except: layer 7's down x has 20 dB rowwise and 21 dB
+// columnwise, and layer 3's qkv dy has 25 dB rowwise.
 static void fill_sums(Run *r) {
     for (int64_t i = 0; i < audit_count(&r->p); i++) r->sums[i] = sums_of(i / 2 % NUM_TENSORS == TENSOR_W ? 32 : 30, 1);
     r->sums[audit_index(7, DOWN_PROJ, TENSOR_X, ROWWISE)] = sums_of(20, 12.5f);
@@ -258,7 +262,7 @@ static bool text_is(const Json *json, const char *key, const char *want) {
     return node && node->type == JSON_STRING && strcmp(node->text, want) == 0;
 }
 
-// Writes an audit to a new log and returns the lines after the settings. The caller frees them.
+// Writes an audit of step 40 to a new log and returns the lines after the settings. The caller frees them.
 static char *logged(const Run *r) {
     const char *path = scratch_path("log.jsonl");
     const RunInfo run = {"train_fp8", "CPU", "test", 1, 0, false, 0, NULL};
@@ -271,7 +275,8 @@ static char *logged(const Run *r) {
     return lines;
 }
 
-// Parses the log's line for an operand into *json, which the caller frees. Returns false if there is no such line.
+// Parses the log's line for an operand into *json, which the caller frees. Returns false if there is no such line, and
+// at a line that is not JSON.
 static bool find_line(Json *json, const char *lines, int64_t layer, const char *linear, const char *gemm,
                       const char *operand) {
     for (const char *line = lines; *line; line = strchr(line, '\n') + 1) {
@@ -334,8 +339,8 @@ static void test_log(void) {
     free(lines);
     run_free(&r);
 
-    // Two GEMMs read the same codes: sums of rowwise and columnwise data are merged, also if only rowwise data was
-    // audited.
+    // With tensorwise, two GEMMs read the same codes. Sums of rowwise and columnwise data are merged, also if only
+    // rowwise data was audited.
     r = run_create(RECIPE_TENSORWISE, "");
     r.sums[audit_index(1, GATE_UP_PROJ, TENSOR_W, ROWWISE)] = sums_of(30, 1);
     lines = logged(&r);
@@ -389,8 +394,8 @@ static void test_table(void) {
     fill_sums(&r);
     r.sums[audit_index(5, GATE_UP_PROJ, TENSOR_DY, ROWWISE)].noise = (double)INFINITY;
     text = printed_table(&r);
-    // Two GEMMs read the same codes. Each has a row, and the list of the lowest SQNRs has one entry for both, from the
-    // merged sums of rowwise and columnwise data (20 and 21 dB).
+    // With tensorwise, two GEMMs read the same codes. Each GEMM has a row. The list of the lowest SQNRs has one entry
+    // for both GEMMs, from the merged sums of rowwise and columnwise data: 20 and 21 dB give 20.47 dB.
     check_has(text, "lowest SQNR: layer 5 gate_up dy (both passes, -inf dB), layer 7 down x (both passes, 20.47 "
                     "dB), layer 1 gate_up x (both passes, 30.00 dB)\n");
     check_has(text, "  gate_up   wgrad  dy  e5m2 tensor      -inf     -inf      5");

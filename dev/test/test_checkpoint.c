@@ -1,16 +1,16 @@
-// Tests the checkpoint store: save and load bit for bit, refusals to resume, damage of every kind, failing disks,
-// export, and weights of other programs.
+// Tests checkpoints and exports: save and load bit for bit, removal of old checkpoints, refusals to resume, damaged
+// files, saves that fail, and weights of other programs.
 #include <signal.h>
 #include <sys/resource.h>
 
-#define IO_CHUNK_BYTES ((int64_t)100)  // small, so that these small tensors take many chunks
+#define IO_CHUNK_BYTES ((int64_t)100)  // small, so that matrices of the small models here take several chunks
 #define FOLDER_LOCK_SECONDS 0.3
 #include "../../llmc/base/rng.h"
 #include "../../llmc/run/run.h"
 #include "lib/check.h"
 #include "lib/scratch.h"
 
-// ---- A trainer's state in host memory.
+// ---- A trainer's state in host memory, and helpers.
 
 typedef struct {
     ModelConfig model;
@@ -18,8 +18,8 @@ typedef struct {
     Options options;
     CheckpointRun run;  // what a checkpoint records of the run, and --resume checks
     TrainerState state;
-    char *arrays[STATE_AMAX_HISTORY];  // weights, moments, and their groups and scales if the options have them
-    float *delayed[2];                 // amax history and scales
+    char *arrays[STATE_AMAX_HISTORY];  // weights, moments, and their groups and scales; NULL if the options have none
+    float *delayed[2];                 // amax history and scales; NULL without add_delayed()
 } Trainer;
 
 static int64_t element_bytes(const Trainer *t, StateKind kind) { return safetensors_type_bytes(t->state.types[kind]); }
@@ -42,7 +42,7 @@ static float *delayed_element(Trainer *t, StateKind kind, int64_t offset, int64_
     return t->delayed[is_scale] + offset;
 }
 
-// Allocates amax histories and scales, all 0. The caller frees t->delayed.
+// Allocates amax histories and scales, all 0. trainer_free() frees them.
 static void add_delayed(Trainer *t, int64_t window) {
     t->state.delayed_tensors = tensor_count(t->model.num_layers), t->state.delayed_window = window;
     t->delayed[0] = (float *)xcalloc((size_t)(t->state.delayed_tensors * window), sizeof(float));
@@ -63,8 +63,8 @@ static void state_write(void *context, StateKind kind, int64_t offset, int64_t c
     else memcpy(element(t, kind, offset, count), host, (size_t)(count * element_bytes(t, kind)));
 }
 
-// Fills every parameter with random bytes: any finite value and any scale above zero must survive. The padding stays
-// zero.
+// Fills the arrays of every parameter with random finite values of either sign, at most 2 in magnitude, and random
+// scales above zero. The padding stays zero.
 static void trainer_fill(Trainer *t, uint64_t seed) {
     for (int kind = 0; kind < STATE_AMAX_HISTORY; kind++)
         for (int64_t i = 0; t->arrays[kind] && i < t->table.count; i++) {
@@ -128,8 +128,8 @@ static void save(Trainer *t, const char *dir, int64_t step, int64_t keep) {
     if (!checkpoint_save(dir, keep, &progress, &t->run, &t->table, &t->state, &failure)) die("%s", failure.text);
 }
 
-// Lists the steps in a folder, newest first, as "300 200". '+' and a number count other entries whose names have no
-// dot in front.
+// Lists the steps of the checkpoints in a folder, newest first, as "300 200", or as "300 200+1" if the folder also has
+// one entry that is neither a checkpoint nor begins with a dot. Returns "cannot list" if it cannot be read.
 static const char *listing(const char *dir) {
     static char text[256];
     CheckpointSteps list;
@@ -176,10 +176,10 @@ static void write_float(const char *path, int64_t at, float value) {
         die("cannot write %s", path);
 }
 
-// ---- Save and load.
+// ---- Save, load, and removal of old checkpoints.
 
-// Checks that a checkpoint has scales of moments exactly if the moments are MS-AMP's, and scales of weights exactly if
-// the master weights are FP16.
+// Checks, for one parameter, that a checkpoint has scales of moments exactly if the moments are MS-AMP's, and a scale
+// of weights exactly if the master weights are FP16.
 static void check_scales(const char *folder, int moments, bool fp32_weights) {
     static const char *const names[] = {"exp_avg_scale.model.norm.weight", "exp_avg_sq_scale.model.norm.weight",
                                         "master_scale.model.norm.weight"};
@@ -224,9 +224,10 @@ static void test_round_trip(void) {
         Failure failure = {"", false};
         CHECK(safetensors_open_folder(&st, found, "model", &failure), "the weights can be opened: %s", failure.text);
         CHECK(st.count == a->table.count && !safetensors_find(&st, "lm_head.weight") == tied,
-              "each parameter is one tensor, and lm_head is absent if it is tied; found %lld tensors",
+              "each parameter is one tensor, and lm_head is absent exactly if it is tied; found %lld tensors",
               (long long)st.count);
-        CHECK(st.tensors[0].type == (fp32_weights ? ST_F32 : ST_BF16), "the weights have the run's dtype");
+        CHECK(st.tensors[0].type == (fp32_weights ? ST_F32 : ST_BF16),
+              "the first tensor is bf16 if the run's weights are, and fp32 if it has fp32 or FP16 master weights");
         safetensors_close(&st);
         char config[PATH_CAPACITY];
         format_checked(config, sizeof config, "%s/config.json", found);
@@ -255,7 +256,7 @@ static void load_delayed(void *context) {
     checkpoint_load(found, &t->model, &t->table, &t->state);
 }
 
-// The state of delayed scaling is in a checkpoint, and never in an export.
+// The state of delayed scaling is in a checkpoint, and not in an export. A load refuses a state that does not fit.
 static void test_delayed(void) {
     Trainer *a = trainer_new(FAMILY_QWEN3, true, false, MOMENTS_BF16),
             *b = trainer_new(FAMILY_QWEN3, true, false, MOMENTS_BF16);
@@ -362,11 +363,12 @@ static void test_keep(void) {
     save(t, dir, 40, 2);  // saves the step again
     CHECK(strcmp(listing(dir), "40 30") == 0, "saving a step again removes no other checkpoint; found %s",
           listing(dir));
-    // A damaged checkpoint does not count as kept, so an older complete one stays.
+    // A checkpoint that lacks bytes does not count as kept, so an older complete one stays.
     format_checked(broken, sizeof broken, "%s/step-00000040/optimizer.safetensors", dir);
     CHECK(truncate(broken, 100) == 0, "the file is truncated: %s", strerror(errno));
     save(t, dir, 50, 2);
-    CHECK(strcmp(listing(dir), "50 40 30") == 0, "a damaged checkpoint does not count as kept; found %s", listing(dir));
+    CHECK(strcmp(listing(dir), "50 40 30") == 0, "a checkpoint with a truncated file does not count as kept; found %s",
+          listing(dir));
     save(t, dir, 60, 1);
     CHECK(strcmp(listing(dir), "60") == 0, "with keep 1 all older checkpoints are removed; found %s", listing(dir));
     // A checkpoint that the run skipped when it resumed does not count as kept either, even if it looks complete, until
@@ -386,7 +388,8 @@ static void test_keep(void) {
           listing(dir));
     t->run.skipped = NULL;
     save(t, dir, 69, 1);
-    CHECK(strcmp(listing(dir), "69") == 0, "without skipped checkpoints, only step 69 is kept; found %s", listing(dir));
+    CHECK(strcmp(listing(dir), "69") == 0, "if the run has skipped none, keep 1 leaves only step 69; found %s",
+          listing(dir));
     // A checkpoint of a later step than the saved one stays.
     save(t, dir, 90, 9);
     save(t, dir, 70, 1);
@@ -408,7 +411,8 @@ static void test_keep(void) {
           listing(dir));
     // A folder of another program stays, even if it has the name of a checkpoint or of a temporary folder.
     save(t, dir, 81, 9);
-    CHECK(strcmp(listing(dir), "95 81+3") == 0, "the unmarked folder step-00000081.tmp stays, under any name; found %s",
+    CHECK(strcmp(listing(dir), "95 81+3") == 0,
+          "three other folders are still there, so step-00000081.tmp, which has no mark, was not removed; found %s",
           listing(dir));
     char path[PATH_CAPACITY];
     format_checked(path, sizeof path, "%s/step-00000096", dir);
@@ -416,7 +420,8 @@ static void test_keep(void) {
         die("%s", failure.text);
     save(t, dir, 96, 9);
     CHECK(strcmp(listing(dir), "96 95 81+4") == 0,
-          "the unmarked folder step-00000096 stays, under another name; found %s", listing(dir));
+          "step 96 is saved, and the unmarked folder step-00000096 is there as a fourth other folder; found %s",
+          listing(dir));
     format_checked(path, sizeof path, "%s/step-00000096.1/thesis", dir);
     CHECK(path_exists(path) && checkpoint_is_leftover("step-00000096.1") == false,
           "that folder is no leftover and keeps its file %s", path);
@@ -425,8 +430,9 @@ static void test_keep(void) {
     trainer_free(t);
 }
 
-// A checkpoint that was moved to another disk and linked back is resumed from, counts as kept, and is never removed. A
-// link in place of a leftover is not followed. No kind of link does harm.
+// A run can resume from a checkpoint that was moved away and linked back. It counts as kept, and saves do not remove
+// it. Other links have the names of checkpoints and leftovers and lead to a folder, a file, nothing or themselves.
+// Saves do not follow or remove them.
 static void test_links(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     Failure failure = {"", false};
@@ -450,7 +456,7 @@ static void test_links(void) {
         format_checked(at, sizeof at, "%s/%s", dir, links[i].name);
         if (symlink(links[i].to, at)) die("%s", strerror(errno));
     }
-    CHECK(prepares(dir), "a run starts in a checkpoint folder that holds links");
+    CHECK(prepares(dir), "a run can resume in a checkpoint folder that holds links");
     CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000002"),
           "the newest checkpoint is the linked one, of step 2; found %s", found);
     t->run.skipped = &passed_over;
@@ -459,13 +465,14 @@ static void test_links(void) {
           "the linked checkpoint counts as kept, and no link is removed; found %s", listing(dir));
     save(t, dir, 6, 1);
     CHECK(strcmp(listing(dir), "10 9 8 7 6 2+4") == 0 && passed_over.count == 1 && passed_over.steps[0] == 2,
-          "the linked checkpoint stays when it is due, and then counts as skipped; found %s", listing(dir));
+          "the linked checkpoint stays when it is due to be removed, and then counts as skipped; found %s",
+          listing(dir));
     save(t, dir, 8, 1);  // saves over a link
     save(t, dir, 11, 2);
     CHECK(strcmp(listing(dir), "11 10 9 8 7 2+5") == 0, "steps 11 and 8 are kept, and no link is removed; found %s",
           listing(dir));
     CHECK(checkpoint_is_whole(archive, true, &failure) && path_exists(scratch_path("home/thesis")),
-          "the folders that links lead to are unchanged: %s", failure.text);
+          "the linked checkpoint is whole, and the file home/thesis is still there: %s", failure.text);
     for (size_t i = 0; i < sizeof links / sizeof links[0]; i++) {
         struct stat s;
         format_checked(at, sizeof at, "%s/%s%s", dir, links[i].name, i == 5 ? ".1" : "");
@@ -584,16 +591,18 @@ static void test_mismatch(void) {
               strstr(output, "--shuffle is on in the checkpoint, off now") &&
               strstr(output, "--precision is bf16 in the checkpoint, fp8 now"),
           "the error also names seed, shuffle and precision: %s", output);
-    CHECK(strstr(output, "--train-data has 1000 tokens in the checkpoint, 1001 now\n  --train-data has 2 shards in the "
-                         "checkpoint, 4 now") &&
-              !strstr(output, "but other tokens"),
-          "the error names the numbers of tokens and shards, and no other tokens: %s", output);
+    CHECK(
+        strstr(output, "--train-data has 1000 tokens in the checkpoint, 1001 now\n  --train-data has 2 shards in the "
+                       "checkpoint, 4 now") &&
+            !strstr(output, "but other tokens"),
+        "the error names the numbers of tokens and shards, and does not say that tokens of an equal number differ: %s",
+        output);
     CHECK(!strstr(output, "learning-rate") && !strstr(output, "moved"),
-          "the error names no setting that may differ: %s", output);
+          "the error names neither the learning rate nor the path of the training data, which may differ: %s", output);
     t->run.data.tokens--, t->run.data.shards = 2;
     CHECK(check_dies(check_action, &action, "--train-data has as many tokens as in the checkpoint, but other tokens",
                      output, sizeof output),
-          "other tokens of the same number are refused: %s", output);
+          "training data with equally many tokens but other ones is refused: %s", output);
 
     other = trainer_new(FAMILY_LLAMA, false, false, MOMENTS_BF16);
     other->model.hidden_size = 32, other->model.rope_theta = 5e5, other->model.rope_scaling.factor = 8;
@@ -624,7 +633,7 @@ static char *mismatch_of(const char *text, Options o) {
     return out.data;
 }
 
-// Checkpoints of older versions lack newer options. Their runs used today's defaults, with `auto` resolved.
+// Checkpoints of older versions lack newer options. A missing option counts as today's default, with `auto` resolved.
 static void test_older_settings(void) {
     static const char older[] =
         "{\"settings\": {\"precision\": \"fp8\", \"seed\": \"42\", \"master-weights\": \"bf16\"}}";
@@ -674,7 +683,7 @@ static bool prepares(const char *dir) {
     return status == 0;
 }
 
-// Only one run at a time may use a folder. A second one is refused, unless the first is just ending.
+// Only one run at a time may use a folder. A second one is refused, unless the first ends within FOLDER_LOCK_SECONDS.
 static void test_lock(void) {
     char output[4096], dir[PATH_CAPACITY];
     int fds[2];
@@ -723,7 +732,7 @@ static void test_prepare(void) {
     trainer_free(t);
 }
 
-// ---- Damage: the newest checkpoint is skipped with the reason, and the one before it is taken.
+// ---- Damaged files: the reason is given, and a resumed run skips the checkpoint.
 
 static void damage_truncate(const char *path, int64_t bytes) {
     if (truncate(path, (off_t)bytes)) die("truncate %s: %s", path, strerror(errno));
@@ -791,7 +800,7 @@ static void test_damage(void) {
               strstr(found, "step-00000006"),
           "after its name is restored, the checkpoint is taken; found %s", found);
 
-    // Damage in any byte of trainer.json is detected.
+    // A changed bit in any byte of trainer.json is detected.
     save(t, dir, 3, 1);
     format_checked(path, sizeof path, "%s/step-00000003/trainer.json", dir);
     char checkpoint[PATH_CAPACITY];
@@ -806,14 +815,15 @@ static void test_damage(void) {
         unseen += checkpoint_is_whole(checkpoint, false, &failure);
         flip_byte(path, at);
     }
-    CHECK(unseen == 0, "a change of any byte is detected; %d of %lld were not", unseen, (long long)size);
+    CHECK(unseen == 0, "a changed bit is detected in each byte of trainer.json; %d of %lld were not", unseen,
+          (long long)size);
     CHECK(checkpoint_is_whole(checkpoint, true, &failure), "the repaired checkpoint is whole: %s", failure.text);
     remove_tree(dir);
     free((char *)dir);
     trainer_free(t);
 }
 
-// Tests trainer.json files that have a correct hash, but another version, or missing or hostile entries.
+// Tests trainer.json files that have a correct hash, but another version, missing or hostile entries, or bad syntax.
 static void test_sealed(void) {
     static const char *const cases[][2] = {
         {"{\n  \"format_version\": 2, \"files\": []", "has format version 2; this program reads version 1"},
@@ -841,8 +851,9 @@ static void test_sealed(void) {
     remove_tree(folder_path);
 }
 
-// ---- A failed save leaves the earlier checkpoint and no other file. Bad values are neither saved nor loaded.
+// ---- Saves that fail, and values from which training cannot continue.
 
+// A failed save leaves the earlier checkpoint and nothing else.
 static void test_failing_save(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, false, true, MOMENTS_FP32);
     const char *dir = xstrdup(scratch_path("failing"));
@@ -885,7 +896,7 @@ static void test_failing_save(void) {
     for (int i = 0; i < 3; i++) {
         CHECK(!checkpoint_save(nowhere[i], 1, &progress, &t->run, &t->table, &t->state, &failure) &&
                   strstr(failure.text, "cannot make folder"),
-              "a checkpoint folder that cannot be made fails the save: %s", failure.text);
+              "a folder that cannot be made fails the save: %s", failure.text);
         CHECK(!model_export_hf(i == 1   ? "/proc/self/out"
                                : i == 2 ? "/dev/null/parent"
                                         : nowhere[i],
@@ -934,7 +945,8 @@ static void test_nonfinite(void) {
               "variant %d: the failed export names the tensor: %s", variant, failure.text);
         CHECK(path_exists(scratch_path("nonfinite-export")) == exported &&
                   !path_exists(scratch_path("nonfinite-export.tmp")),
-              "variant %d: a failed export leaves no folder", variant);
+              "variant %d: the folder of the export is there exactly if the export was made, and no temporary one is",
+              variant);
         remove_tree(scratch_path("nonfinite-export"));
         remove_tree(dir);
         free((char *)dir);
@@ -983,7 +995,7 @@ static void resume_action(void *context) {
     checkpoint_load(a->path, &a->trainer->model, &a->trainer->table, &a->trainer->state);
 }
 
-// Checkpoints of older versions may hold an infinity. A run does not resume from them.
+// Checkpoints of older versions may hold infinite weights or moments. A run does not resume from them.
 static void test_load_nonfinite(void) {
     static const struct {
         const char *file, *tensor;
@@ -1002,7 +1014,7 @@ static void test_load_nonfinite(void) {
                          "holds a value that is not finite, so nothing can be trained from it; "
                          "move this checkpoint away",
                          output, sizeof output),
-              "a checkpoint that holds an infinity is refused: %s", output);
+              "a checkpoint that holds an infinite weight or moment is refused: %s", output);
         CHECK(strstr(output, cases[i].tensor), "the error names the tensor: %s", output);
     }
     remove_tree(scratch_path("infinite"));
@@ -1030,7 +1042,7 @@ static void test_load_scale(void) {
     trainer_free(t);
 }
 
-// ---- A save that fails does not end the run, unless no other save follows.
+// ---- A run whose save fails or is killed.
 
 static int failing_saves;
 
@@ -1129,7 +1141,7 @@ static void test_retry(void) {
     trainer_free(r.trainer);
 }
 
-// Reads state for a save, and kills the process at the second moments.
+// Reads state for a save, and kills the process when it reads exp_avg_sq.
 static void kill_in_read(void *context, StateKind kind, int64_t offset, int64_t count, void *host) {
     state_read(context, kind, offset, count, host);
     if (kind == STATE_EXP_AVG_SQ) raise(SIGKILL);
@@ -1194,7 +1206,7 @@ static void test_export(void) {
           "the second export is made: %s", failure.text);
     CHECK(path_exists(scratch_path("export/tokenizer.json")) && !path_exists(scratch_path("export/README.md")) &&
               !path_exists(scratch_path("export/trainer.json")) && !path_exists(scratch_path("export.tmp")),
-          "the second export replaces the first, with the tokenizer files");
+          "the second export has tokenizer.json, but neither README.md nor trainer.json, and export.tmp is gone");
 
     // Weights loaded as bf16 are rounded to nearest even.
     ModelConfig read;
@@ -1210,7 +1222,7 @@ static void test_export(void) {
     if (!file_write(dir, "thesis.txt", "x", 1, NULL, &failure)) die("%s", failure.text);
     CHECK(!model_export_hf(dir, &a->model, &a->table, &a->state, NULL, &failure) &&
               strstr(failure.text, "holds thesis.txt, which is not part of an export; use a new folder"),
-          "a folder with another file is refused: %s", failure.text);
+          "an export to a folder with another file fails: %s", failure.text);
     CHECK(path_exists(scratch_path("export/thesis.txt")) && path_exists(scratch_path("export/model.safetensors")),
           "a refused export removes no file");
     CHECK(strstr(failure.text, "export.tmp: move it away") &&
@@ -1229,8 +1241,8 @@ static bool zeros(void *context, int64_t tensor, int64_t offset, int64_t count, 
     return true;
 }
 
-// Writes a model's tensors, all zero. `skip` is left out, the sides of `misshape` are exchanged, `extra` is added,
-// unless these names are empty.
+// Writes a model's tensors, all zero. Leaves out the tensor `skip`, exchanges the sides of `misshape`, and adds
+// `extra`. An empty name changes nothing.
 static void write_weights(const char *dir, const ParameterTable *t, const char *skip, const char *misshape,
                           const char *extra, SafetensorsType type) {
     SafetensorSpec *all = (SafetensorSpec *)xcalloc((size_t)t->count + 1, sizeof *all);
@@ -1300,12 +1312,12 @@ static void test_export_refusals(void) {
     format_checked(dotted, sizeof dotted, "%s", scratch_path("sticky/./none/../export/."));
     CHECK(symlink("export", link) == 0, "the link is made: %s", strerror(errno));
     refused(link, NULL, NULL, "cannot open folder");
-    // A folder that does not exist, an empty one, and an earlier export can take the export. The check changes nothing.
+    // Rounds 0 to 2: a folder that does not exist, an empty one, and an earlier export can take the export.
     for (int round = 0; round < 3; round++) {
         model_export_prepare(dir, scratch_path("elsewhere"));
         CHECK(path_exists(dir) == (round > 0) && !path_exists(scratch_path("sticky/export.old.tmp")) &&
                   !path_exists(scratch_path("sticky/export.tmp")),
-              "round %d: the folder is as it was, and no other was made", round);
+              "round %d: the folder exists if it did before, and no temporary folder is left", round);
         if (round == 0 && !folder_create(dir, false, &failure)) die("%s", failure.text);
         if (round == 1)
             CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure), "the export is made: %s",
@@ -1337,7 +1349,8 @@ static void test_export_refusals(void) {
         printf("SKIPPED: an export over a folder of another user: only root can become another user\n");
     }
 
-    // A model that another program wrote is not an earlier export of this program. Nor is a folder without weights.
+    // A model that another program wrote is not an earlier export of this program. A folder that has files of a model
+    // but no weights is not one either.
     write_weights(dir, &t->table, "", "", "", ST_F32);
     flip_byte(weights, 45);  // changes the key "written_by"
     refused(dir, NULL, NULL, "is not an earlier export: this program did not write its file model.safetensors");
@@ -1348,9 +1361,9 @@ static void test_export_refusals(void) {
     trainer_free(t);
 }
 
-// If export_try is killed between its two exchanges, the earlier export is in NAME.old.tmp, and in its place is an
-// empty folder or nothing. The next start puts it back. Any folder that cannot be the earlier export is named and
-// stays.
+// If export_try is killed between its two exchanges, the earlier export is in NAME.old.tmp, and NAME is an empty
+// folder, one with only the marker file, or absent. The next start puts the export back. Anything else at NAME.old.tmp
+// or NAME.tmp is named and stays.
 static void test_export_restore(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     Failure failure = {"", false};
@@ -1361,8 +1374,8 @@ static void test_export_restore(void) {
     Export e = {dir, NULL, NULL};
     CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure), "the export is made: %s",
           failure.text);
-    // In its place: nothing, an empty folder, the marked folder of export_try, or a marked folder with an export of an
-    // older version.
+    // NAME is absent in state 0, an empty folder in state 1, and a folder with only the marker file in states 2 and 3.
+    // In state 3 the earlier export has no marker file and no hashes: an older version wrote it.
     for (int state = 0; state < 4; state++) {
         if (rename(dir, aside) || (state == 1 && !folder_create(dir, false, &failure)) ||
             (state >= 2 && !folder_begin(dir, &failure)))
@@ -1379,7 +1392,7 @@ static void test_export_restore(void) {
                       path_exists(scratch_path("out/" FOLDER_MARKER)),
                   "the next export has the mark: %s", failure.text);
     }
-    // Either folder may be the earlier export: the user must choose one.
+    // NAME and NAME.old.tmp could both be the earlier export: the user must choose one.
     if (!folder_begin(aside, &failure) || !file_write(aside, "config.json", "{}", 2, NULL, &failure))
         die("%s", failure.text);
     CHECK(check_dies(export_action, &e,
@@ -1412,8 +1425,8 @@ static void test_export_restore(void) {
     trainer_free(t);
 }
 
-// If MODEL is a checkpoint or an export, its files are compared with the hashes beside them. A folder of another
-// program has no hashes.
+// If MODEL is a checkpoint or an export, the files that a run reads there are compared with the hashes beside them. A
+// folder of another program has no hashes.
 static void test_verify(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     Failure failure = {"", false};
@@ -1443,7 +1456,8 @@ static void test_verify(void) {
                   strstr(failure.text, "is damaged"),
               "%s: a changed byte is detected: %s", path, failure.text);
         CHECK(model_verify(folder, 1000, &failure) != cases[i].small,
-              "%s: with a limit of 1000 bytes, damage is detected only in small files: %s", path, failure.text);
+              "%s: with a limit of 1000 bytes, a changed byte is not detected in a file of more bytes: %s", path,
+              failure.text);
         flip_byte(path, 1);
     }
     // The optimizer state is not read, so it may be missing. A folder without a list of hashes is not checked.
@@ -1459,7 +1473,8 @@ static void test_verify(void) {
     trainer_free(t);
 }
 
-// folder_replace() exchanges two folders. An old folder that it cannot remove stays under the other name.
+// folder_replace() puts a folder in the place of another, which it then removes. If it cannot, because there is a
+// folder inside, the old folder stays under the new one's first name.
 static void test_replace(void) {
     char old[PATH_CAPACITY], new[PATH_CAPACITY];
     Failure failure = {"", false};
@@ -1546,8 +1561,8 @@ static void test_foreign_weights(void) {
         load_action(&action);
         int64_t nonzero = 0;
         for (int64_t k = 0; k < t->table.total; k++) nonzero += ((bf16_bits *)t->arrays[STATE_WEIGHTS])[k] != 0;
-        CHECK(nonzero == 0, "with the extra tensor \"%s\" all weights are loaded; %lld were not", allowed[i],
-              (long long)nonzero);
+        CHECK(nonzero == 0, "with the extra tensor \"%s\" (\"\": none) all weights are loaded; %lld were not",
+              allowed[i], (long long)nonzero);
     }
     write_weights(dir, &t->table, "", "", "lm_head.weight", ST_F32);
     write_last(dir, 1);

@@ -1,5 +1,5 @@
-// Tests moments in FP8 (coat.h): 20 AdamW steps byte for byte against dev/reference/make_coat_goldens.py, and what
-// must hold for any group.
+// Tests moments in FP8 (coat.h): 20 AdamW steps byte for byte against dev/reference/make_coat_goldens.py, errors of
+// encoded groups, groups with zeros and extreme values, and stochastic rounding.
 #include "../../llmc/reference/adamw.h"
 #include "lib/check.h"
 #include "lib/fp8_golden.h"
@@ -63,9 +63,9 @@ static void fill(float *x, uint64_t seed, double low, double high, int zeros) {
     }
 }
 
-// Encodes a group and decodes it. Zeros stay zero. Other values keep their sign and do not become 0. The largest is
-// exact to 16 bits. The error of each value is at most `bound` times the value. Encoding a decoded value in this group
-// gives the same code.
+// Encodes a group, rounding to nearest, and decodes it. Zeros stay zero. Other values keep their sign and do not become
+// 0. The largest has an error below 2^-15 of it. The error of each value is at most `bound` times the value. Encoding a
+// decoded value in this group gives the same code.
 static void check_group(const char *label, const float *x, double bound) {
     const CoatTables *t = coat_tables();
     uint8_t codes[COAT_GROUP];
@@ -86,7 +86,7 @@ static void check_group(const char *label, const float *x, double bound) {
           "%s: %d values became zero or stopped being zero, and %d changed their sign; expected none", label, lost,
           signs);
     CHECK(fabs((double)largest_decoded / largest - 1) < 0x1p-15,
-          "%s: the largest value, %g, comes back to 15 bits or more; found %g", label, (double)largest,
+          "%s: the largest magnitude, %g, comes back with an error below 2^-15 of it; found %g", label, (double)largest,
           (double)largest_decoded);
     CHECK(worst <= bound, "%s: the worst relative error is %.4f; %.4f is allowed", label, worst, bound);
     CHECK(moved == 0, "%s: each decoded value is encoded as its own code again; %d are not", label, moved);
@@ -97,14 +97,12 @@ static void test_groups(void) {
         const char *label;
         double low, high;
         int zeros;
-        double bound;  // the smallest values take codes from 2 on: half a code is 1/4, an error of 1/(4 k)
-    } cases[] = {{"equal magnitudes", 3, 3, 0, 0x1p-15},
-                 {"magnitudes within 2", -1, 0, 0, 0.0157},
-                 {"magnitudes within 2^4", -20, -16, 0, 0.0625},
-                 {"magnitudes within 2^4 and zeros", -20, -16, 3, 0.0625},
-                 {"magnitudes within 2^16", -40, -24, 0, 0.3},
-                 {"magnitudes within 2^60", -70, -10, 0, 2.5},
-                 {"one value", 5, 5, 0, 0x1p-15}};
+        double bound;  // the smallest values take codes from 2 on; rounding by half a code is an error of about 1/(4 k)
+    } cases[] = {
+        {"all magnitudes 2^3", 3, 3, 0, 0x1p-15},       {"magnitudes within 2", -1, 0, 0, 0.0157},
+        {"magnitudes within 2^4", -20, -16, 0, 0.0625}, {"magnitudes within 2^4 and zeros", -20, -16, 3, 0.0625},
+        {"magnitudes within 2^16", -40, -24, 0, 0.3},   {"magnitudes within 2^60", -70, -10, 0, 2.5},
+        {"all magnitudes 2^5", 5, 5, 0, 0x1p-15}};
     float x[COAT_GROUP];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
         for (uint64_t seed = 0; seed < 20; seed++) {
@@ -122,11 +120,13 @@ static void test_degenerate(void) {
     CHECK(word == 0 && codes[0] == 0 && coat_decode(t, word, codes[0]) == 0, "a group of zeros has the word 0");
     x[5] = -0x1p-101f;
     coat_encode_group(t, x, NULL, codes, &word);
-    CHECK(word == 0 && codes[5] == 0, "a group below 2^-100 becomes zero");
+    CHECK(word == 0 && codes[5] == 0, "a group whose largest magnitude is below 2^-100 becomes zero");
     x[5] = -0x1p-100f;
     coat_encode_group(t, x, NULL, codes, &word);
     CHECK((word & 255) == COAT_POWERS - 1 && codes[5] == 0xfe && coat_decode(t, word, codes[5]) == x[5],
-          "the only value of a group has the largest k and is exact; found word %08x, code %02x", word, codes[5]);
+          "a group with one value other than zero has the largest k, and the value is exact; found word %08x, code "
+          "%02x",
+          word, codes[5]);
     x[6] = 0x1p126f, x[7] = 0x1p-149f;
     coat_encode_group(t, x, NULL, codes, &word);
     CHECK((word & 255) == 1 && coat_decode(t, word, codes[6]) == x[6] && codes[5] > 0x80 && codes[7] > 0,
@@ -134,7 +134,8 @@ static void test_degenerate(void) {
           codes[5], codes[7]);
 }
 
-// The mean over many random bits is the value itself, to five standard deviations, and almost all values vary.
+// The mean over 4096 draws of random bits is the value itself, up to five standard deviations and 2^-15 of the value,
+// and almost all values vary.
 static void test_stochastic(void) {
     enum { DRAWS = 4096 };
     const CoatTables *t = coat_tables();

@@ -1,5 +1,5 @@
-// Tests the token loader: formats, windows, order, ranks, files that change during a run, and every kind of wrong
-// input.
+// Tests the token loader: formats, windows, order, ranks, the fingerprint of the data, wrong input, and files that
+// change during a run.
 #include "../../llmc/data/dataloader.h"
 
 #include "lib/check.h"
@@ -177,7 +177,7 @@ static void test_huge_count(void) {
     memset(&dl, 0, sizeof dl);
     dl.shuffle = true;
     dl.seed = 42;
-    dl.num_sequences = 3000000001;  // more than 32 bits
+    dl.num_sequences = 3000000001;  // above INT32_MAX
     int64_t above = 0, wrong = 0;
     for (int64_t g = 0; g < 10000; g++) {
         int64_t sequence = dataloader_sequence(&dl, 5000000000 + g);
@@ -215,8 +215,8 @@ static void test_ranks(void) {
         for (size_t s = 1; s < sizeof splits / sizeof *splits; s++) {
             mark_step(&dl, step, splits[s][0], splits[s][1], splits[s][2], marks);
             CHECK(memcmp(marks, expected, 100 * sizeof *marks) == 0,
-                  "step %lld: %lld ranks read the samples that one rank reads", (long long)step,
-                  (long long)splits[s][1]);
+                  "step %lld: with %lld ranks the step reads the same samples as with one rank and 8 micro-steps of 1",
+                  (long long)step, (long long)splits[s][1]);
         }
     }
     // The ranks of a step read different sequences: 12 steps of 8 within one epoch of 100 read 96 sequences once.
@@ -231,7 +231,7 @@ static void test_ranks(void) {
           (long long)total, (long long)twice);
 }
 
-// A loader opened in the middle of a run reads what the first loader read there, also across the end of an epoch.
+// A loader that starts in the middle of a run reads what the first loader read there, also across the end of an epoch.
 static void test_resume(void) {
     const int64_t T = 16, B = 3;
     write_shard("resume.bin", SHARD_MAGIC_U32, 7, 700, 700, 0);
@@ -261,8 +261,8 @@ static void test_scan(void) {
     dataloader_check_vocabulary(&dl, count + 5);
     TokenPlace place = dataloader_scan(&dl, SHARD_SCAN_TOKENS + 500);
     CHECK(place.shard == 0 && place.position == SHARD_SCAN_TOKENS + 495 && place.token == SHARD_SCAN_TOKENS + 500,
-          "the first id at the limit is found; found shard %lld, position %lld, id %lld", (long long)place.shard,
-          (long long)place.position, (long long)place.token);
+          "the scan stops at the first id that is not below the limit; found shard %lld, position %lld, id %lld",
+          (long long)place.shard, (long long)place.position, (long long)place.token);
     dataloader_close(&dl);
     write_shard("scan_top.bin", SHARD_MAGIC_U32, 7, 20, 20, 4294967270u);  // ids past int32
     dl = open_loader("scan_top.bin", 8, true, 1);
@@ -271,8 +271,8 @@ static void test_scan(void) {
     dataloader_close(&dl);
 }
 
-// The fingerprint of data does not depend on the names of files, T or the order of reading. Other tokens, another end,
-// fewer shards or two exchanged shards change it.
+// The fingerprint of data does not depend on the names of files, T or shuffling. Other tokens, one more token, fewer
+// shards or two exchanged shards change it.
 static void test_identity(void) {
     enum { KINDS = 7 };
     static const struct {
@@ -434,8 +434,8 @@ static void read_rewritten(void *context) {
     dataloader_batch(&dl, 4, 2, inputs, targets);
 }
 
-// Ids past the vocabulary are found in every format and at each place of a batch, even if the modification time stays.
-// Another change is found if the modification time changes.
+// Ids that the vocabulary of 320 lacks are found in every format and at several places of a batch, even if the
+// modification time stays. A change to an id below 320 is found if the modification time changes.
 static void test_rewritten(void) {
     static const Rewrite rewrites[] = {
         {SHARD_MAGIC_U16, 1, 40, 330, false}, {SHARD_MAGIC_U16, 1, 43, 65535, false},
@@ -470,7 +470,7 @@ static void read_touched(void *context) {
     dataloader_close(&dl);
 }
 
-// A shard with a new modification time is accepted if its tokens are the same, and refused otherwise.
+// A shard with a new modification time is accepted if its fingerprint is the same, and refused otherwise.
 static void test_touched(void) {
     uint32_t same = 200, other = 201;
     char output[8192];

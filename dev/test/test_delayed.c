@@ -13,9 +13,8 @@ static void roll(float *history, int64_t window, float amax) {
     history[0] = 0;
 }
 
-// Makes 500 passes with amaxes of all kinds. The scale comes from the largest amax of the whole window. While the
-// window
-// holds an infinity, the scale stays.
+// Makes 500 passes whose amaxes may be zero, NaN or infinite. The scale comes from the largest amax of the whole
+// window. While the window holds an infinity, the scale stays.
 static void test_passes(int64_t window, int margin, Fp8Format format) {
     float *history = (float *)xcalloc((size_t)window, sizeof(float)),
           *expected = (float *)xcalloc((size_t)window, sizeof(float)), scale = 0, want = 1;
@@ -89,10 +88,10 @@ static void test_order(void) {
                       "linear layer",
                       (long long)l, r, id);
     }
-    CHECK(tensor_count(3) == next, "tensor_count counts all tensors; it is one more than the largest index, %lld",
-          (long long)next);
+    CHECK(tensor_count(3) == next, "3 layers have %lld tensors", (long long)next);
     float scales[] = {1, 0.5f, 0};
-    CHECK(delayed_is_complete(scales, 2) && !delayed_is_complete(scales, 3), "a scale of 0 counts as not known");
+    CHECK(delayed_is_complete(scales, 2) && !delayed_is_complete(scales, 3),
+          "the state is complete exactly if no scale is 0");
 }
 
 int main(void) {

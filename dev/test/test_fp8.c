@@ -1,6 +1,6 @@
-// Tests fp8.h, bf16.h and rng.h: casts compared with torch's (dev/reference) and with the definition of the formats,
-// unbiased stochastic rounding, and random numbers that are uniform, normal and independent. Run it from the root of
-// the repository.
+// Tests fp8.h, bf16.h and rng.h: casts and scales compared with torch's (dev/reference), casts compared with the
+// definition of the formats, unbiased stochastic rounding, and random numbers that are uniform, normal and independent.
+// Run it from the root of the repository.
 #include "../../llmc/base/rng.h"
 #include "lib/check.h"
 #include "lib/fp8_golden.h"
@@ -114,10 +114,10 @@ static void test_decode(void) {
               "%s: all codes decode to their value (%d do not) and come back when cast again (%d finite ones do not)",
               fp8_format_name(format), wrong, back);
         CHECK(fp8_to_float(format == FP8_E4M3 ? 0x7e : 0x7b, format) == fp8_max(format),
-              "the largest code decodes to fp8_max");
+              "the largest finite code decodes to fp8_max");
         CHECK(fp8_from_float(INFINITY, format) == (format == FP8_E4M3 ? 0x7e : 0x7b) &&
                   fp8_from_float(-1e30f, format) == (format == FP8_E4M3 ? 0xfe : 0xfb),
-              "infinity and large values saturate at the largest code");
+              "infinity and large values saturate at the largest finite code");
         CHECK(fp8_from_float(NAN, format) == 0x7f && fp8_from_float(-0.0f, format) == 0x80 &&
                   fp8_from_float(0.0f, format) == 0,
               "NaN and both zeros have their codes");
@@ -245,8 +245,8 @@ static void test_uniform(void) {
         CHECK(chi > 142 && chi < 368 && chi_pairs > 130 && chi_pairs < 380,
               "stream %llu: single numbers and pairs are evenly distributed; found chi-squares of %.1f and %.1f",
               (unsigned long long)stream, chi, chi_pairs);
-        CHECK(low >= 0 && low < 1e-4f && high < 1 && high > 0.9999f, "uniform numbers cover [0, 1); found %g to %g",
-              low, high);
+        CHECK(low >= 0 && low < 1e-4f && high < 1 && high > 0.9999f,
+              "uniform numbers lie in [0, 1), with some below 0.0001 and above 0.9999; found %g to %g", low, high);
     }
 }
 
@@ -311,11 +311,11 @@ static void test_keys(void) {
     CHECK(rng_mix(0x9e3779b97f4a7c15ull) == 0xe220a8397b1dcdafull,
           "rng_mix gives SplitMix64's first output for seed 0; found %016llx",
           (unsigned long long)rng_mix(0x9e3779b97f4a7c15ull));
-    // Changing an input bit changes about half of the output bits.
+    // Changing a bit of the key changes about half of the output bits.
     for (int bit = 0; bit < 64; bit += 9) {
         int flips = 0;
         for (uint64_t i = 0; i < 1000; i++) flips += __builtin_popcountll(rng_u64(i, 5) ^ rng_u64(i ^ 1ull << bit, 5));
-        CHECK(flips > 31000 && flips < 33000, "changing bit %d changes about 32 of 64 bits; found %.2f", bit,
+        CHECK(flips > 31000 && flips < 33000, "changing bit %d of the key changes about 32 of 64 bits; found %.2f", bit,
               flips / 1000.0);  // mean 32, sigma 4 / sqrt(1000)
     }
 }

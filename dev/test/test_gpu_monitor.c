@@ -1,11 +1,11 @@
 // Tests the readings of a GPU (gpu_monitor.h) with functions of our own in place of NVML's. The energy counts on
-// between readings and never falls. A value that the GPU does not report is NAN.
+// between readings and never falls. A value that the GPU does not report is NAN; throttle reasons are then 0.
 #define GPU_MONITOR_SECONDS 0.1  // so that the test is short
 #include "../../llmc/dist/gpu_monitor.h"
 #include "lib/check.h"
 
 static double fake_watts, fake_joules_from;  // the fake GPU has used fake_watts since the time fake_joules_from
-static double fake_joules_lump = 0.001;      // its energy counter grows by this much at a time
+static double fake_joules_lump = 0.001;      // its energy counter grows by this many joules at a time
 static int64_t fake_readings;
 static bool fake_is_silent;  // the fake GPU reports no values
 
@@ -112,7 +112,7 @@ static void test_lumps(void) {
 static void test_silent(void) {
     GpuMonitor m = fake_monitor();
     fake_is_silent = true;
-    CHECK(gpu_monitor_start(&m, "0000:01:00.0"), "the monitor starts for a GPU that reports no power");
+    CHECK(gpu_monitor_start(&m, "0000:01:00.0"), "the monitor starts for a GPU that reports no values");
     const GpuReading r = gpu_monitor_read(&m);
     CHECK(r.present && isnan(r.joules) && isnan(r.watts) && isnan(r.sm_mhz) && isnan(r.celsius) && r.throttle == 0,
           "values that the GPU does not report are NAN, and there are no throttle reasons");

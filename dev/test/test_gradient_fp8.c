@@ -1,5 +1,5 @@
 // Tests gradients in FP8 (gradient_fp8.h): 20 micro-steps, and sums over 1 to 4 ranks, byte for byte against
-// dev/reference/make_msamp_gradient_goldens.py; and gradients that are not finite.
+// dev/reference/make_msamp_gradient_goldens.py; gradients that are not finite; and all sums of two codes.
 #include "../../llmc/reference/gradient_fp8.h"
 #include "lib/check.h"
 #include "lib/fp8_golden.h"
@@ -31,8 +31,8 @@ static void check_array(const Golden *g, const char *name, SafetensorsType type,
     char *want = (char *)fp8_golden_bytes(&g->st, name, type, STEPS * elements);
     int64_t differ = 0;
     for (int64_t i = 0; i < bytes; i++) differ += ((const char *)got)[i] != want[step * bytes + i];
-    CHECK(differ == 0, "step %lld: %lld of %lld bytes of %s differ", (long long)step + 1, (long long)differ,
-          (long long)bytes, name);
+    CHECK(differ == 0, "step %lld: no byte of %s differs from the golden; %lld of %lld do", (long long)step + 1, name,
+          (long long)differ, (long long)bytes);
     free(want);
 }
 
@@ -57,10 +57,10 @@ static void test_added(const Golden *g) {
         check_array(g, "added", ST_U8, step, codes, g->n);
         check_array(g, "added_scale", ST_F32, step, scale, TENSORS);
     }
-    CHECK(differ == 0, "%lld rounded values are not the values of the codes", (long long)differ);
+    CHECK(differ == 0, "all rounded sums are the values of the codes; %lld are not", (long long)differ);
 }
 
-// Sums the gradients of `ranks` ranks in one step.
+// Sums the gradients of `ranks` ranks in one step: of whole replicas, or within a shard group.
 static void test_sum(const Golden *g, int64_t ranks, bool replicas, int64_t step) {
     static uint8_t codes[RANKS][MOST];
     float scale[TENSORS], scale_inv[TENSORS];
@@ -94,19 +94,24 @@ static void test_nonfinite(void) {
         const uint32_t amax = gradient_fp8_amax(x, 5);
         const float scale = gradient_fp8_scale(amax);
         uint8_t codes[2][5];
-        CHECK(amax >= 0x7f800000u && scale == 1, "%g: amax %08x, scale %g", (double)bad[i], amax, (double)scale);
+        CHECK(amax >= 0x7f800000u && scale == 1,
+              "a tensor with %g has an amax that is not finite, and scale 1; found amax %08x, scale %g", (double)bad[i],
+              amax, (double)scale);
         gradient_fp8_encode(codes[0], x, scale, 5);
         memset(codes[1], 0x38, 5);
         gradient_fp8_sum(codes[0], codes[0], 2, 5, 5);
         gradient_fp8_round(x, scale, 5);
-        CHECK(codes[0][2] == GRADIENT_FP8_NAN && isnan(x[2]), "%g: code %02x, value %g", (double)bad[i], codes[0][2],
-              (double)x[2]);
-        CHECK(codes[0][0] == 0x38 && codes[0][3] != GRADIENT_FP8_NAN && x[3] == -448, "the others stay numbers");
+        CHECK(codes[0][2] == GRADIENT_FP8_NAN && isnan(x[2]),
+              "a sum with %g has the code of NaN, and %g is rounded to NaN; found code %02x, value %g", (double)bad[i],
+              (double)bad[i], codes[0][2], (double)x[2]);
+        CHECK(codes[0][0] == 0x38 && codes[0][3] != GRADIENT_FP8_NAN && x[3] == -448,
+              "other elements of the tensor stay numbers");
     }
-    CHECK(gradient_fp8_scale(0) == 1 && gradient_fp8_scale(1) == 0x1p126f, "scales of zero and of tiny gradients");
+    CHECK(gradient_fp8_scale(0) == 1 && gradient_fp8_scale(1) == 0x1p126f,
+          "an amax of zero gives scale 1, and the smallest amax above zero gives 2^126");
 }
 
-// Sums of two codes.
+// Adds each pair of codes. The sum is that of FP16, rounded to E4M3.
 static void test_add(void) {
     int64_t differ = 0;
     for (int pair = 0; pair < 1 << 16; pair++) {
@@ -114,7 +119,7 @@ static void test_add(void) {
         const float half = fp16_to_float(fp16_from_float(fp8_to_float(a, FP8_E4M3) + fp8_to_float(b, FP8_E4M3)));
         differ += !fp8_same(gradient_fp8_add(a, b), fp8_from_float(half, FP8_E4M3), FP8_E4M3);
     }
-    CHECK(differ == 0, "%lld of 65536 sums differ from those in FP16", (long long)differ);
+    CHECK(differ == 0, "all sums equal those by way of FP16; %lld of 65536 differ", (long long)differ);
     CHECK(gradient_fp8_add(0x7f, 0) == 0x7f && gradient_fp8_add(0xfe, 0xff) == 0x7f, "NaN stays NaN in sums");
     CHECK(gradient_fp8_add(0x7e, 0x7e) == 0x7e && gradient_fp8_add(0xfe, 0xfe) == 0xfe, "sums saturate");
     CHECK(gradient_fp8_add(0x7e, 0xfe) == 0, "opposite codes cancel");

@@ -34,9 +34,12 @@ static void test_bits(void) {
         gradient_sum_reference(others[k], g, 0, N, false, &other[k]);
         for (int64_t i = 0; i < N; i++) same += others[k][i] == whole[i];
         // A sum is rounded up with probability 1/4, so two independent draws agree in 10 of 16 cases. 5 standard
-        // deviations are
-        // 620 elements.
-        CHECK(llabs(same - N * 10 / 16) < 620, "key %d: about 10 of 16 elements are rounded alike; found %lld of %d", k,
+        // deviations are 620 elements.
+        CHECK(llabs(same - N * 10 / 16) < 620,
+              "with another %s about 10 of 16 elements are rounded alike; found %lld of %d",
+              k == 0   ? "seed"
+              : k == 1 ? "step"
+                       : "part",
               (long long)same, N);
         free(others[k]);
     }
@@ -47,8 +50,8 @@ static void test_bits(void) {
     free(whole), free(pieces), free(g);
 }
 
-// A gradient that replaces a sum, or is added to an fp32 sum, is not rounded stochastically. An infinity stays
-// infinite.
+// A gradient that replaces a bf16 sum is rounded to nearest if `stochastic` is false. A sum in fp32 is not rounded to
+// bf16. An infinity stays infinite.
 static void test_kinds(void) {
     const float x[4] = {1 + 0x1p-8f + 0x1p-20f, INFINITY, 0x1.fep127f, -0x1p-133f};
     const GradientSum replaces = {false, false, 5, 0}, joins = later_part(1, 2, 3);
@@ -62,7 +65,8 @@ static void test_kinds(void) {
           "an fp32 sum is the sum in fp32; the first element is %.9g", (double)fp32[0]);
     gradient_sum_reference(sum, x, 0, 4, false, &joins);
     CHECK(sum[1] == INFINITY && isfinite(sum[3]),
-          "a sum with an infinity is infinite, and other elements are finite; found %.9g", (double)sum[1]);
+          "a bf16 sum with an infinity is infinite, and a sum of finite numbers stays finite; found %.9g and %.9g",
+          (double)sum[1], (double)sum[3]);
 }
 
 // Adds gradients of 1 in 1,024 parts: rounding to nearest would stop at a sum of 256. Also measures the noise of
@@ -96,8 +100,8 @@ static void test_sums(void) {
     // within their binades are evenly spread, which is true within a few percent.
     CHECK(share > 2.5e-6 && share < 3.0e-6,
           "noise of a micro-step is %.3g of the squared sum; gradient_sum.h states 2.7e-6", share);
-    printf("noise of %d bf16 additions: %.3g of the squared sum for each; %d ones add up to %.2f\n", PARTS, share,
-           PARTS, mean / N);
+    printf("noise of %d bf16 additions: %.3g of the squared sum for each; %d ones add up to %.2f on average\n", PARTS,
+           share, PARTS, mean / N);
     free(sum), free(g), free(drift), free(exact);
 }
 

@@ -59,16 +59,17 @@ static void test_defaults(void) {
     ModelConfig m = read_text(LLAMA "}");
     CHECK(m.family == FAMILY_LLAMA && m.num_kv_heads == 4 && m.head_dim == 32 && !m.tie_word_embeddings &&
               !m.qkv_bias && !m.qk_norm,
-          "a Llama config without these fields gets transformers' defaults: shape of the heads, no biases, no QK-norm, "
-          "not tied");
+          "a Llama config that states only its sizes gets transformers' defaults: shape of the heads, no biases, no "
+          "QK-norm, not tied");
     CHECK(m.rms_norm_eps == 1e-6 && m.rope_theta == 10000 && m.rope_scaling.factor == 0 &&
               m.initializer_range == 0.02 && m.max_position_embeddings == 2048,
-          "a Llama config without these fields gets transformers' defaults: RoPE, norms, initial weights, positions");
+          "a Llama config that states only its sizes gets transformers' defaults: RoPE, norms, initial weights, "
+          "positions");
     CHECK(m.bos_token_id == 1 && m.eos_token_id == 2, "a Llama config without token ids gets transformers' defaults");
     m = read_text("{\"model_type\": \"qwen2\", " SIZES ", \"num_key_value_heads\": null}");
     CHECK(m.family == FAMILY_QWEN2 && m.qkv_bias && !m.qk_norm && m.num_kv_heads == 4 && m.head_dim == 32 &&
               m.bos_token_id == -1 && m.max_position_embeddings == 32768,
-          "a Qwen2 config has biases, and transformers' defaults for fields that are missing");
+          "a Qwen2 config has biases, and transformers' defaults for fields that are missing or null");
     m = read_text(QWEN3 ", \"num_key_value_heads\": 2, \"tie_word_embeddings\": true, \"eos_token_id\": [7, 8], "
                         "\"bos_token_id\": 1000}");
     CHECK(m.family == FAMILY_QWEN3 && !m.qkv_bias && m.qk_norm && m.num_kv_heads == 2 && m.head_dim == 128 &&
@@ -159,7 +160,7 @@ static void test_refused(void) {
         {"{\"architectures\": [\"LlamaForCausalLM\"], \"vocab_size\": 99999999, \"hidden_size\": 128, "
          "\"intermediate_size\": 256, \"num_hidden_layers\": 2, \"num_attention_heads\": 4}",
          "vocab_size = 99999999 is outside"},
-        {QWEN2 "}", "not a multiple"}};  // transformers' default of 32 key heads does not divide 4
+        {QWEN2 "}", "not a multiple"}};  // 4 heads, and transformers' default of 32 key/value heads
     char output[4096];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
         CHECK(check_dies(read_action, (void *)cases[i][0], cases[i][1], output, sizeof output), "%s is refused: \"%s\"",
@@ -208,7 +209,8 @@ static void test_goldens(void) {
         CHECK(memcmp(&read[0], &read[1], sizeof read[0]) == 0, "%s: both styles give the same model", names[i]);
         CHECK((read[0].rope_scaling.factor > 0) == (i == 1) && read[0].qkv_bias == (i == 2) &&
                   read[0].qk_norm == (i == 3),
-              "%s has RoPE scaling, biases or QK-norm if its family has them", names[i]);
+              "only llama31_tiny has RoPE scaling, only qwen2_tiny biases and only qwen3_tiny QK-norm; this is %s",
+              names[i]);
     }
 }
 

@@ -71,7 +71,7 @@ static void check_environment(void) {
     CHECK(i.port == port && strcmp(i.job, "slurm 17.2.1") == 0,
           "a requeued job has another name, and keeps its port; found %s", i.job);
     i = join("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=3 SLURM_STEP_NODELIST=a SLURM_JOB_ID=18 SLURM_STEP_ID=2", "tiny");
-    CHECK(i.port != port, "another job has another port");
+    CHECK(i.port != port, "jobs 17 and 18 have different ports");
     i = join("RANK=1 WORLD_SIZE=2 MASTER_ADDR=node MASTER_PORT=29500", "tiny");
     CHECK(i.kind == INIT_TCP && i.rank == 1 && i.world == 2 && i.port == 29500 && strcmp(i.place, "node") == 0,
           "PyTorch's variables mean TCP");
@@ -93,7 +93,7 @@ static void check_arguments(void) {
     i = join("", "--init-from mpi");
     CHECK(i.kind == INIT_MPI, "--init-from mpi means MPI");
     i = join("RANK=0 WORLD_SIZE=1", "--init-from tcp:a:80");
-    CHECK(i.kind == INIT_ONE, "one rank of one needs no connection");
+    CHECK(i.kind == INIT_ONE, "with WORLD_SIZE=1 the rank needs no connection");
 }
 
 int main(void) {

@@ -1,5 +1,5 @@
-// Tests json.h: accepted input, refused input with the error messages, and that no input makes the parser read or write
-// outside its memory (run it under ASan).
+// Tests json.h: values that are read, refused input with the error messages, damaged input (under ASan, a read or write
+// outside of memory ends the test), and text that is written.
 #include "../../llmc/base/json.h"
 #include "../../llmc/base/rng.h"
 #include "lib/check.h"
@@ -70,7 +70,7 @@ static void test_depth(void) {
     memset(text, '[', 128);
     memset(text + 128, ']', 128);
     CHECK(json_parse(&json, "t.json", text + 128 - JSON_MAX_DEPTH, 2 * JSON_MAX_DEPTH, &failure),
-          "a depth of JSON_MAX_DEPTH is accepted: %s", failure.text);
+          "JSON_MAX_DEPTH nested arrays are accepted: %s", failure.text);
     json_free(&json);
     check_refused(text, sizeof text, "nested too deeply");
     char *deep = (char *)xcalloc(1 << 20, 1);
@@ -98,7 +98,7 @@ static void test_values(void) {
     CHECK(strcmp(json_member(&json, root, "raw")->text, "\xc3\xa9\xff") == 0,
           "a string keeps bytes that are not UTF-8");
     CHECK(json_member(&json, root, "") && !json_member(&json, root, "absent") && !json_member(&json, name, "x"),
-          "json_member finds the keys of objects only");
+          "json_member finds an empty key, but no absent key and no key of a string");
     int64_t i = 0;
     double x = 0;
     bool b = false;
@@ -176,7 +176,8 @@ static void test_numbers(void) {
     json_free(&json);
 }
 
-// Every prefix of a document is refused. A damaged document is refused or parsed, and never crashes the parser.
+// Every shorter prefix of a document is refused. Documents with 1 to 3 random bytes are refused or parsed, and none of
+// 20,000 crashes the parser.
 static void test_damage(void) {
     const size_t size = strlen(document);
     Json json;

@@ -1,5 +1,5 @@
-// Tests the step line, every line of log.jsonl (read back with the JSON reader), the medians of the summary, and files
-// that cannot be written.
+// Tests the step line, lines of log.jsonl (read back with the JSON reader), the summary, and files that cannot be
+// written.
 #include <signal.h>
 #include <sys/resource.h>
 
@@ -84,7 +84,7 @@ static void test_step_line(void) {
     l.run.peak_bf16 = 0, s.skipped = true, s.norm = (double)INFINITY;
     line = captured(log_step, &l, &s);
     CHECK(strstr(line, "norm inf") && strstr(line, "| mfu n/a | sol n/a | mem") && strstr(line, "SKIPPED"),
-          "a GPU of unknown peak and a skipped step are named: %s", line);
+          "mfu and sol are n/a on a GPU of unknown peak, and a skipped step says so: %s", line);
     CHECK(!strstr(line, "%"), "a GPU of unknown peak has neither mfu nor sol: %s", line);
     free(line);
     free(captured(log_close, &l, NULL));
@@ -146,7 +146,7 @@ static void test_file(void) {
             CHECK(strcmp(json_member(&json, settings, "train-data")->text, r.o.train_data) == 0,
                   "quotes in a setting are read back: %s", line);
             CHECK(member(&json, "world_size") == 4 && member(&json, "parameters") == 8030261248.0,
-                  "the settings have the number of ranks and of parameters: %s", line);
+                  "the first line has the number of ranks and of parameters: %s", line);
         }
         if (lines == 1) {
             CHECK(strcmp(type, "step") == 0 && member(&json, "step") == 1 && member(&json, "loss") == 50 &&
@@ -218,12 +218,12 @@ static void test_failures(void) {
     const char *path = scratch_path("log.jsonl");
     char output[1024];
     CHECK(check_dies(open_log, (void *)"/proc/no/such", "--log-dir", output, sizeof output),
-          "a --log-dir that cannot be made is refused: %s", output);
+          "a --log-dir that does not exist is refused: %s", output);
     if (mkdir(path, 0777)) die("mkdir: %s", strerror(errno));
     CHECK(check_dies(open_log, scratch, "cannot write", output, sizeof output),
           "a log.jsonl that is a folder is refused: %s", output);
     rmdir(path);
-    // A full disk costs the log, not the run.
+    // A log that can neither be written nor cut is given up, and the run goes on.
     if (symlink("/dev/full", path)) die("symlink: %s", strerror(errno));
     Run r = make_run(0);
     fflush(stderr);
@@ -235,7 +235,7 @@ static void test_failures(void) {
     StepRecord s = make_step(1, 1);
     s.gpus = NULL, s.joules = (double)NAN;  // a summary without energy
     free(captured(log_step, &l, &s));
-    CHECK(l.file == NULL, "the log is given up on a full disk");
+    CHECK(l.file == NULL, "a log that leads to /dev/full is given up");
     char *printed = captured(log_close, &l, NULL);
     CHECK(strstr(printed, "time:") && !strstr(printed, "energy"), "the summary is printed, without energy: %s",
           printed);

@@ -5,10 +5,10 @@
 #define GIB ((int64_t)1 << 30)
 
 // A stand-in for the memory plan, in GiB. Weights, gradients and moments take 40. fp32 moments add 4, fp32 masters 8,
-// FP16 masters 4. FP8 moments take away 8, --offload moments 3 and master 6, --optimizer-in-backward 2. With --sharding
-// full, ranks share this sum. Each sequence of a batch takes 10, or 9, 7, 5 and 1 with --recompute norm, attention, mlp
-// and layer;
-// --fp8-activations takes away 3 from each. An FP8 weight cache takes 6.
+// FP16 masters 4. coat-stochastic moments take away 8, --offload moments 3 and master 6, --optimizer-in-backward 2.
+// With
+// --sharding full, the ranks of a shard group divide this sum. Each sequence of a batch takes 10, or 9, 7, 5 and 1 with
+// --recompute norm, attention, mlp and layer; --fp8-activations takes away 3 from each. An FP8 weight cache takes 6.
 static int64_t needed(const Options *o, const ModelConfig *m, const Comm *c) {
     static const int64_t sequence[] = {10, 9, 7, 5, 1};  // indexed by o->recompute
     (void)m;
@@ -134,7 +134,7 @@ static void test_combinations(void) {
     c.available = 0;
     char output[4096];
     CHECK(check_dies(require_action, &c, "smaller model", output, sizeof output) && !strstr(output, "ranks (mpirun"),
-          "if no number of ranks is enough, the message names none: %s", output);
+          "if no number of ranks up to 1024 is enough, the message names none: %s", output);
 }
 
 static void test_backward(void) {

@@ -41,13 +41,15 @@ static void test_presets(void) {
                                    : FAMILY_LLAMA) &&
                   m.qkv_bias == qwen2 && m.qk_norm == qwen3,
               "%s has the family of its name, with that family's biases and QK-norm", name);
-        CHECK((m.rope_scaling.factor > 0) == llama3 && m.rms_norm_eps == (qwen2 || qwen3 ? 1e-6 : 1e-5) &&
-                  m.initializer_range == 0.02,
-              "%s has RoPE scaling, norm epsilon and initial weights of its family", name);
+        CHECK(
+            (m.rope_scaling.factor > 0) == llama3 && m.rms_norm_eps == (qwen2 || qwen3 ? 1e-6 : 1e-5) &&
+                m.initializer_range == 0.02,
+            "%s has RoPE scaling exactly if it is a llama3, the norm epsilon of its family, and initializer_range 0.02",
+            name);
         CHECK(m.num_heads % m.num_kv_heads == 0 &&
                   model_qkv_size(&m) == (m.num_heads + 2 * m.num_kv_heads) * m.head_dim,
               "%s: the number of heads is a multiple of that of key/value heads, and qkv has room for all heads", name);
-        // GPU kernels take head_dim 64 and 128. The sizes of all presets are multiples of 64.
+        // GPU kernels take head_dim 64 and 128. They need multiples of 16 of the other sizes; presets have those of 64.
         CHECK(m.head_dim == 64 || m.head_dim == 128, "%s: head_dim is 64 or 128; found %lld", name,
               (long long)m.head_dim);
         CHECK(m.hidden_size % 64 == 0 && m.intermediate_size % 64 == 0,
@@ -58,10 +60,10 @@ static void test_presets(void) {
     CHECK(!model_config_preset(&m, "llama") && !model_config_preset(&m, "") && !model_config_preset(&m, "TINY"),
           "unknown presets are refused");
     CHECK(model_config_preset(&m, "tiny") && m.num_layers == 2 && m.hidden_size == 64 && m.vocab_size == 0,
-          "preset tiny has 2 layers and hidden size 64");
+          "preset tiny has 2 layers, hidden size 64, and no vocabulary of its own");
     CHECK(model_config_preset(&m, "small") && m.num_layers == 4 && m.hidden_size == 256 &&
               m.intermediate_size % 128 == 0 && model_qkv_size(&m) % 128 == 0,
-          "preset small has 4 layers, hidden size 256 and other sizes that 128 divides");
+          "preset small has 4 layers, hidden size 256, and intermediate and qkv sizes that are multiples of 128");
 }
 
 // Values of transformers 5.17 (ROPE_INIT_FUNCTIONS["llama3"], float32): kept, interpolated and divided frequencies.

@@ -44,7 +44,8 @@ static void encode(State *s, int64_t k, const float *weights) {
     fp16_weights_encode(s->master + first, weights + first, s->scale[2][k], n);
 }
 
-// Takes a step for tensor k in two parts, as two ranks would. `step` is counted from 1.
+// Takes a step for tensor k: with fp32 masters at once, then with FP16 masters in two parts, as two ranks would. `step`
+// is counted from 1.
 static void take_step(State *s, int64_t k, const float *gradients, int64_t step) {
     const int64_t first = s->begin[k], n = s->begin[k + 1] - first, third = n / 3;
     fp16_weights_decode(s->weights + first, s->master + first, s->scale[2][k], n);
@@ -115,12 +116,12 @@ static void test_rule(void) {
         const float got = msamp_scale(columns[0][i], columns[1][i], columns[2][i]);
         if (float_bits(got) == float_bits(columns[3][i])) continue;
         if (!wrong++)
-            printf("  amax %g, scale %g, fp_max %g: %g, not %g\n", (double)columns[0][i], (double)columns[1][i],
-                   (double)columns[2][i], (double)got, (double)columns[3][i]);
+            printf("  amax %g, scale %g, fp_max %g: scale %g, the golden's %g\n", (double)columns[0][i],
+                   (double)columns[1][i], (double)columns[2][i], (double)got, (double)columns[3][i]);
     }
     CHECK(n > 1000 && wrong == 0, "all scales equal the golden's; %lld of %lld differ", (long long)wrong, (long long)n);
     CHECK(msamp_scale(0, 4, 448) == 4 && msamp_scale(NAN, 4, 448) == 4 && msamp_scale(INFINITY, 4, 448) == 0.25f,
-          "zero and NaN keep the scale, infinity inverts it");
+          "an amax of zero or NaN keeps the scale, an infinite amax inverts it");
     CHECK(msamp_scale(448, 1, 448) == 1 && msamp_scale(449, 1, 448) == 0.5f && msamp_scale(224, 1, 448) == 2,
           "the scale is the largest power of two with which the amax does not overflow");
     CHECK(msamp_scale(0x1p-149f, 1, 448) == 0x1p126f && msamp_scale(0x1p127f, 1, FP16_MAX) == 0x1p-112f,
@@ -137,8 +138,8 @@ static double nearest_fp16(double x) {
     return fmax(-65504, fmin(65504, nearbyint(x / unit) * unit));
 }
 
-// Casts numbers of all magnitudes, all FP16 numbers, and the ties between them. test_safetensors.c checks the casts
-// back.
+// Casts numbers of all magnitudes, every FP16 number below 65504, and the ties between neighbours. test_safetensors.c
+// checks the casts back.
 static void test_fp16(void) {
     int64_t wrong = 0, ties = 0, tested = 0;
     for (uint64_t bits = 0; bits < (uint64_t)1 << 32; bits += 2053) {
@@ -169,7 +170,8 @@ static void check_cast(const Safetensors *st, const char *name, SafetensorsType 
     int64_t differ = 0;
     for (int64_t i = 0; i < n * width; i += width)
         differ += memcmp((const char *)got + i, want + i, (size_t)width) != 0;
-    CHECK(differ == 0, "%lld of %lld elements of %s differ", (long long)differ, (long long)n, name);
+    CHECK(differ == 0, "%lld of %lld elements of %s differ from the golden; expected none", (long long)differ,
+          (long long)n, name);
     free(want);
 }
 
@@ -212,7 +214,7 @@ static void test_casts(void) {
     safetensors_close(&st);
 }
 
-// bf16 masters are rounded with the random bits of adamw_reference, so the result depends on the flat element alone.
+// bf16 masters are rounded with the random bits that adamw_reference has for the step and the flat element.
 static void test_bf16_weights(void) {
     enum { N = 64 };
     const MsampStep msamp = msamp_step(3, 1e-3, 0.9, 0.95, 1e-8, 0.1);

@@ -1,5 +1,6 @@
-// Tests options.h: every row of the table, parsing, every kind of wrong value, conflicts, and the texts that
-// checkpoints and logs keep.
+// Tests options.h and options_rules.h: every row of the table, parsing, wrong values, conflicts, what `auto` stands
+// for,
+// --help, and the printed settings.
 #include "../../llmc/config/options_rules.h"
 #include "lib/check.h"
 
@@ -98,7 +99,7 @@ static void test_rows(void) {
                       "--%s %s is read and written", row->name, text);
             }
             CHECK(choices >= 2 && (int)row->initial < choices,
-                  "--%s has two choices or more, and its default is one of them; found %d", row->name, choices);
+                  "--%s has two choices or more, and its default is one of them; found %d choices", row->name, choices);
         } else if (row->kind == OPTION_TEXT) {
             option_set(&a, row, "a b");
             option_format(&a, row, text, sizeof text);
@@ -126,7 +127,7 @@ static void test_msamp(void) {
           "--msamp O2: MS-AMP's moments beside what O1 sets");
     o = parse("tiny --msamp O3");
     CHECK(o.optimizer_state == MOMENTS_MSAMP && o.reduce_dtype == REDUCE_FP8 && o.sharding == SHARDING_GRAD_OP,
-          "--msamp O3: sharded as well");
+          "--msamp O3: --sharding grad_op beside what O2 sets");
     o = parse("tiny --optimizer-state coat --msamp O3 --reduce-dtype bf16 --sharding full");
     CHECK(o.optimizer_state == MOMENTS_MSAMP && o.reduce_dtype == REDUCE_BF16 && o.sharding == SHARDING_FULL,
           "--msamp replaces options before it, and options after it replace its own");
@@ -225,7 +226,7 @@ static void test_refused(void) {
 // Each case has FP8 options and a part of the message that refuses them together, or "" if they are allowed.
 static void test_fp8_conflicts(void) {
     static const char *const cases[][2] = {
-        // recipes need batch-size x sequence-length to be a multiple of their block
+        // batch-size x sequence-length must be a multiple of 16, 32 or 128: it depends on the recipe
         {"--fp8-recipe blockwise --sequence-length 64",
          "(recipe blockwise) needs batch-size x sequence-length in multiples of 128 (FP8 GEMMs), not 1 x 64; "
          "--sequence-length 128 would do"},
@@ -307,7 +308,8 @@ static void test_backward_conflicts(void) {
     }
 }
 
-// Lists of --offload: what each means, or a part of the message.
+// Lists of --offload: the parts that are read, up to an unknown word, and a part of the message that refuses the list,
+// or "" if it is accepted.
 static void test_offload(void) {
     static const struct {
         const char *options;
@@ -342,7 +344,8 @@ static void test_offload(void) {
         options_read_offload(o.offload, &out);
         CHECK(out.moments == cases[i].moments && out.master == cases[i].master &&
                   out.activations == cases[i].activations,
-              "%s: moments %d, master %d, activations %d", line, out.moments, out.master, out.activations);
+              "%s: the expected parts are read; found moments %d, master %d, activations %d", line, out.moments,
+              out.master, out.activations);
     }
 }
 
@@ -538,7 +541,7 @@ static void test_sharding(void) {
     Options o = parse("tiny --precision fp32"), half = parse("tiny --precision fp8");
     options_resolve(&o), options_resolve(&half);
     CHECK(o.reduce_dtype == REDUCE_FP32 && half.reduce_dtype == REDUCE_BF16 && half.fp8_all_gather == ON,
-          "auto chooses the dtype of the reduce-scatter and the FP8 all-gather");
+          "--precision fp32 reduces in fp32; --precision fp8 reduces in bf16 and gathers weights in FP8");
 }
 
 // The options give the dtype in which gradients are summed. The options and the number of ranks tell if AdamW reads

@@ -1,4 +1,5 @@
-// Tests parameters.h: names, shapes and flags of every model family, and the layout of the flat array.
+// Tests parameters.h: flags and the layout of the flat array for every model family, and shapes of a Qwen2 and a Qwen3
+// model.
 #include "../../llmc/config/parameters.h"
 #include "lib/check.h"
 
@@ -28,7 +29,7 @@ static void test_layout(const ModelConfig *m) {
                           : strstr(p->name, "embed_tokens") && !m->tie_word_embeddings ? SEGMENT_EMBEDDING
                                                                                        : SEGMENT_MATRICES),
               "%s is in the segment of its kind", p->name);
-        CHECK(p->offset >= end, "%s begins where the tensor before it ends, or later", p->name);
+        CHECK(p->offset >= end, "%s begins where the tensor before it in its segment ends, or later", p->name);
         if (p->flags & PARAM_JOINED)
             CHECK(i > 0 && p->offset == end && p->layer == p[-1].layer && p->cols == p[-1].cols,
                   "%s follows the tensor before it without a gap", p->name);
@@ -107,7 +108,7 @@ static void test_fields(const ModelConfig *m) {
     }
     CHECK((t.root.lm_head < 0) == m->tie_word_embeddings && (t.layer.bq < 0) == !m->qkv_bias &&
               (t.layer.q_norm < 0) == !m->qk_norm,
-          "the table has lm_head, biases and QK-norm weights only if the model has them");
+          "the table has lm_head, biases and QK-norm weights exactly if the model has them");
     parameter_table_free(&t);
 }
 

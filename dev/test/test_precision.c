@@ -1,5 +1,5 @@
-// Tests precision.h: which layers each word of --fp8-filter keeps in bf16, the rule of sizes, and the printed table for
-// every preset and recipe.
+// Tests precision.h: which layers each word of --fp8-filter keeps in bf16, the rule of sizes, fast accumulation, casts
+// from FP16 masters, and the printed table for every preset and recipe.
 #include "../../llmc/config/precision.h"
 #include "lib/check.h"
 
@@ -158,7 +158,7 @@ static void test_sizes(void) {
         parameter_table_free(&t);
     }
     free_plan(&x);
-    // With bf16 the plan has the row of bf16, whatever recipe is given.
+    // With --precision bf16 the plan has the row of bf16.
     x = make_plan("small", RECIPE_BF16, "");
     CHECK(!x.p.any_fp8 && x.p.any_bf16 && precision_of(&x.p, 0, DOWN_PROJ) == recipe_row(RECIPE_BF16) &&
               !precision_layer_is_fp8(&x.p, 0),
@@ -222,7 +222,7 @@ static void test_fast_sums(void) {
         Precision p = precision_plan(&o, "", &m, &t, true);
         for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
             CHECK(precision_fast_accum(&p, p.recipe, (GemmKind)gemm) == cases[i].expected[gemm],
-                  "%s, option %d, GEMM %d has fast_accum exactly if recipe and option say so",
+                  "%s, option %d, GEMM %d: fast_accum is as recipe, option and emulation say",
                   recipe_row(cases[i].recipe)->name, cases[i].option, gemm);
         precision_free(&p);
         parameter_table_free(&t);
@@ -291,7 +291,7 @@ static void test_tables(void) {
     for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++)
         for (int recipe = 0; recipe <= NUM_RECIPES; recipe++) {
             Plan x = make_plan(presets[i], recipe, "");
-            const int shown = x.p.any_fp8 ? recipe : RECIPE_BF16;  // no size of tiny fits blockwise
+            const int shown = x.p.any_fp8 ? recipe : RECIPE_BF16;  // no linear layer of tiny fits blockwise
             CHECK(x.p.any_fp8 == (recipe != RECIPE_BF16 && !(recipe == RECIPE_BLOCKWISE && i == 0)) &&
                       !(x.p.any_fp8 && x.p.any_bf16),
                   "%s, %s: all layers are FP8, or all are bf16; found any_fp8 %d, any_bf16 %d", presets[i],
@@ -311,7 +311,7 @@ static void test_tables(void) {
             CHECK(check_count(text, "\n") == 18 + (recipe == RECIPE_BLOCKWISE && i == 0),
                   "%s, %s: there is a line for each GEMM in\n%s", presets[i], recipe_row(recipe)->name, text);
             CHECK(check_count(text, "fast_accum") == (x.p.any_fp8 && x.p.recipe->fast_accum ? NUM_LINEARS : 0),
-                  "%s, %s: fast_accum stands at fprop alone, if the recipe has it, in\n%s", presets[i],
+                  "%s, %s: fast_accum stands in 4 lines if the recipe has it, else in none, in\n%s", presets[i],
                   recipe_row(recipe)->name, text);
             free(text);
             free_plan(&x);
@@ -370,7 +370,8 @@ static void test_casts_masters(void) {
         precision_free(&x.p);
         x.o.master_weights = cases[i].masters;
         x.p = precision_plan(&x.o, x.o.fp8_filter, &x.m, &x.t, true);
-        CHECK(x.p.casts_masters == cases[i].casts, "case %zu: casts_masters %d", i, x.p.casts_masters);
+        CHECK(x.p.casts_masters == cases[i].casts, "case %zu: FP8 weights are cast from masters %d; expected %d", i,
+              x.p.casts_masters, cases[i].casts);
         free_plan(&x);
     }
 }
@@ -383,12 +384,13 @@ static void plan_bf16_gather(void *context) {
     if (!x.p.casts_masters) die("planned");
 }
 
-// bf16 weights cannot be gathered if there are none.
+// --fp8-all-gather off with FP16 masters: ranks cannot gather bf16 weights if there are none.
 static void test_bf16_gather(void) {
     char output[1024], none[] = "", first[] = "first";
-    CHECK(check_dies(plan_bf16_gather, none, "there are none in bf16; leave it out", output, sizeof output), "%s",
-          output);
-    CHECK(check_dies(plan_bf16_gather, first, "planned", output, sizeof output), "%s", output);
+    CHECK(check_dies(plan_bf16_gather, none, "there are none in bf16; leave it out", output, sizeof output),
+          "without a filter, FP8 weights are cast from the masters, so it is refused: %s", output);
+    CHECK(check_dies(plan_bf16_gather, first, "planned", output, sizeof output),
+          "if the filter keeps a layer in bf16, there are bf16 weights, so it is accepted: %s", output);
 }
 
 int main(void) {

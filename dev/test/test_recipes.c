@@ -1,6 +1,6 @@
 // Tests recipes.h, scales of fp8.h, delayed.h and quantize_reference.h: codes and scales of every recipe's FP8 data
-// compared byte for byte with those of torchao and Transformer Engine (dev/reference), the layout of scales, and
-// properties that hold for any matrix. Run it from the root of the repository.
+// compared byte for byte with those of torchao and Transformer Engine (dev/reference), the layout of scales, and errors
+// and special values of casts. Run it from the root of the repository.
 #include "../../llmc/reference/delayed.h"
 #include "../../llmc/reference/quantize_reference.h"
 #include "../../llmc/base/rng.h"
@@ -219,7 +219,8 @@ static void test_golden_scales(void) {
         CHECK(wrong_pow2 == 0 && wrong_mx == 0, "%s: scales equal torchao's; %d powers of two and %d E8M0 bytes differ",
               fp8_format_name(format), wrong_pow2, wrong_mx);
         CHECK(saturated == 0 && unlike == 0,
-              "%s: no amax saturates in MX (%d do), and Transformer Engine's scales are torchao's (%d are not)",
+              "%s: no amax saturates in MX (%d do), and from an amax of 1e-12 on Transformer Engine's scales are "
+              "torchao's (%d are not)",
               fp8_format_name(format), saturated, unlike);
         CHECK(fp8_rule_scale(SCALE_TORCHAO_POW2, INFINITY, format) == 0 &&
                   isnan(fp8_rule_scale(SCALE_TORCHAO_POW2, NAN, format)),
@@ -314,15 +315,15 @@ static void test_golden_layout(void) {
     safetensors_close(&st);
 }
 
-// Tests the orders that cuBLASLt's manual gives: 1x128 blocks lie column by column, 128x128 blocks row by row, with
-// each row padded to a multiple of 4 blocks.
+// Tests the orders of scales that cuBLASLt's manual gives: those of 1x128 blocks lie column by column, those of 128x128
+// blocks row by row, with each row padded to a multiple of 4 scales.
 static void test_block_orders(void) {
     CHECK(scale_index(BLOCK_1X128, 5, 300, 200, 640) == 2 * 200 + 5 &&
               scale_bytes(BLOCK_1X128, 200, 640) == 4 * 5 * 200,
-          "scales of 1x128 blocks have their index and bytes");
+          "a scale of 1x128 blocks has its place, and all scales of [200, 640] take 4 x 5 x 200 bytes");
     CHECK(scale_index(BLOCK_128X128, 300, 300, 384, 640) == 2 * 8 + 2 &&
               scale_bytes(BLOCK_128X128, 384, 640) == 4 * 3 * 8,
-          "scales of 128x128 blocks have their index and bytes");
+          "a scale of 128x128 blocks has its place, and all scales of [384, 640] take 4 x 3 x 8 bytes");
 }
 
 // Each scale block has its own place within scale_bytes(), and all elements of the block share it.
@@ -369,7 +370,7 @@ static void test_granularities(void) {
         const GranularityTraits *r = granularity_traits(g);
         CHECK(is_per_tensor(g) == (r->amaxes == AMAX_ONE), "%s: is_per_tensor agrees with the table", r->name);
         CHECK((g == NO_SCALE) == (r->type == SCALE_TYPE_NONE) && (g == NO_SCALE) == !*r->name,
-              "granularity %d: type and name agree with the table", number);
+              "granularity %d: exactly NO_SCALE has no type of scales and no name", number);
         CHECK(scale_load(g, scales, 0) == (r->type == SCALE_TYPE_E8M0 ? 0x1p-127f : 1),
               "%s: scale_load reads the table's type of scales", r->name);
         for (int64_t i = 0; r->type != SCALE_TYPE_NONE && i < 300; i++)
@@ -382,7 +383,7 @@ static void test_granularities(void) {
             }
     }
     CHECK(scale_bytes(NO_SCALE, 30, 50) == 0 && scale_bytes(PER_TENSOR, 30, 50) == 4,
-          "no scale takes 0 bytes, and one takes 4");
+          "NO_SCALE takes 0 bytes, and one scale for the tensor takes 4");
     CHECK(scale_bytes(PER_TENSOR_BROADCAST, 30, 50) == 120 && scale_bytes(PER_ROW, 30, 50) == 120,
           "scales of 30 rows take 120 bytes");
     CHECK(scale_bytes(BLOCK_1X32, 129, 129) == 2 * 2 * 512, "scales of 1x32 blocks fill whole tiles of 512 bytes");
@@ -464,7 +465,7 @@ static void test_golden_linear(void) {
     safetensors_close(&st);
 }
 
-// ---- Properties that hold for any matrix.
+// ---- Casts of random matrices.
 
 static Matrix random_matrix(uint64_t seed, int64_t R, int64_t C) {
     Matrix m = {(float *)xcalloc((size_t)(R * C), sizeof(float)), R, C};
@@ -496,7 +497,7 @@ static void test_transposes(void) {
         Copy row = copy_make(&m, ROWWISE, kinds[k].granularity, kinds[k].rule, FP8_E4M3, 0),
              col = copy_make(&m, COLUMNWISE, kinds[k].granularity, kinds[k].rule, FP8_E4M3, 0);
         CHECK(transposed(&row, &col) == kinds[k].same,
-              "granularity %d: codes are transposed exactly if their scales do not depend on the direction",
+              "granularity %d: columnwise codes are the rowwise ones, transposed, exactly if both have the same scales",
               (int)kinds[k].granularity);
         if (kinds[k].granularity == BLOCK_128X128)
             for (int64_t i = 0; i < 200; i += 128)
@@ -607,10 +608,10 @@ static void test_table(void) {
     CHECK(tensor_amaxes(PER_TENSOR, PER_TENSOR, 30, 50) == 1 && tensor_amaxes(PER_ROW, PER_ROW, 30, 50) == 80,
           "a scale per tensor needs 1 amax, a scale per row 30 + 50");
     CHECK(tensor_amaxes(PER_ROW, PER_TENSOR_BROADCAST, 30, 50) == 31 && tensor_amaxes(PER_ROW, NO_SCALE, 30, 50) == 30,
-          "rowwise scales per row need 30 amaxes, and a scale of the columnwise tensor 1 more");
+          "30 rows need 30 amaxes; one scale for all columnwise data needs 1 more, bf16 columnwise data none");
     CHECK(tensor_amaxes(BLOCK_1X128, BLOCK_1X128, 30, 50) == 0 &&
               tensor_amaxes(BLOCK_128X128, BLOCK_128X128, 30, 50) == 0,
-          "scales of blocks need no stored amax");
+          "scales of 1x128 and 128x128 blocks need no stored amax");
 }
 
 int main(void) {

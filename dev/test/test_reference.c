@@ -1,6 +1,6 @@
-// Tests the operations of a model in llmc/reference/, AdamW and initial weights: forward compared with a plain
-// double-precision version in this file, backward with central differences of that version, rounding, odd sizes,
-// special values, and that results do not depend on the number of threads.
+// Tests the operations of a model in llmc/reference/, GEMMs of every recipe, AdamW and initial weights: forward
+// compared with a plain double-precision version in this file, backward with central differences of that version,
+// rounding, odd sizes, special values, and that results do not depend on the number of threads.
 #include <omp.h>
 
 #include "../../llmc/reference/adamw.h"
@@ -470,8 +470,8 @@ static void test_bf16_recipe(void) {
     linear_case_free(&c);
 }
 
-// A given scale is used unchanged, and larger values saturate. An operand that is made from codes alone is equal,
-// rowwise and columnwise.
+// A given scale is used unchanged, and values beyond the range saturate. An operand that is made from the codes and
+// this scale is equal, rowwise and columnwise.
 static void test_given_scales(void) {
     LinearCase c = linear_case(9, 13, 20);
     const Recipe *r = recipe_row(RECIPE_DELAYED);
@@ -516,6 +516,8 @@ static void test_fp8_special(void) {
     }
 }
 
+// ---- AdamW, initial weights, and numbers of threads.
+
 static void test_adamw(void) {
     enum { N = 100000 };
     const AdamwStep s1 = adamw_step(1, 1e-3, 0.9, 0.999, 1e-8, 0.1, false, 42),
@@ -558,7 +560,8 @@ static void test_adamw(void) {
         wrong += m[i] != bf16_to_float(bf16_from_float_stochastic(e.exp_avg, random.exp_avg >> 16));
         wrong += v[i] != bf16_to_float(bf16_from_float_stochastic(e.exp_avg_sq, random.exp_avg_sq >> 16));
     }
-    CHECK(wrong == 0, "all stored values are rounded with these bits; %lld are not", (long long)wrong);
+    CHECK(wrong == 0, "all weights and moments are rounded with the bits of their own words; %lld are not",
+          (long long)wrong);
     for (int i = 0; i < N; i++)
         m[i] = v[i] = 0;  // in two parts the result is equal, because the bits depend only on the flat index
     adamw_reference(w_split, m, v, g, 0, 777, false, 1, true, true, &s1);
@@ -584,12 +587,12 @@ static void test_initialize(void) {
     CHECK(fabs(sqrt(squares / n) - 0.02) < 0.0003,
           "the standard deviation of the initial weights is about 0.02; found %g", sqrt(squares / n));
     CHECK(parameter_initial_value(0, 1, 42, 3, 0) != parameter_initial_value(0, 1, 42, 4, 0),
-          "each tensor draws from its own random stream");
+          "the first weights of tensors 3 and 4 differ");
     CHECK(parameter_initial_value(0, 1, 42, 3, 0) != parameter_initial_value(0, 1, 43, 3, 0),
-          "different seeds give different initial weights");
+          "the first weights with seeds 42 and 43 differ");
 }
 
-// Runs the operations whose work is split over threads. `out` receives all results.
+// Runs attention, a gradient norm and the wgrad GEMM of each recipe with `threads` threads. `out` receives all results.
 static void run_threads(int threads, float *out) {
     const Dims d = attention_sizes(2, 70, 4, 2, 16);
     const int64_t n = d.B * d.T * 8 * d.HD, rows = d.B * d.T;

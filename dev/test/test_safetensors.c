@@ -1,5 +1,5 @@
 // Tests safetensors.h, safetensors_writer.h, file_io.h and xxhash64.h: round trips, hostile and damaged files, sharded
-// sets, failing disks.
+// sets, failing disks, folders and links, and text that is safe to print.
 #include <sys/resource.h>
 #include <signal.h>
 
@@ -53,7 +53,7 @@ static void test_hash(void) {
           splits);
 }
 
-// ---- Round trip.
+// ---- Round trips of one file and of several with an index, and bad indexes.
 
 #define NUM_TENSORS 5
 static const SafetensorSpec specs[NUM_TENSORS] = {{"a.weight", ST_F32, 4, 3},
@@ -196,7 +196,7 @@ static void test_sharded(void) {
           "a folder without weights is refused: %s", failure.text);
 }
 
-// ---- Files of other programs.
+// ---- Hostile, foreign and damaged files, and conversions of dtypes.
 
 static void test_hostile_headers(void) {
     static const struct {
@@ -394,6 +394,8 @@ static void test_failing_writes(void) {
           "a file that reaches the limit is an error: %s", failure.text);
 }
 
+// ---- Folders, and text that is safe to print.
+
 static void test_folders(void) {
     Failure failure = {"", false};
     char a[PATH_CAPACITY], b[PATH_CAPACITY];
@@ -408,7 +410,7 @@ static void test_folders(void) {
               strstr(failure.text, "its parent folder must exist"),
           "a missing parent is an error: %s", failure.text);
     CHECK(folder_begin(a, &failure) && folder_create(a, true, &failure) && !folder_create(a, false, &failure),
-          "folder_begin makes a folder; folder_create accepts it only with `parents`: %s", failure.text);
+          "folder_begin makes a folder; folder_create accepts one that exists only with `may_exist`: %s", failure.text);
     CHECK(file_write(a, "new", "1", 1, NULL, &failure) && folder_begin(b, &failure) &&
               file_write(b, "old", "2", 1, NULL, &failure),
           "both folders get a file: %s", failure.text);
@@ -424,7 +426,7 @@ static void test_folders(void) {
           "a missing folder can be neither removed nor synced: %s", failure.text);
 }
 
-// Folders without the mark, and the targets of links, are not removed.
+// Links, their targets, and folders that hold files but no mark are not removed.
 static void test_foreign_folders(void) {
     Failure failure = {"", false};
     char home[PATH_CAPACITY], link[PATH_CAPACITY], loop[PATH_CAPACITY];
@@ -467,7 +469,7 @@ static void test_foreign_folders(void) {
     unlink(link), unlink(loop);
 }
 
-// Messages contain no characters that control a terminal. Text in other languages stays.
+// Messages contain no characters that control a terminal, except tab and newline. Text in other languages stays.
 static void test_printable(void) {
     static const char *const cases[][2] = {{"plain \t\n", "plain \t\n"},
                                            {"\x1b]0;x\x07", "\\x1b]0;x\\x07"},

@@ -1,4 +1,4 @@
-// Tests learning-rate schedules at every corner, and between corners against their formulas.
+// Tests learning rates: where warm-up, constant part and decay begin and end, and at points between.
 #include "../../llmc/config/schedule.h"
 #include "lib/check.h"
 

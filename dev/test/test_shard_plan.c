@@ -1,5 +1,5 @@
 // Tests shard_plan.h: the slices of a group cover every parameter once, fit their arrays, and gather back to the
-// segments of the flat array.
+// segments of the flat array; and the order of a rank's elements in the backward pass.
 #include "../../llmc/config/shard_plan.h"
 #include "lib/check.h"
 
@@ -38,7 +38,7 @@ static void check_sizes(const ParameterTable *t, int64_t group) {
     CHECK(end == s.total, "all slices have %lld elements; the plan says %lld", (long long)end, (long long)s.total);
 }
 
-// Checks the layout of the array of bf16 weights, without and with the layers' matrices.
+// Checks the layout of the array of bf16 weights: without the layers' matrices if masters_alone, else with them.
 static void check_weights(const ParameterTable *t, int64_t group, bool masters_alone) {
     ShardPlan s = shard_plan(t, group, group - 1);
     s.masters_alone = masters_alone;
@@ -47,15 +47,18 @@ static void check_weights(const ParameterTable *t, int64_t group, bool masters_a
         for (int k = 0; k < NUM_SEGMENTS; k++) {
             const ShardSegment g = segment_slice(t, &s, l, k);
             const bool absent = masters_alone && l != ROOT && k == SEGMENT_MATRICES;
-            CHECK(weights_have(&s, l, k) == !absent, "layer %lld, segment %d", (long long)l, k);
+            CHECK(weights_have(&s, l, k) == !absent, "the array has layer %lld, segment %d exactly if it should",
+                  (long long)l, k);
             if (absent) matrices += g.slice;
             if (absent || !g.slice) continue;
-            CHECK(weights_place(&s, l, g.shard) == end, "layer %lld, segment %d: weights at %lld, not %lld",
-                  (long long)l, k, (long long)weights_place(&s, l, g.shard), (long long)end);
+            CHECK(weights_place(&s, l, g.shard) == end,
+                  "layer %lld, segment %d: its weights begin at element %lld; expected %lld", (long long)l, k,
+                  (long long)weights_place(&s, l, g.shard), (long long)end);
             end += g.slice;
         }
     CHECK(weights_begin(&s, t->num_layers) == end && end == s.total - matrices && (matrices > 0) == masters_alone,
-          "%lld weights of %lld elements, %lld in matrices", (long long)end, (long long)s.total, (long long)matrices);
+          "the array has %lld elements; expected the shard's %lld without %lld of the layers' matrices", (long long)end,
+          (long long)s.total, (long long)matrices);
 }
 
 // Numbers every element by its flat index, takes each rank's share of all parameters, and gathers the shares.
@@ -83,7 +86,7 @@ static void check_cover(const ParameterTable *t, int64_t group) {
             }
         }
     }
-    CHECK(once, "shard_to_flat, shard_parameter and shard_parameter_at give equal elements, each once");
+    CHECK(once, "shard_to_flat and shard_parameter_at agree with shard_parameter");
     for (int64_t i = 0; i < t->count; i++)
         for (int64_t e = 0; e < parameter_elements(&t->entries[i]); e++)
             once = once && seen[t->entries[i].offset + e] == 1;
@@ -147,14 +150,14 @@ int main(void) {
         for (int tied = 0; tied < 2; tied++) {
             ModelConfig m = model((ModelFamily)family, tied);
             ParameterTable t = parameter_table(&m);
-            const int64_t groups[] = {1, 2, 3, 4, 7, 64};  // with 64 ranks, most ranks keep only padding of a vector
+            const int64_t groups[] = {1, 2, 3, 4, 7, 64};  // with 64 ranks, most ranks keep only padding of vectors
             for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++) {
                 check_sizes(&t, groups[i]), check_cover(&t, groups[i]);
                 check_weights(&t, groups[i], false), check_weights(&t, groups[i], true);
                 for (int64_t place = 0; place < groups[i]; place += 3) check_backward_order(&t, groups[i], place);
             }
             const ShardPlan one = shard_plan(&t, 1, 0);
-            CHECK(one.total == t.total, "one rank keeps the whole flat array");
+            CHECK(one.total == t.total, "one rank keeps as many elements as the flat array has");
             CHECK(shard_backward_order(&t, &one).embedding == backward_order(&t).embedding &&
                       backward_order(&t).total == t.total,
                   "one rank's backward order is that of the flat array");

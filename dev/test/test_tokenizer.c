@@ -16,7 +16,8 @@ static void table_put(Table *t, const void *data, size_t size) {
 
 static void table_put_u32(Table *t, uint32_t value) { table_put(t, &value, sizeof value); }
 
-// Makes a valid table of three tokens: "Once", an empty one, and bytes that are not text. The separator is 2.
+// Makes a valid table of three tokens: "Once", an empty one, and one with control characters and a byte that is not
+// UTF-8. The separator is token 2.
 static Table make_table(void) {
     Table t;
     memset(&t, 0, sizeof t);
@@ -82,7 +83,9 @@ static void test_sound_table(void) {
     for (int64_t id = 0; id < 4; id++) tokenizer_print(&tok, id, out);
     fclose(out);
     CHECK(strcmp(text, "Once\n\\x1b\\x00\xc3\\x7f[3]") == 0,
-          "text is printed as it is, other bytes as escapes, and an unknown id in brackets; found \"%s\"", text);
+          "control characters other than newline are printed as escapes, other bytes as they are, and an unknown id in "
+          "brackets; found \"%s\"",
+          text);
     free(text);
     tokenizer_close(&tok);
 }

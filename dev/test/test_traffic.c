@@ -51,7 +51,7 @@ static void test_full(void) {
                 part * 2 * (32 * (matrices + norms) + table + 4096));
     check_bytes("inputs of the embedding's gradient", t.received[TRAFFIC_INPUTS], 7 * inputs * 2);
     check_bytes("one host has no network", traffic_sum(t.network), 0);
-    CHECK(t.received[TRAFFIC_REPLICAS] == 0, "one replica reduces over no replicas");
+    CHECK(t.received[TRAFFIC_REPLICAS] == 0, "with one replica there is no all-reduce over replicas");
     t = traffic_for(&p, false, 16, 16, 8);
     check_bytes("two hosts: a ring brings all into each host once", t.network[TRAFFIC_FORWARD],
                 15.0 / 16 * 32 * matrices);
@@ -154,7 +154,8 @@ static void test_estimates(void) {
     printf("the worst estimate is off by %.1f%%\n", worst * 100);
 }
 
-// Steps of llama3.1-8b in FP8 with options for memory, on one H200, in milliseconds (docs/RESULTS.md). 0: not measured.
+// Measured steps of llama3.1-8b in FP8 with options for memory, on one H200, at T 2048 and 8192, in milliseconds
+// (docs/RESULTS.md).
 static const struct {
     int moments, recompute;
     double ms_2048, ms_8192;
@@ -179,7 +180,8 @@ static void test_option_estimates(void) {
         }
 }
 
-// An estimate needs the network's speed if hosts exchange bytes. Communication adds to it by the rules of the header.
+// An estimate needs the network's speed if hosts exchange bytes, and --step-ms on CPUs. Communication adds to a rank's
+// own work by the rules of step_estimate.h.
 static void test_rules(void) {
     Plan p = plan_of("llama3.1-8b", true, 2048, 1);
     Traffic t = traffic_for(&p, false, 16, 16, 8);
@@ -196,11 +198,11 @@ static void test_rules(void) {
     p.options.network_gbps = 400;
     const StepEstimate again = estimate_step(&t, &p.options, &p.model, &p.table, &p.precision);
     CHECK(again.work > 1.1 * fast.work && again.work < 1.35 * fast.work,
-          "recomputation adds 10 to 35 percent of work: %g s, and %g s without", again.work, fast.work);
+          "--recompute layer adds 10 to 35 percent of work: %g s, and %g s without", again.work, fast.work);
     p.options.recompute = RECOMPUTE_NONE, p.options.step_ms = 100;
     const StepEstimate given = estimate_step(&t, &p.options, &p.model, &p.table, &p.precision);
     CHECK(given.work < 0.1 && given.work > 0.05,
-          "with --step-ms 100 the rank's own work is 0.1 s less the part of AdamW that sharding saves; found %g s",
+          "with --step-ms 100 the rank's own work is 0.1 s less what sharding saves of AdamW: 0.05 to 0.1 s; found %g",
           given.work);
     t = traffic_for(&p, true, 2, 2, 1);
     CHECK(estimate_known(&t, &p.options), "with --step-ms CPU ranks have an estimate");

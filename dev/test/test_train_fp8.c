@@ -10,7 +10,7 @@
 #include "lib/golden.h"
 #include "lib/scratch.h"
 
-// Sanitizers make GEMMs a hundred times slower. With them, some tests take one step instead of three.
+// Sanitizers make GEMMs a hundred times slower. With them, some tests take fewer steps or cases, and some are left out.
 #ifdef __SANITIZE_ADDRESS__
 enum { SANITIZED = 1 };
 #else
@@ -101,7 +101,7 @@ static void test_golden(const char *name, int precision, Tolerances tolerance) {
                   precision_name, error);
             CHECK(loss_error < tolerance.loss, "%s %s: the loss agrees with transformers'; relative error %g", name,
                   precision_name, loss_error);
-            printf("%-12s %s: loss %.2e, logits %.2e", name, precision_name, loss_error, error);
+            printf("%-12s %s, relative errors: loss %.2e, logits %.2e", name, precision_name, loss_error, error);
         }
         model_forward_backward(&t, &t.batch, (float)(1.0 / (double)(B * T)));
         if (step == 0) {
@@ -145,7 +145,7 @@ static void test_goldens(void) {
     }
 }
 
-// ---- The trainer against itself.
+// ---- Parts of the trainer without goldens: against itself, against plain code, and with special values.
 
 static ModelConfig odd_model(ModelFamily family) {
     ModelConfig m;
@@ -252,8 +252,7 @@ static bool same_training(Trained a, Trained b) {
     return a.count == b.count && memcmp(a.values, b.values, (size_t)a.count * sizeof(float)) == 0;
 }
 
-// --fp8-activations changes gradients a little. The forward pass is not changed: it reads gate and up before they are
-// rounded. --recompute attention changes nothing more.
+// --fp8-activations changes the gradient norm a little. With it, --recompute attention changes no bit.
 static void test_fp8_activations(int recipe) {
     const char *name = recipe_row(recipe)->name;
     Trained without = train_some(PRECISION_FP8, recipe, RECOMPUTE_NONE, 2, 1, 1);
@@ -268,8 +267,7 @@ static void test_fp8_activations(int recipe) {
 }
 
 // Rounding to groups of FP8 codes changes a value by at most half a unit in E4M3's last place. Results are bf16
-// numbers,
-// and rounding them again changes nothing.
+// numbers, and rounding them again changes nothing.
 static void test_fp8_groups(void) {
     enum { N = 5 * FP8_GROUP + 40 };
     float x[N], rounded[N], twice[N];
@@ -314,8 +312,8 @@ static void test_invariance(int precision, int recipe) {
         Trained split = train_some(precision, recipe, RECOMPUTE_NONE, 2, micro_steps, 1),
                 whole = train_some(precision, recipe, RECOMPUTE_NONE, 2, 1, 1);
         const double norm_error = fabs(split.values[split.weights] / whole.values[whole.weights] - 1);
-        // In fp32 only the order of sums differs. In bf16 each micro-step rounds the running sum once more (2^-9 in
-        // root mean square).
+        // In fp32 only the order of sums differs. In bf16 and FP8 runs each micro-step rounds the running sum to bf16
+        // once more.
         const double tolerance = precision == PRECISION_FP32 ? 1e-6 : 4e-3;
         CHECK(norm_error < tolerance,
               "%s: the gradient norm in %lld micro-steps is that of one batch; relative error %g", name,
@@ -377,7 +375,7 @@ static float *delayed_copy(const Trainer *t) {
     return copy;
 }
 
-// Takes step `step` with two micro-steps, with an infinite final norm weight if `spoil`.
+// Takes step `step` with two micro-steps, with an infinite weight in the final norm if `spoil`.
 static StepRecord delayed_step(Trainer *t, DataLoader *data, int64_t step, int64_t first_sample, bool spoil) {
     float *norm = t->params.master + t->table.root.norm;
     const float kept = *norm;
@@ -432,7 +430,8 @@ static const char *place_of(Trainer *t, double loss) {
     return place;
 }
 
-// A huge, infinite or NaN weight in each part of the model: the message names the part, and the weight as its largest.
+// Huge, infinite or NaN weights in one part of the model: the message names the part, and the first of these weights as
+// the largest there.
 static void test_blocks(ModelFamily family, int precision, int recompute, int masters) {
     static const struct {
         const char *weight, *place;
@@ -484,8 +483,8 @@ static void test_blocks(ModelFamily family, int precision, int recompute, int ma
     trainer_free(&t);
 }
 
-// Weights whose scale was loaded become FP16 with that scale, even if the scale from their amax, 2047/2048 of a power
-// of two, is twice as large. Other weights get the scale from their amax.
+// Weights whose scale was loaded become FP16 with that scale, even if their amax (here 2047/2048 of a power of two)
+// would give a scale twice as large. Other weights get the scale from their amax.
 static void test_fp16_masters(void) {
     ModelConfig m = odd_model(FAMILY_LLAMA);
     Options o = small_options(PRECISION_BF16, 1, 8);
@@ -518,7 +517,7 @@ static void test_fp16_masters(void) {
 }
 
 // FP8 weights are cast from the FP16 masters: one FP8 scale for a fused weight, made from the largest amax of its
-// tensors, which have FP16 scales of their own. The values between are those that checkpoints hold.
+// tensors, which have FP16 scales of their own. Checkpoints hold the values that the FP16 masters stand for.
 static void test_fp16_casts(void) {
     ModelConfig m = fp8_model();
     Options o = small_options(PRECISION_FP8, 1, 16);
@@ -551,11 +550,14 @@ static void test_fp16_casts(void) {
                 wrong += linear_codes(&t, l, r)[e] != fp8_from_float((float)((double)x * scale), FP8_E4M3);
                 fine += x != bf16_round(x);
             }
-            CHECK(wrong == 0 && fine > r.count / 2 && (double)weight_scale(&t, l, id) == scale,
-                  "layer %lld, linear %d: %lld of %lld codes differ, %lld values are no bf16; scale %g, not %g",
-                  (long long)l, id, (long long)wrong, (long long)r.count, (long long)fine,
-                  (double)weight_scale(&t, l, id), scale);
-            CHECK(id != GATE_UP_PROJ || scale == 1, "448.0625 is 448 in FP16, and its scale is 1, not %g", scale);
+            CHECK(
+                wrong == 0 && fine > r.count / 2 && (double)weight_scale(&t, l, id) == scale,
+                "layer %lld, linear %d: codes and scale are those of the masters' values, most of which are not bf16; "
+                "%lld of %lld codes differ, %lld values are not bf16, the scale is %g, expected %g",
+                (long long)l, id, (long long)wrong, (long long)r.count, (long long)fine,
+                (double)weight_scale(&t, l, id), scale);
+            CHECK(id != GATE_UP_PROJ || scale == 1, "448.0625 is 448 in FP16, so the scale of gate_up is 1; found %g",
+                  scale);
         }
     const Layer w = layer_weights(&t, 1);
     const ShardRange down = linear_range(&t, 1, DOWN_PROJ);
@@ -625,9 +627,11 @@ static void test_fp8_gradients(void) {
                 else others += micro == 0 ? got[e] != g[e] : got[e] != bf16_round(got[e]);
             }
         }
-        CHECK(differ == 0 && others == 0 && changed > 100,
-              "micro-step %lld: %lld FP8 gradients and %lld others differ; %lld are rounded", (long long)micro + 1,
-              (long long)differ, (long long)others, (long long)changed);
+        CHECK(
+            differ == 0 && others == 0 && changed > 100,
+            "after micro-step %lld all gradients are as expected (%lld FP8 ones and %lld others are not), and over 100 "
+            "FP8 ones differ from the bf16 gradients of this micro-step (%lld do)",
+            (long long)micro + 1, (long long)differ, (long long)others, (long long)changed);
     }
     const int64_t at = plain.table.layer.wup + 11;
     fp8.units.layer_gradients[at] = -INFINITY;
@@ -636,18 +640,20 @@ static void test_fp8_gradients(void) {
     const NonfiniteStep s = nonfinite_step(&fp8, 1, norm);
     CHECK(isnan(norm) && s.magnitude == 0x7f800000u &&
               backward_position(backward_order(&fp8.table), s.position) == layer_offset(&fp8.table, 1) + at,
-          "an infinite gradient: norm %g, magnitude %08x, position %lld", norm, s.magnitude, (long long)s.position);
+          "an infinite gradient of a layer makes the norm NaN and is located; found norm %g, magnitude %08x, position "
+          "%lld",
+          norm, s.magnitude, (long long)s.position);
     free(sum);
     trainer_free(&plain), trainer_free(&fp8);
 }
 
-// --grad-clip with --optimizer-in-backward, in plain code: the units come in the order of backward, each with its
-// gradient in `gradients`. norms [1 + L]: those of the last step, which this step's replace; 0: there is none. Returns
-// the smallest and the largest factor.
+// The smallest and the largest factor by which a unit was clipped.
 typedef struct {
     double smallest, largest;
 } Factors;
 
+// --grad-clip with --optimizer-in-backward, in plain code: clips the units of `gradients` in the order of backward.
+// norms [1 + L]: those of the last step, which this step's replace; 0: there is none.
 static Factors clip_plainly(const ParameterTable *table, float *gradients, int64_t L, double clip, double *norms) {
     const double whole_before = norms[0];
     double squares = 0;
@@ -660,7 +666,9 @@ static Factors clip_plainly(const ParameterTable *table, float *gradients, int64
         const double so_far = (double)(float)sqrt(squares), before = norms[1 + l];
         const double norm = before > 0 ? so_far * (whole_before / before) : so_far;
         const double factor = clip / (norm + 1e-6) < 1 ? clip / (norm + 1e-6) : 1;
-        CHECK(own * factor <= clip && norm >= so_far, "layer %lld: norm %g, factor %g", (long long)l, own, factor);
+        CHECK(own * factor <= clip && norm >= so_far,
+              "layer %lld: the norm after clipping is at most %g; found norm %g, factor %g", (long long)l, clip, own,
+              factor);
         for (int64_t i = 0; i < n; i++) unit[i] *= (float)factor;
         norms[1 + l] = so_far;
         f.smallest = fmin(f.smallest, factor), f.largest = fmax(f.largest, factor);
@@ -668,8 +676,8 @@ static Factors clip_plainly(const ParameterTable *table, float *gradients, int64
     return f;
 }
 
-// Takes 6 steps with and without clipping in the backward pass, and in plain code: gradients of the whole model,
-// clipped by clip_plainly, then AdamW. Weights have the same bits. A clip value that no norm reaches changes no bit.
+// Takes 6 steps with clipping in the backward pass, and in plain code: gradients of the whole model, clipped by
+// clip_plainly, then AdamW. Both give the same bits. A clip value that no norm reaches changes no bit.
 static void test_clip_in_backward(void) {
     ModelConfig m = odd_model(FAMILY_QWEN3);
     m.vocab_size = 64;
@@ -696,25 +704,29 @@ static void test_clip_in_backward(void) {
         apart += f.smallest < f.largest, whole += f.largest < 1;
         CHECK(memcmp(t[2].params.master, p->params.master, bytes) == 0 &&
                   memcmp(t[2].params.exp_avg_sq, p->params.exp_avg_sq, bytes) == 0,
-              "step %lld: other bits than in plain code", (long long)step + 1);
-        CHECK(fabs(s[2].norm / norm - 1) < 1e-12, "step %lld: norm %g before clipping, not %g", (long long)step + 1,
-              s[2].norm, norm);
+              "step %lld: weights and second moments have the bits of the plain code", (long long)step + 1);
+        CHECK(fabs(s[2].norm / norm - 1) < 1e-12, "step %lld: the norm before clipping is %g; expected %g",
+              (long long)step + 1, s[2].norm, norm);
         CHECK(s[0].norm == s[1].norm && memcmp(t[0].params.master, t[1].params.master, bytes) == 0,
-              "step %lld: a clip value above all norms changes bits", (long long)step + 1);
+              "step %lld: a clip value above all norms changes no bit", (long long)step + 1);
     }
-    CHECK(apart >= 3 && whole >= 3, "%d steps have different factors, %d clip all units", apart, whole);
+    CHECK(apart >= 3 && whole >= 3,
+          "3 steps or more clip units by different factors (found %d), and 3 or more clip all units (found %d)", apart,
+          whole);
     CHECK(memcmp(t[0].params.master, t[2].params.master, bytes) != 0, "clipping changes the weights");
     dataloader_close(&data);
     for (int i = 0; i < 4; i++) trainer_free(&t[i]);
 }
 
-// If every gradient has grown by one factor since the last step, each unit is clipped as by the whole norm.
+// If all gradients have grown or shrunk by one factor since the last step, each unit is clipped by the whole norm. In
+// the first step it is clipped by the norm so far.
 static void test_clip_norms(void) {
     const float before[] = {1, 2, 4};
     for (int i = 0; i < 3; i++) {
-        CHECK(clip_norm_so_far(before[i] * 10, before[i], 4) == 40, "unit %d", i);
-        CHECK(clip_norm_so_far(before[i] / 8, before[i], 4) == 0.5, "unit %d after a spike", i);
-        CHECK(clip_norm_so_far(before[i], 0, 0) == (double)before[i], "unit %d in the first step", i);
+        CHECK(clip_norm_so_far(before[i] * 10, before[i], 4) == 40, "unit %d: gradients grew from norm 4 to 40", i);
+        CHECK(clip_norm_so_far(before[i] / 8, before[i], 4) == 0.5, "unit %d: gradients shrank from norm 4 to 0.5", i);
+        CHECK(clip_norm_so_far(before[i], 0, 0) == (double)before[i], "unit %d: the first step takes the norm so far",
+              i);
     }
 }
 
@@ -926,11 +938,12 @@ static void test_clip_resume(void) {
     char command[512];
     for (int step = 1; step <= 2; step++) {
         format_checked(command, sizeof command, "%s %d --resume %s", run, step, step == 1 ? "" : "--grad-clip 0.5");
-        CHECK(run_program(command, &output) == 0, "%s", output);
+        CHECK(run_program(command, &output) == 0, "the run to step %d ends with status 0: %s", step, output);
         free(output);
         format_checked(path, sizeof path, "%s/ck-clips/step-%08d/trainer.json", scratch, step);
         char *text = read_file(path, NULL);
-        CHECK(text && !strstr(text, "\"clip_norms\"") == (step == 1), "%s", path);
+        CHECK(text && !strstr(text, "\"clip_norms\"") == (step == 1), "only the run that clips writes clip_norms: %s",
+              path);
         free(text);
     }
     char *text = read_file(path, NULL), *comma = text ? strchr(strstr(text, "\"clip_norms\""), ',') : NULL;
@@ -942,10 +955,12 @@ static void test_clip_resume(void) {
              (unsigned long long)xxhash64(text, sealed));
     Failure failure;
     format_checked(path, sizeof path, "%s/ck-clips/step-00000002", scratch);
-    CHECK(file_write(path, "trainer.json", text, (int64_t)strlen(text), NULL, &failure), "%s", failure.text);
+    CHECK(file_write(path, "trainer.json", text, (int64_t)strlen(text), NULL, &failure), "trainer.json is written: %s",
+          failure.text);
     free(text);
     format_checked(command, sizeof command, "%s 3 --resume --grad-clip 0.5", run);
-    CHECK(run_program(command, &output) == 1 && strstr(output, "has 2 clip_norms instead of 3"), "%s", output);
+    CHECK(run_program(command, &output) == 1 && strstr(output, "has 2 clip_norms instead of 3"),
+          "a checkpoint with too few clip_norms is refused: %s", output);
     free(output);
 }
 
@@ -1046,8 +1061,7 @@ static void test_filters(void) {
     free(bf16), free(tensorwise);
 }
 
-// --fp8-audit writes one line for each operand of each audit, prints a table at the end, and does not change the
-// training.
+// --fp8-audit writes one line for each FP8 operand of each layer in each audited step, and prints a table at the end.
 static void test_audit(void) {
     char *output;
     const char *const audited = SMALL_RUN "--num-steps 5 --precision fp8 --fp8-recipe rowwise --fp8-filter last "
@@ -1071,7 +1085,7 @@ static void test_audit(void) {
     free(text);
 }
 
-// Splits a batch into micro-batches in three ways. The data that 6 steps read are equal, so losses differ only by the
+// Takes 6 steps with each batch as 1, 2 and 4 micro-batches. The steps read equal data, so losses differ only by the
 // order of sums.
 static void test_accumulation(void) {
     static const char *const splits[] = {"--batch-size 4", "--batch-size 2 --grad-accumulation-steps 2",
@@ -1095,9 +1109,9 @@ static void test_accumulation(void) {
     }
 }
 
-// During a run, all tokens of a shard with ids below `vocabulary` become `id`. The error names the token, the
-// vocabulary and the cause, and nothing of the step is saved. If `id` is in the vocabulary, the file's modification
-// time reveals the change. `data`: the options that name the shard.
+// Makes a shard of ids below `vocabulary`. During a run, all its tokens become `id`: the run ends with `message`, and
+// nothing is saved. If `id` is in the model's vocabulary, the file's modification time reveals the change. `data`: the
+// options that name the shard.
 static void test_changed_shard(uint32_t id, int32_t vocabulary, const char *data, const char *message) {
     char command[512], *output = NULL, *words;
     Failure failure;
@@ -1173,8 +1187,8 @@ static double run_norm(const char *arguments) {
     return norm;
 }
 
-// The gradient summed over many micro-steps equals that of one large batch. Sums rounded to nearest bf16 would lose 7%
-// of the norm over these 512 micro-steps.
+// The norm of a gradient summed over 512 or 8 micro-steps is near that of one large batch. Sums rounded to nearest bf16
+// would lose 7% of the norm over 512 micro-steps.
 static void test_many_micro_steps(void) {
     static const struct {
         const char *options;

@@ -1,5 +1,5 @@
-// Tests how stuck ranks are found (llmc/dist/watch.h), with tables of what ranks report, and what a rank reports of
-// itself.
+// Tests how stuck ranks are found (llmc/dist/watch.h), with tables of what ranks report, what a rank reports of itself,
+// and die() while another thread holds stdout.
 #include "../../llmc/base/file_io.h"
 #include "../../llmc/dist/watch.h"
 #include "lib/check.h"
@@ -42,7 +42,8 @@ static void pass(WatchTable *t, int seconds, unsigned heard, unsigned moving) {
 static void check_verdict(const WatchTable *t, WatchFinding finding, int64_t rank, int64_t speaker, const char *name) {
     const WatchVerdict v = watch_verdict(t);
     const bool same = v.finding == finding && (finding == WATCH_GOOD || (v.rank == rank && v.speaker == speaker));
-    CHECK(same, "%s: finding %d, rank %d, speaker %d are as expected", name, v.finding, (int)v.rank, (int)v.speaker);
+    CHECK(same, "%s: the verdict is as expected; found finding %d, rank %d, speaker %d", name, v.finding, (int)v.rank,
+          (int)v.speaker);
 }
 
 static void check_silent(void) {
@@ -77,8 +78,8 @@ static void check_silence_limit(void) {
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         WatchTable t = table_of(0);
         t.timeout = cases[i][0];
-        CHECK(watch_silence_limit(&t) == (double)cases[i][1], "--stall-timeout %lld gives a limit of %g s",
-              (long long)cases[i][0], watch_silence_limit(&t));
+        CHECK(watch_silence_limit(&t) == (double)cases[i][1], "--stall-timeout %lld gives a limit of %lld s; found %g",
+              (long long)cases[i][0], (long long)cases[i][1], watch_silence_limit(&t));
     }
 }
 
@@ -224,7 +225,7 @@ static void check_activity(void) {
     for (int i = 0; i < 3; i++) watch_note_activity(&row, 1);
     const char *last = row.doing + strlen(row.doing) - 5;
     CHECK(strncmp(row.doing, "pread of x", 10) == 0 && strcmp(last, "y.bin") == 0,
-          "a path that is too long keeps its begin and its end: %s", row.doing);
+          "the end of a path that is too long is kept: %s", row.doing);
     CHECK(row.kind == ACTIVITY_FILE && row.idle == 2, "a call on a file counts as idle from its begin; found %g s",
           row.idle);
     watch_note_activity(&row, WATCH_SUSPENDED_SECONDS + 1);
@@ -250,7 +251,7 @@ static void check_activity(void) {
           "a finished NCCL operation does not count as waiting");
 }
 
-// After every call on a file the rank is computing again, and its count of changes has grown.
+// After file_write and read_file the rank is computing again. Each call on a file changes its activity twice.
 static void check_files(void) {
     WatchRow row;
     Failure failure;

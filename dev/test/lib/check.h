@@ -1,7 +1,7 @@
 // Counted checks for the test programs. A program ends with `return check_report();`, which prints "N passed, N
 // failed".
-// CHECK prints nothing if its condition is true. Otherwise it prints the label, which says what should hold and mostly
-// what was found.
+// CHECK prints nothing if its condition is true. Otherwise it prints the condition and the label, which says what
+// should hold or what was found, and mostly both.
 #ifndef DEV_TEST_CHECK_H
 #define DEV_TEST_CHECK_H
 
@@ -40,7 +40,7 @@ static inline double check_relative_error(const float *a, const float *b, int64_
 }
 
 // Runs `action(context)` in a child process. True if the child ended by itself (no signal) with a non-zero status and
-// its stderr contains `message`. Copies its stderr to `output`.
+// its stderr contains `message`. Copies the first capacity - 1 bytes of its stderr to `output`.
 static inline bool check_dies(void (*action)(void *), void *context, const char *message, char *output,
                               size_t capacity) {
     int fds[2];

@@ -1,5 +1,5 @@
-// Reads the FP8 goldens of dev/reference (fp8_*.safetensors, recipe_*.safetensors) and compares codes. Paths are
-// relative to the root of the repository.
+// Reads goldens of dev/reference that are arrays of bytes and numbers, and compares FP8 codes. Paths are relative to
+// the root of the repository.
 #ifndef DEV_TEST_FP8_GOLDEN_H
 #define DEV_TEST_FP8_GOLDEN_H
 
@@ -13,8 +13,8 @@ static inline Safetensors fp8_golden_open(const char *path) {
     return st;
 }
 
-// Returns a whole tensor's bytes, which the caller frees. Dies if its type or its number of elements is another one. A
-// negative `elements` allows any number.
+// Returns a whole tensor's bytes, which the caller frees. Dies if the tensor is missing, or if its type or its number
+// of elements is another one. A negative `elements` allows any number.
 static inline void *fp8_golden_bytes(const Safetensors *st, const char *name, SafetensorsType type, int64_t elements) {
     Failure failure;
     const Safetensor *t = safetensors_find(st, name);

@@ -66,7 +66,7 @@ typedef struct {
     int64_t value;     // reads, writes: content; record, wait: number of the record; signal, await: value
     int64_t summed;    // writes, collectives: ranks over which the content is summed; 0: not summed
     const char *name;  // collectives
-    const int *group;  // collectives: ranks that take part; equal pointers mean one group
+    const int *group;  // collectives: the number of ranks that take part; equal pointers mean one group
 } OrderOperation;
 
 typedef struct {
@@ -302,7 +302,7 @@ static inline void order_run_signal(const OrderStream *s, const OrderOperation *
     at->clock[at->count++] = s->clock;
 }
 
-// Later operations of this stream see everything before the first write of a value that is large enough. Writes of
+// Later operations of this stream see everything before the first write of the awaited value or a later one. Writes of
 // other values may follow at any time. Only one stream writes to an address, and only one waits for its values.
 static inline bool order_run_await(OrderStream *s, const OrderOperation *o) {
     OrderSignal *at = order_signal_at(o->to);

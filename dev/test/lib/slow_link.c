@@ -58,7 +58,7 @@ static int is_lost(double percent) {
     return (double)(state >> 33) < percent / 100 * 2147483648.0;
 }
 
-// Receives one frame and returns it, or NULL if it is lost.
+// Receives one frame and returns it, or NULL if it cannot be received or is to be lost.
 static Frame *frame_receive(int fd, int from, double delay, double loss) {
     static char buffer[MAX_FRAME];
     const ssize_t size = recv(fd, buffer, sizeof buffer, 0);

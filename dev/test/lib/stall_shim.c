@@ -4,7 +4,7 @@
 //   STALL_PATH   part of a path: only calls on files whose path has it count; ignored for MPI_Bcast
 //   STALL_COUNT  which of these calls to hold, counted from 1
 //   STALL_SLEEP  seconds to sleep before the call; without it the process stops itself (SIGSTOP)
-//   STALL_MARK   a file into which the process id is written just before the call is held
+//   STALL_MARK   a file into which the process id is written just before the call is held; without it no call is held
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <signal.h>
