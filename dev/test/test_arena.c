@@ -24,7 +24,7 @@ static void take_some(Arena *a, int64_t at[6]) {
           (long long)left.end);
     arena_group(a, "first");
     p[5] = arena_take(a, 0);
-    for (int i = 0; i < 6; i++) at[i] = a->base ? (char *)p[i] - start : -1;
+    for (int i = 0; i < 6; i++) at[i] = p[i] ? (char *)p[i] - start : -1;
 }
 
 static void test_places(void) {

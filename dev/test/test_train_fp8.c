@@ -63,7 +63,7 @@ static double worst_tensor(const Trainer *t, const Golden *g, const char *prefix
         float *expected = golden_values(g, prefix, p->name, NULL);
         const double error = check_relative_error(array + p->offset, expected, parameter_elements(p));
         free(expected);
-        if (!(error <= largest)) largest = error, *worst = p->name;
+        if (check_is_worse(error, largest)) largest = error, *worst = p->name;
     }
     return largest;
 }
@@ -1008,7 +1008,7 @@ static double lines_differ(const char *a, const char *b) {
     int steps = 0;
     for (; (a = strstr(a, "loss ")) && (b = strstr(b, "loss ")); steps++) {
         const double difference = fabs(atof(a += 5) / atof(b += 5) - 1);
-        if (!(difference <= largest)) largest = difference;
+        if (check_is_worse(difference, largest)) largest = difference;
     }
     return steps == 4 ? largest : (double)NAN;
 }

@@ -122,6 +122,10 @@ __device__ static inline float coat_expand(float part, float k) {
 
 // Rounds factor times each of 4 values to E4M3, to nearest, with saturation.
 __device__ static inline uint32_t coat_e4m3x4(const float x[4], float factor) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+    const float scaled[4] = {x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor};
+    return fp8x4_from_floats<FP8_E4M3>(scaled);
+#else
     uint32_t codes;
     asm("{ .reg .b16 low, high;\n\t"
         "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n\t"
@@ -130,6 +134,7 @@ __device__ static inline uint32_t coat_e4m3x4(const float x[4], float factor) {
         : "=r"(codes)
         : "f"(x[0] * factor), "f"(x[1] * factor), "f"(x[2] * factor), "f"(x[3] * factor));
     return codes;
+#endif
 }
 
 // Returns the codes of 4 values in a group with this word, rounded to nearest. If the numbers 2^-17 of a power above it

@@ -36,7 +36,7 @@ int main(int argc, char **argv) {
         if (gradients && strncmp(tb->name, "exp_avg.", 8) != 0) continue;
         float *va = read_all(&a, ta), *vb = read_all(&b, tb);
         const double error = check_relative_error(va, vb, tb->elements);
-        if (!(error <= worst)) worst = error, name = tb->name;
+        if (check_is_worse(error, worst)) worst = error, name = tb->name;
         free(va);
         free(vb);
     }
