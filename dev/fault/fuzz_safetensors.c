@@ -21,7 +21,7 @@ static void safetensors_try(const Safetensors *st, const Safetensor *t) {
     FUZZ_CHECK(safetensors_find(st, t->name) == t);
 }
 
-// The first byte decides if the header's length is corrected.
+// If the first byte is odd, the header's length is corrected.
 static void safetensors_run(const uint8_t *data, size_t size) {
     static uint8_t file[1 << 16];
     const uint8_t choice = fuzz_byte(&data, &size);

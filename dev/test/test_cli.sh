@@ -133,7 +133,8 @@ if log:
     assert {**log["settings"], "dry-run": "on", "log-dir": ""} == {**plan["settings"], "log-dir": ""}
 print("fp8_gemms", fp8)
 PY
-# $1 expected output of plan.py, $2 ranks, then options. With 2 ranks or fewer, the run also trains.
+# $1 expected last line of plan.py, $2 ranks, then options. With 2 ranks or fewer the run also trains, and its log is
+# compared too.
 plans() {
     local expected=$1 ranks=$2 folder=$tmp/$RANDOM
     shift 2

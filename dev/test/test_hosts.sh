@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests train_fp8 on 1 to 3 hosts that mpirun reaches by ssh (without sshd: by nsenter), and without mpirun
+# Tests train_fp8 on 1 to 3 hosts that mpirun reaches by ssh (if it cannot, by nsenter), and without mpirun
 # (--init-from): losses, disks of the hosts, a slow and lossy network, bytes and times of steps against the plan,
 # --check-links, a killed rank, a lost host, and runs that go on with fewer hosts. The hosts are network namespaces of
 # this machine (lib/hosts.sh). If they cannot be made here, the test is skipped. Ends with "N passed, N failed".

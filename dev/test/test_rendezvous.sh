@@ -113,7 +113,7 @@ check "Slurm's variables are enough" equal "$statuses$(steps "$tmp/slurm.0.out" 
 by_variables slurm-file 2 "${slurm[@]}" -- --init-from "file:$tmp/slurm.meet"
 check "Slurm's variables and a file are enough" equal "$statuses$(steps "$tmp/slurm-file.0.out" | wc -l)" "0 0 2"
 by_variables batch 1 SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_JOB_ID=7 --
-check "a batch script itself is a single rank" equal "$statuses$(steps "$tmp/batch.0.out" | wc -l)" "0 2"
+check "a Slurm batch script, outside srun, is a single rank" equal "$statuses$(steps "$tmp/batch.0.out" | wc -l)" "0 2"
 by_variables single 1 RANK=0 WORLD_SIZE=1 -- --init-from tcp:nowhere:1
 check "a single rank does not need the address of --init-from" \
     equal "$statuses$(steps "$tmp/single.0.out" | wc -l)" "0 2"

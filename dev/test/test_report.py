@@ -187,7 +187,7 @@ def test_same(tmp):
 
 
 def test_rounding(tmp):
-    """Rounding seeds are averaged within a seed. Their spread is the noise that a difference of one seed may be."""
+    """Rounding seeds are averaged within a seed. Their spread tells how large a difference is by chance."""
     folder = tmp / "rounding"
     values = {"bf16": [], "fp8": []}
     for rounding in (1, 2, 3):

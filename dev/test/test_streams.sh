@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Tests runs whose reader of the output goes away, whose stdout is closed or on a full disk, whose log or checkpoints
 # may not grow, that get a signal together with the reader, or twice, whose clock goes back, with a decimal comma, and
-# with paths that are not UTF-8. Also tests run scripts in some of these cases. Needs mpirun and python3. Ends with "N
-# passed, N failed".
+# with paths that are not UTF-8. Also tests run scripts in some of these cases, and with a trainer that makes no
+# progress. Needs mpirun and python3. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . scripts/tally.sh

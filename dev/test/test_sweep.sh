@@ -171,8 +171,8 @@ arguments=(--models tiny --sequence-lengths 64 --precisions "bf16 fp8 fp8:rowwis
     --gpus 1 --num-steps 22 --out "$out")
 sweep "${arguments[@]}" -- --fp8-filter first --beta1 0.8 --fp8-all-gather=off >"$tmp/recipes.log" 2>&1
 check "recipes: all runs finish" equal "$? $(grep -c '^    done in' "$tmp/recipes.log")" "0 4"
-check "recipes: each has its own folder" test -f "$out/tiny_T64_fp8-mxfp8-emulate_1gpu/result" \
-    -a -f "$out/tiny_T64_fp8-rowwise_with_gw_hp_1gpu/result"
+check "recipes: mxfp8:emulate and rowwise_with_gw_hp have folders of their own" \
+    test -f "$out/tiny_T64_fp8-mxfp8-emulate_1gpu/result" -a -f "$out/tiny_T64_fp8-rowwise_with_gw_hp_1gpu/result"
 check "recipes: FP8 runs get FP8 options" holds "$out/tiny_T64_fp8_1gpu/log.jsonl" '"fp8-filter": "first"'
 check "recipes: BF16 runs get no FP8 options" holds "$out/tiny_T64_bf16_1gpu/log.jsonl" '"fp8-filter": ""'
 check "recipes: all runs get the options that are not for FP8" \
