@@ -13,6 +13,8 @@ check() {
 equal() { [ "$1" = "$2" ] || { echo "\"$1\" is not \"$2\""; false; }; }
 holds() { grep -Fq -- "$2" "$1" || { echo "$1 does not hold \"$2\":"; tail -n 12 "$1"; false; }; }
 lacks() { ! grep -Fq -- "$2" "$1"; }
+# True if the output $1 of a trainer has no step line.
+no_step() { ! grep -q "^step " "$1"; }
 
 # Runs a program that ends with "N passed, N failed" and adds its counts. Prints its whole output if QUIET is empty or
 # it failed, otherwise only the lines that begin with "skipped:". $1 its name, then the command.

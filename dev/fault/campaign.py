@@ -34,8 +34,8 @@ TARGETS = ["json", "safetensors", "config", "index", "shard", "tokenizer", "trai
 SECTIONS = ["save", "ranks", "export", "log", "damage", "resume", "fuzz"]
 SAVE_STEPS, SAVE_EVERY = 6, 2
 MSAMP = ["--optimizer-state", "msamp", "--master-weights", "fp16"]
-# A checkpoint of these options has every kind of state: weights and moments with their scales, and the amax histories
-# and scales of delayed scaling.
+# A checkpoint of these options has the moments and FP16 masters of MS-AMP with their scales, and the amax histories and
+# scales of delayed scaling.
 ALL_STATES = ["--precision", "fp8", "--fp8-recipe", "delayed", "--fp8-amax-history", 16, *MSAMP]
 
 Call = collections.namedtuple("Call", "number name path")
@@ -72,7 +72,7 @@ class Trainer:
         return path
 
     def run(self, folder, options, ranks=1, fault=None, seconds=120):
-        """Runs the trainer on `ranks` ranks, with `fault`."""
+        """Runs the trainer on `ranks` ranks, with `fault`. Raises Wrong if it has not ended after `seconds`."""
         report = folder / "report"
         report.unlink(missing_ok=True)
         (folder / "state").unlink(missing_ok=True)
@@ -104,7 +104,9 @@ class Trainer:
         return Run(process.returncode, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"), struck)
 
     def calls(self, folder, options, ranks, fault):
-        """Returns the file system calls of a run without a fault, in order."""
+        """Returns the file system calls that inject.c counts in a run without a fault, in order. `fault` has their
+        folder and rank.
+        """
         run = self.run(folder, options, ranks, fault._replace(kind="none", at=0))
         if run.status:
             raise SystemExit(f"a run without a fault fails:\n{run.err}")
@@ -156,7 +158,8 @@ class Reference:
         return [*self.options, "--checkpoint-dir", folder / "ck", "--log-dir", folder / "log"]
 
     def is_whole(self, checkpoints, step):
-        """True if the checkpoint of a step equals that of the uninterrupted run."""
+        """True if the checkpoint of a step equals that of the uninterrupted run; of trainer.json, only the step counts.
+        """
         found = files_of(checkpoints / f"step-{step:08d}")
         is_trainer = self.is_trainer(found.get("trainer.json", b""), step)
         return is_trainer and content_of(found) == content_of(self.saved[step])
@@ -178,7 +181,9 @@ class Reference:
             return False
 
     def resume(self, folder, from_step, keep=1):
-        """Resumes the run in `folder`. It must start from `from_step` and end like the uninterrupted run."""
+        """Resumes the run in `folder`. It must start from `from_step`, leave no .tmp, and end like the uninterrupted
+        run.
+        """
         run = self.trainer.run(folder, [*self.run_options(folder), "--keep-checkpoints", keep, "--resume"], self.ranks)
         require(run.status == 0, f"the resumed run ends with status {run.status}: {run.err.strip()[-600:]}")
         went_on = re.search(r"^resume: continuing from .*/step-(\d+)$", run.out, re.MULTILINE)
@@ -266,7 +271,7 @@ class Export:
         found = content_of(files_of(folder / "out/x"))
         require(not found or found in self.wholes, "the export's folder holds an incomplete export")
         require(found == self.wholes[1] or not (well or "exported the weights" in run.out),
-                "the run succeeded, but its export is incomplete")
+                "the run succeeded or reported its export, but the export is incomplete")
         earlier = any(content_of(files_of(p)) == self.wholes[0] for p in (folder / "out").iterdir())
         require(not over or found or earlier, "neither the earlier export nor the new one is complete")
         run = self.trainer.run(folder, options)
@@ -356,7 +361,8 @@ def precisions():
 def resume_configurations(quick):
     """Yields (ranks, options): each row of precisions() with 8 splits into ranks, sharding and micro-steps.
 
-    Which sharding goes with 2 and 3 ranks changes from row to row. With `quick`, every other row with one split.
+    Apart from hybrid, the sharding of several ranks changes from row to row. With `quick`, every other row with one
+    split.
     """
     split = [(1, "full", 1), (1, "full", 2), (2, "grad_op", 1), (2, "full", 2), (3, "none", 1), (3, "full", 2),
              (4, "hybrid", 1), (4, "none", 2)]
@@ -450,7 +456,9 @@ class Campaign:
               end="\r" if sys.stdout.isatty() else "\n", flush=True)
 
     def attempt(self, row, again, action):
-        """Runs one point in a new folder and counts it. `again` holds the options that repeat only this point."""
+        """Runs one point in a new folder and counts it. `again` holds the options that repeat this point, and the
+        points with its number in other rows of its section.
+        """
         folder = self.trainer.folder()
         problem = None
         try:
@@ -645,11 +653,13 @@ def main():
     parser.add_argument("--minutes", type=float, default=20,
                         help="minutes of libFuzzer for all targets together [20]; 60 minutes are over 10 million runs")
     parser.add_argument("--only", metavar="SECTIONS", help=f"only these sections of {','.join(SECTIONS)}")
-    parser.add_argument("--kind", help="only this kind of fault (" + ", ".join(KILLS + ERRORS) + ") or fuzz target")
-    parser.add_argument("--at", type=int, help="only one point of each kind: the number of the call, or of the point")
+    parser.add_argument("--kind", help="only this kind of fault (" + ", ".join(KILLS + ERRORS) + "; in save, ranks and "
+                                       "export) or this fuzz target; log, damage and resume run all their points")
+    parser.add_argument("--at", type=int, help="only one point of each row: the number of the call, or of the point; "
+                                               "fuzz ignores it")
     parser.add_argument("--keep", action="store_true", help="keep the points' folders and print their names")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(),
-                        help="number of points that run at the same time [number of cores]")
+                        help="number of points that run at the same time [number of cores]; in ranks, three times it")
     args = parser.parse_args()
     for section in filter(None, (args.only or "").split(",")):
         if section not in SECTIONS:

@@ -3,7 +3,8 @@
 // of the table in replay.c.
 //
 // die() ends a run of the target, not the process: before die() prints, its hook jumps back to fuzz_run, which frees
-// the run's memory and closes its descriptors. A run that ends without die() must free and close everything itself.
+// the run's memory and closes its descriptors. exit() does so too. A run that ends without them must free and close
+// everything itself.
 #ifndef DEV_FAULT_FUZZ_H
 #define DEV_FAULT_FUZZ_H
 
@@ -103,8 +104,8 @@ static inline void fuzz_remove_folder(void) {
     folder_remove(fuzz()->folder, &ignored);
 }
 
-// Prepares the process, at its first run. Targets write their files in a folder under TMPDIR. The output of the code
-// under test is discarded.
+// Prepares the process, at its first run. Targets write their files in a folder under TMPDIR (default: /tmp). What the
+// code under test prints to stdout is discarded.
 static inline void fuzz_begin(void) {
     Fuzz *f = fuzz();
     if (f->blocks) return;

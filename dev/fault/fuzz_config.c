@@ -1,4 +1,4 @@
-// Reads config.json, lays out its parameter table, writes config.json and reads it again.
+// Reads config.json, lays out its parameter table (up to 8 layers), writes config.json and reads it again.
 #include "fuzz.h"
 
 static void config_check_table(const ModelConfig *m) {

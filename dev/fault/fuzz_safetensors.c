@@ -1,4 +1,4 @@
-// Opens a safetensors file and reads every tensor in every way.
+// Opens a safetensors file and reads every tensor, as it is stored and as fp32. Reads outside a tensor must fail.
 #include "fuzz.h"
 
 static void safetensors_try(const Safetensors *st, const Safetensor *t) {
@@ -21,7 +21,7 @@ static void safetensors_try(const Safetensors *st, const Safetensor *t) {
     FUZZ_CHECK(safetensors_find(st, t->name) == t);
 }
 
-// The first byte decides if the header's length is corrected.
+// If the first byte is odd, the header's length is corrected.
 static void safetensors_run(const uint8_t *data, size_t size) {
     static uint8_t file[1 << 16];
     const uint8_t choice = fuzz_byte(&data, &size);

@@ -1,7 +1,7 @@
 // Parses a tokenizer table and prints every token. Also takes the input as a shard's name, and makes its table's name.
 #include "fuzz.h"
 
-// The first byte decides if the head of the table is corrected.
+// If the first byte is odd, the magic number and version of the table are corrected.
 static void tokenizer_run(const uint8_t *data, size_t size) {
     const uint8_t choice = fuzz_byte(&data, &size);
     char *file = (char *)fuzz_note(malloc(size ? size : 1)), path[64], name[32];

@@ -44,7 +44,7 @@ static void trainer_run(const uint8_t *data, size_t size) {
 }
 
 // Writes a valid trainer.json up to its hash. Seed 0 fits the run of trainer_run(), seed 1 lacks the training data, and
-// seed 2 has other training data.
+// seed 2 has other training data. Seeds 1 and 2 have only the settings that a resumed run must match.
 static size_t trainer_seed(int i, uint8_t *out) {
     JsonText text = {NULL, 0, 0};
     Options o = options_default();

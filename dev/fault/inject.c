@@ -1,6 +1,6 @@
-// A shared library for LD_PRELOAD that makes one file call of a program fail, or kills the program at that call. It
-// simulates a full disk, a bad disk, a killed process or a power cut. It counts the calls that change files under one
-// folder, in the order of the program's calls, and strikes at the Nth.
+// A shared library for LD_PRELOAD that makes file calls of a program fail, or kills the program at one. It simulates a
+// full disk, a bad disk, a killed process or a power cut. It counts the calls that change files under one folder, in
+// the order of the program's calls, and strikes at the Nth; with the kinds that end in "-on", at all later ones too.
 //
 //   FAULT_DIR     the folder, as an absolute path without links; if unset, the library does nothing
 //   FAULT_KIND    the fault, see KINDS; "none" only counts calls
@@ -68,11 +68,11 @@ static Kind kind_find(const char *name) {
     abort();
 }
 
-// The fate of a call: it runs (and then the process is killed), fails with the errno that is set, writes half of its
-// data (and then the process is killed), or writes one byte.
+// The fate of a call. GO: it runs. GO_THEN_KILL: it runs, and then the process is killed. FAIL: it fails with the errno
+// that is set. WRITE_HALF: it writes half of its data, and then the process is killed. WRITE_ONE: it writes one byte.
 typedef enum { GO, GO_THEN_KILL, FAIL, WRITE_HALF, WRITE_ONE } Verdict;
 
-// Groups of calls. FAULT_KIND=enospc-on strikes those that need space: a full disk lets files be removed and closed.
+// Groups of calls. FAULT_KIND=enospc-on strikes all but CALL_FREES: a full disk lets files be removed and closed.
 typedef enum { CALL_TAKES_SPACE, CALL_WRITES, CALL_FREES, CALL_READS } CallGroup;
 
 #define MAX_RANGES 8192

@@ -1,4 +1,5 @@
-// Runs the fuzz targets without libFuzzer, on mutations of their seeds. A run number always has the same input.
+// Runs the fuzz targets without libFuzzer, on mutations of their seeds or on a file. A run number always has the same
+// input.
 //
 //   replay TARGET RUNS [FIRST]   RUNS runs from number FIRST [0] on; the lowest numbers use the unchanged seeds
 //   replay TARGET seeds FOLDER   writes the seeds to files, as the initial corpus of libFuzzer
@@ -62,7 +63,7 @@ typedef struct {
 
 static uint64_t chance_below(Chance *c, uint64_t n) { return rng_u64(c->key, c->next++) % n; }
 
-// Replaces `cut` bytes at `at` by `n` bytes. Returns the new size.
+// Replaces `cut` bytes at `at` by `n` bytes, unless the result would be larger than REPLAY_CAPACITY. Returns the size.
 static size_t mutate_splice(uint8_t *data, size_t size, size_t at, size_t cut, const void *bytes, size_t n) {
     if (size - cut + n > REPLAY_CAPACITY) return size;
     memmove(data + at + n, data + at + cut, size - at - cut);
@@ -128,7 +129,7 @@ static size_t mutate_once(uint8_t *data, size_t size, Chance *c) {
     }
 }
 
-// Makes the input of run number `run`: a seed, or a seed after a few mutations.
+// Makes the input of run number `run`: a seed, or a seed after 1 to 6 mutations. Returns its size.
 static size_t mutate(uint64_t run, uint8_t *data) {
     const uint64_t seeds = (uint64_t)replay()->num_seeds;
     Chance c = {rng_key(1, run), 0};

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Tests whole runs of train_fp8cu on one GPU: compared with the CPU trainer, repeated, resumed, interrupted, with
-# weights that overflow, and refused. Needs ./train_fp8, ./train_fp8cu, build/synth_stories, build/compare_checkpoints,
-# mpirun and python3. Ends with "N passed, N failed".
+# Tests whole runs of train_fp8cu on one GPU: compared with the CPU trainer and with runs of other options, repeated,
+# resumed, interrupted, with weights that overflow, and refused. Needs ./train_fp8, ./train_fp8cu, build/synth_stories,
+# build/compare_checkpoints, nvidia-smi, mpirun and python3. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 tmp=$(mktemp -d)
@@ -11,8 +11,8 @@ trap 'rm -rf "$tmp"' EXIT
 build/synth_stories --out "$tmp/synth" --bytes 300000 --seed 3 >/dev/null || bad "synth_stories"
 data="--train-data $tmp/synth_train.bin --shuffle off"
 
-# fails: the run must end with an error. refused: it must do so before the first step. $1 text that the error must
-# contain, then the command. Its output is in $tmp/refused.log.
+# fails: the run must end with an error. refused: it must do so before the first step. $1 regular expression that the
+# error must match, then the command. The command's output is in $tmp/refused.log.
 fails() {
     local expected=$1 status
     shift
@@ -24,14 +24,14 @@ fails() {
         bad "expected \"$expected\": $(tail -n 2 "$tmp/refused.log")"
     fi
 }
-refused() { fails "$@" && check "a refused run ends before step 1" lacks "$tmp/refused.log" "step 1/"; }
+refused() { fails "$@" && check "a refused run ends before step 1" no_step "$tmp/refused.log"; }
 
 # Compares one step with the CPU trainer. Both start from equal weights and round at equal places. They differ in the
 # order of sums, which changes some bf16 roundings (2^-9 each), and with FP8 some FP8 roundings (2^-4 and 2^-3). To
 # measure that effect alone, the CPU trainer was compiled with -Ofast, which reorders its sums: the worst gradient of
 # this step was off by 5.2e-3 with bf16 and 6.4e-2 with fp8 (q and k projections, whose gradients are differences of
-# nearly equal terms). The bounds are 1.5 to 2 times that. $1 name, $2 options, $3 largest loss error, $4 largest
-# gradient error.
+# nearly equal terms). The bounds of gradients are 1.5 to 2 times that. $1 name, $2 options, $3 largest relative error
+# of the loss, $4 of a tensor's gradient (norm of the difference over the norm).
 against_cpu() {
     local args="small $data $2 --sequence-length 256 --batch-size 2 --num-steps 1 --optimizer-state fp32"
     rm -rf "$tmp/cpu" "$tmp/gpu"
@@ -61,7 +61,7 @@ against_cpu "tensorwise, filtered" "--precision fp8 --fp8-filter first,down" 1e-
 # operation that does not wait until the memory is cleared would change the result.
 run="llama3.2-1b $data --precision bf16 --sequence-length 64 --num-steps 2 --deterministic"
 if ! ./train_fp8cu $run >"$tmp/a.log" 2>&1 && grep -q "GiB are free" "$tmp/a.log"; then
-    echo "skipped: llama3.2-1b needs more memory than this GPU has"
+    echo "skipped: llama3.2-1b needs more memory than is free on this GPU"
 else
     CUDA_MODULE_LOADING=EAGER gpu b $run
     same "kernels loaded at start-up, and at first use" a b
@@ -83,10 +83,11 @@ for precision in bf16 fp8 "fp8 --fp8-recipe delayed --fp8-amax-history 4" "fp8 -
     # Two micro-steps of one sequence have the tokens of one micro-step of two sequences. Their gradients are rounded to
     # bf16 once more.
     gpu e $common --precision $precision --num-steps 12 --batch-size 1 --grad-accumulation-steps 2
-    near "$precision: last loss of two micro-steps and of one" "$(field e loss 12)" "$(field a loss 12)" 1e-2
+    near "$precision: last loss with two micro-steps a step and with one" "$(field e loss 12)" "$(field a loss 12)" 1e-2
 done
 
-# --optimizer-in-backward changes no bit. A run that began with the option may be resumed without it.
+# Without --grad-clip, --optimizer-in-backward changes no bit. A run that began with the option may be resumed without
+# it.
 for options in "bf16" "fp8" "fp8 --fp8-recipe delayed" "fp8 --fp8-weight-cache on --optimizer-state coat" \
     "fp8 --fp8-recipe rowwise --recompute layer --optimizer-state coat-stochastic" \
     "bf16 --optimizer-state fp32 --master-weights fp32" "fp8 --optimizer-state msamp" \
@@ -103,7 +104,8 @@ for options in "bf16" "fp8" "fp8 --fp8-recipe delayed" "fp8 --fp8-weight-cache o
     same "$options: resumed without --optimizer-in-backward" a d 3
 done
 # FP8 weights that are cast from FP16 masters: casts for each pass, cached casts, and casts of recomputed layers are
-# equal. A load in halves (from an export) and one of codes (from a checkpoint) give the same weights.
+# equal. Weights of an export, which are loaded without scales, give the CPU's loss. A resume from a checkpoint, whose
+# scales are loaded, exports the weights that the first run exported.
 run="$common --precision fp8 --optimizer-state msamp --master-weights fp16 --num-steps 6"
 rm -rf "$tmp/ck"
 gpu a $run --checkpoint-dir "$tmp/ck" --export-hf "$tmp/masters" && gpu b $run --fp8-weight-cache on &&
@@ -116,12 +118,12 @@ near "FP8 from FP16 masters: first loss from exported weights on GPU and CPU" \
     "$(field d loss 1)" "$(field e loss 1)" 1e-3
 gpu f $run --checkpoint-dir "$tmp/ck" --resume --export-hf "$tmp/again"
 if cmp -s "$tmp/masters/model.safetensors" "$tmp/again/model.safetensors"; then
-    ok "FP8 from FP16 masters: weights of a checkpoint come back"
+    ok "FP8 from FP16 masters: a resume exports the weights of the run that saved"
 else
-    bad "FP8 from FP16 masters: a load changes weights"
+    bad "FP8 from FP16 masters: a resume exports other weights than the run that saved"
 fi
-# --grad-clip with --optimizer-in-backward: a clip value above all norms changes no bit, a low one gives the losses of
-# the CPU trainer, and a resumed run has the same bits.
+# --grad-clip with --optimizer-in-backward: a clip value above all norms changes no bit, a low one gives nearly the loss
+# and norm of the CPU trainer, and a resumed run has the bits of an unbroken one.
 for options in "bf16" "fp8" "fp8 --fp8-recipe delayed --optimizer-state coat-stochastic" \
     "fp8 --optimizer-state msamp --master-weights fp16" "bf16 --optimizer-state fp32 --master-weights fp32"; do
     run="$common --precision $options --optimizer-in-backward"
@@ -136,8 +138,8 @@ for options in "bf16" "fp8" "fp8 --fp8-recipe delayed --optimizer-state coat-sto
         gpu b $run --num-steps 8 --grad-clip 0.2 --checkpoint-dir "$tmp/ck" --resume
     same "$clipped: an unbroken and a resumed run" c b 3
 done
-# --offload changes no bit, whether an array moves in one part or in many. A resumed run may drop the option or set it
-# again.
+# --offload moments and --offload master change no bit, whether an array moves in one part or in many. A resumed run may
+# drop the option or set it again.
 for case in "small|moments|bf16" "small|moments|fp8 --optimizer-state coat-stochastic --optimizer-in-backward" \
     "llama3.2-1b|moments|fp8 --optimizer-state coat-stochastic --optimizer-in-backward --grad-clip 0.2" \
     "small|master|bf16 --master-weights fp32" \
@@ -157,7 +159,8 @@ for case in "small|moments|bf16" "small|moments|fp8 --optimizer-state coat-stoch
     same "$options: resumed without --offload $offload, then with it" a c 2
 done
 refused "this run has none: add --master-weights fp32" ./train_fp8cu small $data --offload master
-# --offload activations changes no bit. Validation comes between the steps. Of 9 layers, 6 leave the GPU.
+# --offload activations changes no bit. Validation comes after every second step. The activations of 6 of the 9 layers
+# leave the GPU.
 mkdir "$tmp/deep"
 cat >"$tmp/deep/config.json" <<END
 {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 8192, "hidden_size": 256,
@@ -180,7 +183,8 @@ for options in "--optimizer-state coat" "--optimizer-state msamp" "--optimizer-s
     "--precision fp8 --optimizer-state msamp --master-weights fp16"; do
     run="small $data --sequence-length 256 --batch-size 2 --learning-rate 1e-3 --num-steps 8 $options"
     cpu a $run && gpu b $run --optimizer-in-backward
-    near "$options: last loss on GPU and CPU" "$(field b loss 8)" "$(field a loss 8)" 1e-3
+    near "$options: last loss on GPU with --optimizer-in-backward and on CPU without" \
+        "$(field b loss 8)" "$(field a loss 8)" 1e-3
 done
 
 # Recomputed layers are quantized to equal bytes. If --fp8-filter excludes every layer, FP8 equals BF16.
@@ -218,9 +222,9 @@ energy=$(nvidia-smi --query-gpu=power.draw --format=csv,noheader,nounits 2>/dev/
 if gpu a $common --precision fp8 --num-steps 12 --val-data "$tmp/synth_val.bin" --val-steps 5 --val-every 6 \
     --log-dir "$tmp/times" &&
     problem=$(python3 dev/test/lib/check_log.py "$tmp/times/log.jsonl" 1 $energy 2>&1); then
-    ok "log.jsonl has times, energy and losses of sequences"
+    ok "log.jsonl has times, energy where it can be read, and losses of validation sequences"
 else
-    bad "times, energy and losses of sequences: $problem"
+    bad "times, energy and losses of validation sequences: $problem"
 fi
 
 # Layer gradients reuse memory of activations. Norm weights of 80 values leave gaps between vectors, and a model of one
@@ -293,20 +297,21 @@ run="$common --precision fp8 --num-steps 12"
 gpu a $run && gpu b $run --fp8-fast-accum all &&
     near "last loss with and without --fp8-fast-accum all" "$(field b loss 12)" "$(field a loss 12)" 1e-2
 
-# Validation, and a sample longer than the training sequences, with a model that has learned a little. Its first words
-# equal those of the CPU, because few tokens are likely. Later words may differ where GPU and CPU round a probability
-# differently and the random draw falls between both values.
+# Validation, and a sample of 40 tokens with training sequences of 16, with a model that has learned a little. The
+# sample's first 16 characters equal those of the CPU, because few tokens are likely. Later words may differ where GPU
+# and CPU round a probability differently and the random draw falls between these two values.
 gpu a small $data --sequence-length 64 --batch-size 16 --num-steps 300 --learning-rate 1e-3 --export-hf "$tmp/told"
 run="$tmp/told --train-data $tmp/synth_train.bin --val-data $tmp/synth_val.bin --val-every 1 --val-steps 7"
 run="$run --sequence-length 16 --batch-size 2 --num-steps 2 --learning-rate 0 --sample-every 2 --sample-tokens 40"
 story() { sed -n 's/^sample after step 2: //p' "$tmp/$1.log"; }
 cpu a $run && gpu b $run && near "validation loss on GPU and CPU" "$(validation b)" "$(validation a)" 1e-3
-check "--val-every 1 validates after both steps" equal "$(grep -c '^validation after step' "$tmp/b.log")" 2
+check "--val-every 1 validates after each of 2 steps" equal "$(grep -c '^validation after step' "$tmp/b.log")" 2
 check "the GPU's story begins like the CPU's: $(story a)" equal "$(story b | cut -c1-16)" "$(story a | cut -c1-16)"
-check "a story is longer than the sequences: $(story b)" [ "$(story b | wc -c)" -gt 30 ]
+check "a story of 40 tokens has more than 30 bytes: $(story b)" [ "$(story b | wc -c)" -gt 30 ]
 
-# --profile prints a table of the operations of a step: GEMMs in TFLOP/s, other kernels in GB/s, and the percentage of
-# their limits. AdamW is called twice: for the root (embedding, final norm, lm_head) and for all layers.
+# --profile prints a table of the operations of the last step: GEMMs in TFLOP/s, AdamW and other kernels that memory
+# limits in GB/s, and the percentage of their limits. AdamW is called twice: for the root (embedding, final norm,
+# lm_head) and for all layers.
 gpu a $common --precision fp8 --num-steps 3 --profile
 check "--profile has AdamW in GB/s: $(grep -A 3 '^profile of' "$tmp/a.log")" \
     grep -qE '^  AdamW +2 .* GB/s +[0-9.]+%$' "$tmp/a.log"
@@ -364,7 +369,7 @@ run="$common --precision fp8 --fp8-recipe delayed --fp8-amax-history 4 --num-ste
 run="$run --grad-accumulation-steps 2"
 gpu a $run && gpu b $run --on-nonfinite skip && same "delayed scaling without and with --on-nonfinite skip" a b
 
-# With a learning rate that is far too high, no infinite moment is saved.
+# With a learning rate that is far too high, every saved moment is finite.
 for mode in stop skip; do
     ./train_fp8cu $common --precision bf16 --learning-rate 1000 --num-steps 60 --on-nonfinite $mode \
         --checkpoint-dir "$tmp/ck_high_$mode" --checkpoint-every 1 --keep-checkpoints 1000 >"$tmp/high.log" 2>&1
@@ -376,11 +381,11 @@ for mode in stop skip; do
         infinite=$((infinite + $(infinities "$folder")))
     done
     check "a learning rate of 1000, $mode: checkpoints are saved" [ $saved -ge 1 ]
-    check "a learning rate of 1000, $mode: no infinite moment in $saved checkpoints" equal $infinite 0
+    check "a learning rate of 1000, $mode: every moment in $saved checkpoints is finite" equal $infinite 0
     rm -rf "$tmp/ck_high_$mode"
 done
 
-# Memory plans of runs that are too large for this machine.
+# --dry-run plans the memory of runs that are too large for this machine.
 for plan in "llama3.1-70b --world-size 64" "llama3.1-405b --world-size 512 --recompute layer"; do
     if CUDA_VISIBLE_DEVICES= ./train_fp8cu $plan --precision fp8 --sequence-length 8192 --dry-run >"$tmp/plan.log" \
         2>&1 && grep -q '^  total ' "$tmp/plan.log"; then
@@ -390,7 +395,7 @@ for plan in "llama3.1-70b --world-size 64" "llama3.1-405b --world-size 512 --rec
     fi
 done
 
-# After a signal a run finishes the step, saves once and exits with status 0.
+# After SIGTERM, SIGINT or SIGUSR1 a run finishes the step, saves once and exits with status 0.
 for signal in TERM INT USR1; do
     (trap - INT; exec ./train_fp8cu $common --num-steps 100000 --checkpoint-dir "$tmp/sig_$signal") >"$tmp/s.log" 2>&1 &
     pid=$!
@@ -406,8 +411,9 @@ for signal in TERM INT USR1; do
     fi
 done
 
-# Wrong input gives an error and a non-zero status, before any work.
-refused "this GPU has" ./train_fp8cu llama3.1-70b --train-data "$tmp/synth_train.bin" --sequence-length 4096
+# A run that cannot work ends with an error and a non-zero status before its first step.
+refused "this GPU's free memory is" \
+    ./train_fp8cu llama3.1-70b --train-data "$tmp/synth_train.bin" --sequence-length 4096
 refused "every rank needs its own GPU" mpirun \
     --allow-run-as-root --oversubscribe -np $(($(nvidia-smi -L | grep -c '^GPU') + 1)) ./train_fp8cu small $data
 refused "does not divide" ./train_fp8cu small $data --dry-run --world-size 6 --sharding hybrid --shard-size 4

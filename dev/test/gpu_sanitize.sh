@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Runs two steps of small models under memcheck, racecheck and initcheck of compute-sanitizer, six programs at a time.
-# Each program has its own log in build/sanitize/ and is killed after SANITIZE_SECONDS (default 900). Needs
-# ./train_fp8cu, build/train_fp8cu_apart and build/synth_stories. Ends with "N passed, N failed".
+# Trains the models tiny and small for two steps under compute-sanitizer, at most six programs at a time: ./train_fp8cu
+# under memcheck, racecheck and initcheck, build/train_fp8cu_apart under memcheck. Each program has its own log in
+# build/sanitize/ and is killed after SANITIZE_SECONDS (default 900). Also needs build/synth_stories. Ends with "N
+# passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . scripts/tally.sh
@@ -18,8 +19,8 @@ fi
 trap 'kill $(jobs -rp) 2>/dev/null' EXIT
 trap 'exit 130' INT TERM
 
-# Starts a program as soon as fewer than $at_once run. $1 tool, $2 name of the check, $3 trainer; then model and
-# options.
+# Waits until fewer than $at_once programs run, then starts one. $1 tool, $2 what the trainer does, for the name of the
+# check, $3 trainer; then model and options.
 start() {
     local tool=$1 trainer=$3 number=${#names[@]}
     names+=("compute-sanitizer $tool, $2")
@@ -32,7 +33,7 @@ start() {
     pids+=($!)
 }
 
-# True if racecheck's output $1 has hazards, and all are in kernels of cuBLASLt (nvjet...): racecheck takes these
+# True if racecheck's log $1 has hazards, and all are in kernels of cuBLASLt (nvjet...): racecheck takes these
 # kernels' bulk copies to shared memory for races.
 only_in_cublaslt() {
     local all own
@@ -41,7 +42,7 @@ only_in_cublaslt() {
     [ "$own" -gt 0 ] && [ "$own" = "$all" ]
 }
 
-# Waits for program $1 and prints its summary, or how it failed.
+# Waits for program number $1. Prints its summary, or prints how it failed and returns 1.
 result() {
     local name=${names[$1]} log=$logs/$1.log status note=""
     wait "${pids[$1]}"

@@ -4,14 +4,14 @@ usage: reword.py SOURCE ...   rewords the C files in place; prints how many stri
        reword.py              rewords a text of a message from stdin to stdout
 
 It changes string literals for people: arguments of printf, die, warn and similar functions, and help texts. It keeps
-format specifiers, escapes, options, file names, words with digits or underscores, and "error: " and "warning: " at the
-start of lines.
+format specifiers, escapes, options, file names, words with digits or underscores, words of one letter, and "error: "
+and "warning: ".
 """
 import re
 import sys
 
 SPEAKERS = {"printf", "fprintf", "puts", "die", "die_with", "warn", "fail", "json_syntax_error", "arena_group"}
-# Literals in these calls are changed if they are sentences.
+# Literals in these calls are changed if they are sentences: two words follow each other.
 WRITERS = {"format_checked", "snprintf", "GROUP", "INT", "REAL", "TEXT", "CHOICE", "FLAG", "X"}
 KEPT = (r"\\.|%[-+ #0]*(?:\*|\d+)?(?:\.(?:\*|\d+))?(?:hh|ll|[hlzjt])?[a-zA-Z%]|"  # escapes and format specifiers
         r"--?[a-z][\w-]*|\w*[\d_]\w*|\w+(?:[/.]\w+)+|(?:error|warning): ")

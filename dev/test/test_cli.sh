@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tests the interface for programs: exit statuses, --list, --dry-run --json, log.jsonl. Needs mpirun and python3. Ends
-# with "N passed, N failed".
+# Tests the interface for programs (exit statuses, --list, --dry-run --json, log.jsonl), that an error is one line, what
+# a run prints before its first step, and --log-every. Needs mpirun and python3. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
@@ -37,7 +37,7 @@ limited="small $data --batch-size 64 --dry-run --memory-limit"
 check "a plan larger than --memory-limit ends with status 3" ends 3 $limited 0.1
 check "the message names options with which the run fits" \
     grep -q "with --batch-size 1 --grad-accumulation-steps 64 it needs 0.1 GiB" "$tmp/one"
-check "a plan within --memory-limit is printed" ends 0 $limited 1
+check "a dry run within --memory-limit ends with status 0" ends 0 $limited 1
 check "a plan past 2^63 bytes ends with status 3" \
     ends 3 llama3.1-405b $data --dry-run --batch-size 65535 --sequence-length 1048576
 check "--profile, which the CPU trainer lacks, ends with status 4" ends 4 tiny $data --profile
@@ -46,10 +46,12 @@ for number in $(sed -n '/^exit status$/,$ s/^  \([0-9]\)  .*/\1/p' <($trainer --
     check "docs/TRAINING.md lists exit status $number" grep -q "^| $number | " docs/TRAINING.md
 done
 known=$(sed -n 's/^ *X(EXIT_\(MEMORY\|UNSUPPORTED\), \([0-9]\).*/\2/p' llmc/base/utils.h | paste -sd' ')
-check "the scripts' exit statuses equal those in utils.h" equal "$EXIT_MEMORY $EXIT_UNSUPPORTED" "$known"
+check "EXIT_MEMORY and EXIT_UNSUPPORTED of launch.sh equal those in utils.h" \
+    equal "$EXIT_MEMORY $EXIT_UNSUPPORTED" "$known"
 
-# ---- An error is one line on stderr, on one rank and on two: Open MPI 4 adds no paragraph about MPI_ABORT. mpirun of
-# Open MPI 5 prints "prterun has exited ..." itself, which no rank can prevent.
+# ---- An error is one line on stderr, without mpirun and with it on one rank and on two: Open MPI 4 adds no paragraph
+# about MPI_ABORT. mpirun of Open MPI 5 prints "prterun has exited ..." itself, which no rank can prevent and this test
+# leaves out.
 
 one_line() { [ "$(wc -l <"$1")" -eq 1 ] && grep -q '^error: ' "$1" || { cat "$1"; false; }; }
 says_one_line() {
@@ -131,7 +133,8 @@ if log:
     assert {**log["settings"], "dry-run": "on", "log-dir": ""} == {**plan["settings"], "log-dir": ""}
 print("fp8_gemms", fp8)
 PY
-# $1 expected output of plan.py, $2 ranks, then options. With 2 ranks or fewer, the run also trains.
+# $1 expected last line of plan.py, $2 ranks, then options. With 2 ranks or fewer the run also trains, and its log is
+# compared too.
 plans() {
     local expected=$1 ranks=$2 folder=$tmp/$RANDOM
     shift 2
@@ -161,7 +164,7 @@ check "the JSON plan of a recipe that does not suit tiny's sizes has no FP8 GEMM
     --batch-size 4
 check "the JSON plan of 512 ranks equals the printed plan" plans "fp8_gemms 384" 512 llama3.1-8b $data --precision fp8
 
-# ---- what a run prints before its first step, on stdout and stderr: at most 25 lines; --dry-run prints everything
+# ---- what a run prints before its first step, on stdout and stderr: at most 25 lines; --dry-run prints more
 
 # $1 ranks, the rest: arguments. Leaves the lines before the first step in $tmp/start.
 starts() {
@@ -197,7 +200,7 @@ check "a resumed run prints at most 25 lines before its first step" \
     equal "$(($(sed '/^step /Q' "$tmp/resumed" | wc -l) <= 25))" 1
 check "a resumed run prints the checkpoint that it continues from" \
     holds "$tmp/resumed" "resume: continuing from $tmp/started/steps/step-00000002"
-# Sets most options that have a value other than on and off, each to the value that it has anyway.
+# Sets most options whose value is neither empty nor on or off, each to the value that it has anyway.
 many=$($trainer tiny $data --precision fp8 --fp8-recipe delayed --dry-run --json | python3 -c '
 import json, sys
 left_out = ("train-data", "val-data", "sequence-length", "num-steps", "fp8-filter", "shard-size", "world-size",
@@ -205,12 +208,13 @@ left_out = ("train-data", "val-data", "sequence-length", "num-steps", "fp8-filte
 for name, value in json.load(sys.stdin)["settings"].items():
     if value not in ("", "on", "off") and name not in left_out: print("--" + name, value)')
 check "a run with $(wc -l <<<"$many") options prints at most 25 lines before step 1" starts 2 tiny $data $val $many
-check "a long list of options is cut with an ellipsis, once" equal "$(grep -c ' \.\.\.$' "$tmp/start")" 1
+check "exactly one line before step 1 ends in an ellipsis" equal "$(grep -c ' \.\.\.$' "$tmp/start")" 1
 $trainer tiny $data --precision fp8 --dry-run >"$tmp/start"
 check "--dry-run prints settings, memory plan and table of GEMMs" equal \
     "$(grep -cE '^(model|eps|stall-timeout) |^memory plan|^  (lm_head|down) ' "$tmp/start")" 10
 
-# ---- --log-every: prints the step lines of the first, every N-th and the last step; log.jsonl has all steps
+# ---- --log-every N: a run prints the step lines of its first and last step and of each step that N divides; log.jsonl
+# has all steps
 
 printed() { grep '^step ' "$1" | sed 's|^step *\([0-9]*\)/.*|\1|' | paste -sd' '; }
 rm -rf "$tmp/every"

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Tests data/: tinystories.py and synth_stories.c.
+"""Tests data/tinystories.py and data/synth_stories.c.
 
-It tests shards, table, download and wrong input of tinystories.py, and compares its tokens with those of
-../shared/data.
+It tests shards, tables, download and wrong input of tinystories.py, compares its tokens with those of ../shared/data,
+if that is there, and tests shards, stories and wrong options of synth_stories.
 
 Runs with any Python 3. Tests that need the packages of data/requirements.txt use data/.venv/bin/python, or are skipped
-with a reason.
+with a reason. Ends with "N passed, N failed".
 """
 import array
 import functools
@@ -94,7 +94,9 @@ def test_bytes(folder):
 
 
 def test_layouts(folder):
-    """No final marker, Windows line ends, markers within a line, empty stories, a marker on the border of two reads."""
+    """Texts without a final marker, with Windows line ends, markers within a line, empty stories, a marker on the
+    border of two reads, or bytes that are not UTF-8.
+    """
     def tokens_of(data):
         with open(f"{folder}/l.txt", "wb") as f:
             f.write(data)
@@ -170,7 +172,7 @@ def test_bad_inputs(folder):
         status, output = run(*arguments)
         check(status != 0 and message in output and "Traceback" not in output,
               f"{arguments}: \"{message}\" expected, status {status}: {output}")
-    # -S: a Python without any packages
+    # -S: a Python without installed packages
     result = subprocess.run([sys.executable, "-S", SCRIPT, "--tokenizer", "llama3", "--text", text],
                             capture_output=True, text=True)
     check(result.returncode != 0 and "Run data/setup_venv.sh" in result.stderr,
@@ -185,7 +187,9 @@ def test_bad_inputs(folder):
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Serves files with ranges. Breaks a response off after `cut` bytes, `breaks` times. Counts the bytes sent."""
+    """Serves files, and parts of files if `ranges`. Breaks the next `breaks` responses off after `cut` bytes. Counts
+    the bytes sent.
+    """
 
     def do_GET(self):
         hub = self.server
@@ -244,10 +248,10 @@ def test_hub(folder):
     server.sent = 0
     check(prepare("whole")[0] == 0 and server.sent == 0, "a downloaded text is not downloaded again")
 
-    server.breaks, server.cut = 3, size // 5  # three broken connections, each resumed where it ended
+    server.breaks, server.cut = 3, size // 5
     status, output = prepare("broken")
     check(status == 0 and server.breaks == 0 and stories_of("broken") == stories,
-          f"a download continues after broken connections: {output}")
+          f"a download continues after three broken connections: {output}")
 
     whole = server.files["TinyStories-train.txt"]  # half is there from an earlier call: only the rest is asked for
     os.makedirs(f"{folder}/resumed")
@@ -416,8 +420,8 @@ def main():
     have_packages = os.path.exists(VENV_PYTHON) and subprocess.run([VENV_PYTHON, "-c", "import tiktoken, tokenizers"],
                                                                    capture_output=True).returncode == 0
     if not have_packages:
-        print("skipped: comparison with ../shared/data, tokenizer.json: data/.venv is missing "
-              "(make it with data/setup_venv.sh)")
+        print("skipped: comparison with ../shared/data, tokenizer.json: data/.venv is missing or lacks tiktoken or "
+              "tokenizers (make it with data/setup_venv.sh)")
     else:
         tests.append(test_tokenizer_json)
         if os.path.isdir(SHARED):

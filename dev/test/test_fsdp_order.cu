@@ -1,12 +1,12 @@
 // Tests the order of the GPU trainer's streams on all ranks, without a GPU. train_fp8.cu itself enqueues some optimizer
-// steps, a sample and a validation for one rank after the other, with copy engines and with NCCL. This file answers its
-// calls: the linker puts functions of this file in place of CUDA and NCCL (--wrap, see the Makefile), and macros
-// replace the launchers that train_fp8.cu and linear.cuh call. They record the operations of each rank's two streams.
-// Then the streams of all ranks run (order_model.h). Operations on equal memory must be ordered by events, barriers and
-// collectives, a read must find the content that the model needs there, and no stream may wait for ever.
-// check_omissions() omits one barrier, collective, event or call of the trainer at a time, and the test must detect
-// each. Other checks are of the embedding's input ranks, the watcher, and the self-test of copy engines
-// (peer_memory.cuh).
+// steps, a sample and a validation for one rank after the other, with copy engines and with NCCL, with --offload and
+// without. This file answers its calls: the linker puts functions of this file in place of CUDA and NCCL (--wrap, see
+// the Makefile), and macros replace launchers, functions of Fsdp and others that train_fp8.cu and its headers call.
+// These record the operations of all streams of each rank. Then the streams of all ranks run (order_model.h).
+// Operations on the same memory must be ordered by events, barriers and collectives, a read must find the content that
+// the model needs there, and no stream may wait for ever. check_omissions() omits one barrier, collective, event or
+// call of the trainer at a time, and the test must detect each. Other checks are of the embedding's input ranks, the
+// watcher, and of copy engines: when they are used, and their self-test (peer_memory.cuh).
 //
 // linear.cuh, batches.cuh, step_stats.cuh, fsdp_report.cuh and train.h come behind the macros, with train_fp8.cu.
 #define TESTING
@@ -38,7 +38,7 @@ enum { COMPUTE, COMMUNICATION, TO_GPU, TO_HOST, KEPT_COPIES, MAX_EVENTS = 1 << 1
 static const char *const stream_names[ORDER_STREAMS] = {"compute", "communication", "to the GPU", "to the host",
                                                         "copies of activations"};
 
-// A rank's memory: of its GPU from 0 on, and pinned memory for offloading from here on.
+// A rank's memory: its GPU's from 0 to PINNED_BEGIN, pinned memory for offloading from there to PINNED_END.
 #define PINNED_BEGIN (ORDER_MEMORY_STRIDE / 4)
 #define PINNED_END (ORDER_MEMORY_STRIDE / 2)
 
@@ -93,13 +93,14 @@ static int64_t gradients_of(int64_t step, int64_t micro, int64_t l, int64_t over
     return order_content((step * 100 + micro) * 1000 + 1 + l, over);
 }
 
-// Content: an offloaded array from an element of the shard on, after the update that made the weights of this version.
+// Returns the content of an offloaded array from an element of the shard on, after the update that made the weights of
+// version `step`. Version 1 is loaded, not made by an update.
 static int64_t offloaded_of(int64_t step, int array, int64_t element) {
     return step == 1 ? ORDER_UNWRITTEN
                      : order_content((1ll << 46) + (step << 40) + ((int64_t)array << 38) + element, 0);
 }
 
-// Content: activations of a layer, from its forward pass in a micro-step.
+// Returns the content that stands for a layer's activations, from its forward pass in a micro-step.
 static int64_t activations_of(int64_t step, int64_t micro, int64_t l) {
     return order_content((1ll << 47) + (step * 100 + micro) * 1000 + l, 0);
 }
@@ -245,8 +246,8 @@ static void note_cast(cudaStream_t s, const TensorSource *source, const QTensor 
     if (out->columnwise) note_write(s, out->columnwise, R * C, ORDER_CARRIED);
 }
 
-// `from` [n] is added to `to` [n], whose content is then that of the latest micro-step. to_element, element: bytes of
-// an element.
+// Records that `from` [n] is added to `to` [n], or replaces it. The content of `to` is then that of `from`. to_element,
+// element: bytes of an element of `to`, and of `from`.
 static OrderOperation *note_add(cudaStream_t s, const void *to, int64_t to_element, const void *from, int64_t n,
                                 int64_t element, const GradientSum *how) {
     note_read(s, from, n * element, ORDER_CARRIED);
@@ -317,8 +318,8 @@ static bool note_sum_kernel(cudaStream_t s, const void *function, void **argumen
     return false;
 }
 
-// Kernels that clip a unit by its squares. These have the content of the gradients; the all-reduce of squares counts
-// the ranks once more.
+// Records a kernel that sums the squares of a unit, or clips the unit by them. Returns false if it is another kernel.
+// Squares have the content of the gradients; their all-reduce counts the ranks once more.
 static bool note_clip_kernel(cudaStream_t s, const void *function, void **arguments) {
     const bool fp32 = function == (const void *)adamw_squares_kernel<float>;
     if (fp32 || function == (const void *)adamw_squares_kernel<bf16>) {
@@ -601,7 +602,7 @@ static int64_t left_in_slot(const void *at) {
     return 0;
 }
 
-// Records an access of a kernel to the first value of a tensor in a slot. Copies must not go on meanwhile.
+// Record an access of a kernel to the first bytes of a tensor, if it is in a slot. Copies must not go on meanwhile.
 static void note_kept_read(const void *at) {
     if (left_in_slot(at)) note_read(computing(), at, min_i64(ARENA_ALIGNMENT, left_in_slot(at)), ORDER_ANY);
 }
@@ -705,7 +706,7 @@ static int64_t called_source(const char *, const QTensor &, const Source &source
     return 0;
 }
 
-// Logits may share memory with weights. GEMMs of lm_head recognize them by their address.
+// Logits may share memory with weights. In a GEMM of lm_head, an operand at the address of the logits is the logits.
 static void called_gemm(const Gemm *, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b, const bf16 *bias,
                         bool) {
     const bool head = strcmp(p->layer, "lm_head") == 0;
@@ -783,7 +784,7 @@ static int64_t unit_of(int64_t element) {
     return l;
 }
 
-// An offloaded array in a slot: it must hold what the last step has left.
+// Records the update of an offloaded array in a slot, which must hold what the last step has left.
 static void note_offloaded(const void *slot, int array, int64_t bytes, const AdamwUnits *u) {
     const char *at = (const char *)((intptr_t)slot + u->first * bytes);
     if (is_pinned(at)) die("an update of an array in host memory");
@@ -793,7 +794,7 @@ static void note_offloaded(const void *slot, int array, int64_t bytes, const Ada
 
 static int64_t offloaded_bytes(int array);
 
-// The update of a part of a unit.
+// Records the update of a part of a unit.
 static void called_launch(const AdamwUpdate *w, const AdamwUnits *u, cudaStream_t) {
     const int64_t l = unit_of(u->first);
     const AdamwGradients g = adamw_shift_gradients(w->arrays.gradients, u->first);
@@ -809,7 +810,7 @@ static void called_launch(const AdamwUpdate *w, const AdamwUnits *u, cudaStream_
         note_write(computing(), w->amax + l * w->amax_stride, NUM_LINEARS * (int64_t)sizeof *w->amax, ORDER_UNWRITTEN);
 }
 
-// Makes bf16 weights from fp32 masters that have been initialized.
+// Records that bf16 weights are made from fp32 masters, which no recorded operation has written before.
 static void called_round(bf16 *, const float *master, int64_t n, cudaStream_t) {
     note_read(computing(), master, n * (int64_t)sizeof *master, ORDER_UNWRITTEN);
 }
@@ -1154,7 +1155,7 @@ static void run_case(const Case *c, uint64_t seed) {
     ModelConfig m;
     model_config_preset(&m, c->offload ? "llama3.2-1b" : "small");  // offloaded layers have several parts
     m.vocab_size = 8192, m.num_layers = c->layers,
-    m.tie_word_embeddings = !c->untied;  // the root's slices are larger than those of a layer
+    m.tie_word_embeddings = !c->untied;  // with this vocabulary, the root's slices are larger than those of a layer
     Options o = options_default();
     o.precision = c->precision, o.fp8_recipe = c->recipe, o.sharding = c->sharding, o.fp8_all_gather = c->gather,
     o.reduce_dtype = c->reduce, o.shard_size = c->sharding == SHARDING_HYBRID ? 2 : 0;
@@ -1162,7 +1163,7 @@ static void run_case(const Case *c, uint64_t seed) {
     o.grad_accumulation_steps = c->accumulation;
     if (c->sharding != SHARDING_NONE) o.fp8_weight_cache = OFF;  // the trainer refuses the cache when sharded
     o.batch_size = 1,
-    o.sequence_length = c->many_tokens ? m.vocab_size : 512;  // many: inputs are larger than the embedding
+    o.sequence_length = c->many_tokens ? m.vocab_size : 512;  // many: a shard group's inputs exceed the embedding
     o.fp8_filter = c->filter, o.grad_clip = c->clips ? 1 : 0, o.optimizer_in_backward = c->in_backward,
     o.val_steps = 2 * c->world;
     if (c->offload) o.offload = c->offload;
@@ -1188,14 +1189,15 @@ static void check_case(const Case *c) {
           (long long)c->world, (long long)c->layers, (long long)c->accumulation, c->untied, c->many_tokens, c->clips,
           c->in_backward, (long long)order.races, (long long)order.wrong, (long long)order.stuck, order.problem);
     if (c->sharding != SHARDING_FULL && c->sharding != SHARDING_HYBRID) return;
-    CHECK(left_group == 0, "hybrid: no copy and no signal leaves a shard group; found %lld", (long long)left_group);
+    CHECK(left_group == 0, "no copy and no signal leaves a shard group; found %lld", (long long)left_group);
     CHECK((copied > 0) == (c->copies == ON),
-          "ranks copy from peers exactly with --copy-engines on; --copy-engines is %d, and there are %lld copies",
-          c->copies, (long long)copied);
+          "GPU memory is copied if and only if --copy-engines is on; it is %d, and there are %lld copies", c->copies,
+          (long long)copied);
 }
 
-// Checks every sharding strategy with one precision. `gather_most`: OFF tests --fp8-all-gather off, ON tests off and
-// on.
+// Checks every sharding strategy (hybrid only with 4 ranks) with one precision and filter, with copy engines and
+// without, and with several reduce dtypes, numbers of layers and micro-steps. `gather_most`: OFF tests --fp8-all-gather
+// off, ON tests off and on.
 static void check_all(int64_t world, int precision, int recipe, const char *filter, int gather_most, int recompute,
                       int cache) {
     const int64_t layers[] = {1, 2, 3, 6};
@@ -1223,7 +1225,8 @@ static void check_noticed(const Case *c, Omission left_out, uint64_t seed) {
           omission.what, (long long)omission.number);
 }
 
-// Offloaded arrays: slots that hold a layer and two more parts, and one slot.
+// Checks --offload. With more layers the slots of arrays hold a layer and two more parts, with fewer there is one slot.
+// With 6 layers, 6 - KEPT_SLOTS of them copy their activations to the host; with 1 and 2, none does.
 static void check_offload(int64_t world) {
     for (const char *offload : {"moments", "master", "moments,master", "activations", "moments,activations"})
         for (int sharding = SHARDING_FULL; sharding <= (world == 4 ? SHARDING_HYBRID : SHARDING_NONE); sharding++)
@@ -1251,7 +1254,7 @@ static void check_offload(int64_t world) {
                     }
 }
 
-// The test detects an omitted operation in each of three orders of running.
+// Checks that the test detects each of these omissions, in each of three orders of running.
 static void check_omissions(void) {
     const struct {
         Omission omission;
@@ -1301,7 +1304,7 @@ static void check_omissions(void) {
         {{"handover to the replicas", 0, 1}, SHARDING_HYBRID, OFF, false, NULL},
         {{"handover to the replicas", 0, -1}, SHARDING_NONE, OFF, false, NULL},
         {{"fsdp_unshard", 0, -1}, SHARDING_FULL, ON, false, NULL},
-        {{"fsdp_unshard", 0, 3}, SHARDING_GRAD_OP, OFF, false, NULL},  // a call of the trainer, as in the case before
+        {{"fsdp_unshard", 0, 3}, SHARDING_GRAD_OP, OFF, false, NULL},  // fsdp_...: a call of the trainer
         {{"fsdp_reshard", 0, -1}, SHARDING_FULL, ON, false, NULL},
         {{"fsdp_reshard", 0, 2}, SHARDING_FULL, OFF, false, NULL},
         {{"fsdp_begin_gradients", 0, -1}, SHARDING_FULL, OFF, false, NULL},
@@ -1355,7 +1358,8 @@ static void check_omissions(void) {
     memset(&omission, 0, sizeof omission);
 }
 
-// The embedding's output gradients are gathered only if they are not larger than the embedding.
+// The embedding's output gradients are gathered only if those of a shard group together are not larger than the
+// embedding.
 static void check_embedding_ranks(void) {
     static const struct {
         const char *model;
@@ -1402,7 +1406,7 @@ static void check_watch(void) {
     nccl_end_operation(n);
     Activity last = activity_now();
     CHECK(last.changes > before.changes && last.pending == 1 && last.pending_layer == 1,
-          "fsdp reports an operation that is enqueued");
+          "an operation that is enqueued is reported");
     CHECK(strcmp(last.pending_what, "all-gather of the weights") == 0,
           "the watcher learns the name of the operation: %s", last.pending_what);
     for (int begun = 0; begun < 2; begun++) {
@@ -1410,14 +1414,14 @@ static void check_watch(void) {
         nccl_watch(n);
         const Activity now = activity_now();
         CHECK(n->finished == 0 && now.pending == 1 && (now.changes > last.changes) == !begun,
-              "an operation that has %sbegun is%s reported", begun ? "" : "not ", begun ? "" : " not");
+              "an operation that has %sbegun is%s reported", begun ? "" : "not ", begun ? " not" : "");
         last = now;
     }
     first_pending = INT64_MAX;
     nccl_watch(n);
     const Activity now = activity_now();
     CHECK(n->finished == 1 && now.pending == 0 && now.collectives == before.collectives + 1,
-          "fsdp reports the end of an operation");
+          "the end of an operation is reported");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1493,7 +1497,8 @@ static void check_proof_of_reads(void) {
           "memory that lacks the pattern is reported: %s", proof_reads(peers, 2));
 }
 
-// NCCL_P2P_DISABLE=1 turns copy engines off. If it is 0 or not set, the reason is that rank 7 has no memory to read.
+// NCCL_P2P_DISABLE=1 turns copy engines off. If it is 0 or not set, they are off here only because rank 7's memory
+// cannot be read.
 static void check_disabled(void) {
     static const struct {
         const char *value, *reason;
@@ -1532,7 +1537,7 @@ static void check_hosts(void) {
         unsetenv("NCCL_P2P_DISABLE");
         CHECK(peer_memory_try(&p, &comm, offers, NULL, reason, sizeof reason) == !apart &&
                   (!apart || strstr(reason, "the ranks of a shard group are on several hosts, b and c")),
-              "a shard group on %s: %s", apart ? "two hosts" : "one host of two", reason);
+              "a shard group on %s: %s", apart ? "two hosts is refused" : "one host of two is accepted", reason);
     }
 }
 

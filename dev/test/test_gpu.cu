@@ -44,7 +44,8 @@ static void test_casts(Fp8Format format, const char *tensor) {
         wrong += is_nan ? !isnan(fp8_to_float(row[i], format)) : row[i] != expected[i];
         wrong_transpose += row[i] != col[i % 256 * 256 + i / 256];
     }
-    CHECK(wrong == 0, "%s: all bytes equal torch's; %d of 65536 differ", tensor, wrong);
+    CHECK(wrong == 0, "%s: all bytes equal torch's, except that any NaN stands for NaN; %d of 65536 differ", tensor,
+          wrong);
     CHECK(wrong_transpose == 0, "%s: the columnwise bytes are the rowwise ones, transposed; %d differ", tensor,
           wrong_transpose);
     CUDA_CHECK(cudaFree(memory));
@@ -84,7 +85,7 @@ static Batch send_tokens(Trainer *t, const int32_t *inputs, const int32_t *targe
     return slot->device;
 }
 
-// Runs a micro-step. Adds the gradients of the mean loss over its tokens to the sums.
+// Runs a micro-step: computes the gradients of the mean loss over its tokens. last: it is the last one of its step.
 static void forward_backward(Trainer *t, const int32_t *inputs, const int32_t *targets, bool last) {
     const Batch sent = send_tokens(t, inputs, targets);
     model_forward_backward(t, &sent, 1.0f / (float)t->d.R, last);
@@ -126,9 +127,9 @@ static double mean_loss(Trainer *t) {
     return sum / (double)t->d.R;
 }
 
-// Compares the loss and every gradient with an fp32 run of transformers. FP8 rounds the operands of linear layers'
-// GEMMs to 3 or 2 bits of mantissa, so the bounds are wide here. gpu_runs.sh compares closely with the CPU trainer's
-// emulation.
+// Compares the loss and every gradient with an fp32 run of transformers. The bounds are wide: the trainer rounds to
+// bf16, and with FP8 the operands of linear layers' GEMMs to 3 or 2 bits of mantissa. gpu_runs.sh compares closely with
+// the CPU trainer, which rounds as the GPU does.
 static void test_golden(const char *name, int precision, int recompute, double loss_tolerance,
                         double gradient_tolerance) {
     Golden g = golden_open(goldens, scratch, name);
@@ -192,7 +193,7 @@ static ModelConfig small_model(ModelFamily family) {
     return m;
 }
 
-// Recomputing a layer changes no bit of loss and gradients, and neither does running a step again.
+// No choice of --recompute changes a bit of loss and gradients, and neither does running a step again.
 static void test_recompute_and_repetition(ModelFamily family, int precision) {
     const ModelConfig m = small_model(family);
     bf16_bits *first = NULL;
@@ -224,8 +225,8 @@ static void test_recompute_and_repetition(ModelFamily family, int precision) {
     free(first);
 }
 
-// A gradient that is not finite is found. A step that is skipped because of it changes neither weights nor optimizer
-// state.
+// A gradient that is not finite is found, and its element's weight and moments do not change. A step that is skipped
+// because of it changes no weight; an ordinary step after that changes weights.
 static void test_nonfinite_gate(int on_nonfinite) {
     const ModelConfig m = small_model(FAMILY_LLAMA);
     Options o = test_options(PRECISION_BF16, 1, 128);
@@ -342,7 +343,8 @@ static void test_delayed_skip(int recompute) {
     trainer_destroy(&t), trainer_destroy(&without);
 }
 
-// An infinite weight in the MLP of layer 0: the error names the norm that reads the result.
+// With an infinite weight in the MLP of layer 0, the statistics have the number of the first norm of layer 1, which
+// reads the result.
 static void test_bad_norm(int recompute) {
     const ModelConfig m = small_model(FAMILY_LLAMA);
     Options o = test_options(PRECISION_BF16, 1, 128);

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Tests train_fp8 on 1 to 3 hosts that mpirun reaches by ssh, and without mpirun (--init-from): losses, a slow and lossy
-# network, bytes and times of steps against the plan, --check-links, a killed rank, a lost host, and runs that go on
-# with fewer hosts. The hosts are network namespaces of this machine (lib/hosts.sh). Where these are not allowed, the
-# test is skipped. Ends with "N passed, N failed".
+# Tests train_fp8 on 1 to 3 hosts that mpirun reaches by ssh (if it cannot, by nsenter), and without mpirun
+# (--init-from): losses, disks of the hosts, a slow and lossy network, bytes and times of steps against the plan,
+# --check-links, a killed rank, a lost host, and runs that go on with fewer hosts. The hosts are network namespaces of
+# this machine (lib/hosts.sh). If they cannot be made here, the test is skipped. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1  # there are more ranks than cores, so threads would wait for each other
@@ -17,14 +17,14 @@ fi
 make_hosts a b c
 if ! start_sshd a b c; then
     echo "skipped: ssh between the hosts: $reason; mpirun enters their namespaces with nsenter"
-    skipped=1
+    skipped=$((skipped + 1))
     make_agent
 fi
 build/synth_stories --out "$ROOM/s" --bytes 60000 --seed 3 >/dev/null
 common="tiny --train-data $ROOM/s_train.bin --sequence-length 32 --deterministic --stall-timeout 10 --num-steps 6"
 
-# Starts a command on the hosts $1 (a,b,c) from host a, one rank on each; "a:3" starts 3 ranks on host a. Ranks yield
-# their core while they wait.
+# Runs a command with mpirun of host a on the hosts $1 (a,b,c), one rank on each; "a:3" runs 3 ranks on host a. Ranks
+# yield their core while they wait.
 launch() {
     local hosts=$1
     shift
@@ -32,7 +32,8 @@ launch() {
         --mca mpi_yield_when_idle 1 "$@"
 }
 
-# Starts run $1 on the hosts $2 (a b c) without mpirun, one rank on each. The rest: options. Errors go to NAME.RANK.err.
+# Starts run $1 in the background on the hosts $2 (a b c) without mpirun, one rank on each. The rest: options. Errors go
+# to NAME.RANK.err.
 begin_meeting() {
     local name=$1 hosts=$2 rank=0 number=0 host
     shift 2
@@ -45,13 +46,14 @@ begin_meeting() {
         rank=$((rank + 1))
     done
 }
-# Waits for the ranks, and leaves their exit statuses in `statuses` and the errors of all in NAME.err.
+# Waits for the ranks of run $1, and leaves their exit statuses in `statuses` and the errors of all in NAME.err.
 end_meeting() {
     local pid
     statuses=""
     for pid in "${pids[@]}"; do wait "$pid"; statuses+="$? "; done
     cat "$ROOM/$1".*.err >"$ROOM/$1.err"
 }
+# Starts a run with a log, as begin_meeting does, and waits for it. True if all ranks end with status 0.
 meet() {
     begin_meeting "$@" --log-dir "$ROOM/$1"
     end_meeting "$1"
@@ -64,7 +66,7 @@ steps() {
         "$ROOM/$1/log.jsonl"
 }
 
-# Trains on the hosts $2 as run $1. The rest: options.
+# Trains on the hosts $2 (a,b,c) as run $1, with mpirun. The rest: options.
 train() {
     local name=$1 hosts=$2
     shift 2
@@ -72,7 +74,7 @@ train() {
         { tail -n 5 "$ROOM/$name.out"; false; }
 }
 
-# Checks that the lines of `steps` of run $1 equal those of run $2 from line $3 on (1: all lines).
+# Checks that all steps of run $1 equal the steps of run $2 from step $3 on (1: all steps).
 same_steps() {
     check "$1: the steps from $3 on have the losses and norms of $2" \
         equal "$(steps "$1")" "$(steps "$2" | tail -n +"$3")"
@@ -126,7 +128,7 @@ check "own data: 2 hosts with copies of the data train" equal "$statuses" "0 0 "
 same_steps own-data one2 1
 for option in --checkpoint-dir --export-hf; do
     meet_own own-disk $option "$ROOM/own/folder"
-    check "$option on disks of the hosts ends the run at the start" equal "$statuses" "2 2 "
+    check "$option on disks of the hosts ends both ranks with status 2" equal "$statuses" "2 2 "
     check "$option on disks of the hosts: one line says why: $(cat "$ROOM/own-disk.err")" \
         equal "$(grep '^error: ' "$ROOM/own-disk.err" | cut -d';' -f1)" \
         "error: rank 0 on a: $option $ROOM/own/folder: rank 1 on b: it does not see what rank 0 writes there"
@@ -147,7 +149,7 @@ for link in "1 0" "10 0" "1 1"; do
     began=$(date +%s%N)
     on a bash -c '</dev/tcp/b/1' 2>/dev/null  # refused, after a frame to b and a frame back
     took=$((($(date +%s%N) - began) / 1000000))
-    check "$name: $shaper delays an answer by $((2 * delay)) ms ($took)" [ $took -ge $((2 * delay)) ]
+    check "$name: $shaper delays an answer by at least $((2 * delay)) ms ($took)" [ $took -ge $((2 * delay)) ]
     before=$(resent)
     check "$name: 3 hosts train" train "$name" a,b,c --batch-size 2
     check "$name: if frames are lost, TCP sends segments again ($before before, $(resent) after)" \
@@ -161,24 +163,25 @@ done
 # ---- --dry-run says how many bytes cross the network, and how long a step takes over a link of 100 Mbit/s.
 
 # Prints number $1 of the JSON plan for $2 hosts with one rank each: "step_ms", or "host_receives_bytes", summed over
-# the hosts. The rest: options.
+# the collectives of a step. The rest: options.
 plan() {
     local key=$1 hosts=$2
     shift 2
     ./train_fp8 $common --dry-run --json --world-size "$hosts" --ranks-per-host 1 "$@" |
         grep -o "\"$key\": [0-9.e+]*" | awk '{ sum += $2 } END { print sum }'
 }
-# received: prints the bytes that host $1 has received. step_time: prints the mean time of the steps of run $1 in
-# milliseconds, without the first two steps.
+# received: prints the bytes that host $1 has received since it was made. step_time: prints the mean time of the steps
+# of run $1 in milliseconds, without the first two steps.
 received() { on "$1" awk '/eth0:/ { print $2 }' /proc/net/dev; }
 step_time() {
     sed -n 's/.*"type": "step", "step": [0-9]*,.*"ms": \([0-9.]*\),.*/\1/p' "$ROOM/$1/log.jsonl" | tail -n +3 |
         awk '{ sum += $1 } END { print sum / NR }'
 }
-# Prints what --check-links printed in $1.out, and the bus bandwidth of collective $2 of run $1 in GB/s.
+# links_said: prints what --check-links printed in $1.out. bus_bandwidth: prints the bus bandwidth of collective $2, in
+# GB/s, that rank 0 of run $1 printed.
 links_said() { sed -n '/^links between/,/^$/p' "$ROOM/$1.out"; }
 bus_bandwidth() { sed -n "s/^  $2 of a layer.*bus bandwidth \([0-9.]*\) GB.*/\1/p" "$ROOM/$1.0.out"; }
-# $1 is within $3 percent of $2.
+# True if $1 is within $3 percent of $2.
 within() { awk -v a="$1" -v b="$2" -v p="$3" 'BEGIN { exit !(b > 0 && a / b > 1 - p / 100 && a / b < 1 + p / 100) }'; }
 
 while read -r hosts options <&3; do
@@ -191,7 +194,7 @@ while read -r hosts options <&3; do
     done
     measured=$(((bytes[25] - bytes[5]) / 20))
     planned=$(plan host_receives_bytes "$hosts" --batch-size 2 $options)
-    check "$hosts hosts, $options: $planned bytes a step are planned, $measured arrive" \
+    check "$hosts hosts, $options: $planned bytes a step are planned for a host, $measured arrive at host b" \
         within "$planned" "$measured" 5
 done 3<<'CASES'
 2 --precision bf16
@@ -231,17 +234,18 @@ if limit_network a b c; then
             "slow: rank 2 on c reaches other ranks over network"
         check "$name: nothing else is slow" equal "$(grep -c 'slow: \|is slow' "$ROOM/$name.out")" 1
     done
-    check "links: log.jsonl names it, too" \
+    check "links: log.jsonl names the slow rank, too" \
         grep -q '"type": "links", .*"slow": \["rank 2 on c reaches' "$ROOM/slow-links/log.jsonl"
 else
     echo "skipped: times of steps and --check-links over 100 Mbit/s: this kernel cannot limit a link (tbf)"
-    skipped=1
+    skipped=$((skipped + 1))
 fi
 for host in a b c; do tc qdisc del dev "v-$host" root 2>/dev/null; done
 
 # ---- A rank is killed, or a host is lost, in a run that saves every 2 steps. The run goes on.
 
-# Starts run $1 on the hosts a, b and c, and waits until it has saved a checkpoint. It would never end.
+# Starts run $1 with mpirun on the hosts a, b and c, and waits up to 20 s until it has saved the checkpoint of step 2.
+# The run would go on for a million steps.
 begin() {
     launch a,b,c ./train_fp8 $common --num-steps 1000000 --batch-size 2 --checkpoint-dir "$ROOM/$1-ck" \
         --checkpoint-every 2 --keep-checkpoints 1000000 >"$ROOM/$1.out" 2>&1 &
@@ -249,11 +253,11 @@ begin() {
     check "$1: the run saves a checkpoint" await 20 test -d "$ROOM/$1-ck/step-00000002"
 }
 
-# True if no rank is left on the hosts.
+# True if no rank is left on the hosts $*.
 all_ended() { [ -z "$(for host in "$@"; do processes "$host" train_fp8; done)" ]; }
 
-# Sets `last` to the newest step that run $1 saved. Keeps only the checkpoint of step 2 in NAME-ck and NAME-copy, so
-# that runs go on there. NAME-all gets all checkpoints.
+# Sets `last` to the folder name of the newest checkpoint of run $1 (step-00000123). Keeps only the checkpoint of step 2
+# in NAME-ck and NAME-copy, so that runs go on from there. NAME-all gets all checkpoints.
 keep_second() {
     last=$(ls "$ROOM/$1-ck" | grep -E '^step-[0-9]{8}$' | tail -n 1)
     cp -r "$ROOM/$1-ck" "$ROOM/$1-all"
@@ -290,13 +294,14 @@ check "lost: there is one error: $(grep 'error: ' "$ROOM/lost.out")" equal "$(gr
 check "lost: the error names the host and the rank" \
     grep -q '^error: rank 1 on b has not responded for 1[0-9] s (limit 10 s, from --stall-timeout 10)' "$ROOM/lost.out"
 keep_second lost
-check "lost: the last checkpoint is whole: a run resumes from it" \
+check "lost: a run with all checkpoints of the lost run trains on the 2 hosts that are left" \
     launch a,c ./train_fp8 $common --num-steps $((10#${last#step-} + 1)) --batch-size 3 \
     --checkpoint-dir "$ROOM/lost-all" --resume >"$ROOM/newest.out" 2>&1
-check "lost: the run goes on from the last checkpoint" holds "$ROOM/newest.out" "continuing from $ROOM/lost-all/$last"
+check "lost: this run continues from the last checkpoint" \
+    holds "$ROOM/newest.out" "continuing from $ROOM/lost-all/$last"
 fewer="--batch-size 3 --checkpoint-dir"
-check "lost: the run goes on on the 2 hosts that are left" train fewer a,c $fewer "$ROOM/lost-ck" --resume
-check "lost: the run goes on on 2 ranks of one host" train fewer-one a:2 $fewer "$ROOM/lost-copy" --resume
+check "lost: the run goes on from step 2 on the 2 hosts that are left" train fewer a,c $fewer "$ROOM/lost-ck" --resume
+check "lost: the run goes on from step 2 on 2 ranks of one host" train fewer-one a:2 $fewer "$ROOM/lost-copy" --resume
 same_steps fewer fewer-one 1
 check "lost: the run on the 2 hosts that are left goes on after step 2" \
     equal "$(steps fewer | head -n 1 | cut -d' ' -f1)" 3
@@ -313,7 +318,7 @@ end_meeting met
 check "met: a killed rank ends the others with status 6 within 10 s ($((SECONDS - began)))" \
     equal "$statuses$((SECONDS - began <= 10))" "6 6 137 1"
 said=$(grep '^error: ' "$ROOM/met.err")
-check "met: one error names the rank and the host: $said" \
+check "met: the first error names the killed rank and its host: $said" \
     equal "${said%%;*}" "error: rank 0 on a: rank 2 on c was killed or has crashed"
 begin_meeting gone "a b c" $meeting "$ROOM/gone-ck"
 check "gone: the run saves a checkpoint" await 20 test -d "$ROOM/gone-ck/step-00000002"
@@ -322,10 +327,10 @@ ip link set v-b down
 end_meeting gone
 check "gone: a lost host ends all ranks with status 6 within 60 s ($((SECONDS - began)))" \
     equal "$statuses$((SECONDS - began <= 60))" "6 6 6 1"
-check "gone: the other hosts print one line, which names the rank and the host: $(cat "$ROOM/gone.0.err")" \
+check "gone: rank 0 prints one error with the lost rank and host, rank 2 none: $(cat "$ROOM/gone.0.err")" \
     equal "$(grep -c '^error: rank 1 on b has not responded' "$ROOM/gone.0.err")$(cat "$ROOM/gone.2.err")" 1
 check "gone: the run goes on on the 2 hosts that are left" meet gone-fewer "a c" --batch-size 3 --num-steps 6 \
     --checkpoint-dir "$ROOM/killed-copy" --resume
-check "gone: these 2 hosts make the steps of the 2 hosts that went on with mpirun" \
+check "gone: these 2 hosts have the losses and norms of the 2 hosts that went on with mpirun" \
     equal "$(steps gone-fewer)" "$(steps fewer)"
 finish

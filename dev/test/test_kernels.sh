@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Tests the rule that CUDA_LAUNCH needs (llmc/cuda/cuda_utils.cuh), by reading the source: grid_dependency_wait() is the
-# first statement of each kernel, and only CUDA_LAUNCH launches kernels. Ends with "N passed, N failed".
+# Tests the rule that CUDA_LAUNCH needs (llmc/cuda/cuda_utils.cuh), by reading llmc/*/*.cuh and train_fp8.cu:
+# grid_dependency_wait() is the first statement of each kernel, and only CUDA_LAUNCH launches kernels. Ends with "N
+# passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . scripts/tally.sh
 
-# Prints one line for each kernel in files $@: "waits" or "early", then its place.
+# Prints one line for each kernel in files $@: "waits" if it begins with grid_dependency_wait(), else "early"; then its
+# place.
 kernels() {
     awk '/__global__/ { inside = 1; place = FILENAME ":" FNR }
          body { print ($1 == "grid_dependency_wait();" ? "waits" : "early"), place; body = inside = 0 }

@@ -28,7 +28,7 @@ while read -r line; do
 done < <(listed llmc lines)
 check "files of llmc/ include only files that are listed before them, and no .h includes a .cuh" \
     equal "$(climbs llmc)" ""
-check "the trainers include files of llmc/ as \"llmc/FOLDER/FILE\"" \
+check "every #include \"...\" of the trainers has the form \"llmc/FOLDER/FILE\"" \
     equal "$(grep -h '^#include "' train_fp8.c train_fp8.cu |
         grep -vE '"llmc/[a-z]+/[a-z0-9_]+\.cuh?"|"llmc/[a-z]+/[a-z0-9_]+\.h"')" ""
 

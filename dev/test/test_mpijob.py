@@ -1,8 +1,8 @@
 """Checks scripts/mpijob.yaml against the schema of MPIJob in Kubeflow's MPI Operator.
 
-Takes the schema from the file that the environment variable MPIJOB_CRD names, or downloads it once to build/. Also
-checks what the schema does not say; without network it checks only that. Skipped without PyYAML. Ends with "N passed, N
-failed".
+Takes the schema from the file that the environment variable MPIJOB_CRD names, or downloads it once to build/. First
+checks what the schema does not say. If the schema cannot be had, the rest is skipped; without PyYAML, everything is.
+Ends with "N passed, N failed".
 """
 import copy
 import os
@@ -22,7 +22,9 @@ def skip(reason):
 
 
 def read_schema():
-    """Returns the YAML file with the schema of MPIJob as text. Downloads it if there is no copy."""
+    """Returns the YAML file with the schema of MPIJob as text. Downloads it if there is no copy; if that fails, skips
+    the rest of the test.
+    """
     path = pathlib.Path(os.environ.get("MPIJOB_CRD") or ROOT / "build" / "kubeflow.org_mpijobs.yaml")
     if not path.exists():
         try:
@@ -43,7 +45,9 @@ def wrong_type(value, schema):
 
 
 def faults(value, schema, where=""):
-    """Lists what is wrong with a value by its OpenAPI schema. A field that the schema lacks is wrong, too."""
+    """Lists what is wrong with a value by its OpenAPI schema: types, enums, missing fields, fields that the schema
+    lacks.
+    """
     if wrong_type(value, schema):
         return [f"{where}: {value!r} is no {schema.get('type', 'int or string')}"]
     found = []
@@ -91,7 +95,7 @@ def check_schema(job, schema):
         (container + ["resources", "limits", "nvidia.com/gpu"], [8]),
         (container + ["volumeMounts", 0, "mount"], "/data"),
     ]:
-        check(faults(changed(job, path, value), schema), f"the schema refuses {path} = {value!r}")
+        check(faults(changed(job, path, value), schema), f"the schema refuses {path} = {value!r} (None: removed)")
 
 
 def check_roles(job):
@@ -111,7 +115,7 @@ def check_roles(job):
     words = launcher["containers"][0]["args"]
     check("--resume" in words and any(word.startswith("--checkpoint-dir") for word in words),
           "the command has --resume and --checkpoint-dir, so the run can go on")
-    check("openssh-server" in (ROOT / "Dockerfile").read_text(), "the image has sshd")
+    check("openssh-server" in (ROOT / "Dockerfile").read_text(), "the Dockerfile names openssh-server")
 
 
 def main():

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Tests dev/peers without a GPU and without torch: the shard reader, command lines, and compare.py with stand-ins.
+"""Tests dev/peers without a GPU and without torch: the shard reader, the energy counter, command lines, options and
+results of torchtitan, and compare.py with stand-ins.
 
-A stand-in writes what the trainer or a peer writes, and fails where a test wants it. Ends with "N passed, N failed".
+A stand-in writes what the trainer or a peer writes, and fails where a test wants it. Our commands are also given to the
+CPU trainer. Ends with "N passed, N failed".
 """
 import argparse
 import csv
@@ -22,8 +24,8 @@ from energy import EnergyCounter
 
 counts = {"passed": 0, "failed": 0}
 
-# Stands for ./train_fp8cu, alone or as rank 0 of mpirun. Writes a log.jsonl with settings and summary; for one model it
-# fails with an error line, for another it hangs.
+# Stands for ./train_fp8cu, alone or as rank 0 of mpirun. Writes a log.jsonl with settings, a step and a summary. With
+# llama3.2-3b in FP8 it fails with an error line instead, with qwen3-4b it sleeps for a minute before.
 TRAINER = r'''#!/usr/bin/env python3
 import json, os, sys, time
 of = dict(zip(sys.argv[2::2], sys.argv[3::2]))
@@ -43,6 +45,7 @@ with open(os.path.join(of["--log-dir"], "log.jsonl"), "w") as file:
 '''
 
 # Stands for a Python with torch: `hf_train.py MODEL PRECISION T ...`, or torchrun and `titan_train.py PRECISION T`.
+# Fails with precision rowwise.
 PYTHON = r'''#!/usr/bin/env python3
 import json, sys
 words = sys.argv[1:]
@@ -187,7 +190,8 @@ def test_command_lines(folder):
             ("compare.py", ("--limit", "0"), "--limit"),
             ("compare.py", ("--trainer", "./no_such_program"), "no_such_program")):
         status, _, errors = run(program, *words)
-        check(status == 2 and text in errors and "Traceback" not in errors, program, *words, "->", status, errors)
+        check(status == 2 and text in errors and "Traceback" not in errors,
+              f"status 2 and \"{text}\" are expected of", program, *words, "->", status, errors)
     status, printed, _ = run("compare.py", "--dry-run", "--gpus", "0,1", "--titan-rows", "bf16:fp32,tensorwise:bf16")
     lines = printed.splitlines()
     check(status == 0 and len(lines) == 24, "--dry-run prints 24 commands:", len(lines))
@@ -278,10 +282,10 @@ def test_titan_rows(folder):
 
 
 def test_real_trainer(folder):
-    """The CPU trainer takes every command of ours, and its log.jsonl holds what the table needs."""
+    """The CPU trainer takes our commands as dry runs, and the log.jsonl of a run holds what the table needs."""
     trainer = os.path.join(ROOT, "train_fp8")
     if not os.path.exists(trainer):
-        print("skipped: the trainer's own log, because ./train_fp8 is not built")
+        print("skipped: our commands and the trainer's own log, because ./train_fp8 is not built")
         return
     sys.argv[1:] = ["--dry-run", "--gpus", "0,1", "--titan-rows", compare.TITAN_ROWS, "--rows",
                     "llama3.1-8b:8192,qwen3-4b:4096:rowwise"]

@@ -1,7 +1,8 @@
 // Tests the memory placement of the GPU trainer, without a GPU: no tensor may overwrite memory that is still needed.
 // place() gives tensors addresses in an arena that is never accessed. This file knows the size of each tensor, and the
 // first and the last moment of a step at which it is needed, and compares all pairs. Also tests the memory planned for
-// NCCL, the check that ranks have different GPUs, and the number for CUDA_ARCH.
+// NCCL, the check that ranks have different GPUs, the value for CUDA_ARCH, and for FP8 gradients: which runs are
+// refused, and the launches of AdamW.
 #define TESTING
 #include "../../train_fp8.cu"
 
@@ -37,9 +38,8 @@ static void needed(const char *name, const void *at, int64_t bytes, int64_t from
     pieces[num_pieces++] = p;
 }
 
-// Adds a piece that every layer needs in its forward and in its backward pass, but that the loss does not need. The
-// final
-// norm reads the output of a layer's last GEMM.
+// Adds a piece that every layer needs in its forward and in its backward pass, but that the loss does not need. It is
+// also needed by the final norm, which reads the output of the last layer's last GEMM.
 static void needed_by_layers(Moments m, const char *name, const void *at, int64_t bytes) {
     needed(name, at, bytes, 0, final_norm(m));
     needed(name, at, bytes, backward(m, m.L - 1), backward(m, 0));
@@ -74,7 +74,7 @@ static void list_state(const Trainer *t, Moments m) {
     const Offloaded off = options_offloaded(t->o);
     CHECK((t->params.master != NULL) == (t->o->master_weights == STORAGE_FP32 && !off.master) &&
               (t->params.exp_avg != NULL) == !off.moments,
-          "arrays are on the GPU unless they are offloaded");
+          "fp32 masters and first moments are on the GPU if the run has them and does not offload them");
     needed_always(m, "scales of states", t->params.scaled.scales, scales);
     needed_always(m, "new scales of states", t->params.scaled.new_scales, scales);
     needed_always(m, "amaxes of states", t->params.scaled.amaxes, scales);
@@ -229,9 +229,9 @@ static QTensor kept_input(const Trainer *t, int64_t l, bool shared, LinearId id)
     return x;
 }
 
-// Adds a piece that backward of layer l reads and forward of layer l writes. With --offload activations the piece of a
-// layer that does not stay is copied to the host until forward of layer l + KEPT_SLOTS begins, and back once backward
-// of that layer has ended. Then the piece must lie in the range that is copied.
+// Adds a piece that backward of layer l reads and forward of layer l writes. With --offload activations it must lie in
+// the layer's range of kept activations. If that range leaves the GPU, it is copied to the host before forward of layer
+// l + KEPT_SLOTS begins, and back once backward of layer l + KEPT_SLOTS has ended.
 static void needed_by_backward(const Trainer *t, Moments m, const char *name, const void *at, int64_t bytes,
                                int64_t l) {
     const KeptSpan *span = &t->acts.kept[l];
@@ -344,8 +344,8 @@ static bool in_each_others_way(const Piece *a, const Piece *b) {
     return a->at < b->at + b->bytes && b->at < a->at + a->bytes && a->from <= b->to && b->from <= a->to;
 }
 
-// Returns an error if two pieces need equal bytes at one moment, or if a piece leaves the arena or is not aligned to 16
-// bytes. Returns NULL if there is none.
+// Returns an error if two pieces need the same byte at one moment, or if a piece leaves the arena or is not aligned to
+// 16 bytes. Returns NULL if there is none.
 static const char *find_trouble(const char *base, int64_t size) {
     static char trouble[256];
     for (int i = 0; i < num_pieces; i++) {
@@ -418,7 +418,7 @@ typedef struct {
     int64_t shard_size;  // with hybrid
 } Ranks;
 
-// Checks combinations of options for one model, batch size and sequence length.
+// Checks combinations of options for one model, batch size, sequence length and sharding.
 static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
     ModelConfig model;
     if (!model_config_preset(&model, name)) die("no preset %s", name);
@@ -454,7 +454,7 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
                            "%s, %lld x %lld, %s, %s, --recompute %d, --offload %s, %d micro-steps%s%s%s", name,
                            (long long)B, (long long)T, ranks.name, recipe_row(recipe)->name, o.recompute, o.offload,
                            variant & 1 ? 2 : 1, cache ? ", --fp8-weight-cache on" : "",
-                           variant & 4 ? ", fp32 state and sums, filtered" : "",
+                           variant & 4 ? ", fp32 masters and moments" : "",
                            o.optimizer_in_backward ? ", --optimizer-in-backward"
                            : variant & 8           ? ", FP8 gradients"
                                                    : "");
@@ -462,7 +462,7 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
         }
 }
 
-// find_trouble() detects pieces that overlap.
+// find_trouble() detects pieces that overlap at one moment, and a piece that leaves the arena.
 static void test_comparison(void) {
     char *const base = (char *)((intptr_t)1 << 40);
     num_pieces = 0;
@@ -550,8 +550,8 @@ static void test_fp8_gradients_refused(void) {
     s.o.grad_accum_dtype = SUM_FP8;
     call_check_supported(&s);
     s.o.offload = "moments";
-    CHECK(check_dies(call_check_supported, &s, "--offload moments does not go with", output, sizeof output), "%s",
-          output);
+    CHECK(check_dies(call_check_supported, &s, "--offload moments does not go with", output, sizeof output),
+          "FP8 gradients with --offload moments are refused: %s", output);
     s.o.offload = "activations";
     call_check_supported(&s);
     s.o.offload = "none", s.world = 2;
@@ -559,13 +559,14 @@ static void test_fp8_gradients_refused(void) {
     s.o.reduce_dtype = REDUCE_FP32;
     CHECK(check_dies(call_check_supported, &s, "over several GPUs reduces gradients in bf16 or fp8", output,
                      sizeof output),
-          "%s", output);
+          "FP8 gradients with --reduce-dtype fp32 on 2 ranks are refused: %s", output);
     s.world = 1;
     call_check_supported(&s);
 }
 
-// Counts the elements that a launch updates in `updated`, and returns how many groups of 128 have a gradient at a wrong
-// address, a wrong scale, or a wrong index in the flat array. codes, sums: addresses of all gradients of a rank.
+// Counts in `updated` [elements of the shard / 128] how often a launch updates each group of 128 elements. Returns how
+// many faults it finds: a gradient at a wrong address, a wrong index in the flat array, a tensor (and so a scale) that
+// is not the group's. codes, sums: addresses of all gradients of a rank.
 static int64_t wrong_groups(const AdamwLaunch *launch, const ParameterTable *t, const ShardPlan *plan,
                             const GradientFp8Layout *a, const uint8_t *codes, const bf16 *sums, int *updated) {
     const AdamwUnits *u = &launch->units;

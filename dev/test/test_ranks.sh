@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests train_fp8 on several ranks of this machine (mpirun): every sharding strategy against one rank, validation, FP8
-# all-gather, checkpoints resumed on other numbers of ranks, moments and gradients in FP8, signals, killed ranks, wrong
-# options, and more. Needs mpirun and python3. Ends with "N passed, N failed".
+# all-gather, checkpoints resumed on other numbers of ranks, moments and gradients in FP8, FP16 masters, signals, killed
+# ranks, wrong options, and more. Needs mpirun and python3. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export LC_ALL=C  # awk and printf use a decimal point
@@ -15,8 +15,8 @@ bad() { failed=$((failed + 1)); echo "FAILED: $*"; }
 check() { local name=$1; shift; if "$@"; then ok; else bad "$name"; fi; }
 ranks() { local n=$1; shift; mpirun --allow-run-as-root --oversubscribe -np "$n" ./train_fp8 "$@"; }
 
-# Writes a model. $1 folder, $2 family, $3 whether the embedding is tied, then hidden size, intermediate size, query
-# heads, head dimension.
+# Writes the config.json of a model with 3 layers. $1 folder, $2 family, $3 true if the embedding is tied, then hidden
+# size, intermediate size, query heads, head dimension.
 write_model() {
     mkdir -p "$tmp/$1"
     cat >"$tmp/$1/config.json" <<JSON
@@ -27,7 +27,7 @@ write_model() {
 JSON
 }
 # The sizes of the tensors of the first three models are rarely multiples of the number of ranks. Qwen2 has biases. The
-# sizes of the last two models suit FP8: multiples of 16, and of 128.
+# sizes of the linear layers suit FP8 in the last two models: multiples of 16 in fp8, of 128 in fp8-wide.
 write_model qwen2 qwen2 false 52 76 6 10
 write_model qwen3 qwen3 true 52 76 6 10
 write_model llama llama false 52 76 6 10
@@ -41,8 +41,8 @@ steps() {
     sed -n 's/.*"type": "step", "step": \([0-9]*\), "loss": \([^,]*\), "norm": \([^,]*\),.*/\1 \2 \3/p' "$1/log.jsonl"
 }
 
-# True if the losses in two lists of steps agree to a relative error of $3, and the norms to 10 times that. In fp32 they
-# differ by the order of sums.
+# True if the losses in two files of `steps` agree to a relative error of $3, and the norms to 10 times that. In fp32
+# they differ by the order of sums.
 close() {
     [ -s "$1" ] && [ "$(wc -l <"$1")" -eq "$(wc -l <"$2")" ] && paste -d' ' "$1" "$2" | awk -v t="$3" '
         function off(a, b) { return a > b ? (a - b) / b : (b - a) / b }
@@ -50,8 +50,8 @@ close() {
         END { exit wrong }'
 }
 
-# Runs $1 ranks (0: without mpirun) with the log in folder $2, and writes the steps to $2.steps. Prints the end of the
-# output if the run fails.
+# Runs $1 ranks (0: one rank without mpirun) with the log in folder $2, and writes the steps to $2.steps. If the run
+# fails, counts a failed check and prints the end of the output.
 train() {
     local n=$1 name=$2 program=./train_fp8
     shift 2
@@ -63,8 +63,8 @@ train() {
     steps "$tmp/$name" >"$tmp/$name.steps"
 }
 
-# ---- One global batch of 12 sequences on one rank, and with every sharding strategy. $1 family, $2 name of the
-# variant, then its options.
+# ---- A global batch of 12 sequences on one rank without mpirun, and on 1 to 4 ranks with every sharding strategy; the
+# variant "clipped" splits it into 2 or 3 micro-steps there. $1 family, $2 name of the variant, then its options.
 against_one() {
     local family=$1 variant=$2
     shift 2
@@ -111,7 +111,7 @@ train 2 sums-one $sums --batch-size 24 && train 2 sums-many $sums --batch-size 1
 for accum in bf16 fp32; do
     sums="$tmp/qwen3 $data --num-steps 2 --batch-size 1 --grad-accumulation-steps 3 --grad-accum-dtype $accum"
     train 4 sums-none $sums --sharding none && train 4 sums-full $sums &&
-        check "gradient sums in $accum: --sharding none and full have equal losses" \
+        check "gradient sums in $accum: --sharding none and full have close losses" \
             close "$tmp/sums-none.steps" "$tmp/sums-full.steps" 1e-3
 done
 check "--reduce-dtype changes losses or norms" bash -c "! cmp -s $tmp/bf16-bf16.steps $tmp/bf16-fp32.steps"
@@ -145,7 +145,7 @@ for case in "0 1" "0 3" "2 1" "3 2"; do
         exit n != 7 || m != 7 }'
     rm -rf "$tmp/logged/ck"
 done
-# --rounding-seed changes nothing but stochastic rounding: the first loss stays, later ones change.
+# --rounding-seed changes nothing but stochastic rounding: the first loss stays, the last step changes.
 rounded="$tmp/qwen2 $data --num-steps 3 --batch-size 2 --grad-accumulation-steps 2"
 train 0 rounded-default $rounded --seed 5 && train 0 rounded-equal $rounded --seed 5 --rounding-seed 5 &&
     train 0 rounded-other $rounded --seed 5 --rounding-seed 6 &&
@@ -153,7 +153,7 @@ train 0 rounded-default $rounded --seed 5 && train 0 rounded-equal $rounded --se
     check "--rounding-seed does not change the first loss" \
         [ "$(head -n 1 "$tmp/rounded-other.steps" | cut -d' ' -f2)" = \
         "$(head -n 1 "$tmp/rounded-default.steps" | cut -d' ' -f2)" ] &&
-    check "--rounding-seed changes later losses" \
+    check "--rounding-seed changes the loss or the norm of the last step" \
         [ "$(tail -n 1 "$tmp/rounded-other.steps")" != "$(tail -n 1 "$tmp/rounded-default.steps")" ]
 check "the run prints how many sequences validation uses: $(grep '^validation: ' "$tmp/validated.out")" \
     grep -q '^validation: the first 7 of [0-9]* sequences' "$tmp/validated.out"
@@ -170,7 +170,7 @@ for recipe in tensorwise "delayed --fp8-amax-history 2"; do
         fp8="$tmp/fp8 $data --precision fp8 --fp8-recipe $recipe --num-steps 5 --batch-size 2 ${case#"$n"}"
         train $n fp8-on $fp8 --fp8-all-gather on && train $n fp8-off $fp8 --fp8-all-gather off || continue
         check "$name: FP8 all-gather leaves the losses unchanged" cmp "$tmp/fp8-on.steps" "$tmp/fp8-off.steps"
-        [ "$n" -eq 4 ] && check "$name: FP8 all-gather gathers fewer bytes" \
+        [ "$n" -eq 4 ] && check "$name: FP8 all-gather plans less memory for gathered weights" \
             awk -v on="$(gathered "$tmp/fp8-on")" -v off="$(gathered "$tmp/fp8-off")" \
             'BEGIN { exit !(on > 0 && on < off) }'
     done
@@ -188,11 +188,11 @@ for recipe in rowwise rowwise_with_gw_hp blockwise mxfp8; do
     check "$recipe: 2 ranks have the first loss of one rank" \
         awk 'NR == FNR { if (FNR == 1) a = $2; next } FNR == 1 { exit !(a / $2 - 1 < 1e-6 && $2 / a - 1 < 1e-6) }' \
         "$tmp/two-$recipe.steps" "$tmp/one-$recipe.steps"
-    check "$recipe runs in FP8" \
+    check "$recipe: fprop of qkv runs in FP8" \
         grep -q '"linear": "qkv", "gemm": "fprop", [^}]*"x": {"dtype": "e4m3"' "$tmp/two-$recipe/log.jsonl"
 done
 
-# The audit covers all ranks, also weights that are gathered in FP8.
+# The audit has a line for each FP8 operand, also for weights that are gathered in FP8.
 train 2 audit "$tmp/fp8" $data --precision fp8 --num-steps 4 --batch-size 2 --fp8-audit 4 &&
     check "the audit of 2 ranks logs every FP8 operand" [ "$(grep -c '"fp8_audit"' "$tmp/audit/log.jsonl")" -eq 72 ]
 
@@ -244,7 +244,7 @@ for precision in fp32 bf16; do
     done
 done
 
-# Delayed scaling: amax histories and scales are part of a checkpoint, and equal on any number of ranks.
+# Delayed scaling: amax histories and scales are part of a checkpoint, with which any number of ranks may resume.
 common="$tmp/fp8 $data --precision fp8 --fp8-recipe delayed --fp8-amax-history 3"
 rm -rf "$tmp"/ck*
 train 2 whole $common --num-steps 8 --batch-size 4
@@ -297,7 +297,8 @@ train 4 export $common --num-steps 8 --batch-size 3 --checkpoint-dir "$tmp/ck-fu
     --export-hf "$tmp/exported"
 check "msamp: the export equals the checkpoint's model" \
     cmp "$tmp/exported/model.safetensors" "$tmp/ck-full/step-00000008/model.safetensors"
-check "msamp: exported weights times their scales are FP16" python3 - "$tmp/exported/model.safetensors" \
+check "msamp: exported weights times their scales are FP16, and a tensor's largest is above half of FP16's largest" \
+    python3 - "$tmp/exported/model.safetensors" \
     "$tmp/ck-full/step-00000008/optimizer.safetensors" <<'PY'
 import json, struct, sys
 
@@ -336,7 +337,7 @@ while read -r n options <&3; do
     name="fp8-$n-${options//[- ]/}"
     resumed $n "$name" 0 --batch-size $((6 / n)) $options
     for file in model optimizer; do
-        check "FP8 gradients, $n ranks, $options: a resumed run saves equal $file.safetensors" \
+        check "FP8 gradients, $n ranks, $options: a resumed and an unbroken run save equal $file.safetensors" \
             cmp "$tmp/ck-whole/step-00000008/$file.safetensors" "$tmp/ck-$name/step-00000008/$file.safetensors"
     done
     rm -rf "$tmp"/ck*
@@ -351,8 +352,8 @@ done 3<<'CASES'
 CASES
 
 # FP8 weights are cast from the FP16 masters, without bf16 weights between. Scales and codes are those of whole tensors:
-# equal on any number of ranks, with any sharding, and after a resume. Losses are not, because each rank scales its own
-# activations.
+# equal on any number of ranks, with any sharding, and after a resume. Losses depend on the number of ranks, because
+# each rank scales its own activations. audited: prints the audit of the weights of step 5, without SQNR.
 common="$tmp/fp8 $data --precision fp8 --optimizer-state msamp --master-weights fp16 --fp8-audit 5"
 rm -rf "$tmp"/ck*
 audited() { sed -n 's/\(.*"step": 5,.*"operand": "w", .*\), "sqnr_db.*/\1/p' "$tmp/$1/log.jsonl"; }
@@ -370,17 +371,17 @@ train 4 saved $common --num-steps 4 --batch-size 3 --checkpoint-dir "$tmp/ck"
 resumed 4 masters-four 0 --batch-size 3
 resumed 2 masters-two 2e-2 --batch-size 6
 resumed 0 masters-one 2e-2 --batch-size 12
-check "FP8 from FP16 masters: the audit has $(audited whole | wc -l) lines of weights, not 24" \
+check "FP8 from FP16 masters: the audit has 24 lines of weights ($(audited whole | wc -l))" \
     [ "$(audited whole | wc -l)" -eq 24 ]
 for name in masters-four masters-two masters-one masters-none; do
-    check "FP8 from FP16 masters: $name has the scales and codes of the unbroken run" \
+    check "FP8 from FP16 masters: $name has the weights' amaxes, scales and flushed shares of the unbroken run" \
         [ "$(audited $name)" = "$(audited whole)" ]
 done
 
 # ---- Ranks that are killed, and signals to a rank.
 
-# Starts a run that does not end by itself. $1 ranks, then options. Sets mpi and pids[rank] to the process ids of mpirun
-# and of the ranks.
+# Starts a run that does not end by itself, and waits up to 30 s for its second step. $1 ranks, then options. Sets mpi
+# and pids[rank] to the process ids of mpirun and of the ranks.
 start() {
     local n=$1 i pid rank
     shift
@@ -399,7 +400,7 @@ start() {
 }
 
 # Waits up to 60 s for mpirun to end, and kills the run otherwise. Sets status (124: mpirun did not end). Checks that
-# all ranks end.
+# all ranks end within 10 s more.
 finish() {
     local i
     status=124
@@ -419,7 +420,7 @@ finish() {
     check "all processes end; still running:${left:- none}" [ -z "$left" ]
 }
 
-# A rank is killed while training, and while saving after every step.
+# A rank is killed after the first save, in a run that saves every 5 steps and in one that saves every step.
 for every in 5 1; do
     start 4 --checkpoint-every $every
     for i in $(seq 100); do [ -n "$(ls -d "$tmp"/run/step-???????? 2>/dev/null)" ] && break; sleep 0.1; done
@@ -437,7 +438,7 @@ for every in 5 1; do
         grep -q "continuing from $last\$" "$tmp/resumed.out"
 done
 
-# A signal to one rank: in training, in a long validation, while saving.
+# A signal to one rank: in a run that only trains, in one with a long validation, in one that saves every step.
 stopped() {  # $1 signal, $2 rank, the rest: options
     local signal=$1 rank=$2 saves step
     shift 2
@@ -455,7 +456,8 @@ stopped USR1 0 --sharding none
 stopped INT 1 --val-data "$tmp/s_val.bin" --val-every 1 --val-steps 160
 stopped TERM 2 --checkpoint-every 1 --keep-checkpoints 1
 
-# ---- An error is printed once and ends all ranks. $1 ranks, $2 status, $3 text in the message, then arguments.
+# ---- An error is printed once, by rank 0, and ends all ranks. $1 ranks, $2 status, $3 regular expression that the
+# error must match, then arguments.
 refused() {
     local n=$1 expected=$2 message=$3 status
     shift 3
@@ -477,8 +479,8 @@ message="the gradient norm is .* counts as not finite. The problem begins in the
 refused 4 7 "$message in .*, in the part of rank .*; the largest weight there is" \
     "$tmp/qwen2" $data --precision fp32 --num-steps 50 --learning-rate 1000
 
-# ---- A row of q_proj in layer 1 has huge values. Every rank searches the weights that it stores; the rank that finds
-# them names the tensor and the element.
+# ---- A row of q_proj in layer 1 has huge values. Every rank searches the weights that it stores. The error of rank 0
+# names the tensor and the element, whichever rank stores them.
 train 0 export "$tmp/qwen2" $data --precision fp32 --num-steps 1 --export-hf "$tmp/spoiled"
 python3 - "$tmp/spoiled/model.safetensors" <<'PY'
 import json, struct, sys
@@ -494,8 +496,8 @@ for sharding in full none "hybrid --shard-size 2"; do
         "$tmp/spoiled" $data --no-verify --precision fp32 --sharding $sharding
 done
 
-# ---- --optimizer-in-backward changes no bit of weights and optimizer state, and a run that began without it may be
-# resumed with it. Norms differ by the order of sums.
+# ---- Without --grad-clip, --optimizer-in-backward changes no bit of weights and optimizer state, and a run that began
+# without it may be resumed with it. Norms differ by the order of sums.
 while read -r n options <&3; do
     common="$tmp/fp8 $data --num-steps 4 --batch-size 1 $options"
     rm -rf "$tmp/early" "$tmp/late" "$tmp/resumed"
@@ -534,7 +536,7 @@ while read -r n options <&3; do
     [ "$n" -eq 0 ] && cp "$tmp/clips.steps" "$tmp/clips-one.steps"
     check "--grad-clip in the backward pass, $n ranks, $options: the losses of one rank" \
         close "$tmp/clips.steps" "$tmp/clips-one.steps" 1e-6
-    check "--grad-clip in the backward pass, $n ranks, $options: every norm is above it" \
+    check "--grad-clip in the backward pass, $n ranks, $options: every norm is at least twice the clip value" \
         awk '$3 < 0.4 { exit 1 }' "$tmp/clips.steps"
     rm -rf "$tmp/clips/step-00000004"
     train "$n" resumed $common --checkpoint-dir "$tmp/clips" --resume || continue
@@ -548,13 +550,14 @@ done 3<<'CASES'
 4 --sharding grad_op
 4 --sharding hybrid --shard-size 2
 CASES
-# A gradient that is not finite ends the run, is located, and leaves the last checkpoint as it was.
+# With --optimizer-in-backward, a gradient that is not finite ends the run and is located, and the earlier checkpoint is
+# still there.
 train 2 burst "$tmp/qwen2" $data --num-steps 1 --checkpoint-dir "$tmp/burst" --optimizer-in-backward
 refused 2 7 "is in .*, element [0-9]*.*The loss is" "$tmp/qwen2" $data --num-steps 40 --learning-rate 1000 \
     --checkpoint-dir "$tmp/burst" --resume --optimizer-in-backward
 check "the earlier checkpoint is still there: $(ls "$tmp/burst")" [ -e "$tmp/burst/step-00000001" ]
 
-# ---- Delayed scaling with --on-nonfinite skip: a skipped step does not change the state of any rank.
+# ---- Delayed scaling with --on-nonfinite skip: a skipped step does not change the saved amax histories and scales.
 ranks 2 "$tmp/fp8" $data --precision fp8 --fp8-recipe delayed --fp8-amax-history 8 --learning-rate 1000 --num-steps 60 \
     --on-nonfinite skip --checkpoint-dir "$tmp/skips" --checkpoint-every 1 --keep-checkpoints 1000 \
     >"$tmp/skips.out" 2>&1
@@ -567,7 +570,7 @@ for folder in "$tmp"/skips/step-????????; do
     fi
     before="$folder/fp8_state.safetensors"
 done
-check "a learning rate of 1000: at least 9 skipped steps are saved ($skipped): $(tail -n 2 "$tmp/skips.out")" \
+check "a learning rate of 1000: at least 9 skipped steps have a checkpoint ($skipped): $(tail -n 2 "$tmp/skips.out")" \
     [ $skipped -ge 9 ]
 
 # ---- Rank 1 reads another file than rank 0, as hosts with their own disks may: a file with the tokens in another
@@ -604,7 +607,7 @@ if unshare -m true 2>/dev/null; then
     message='saving checkpoint .* failed: rank 1 on .*cannot open .* untouched'
     check "a save that fails on rank 1: rank 0 prints the reason: $(grep '^error' "$tmp/half.out")" \
         [ "$(grep -c "^error: rank 0 on .*$message" "$tmp/half.out")" -eq 1 ]
-    check "a save that fails on rank 1 leaves only whole checkpoints: $(ls "$tmp/half")" \
+    check "a save that fails on rank 1 leaves the first checkpoint and no .tmp: $(ls "$tmp/half")" \
         [ "$(ls "$tmp/half" | head -n 1)$(ls "$tmp/half" | grep -c tmp)" = step-000000010 ]
 else
     echo "skipped: a save that fails on one rank (this user may not mount)"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Tests ranks of train_fp8 that mpirun did not start (--init-from): losses, how the ranks meet, ranks that are missing,
-# connections of other programs, ranks that die or hang. Needs python3, and mpirun for comparison. Ends with "N passed,
-# N failed".
+# Tests ranks of train_fp8 that mpirun did not start (--init-from): losses, how the ranks meet, hybrid sharding on
+# several host names, wrong options, ranks that are missing, connections of other programs, ranks that die or hang.
+# Needs python3, and mpirun for comparison. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
@@ -17,21 +17,22 @@ host=$(hostname)
 port=$((20000 + $$ % 10000))
 free_port() { port=$((port + 1)); }
 
-# Starts one rank in the background. $1 name of the log, $2 rank, $3 ranks, $4 --init-from, then other arguments.
+# Starts one rank in the background. $1 name of the run, $2 rank, $3 number of ranks, $4 --init-from, then other
+# arguments.
 rank() {
     local log="$tmp/$1.$2" r=$2 n=$3 from=$4
     shift 4
     RANK=$r WORLD_SIZE=$n timeout 120 ./train_fp8 $data --init-from "$from" "$@" >"$log.out" 2>"$log.err" &
     pids[r]=$!
 }
-# Starts all ranks. $1 name, $2 ranks, $3 --init-from, then arguments.
+# Starts all ranks of a run. $1 its name, $2 number of ranks, $3 --init-from, then other arguments.
 ranks() {
     local name=$1 n=$2 from=$3 r
     shift 3
     pids=()
     for ((r = 0; r < n; r++)); do rank "$name" "$r" "$n" "$from" "$@"; done
 }
-# Waits for all ranks, and leaves their exit statuses in $statuses and the errors in $tmp/NAME.errors.
+# Waits for all ranks of run $1, and leaves their exit statuses in $statuses and their errors in $tmp/NAME.errors.
 ends() {
     local r
     statuses=""
@@ -42,7 +43,7 @@ ends() {
     cat "$tmp/$1".*.err >"$tmp/$1.errors"
 }
 steps() { grep '^step ' "$1" | sed 's/ | [0-9.]* ms.*//'; }
-# Checks statuses and the one line of error of a run. $1 name, $2 statuses, $3 pattern of the error.
+# Waits for a run, and checks its statuses and its one line of error. $1 name, $2 statuses, $3 pattern of the error.
 fails() {
     ends "$1"
     check "$1: statuses $2" equal "$statuses" "$2 "
@@ -76,7 +77,7 @@ compare 4 four --precision fp8 --fp8-recipe delayed --grad-clip 0.5 --sample-eve
 compare 4 hybrid --sharding hybrid --shard-size 2 --precision fp8 --reduce-dtype fp32
 compare 3 replicas --sharding none --grad-accumulation-steps 2
 
-# ---- each way in which a process learns its rank and where the ranks meet
+# ---- each way without mpirun in which a process learns its rank and where the ranks meet
 
 free_port
 ranks tcp 3 "tcp:localhost:$port" --num-steps 2
@@ -88,8 +89,8 @@ ends six
 if [ -e /proc/net/if_inet6 ] && grep -q ' lo$' /proc/net/if_inet6; then
     check "an IPv6 address in brackets trains" equal "$statuses$(steps "$tmp/six.0.out" | wc -l)" "0 0 2"
 fi
-# Runs ranks that learn their rank from environment variables. $1 name, $2 ranks, then VARIABLE=value with @ for the
-# rank, up to --, then arguments.
+# Runs ranks that learn their rank from environment variables, and waits for them. $1 name, $2 number of ranks, then
+# VARIABLE=value with @ for the rank, up to --, then arguments.
 by_variables() {
     local name=$1 n=$2 r variables=()
     shift 2
@@ -112,7 +113,7 @@ check "Slurm's variables are enough" equal "$statuses$(steps "$tmp/slurm.0.out" 
 by_variables slurm-file 2 "${slurm[@]}" -- --init-from "file:$tmp/slurm.meet"
 check "Slurm's variables and a file are enough" equal "$statuses$(steps "$tmp/slurm-file.0.out" | wc -l)" "0 0 2"
 by_variables batch 1 SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_JOB_ID=7 --
-check "a batch script itself is a single rank" equal "$statuses$(steps "$tmp/batch.0.out" | wc -l)" "0 2"
+check "a Slurm batch script, outside srun, is a single rank" equal "$statuses$(steps "$tmp/batch.0.out" | wc -l)" "0 2"
 by_variables single 1 RANK=0 WORLD_SIZE=1 -- --init-from tcp:nowhere:1
 check "a single rank does not need the address of --init-from" \
     equal "$statuses$(steps "$tmp/single.0.out" | wc -l)" "0 2"
@@ -120,7 +121,7 @@ check "a single rank does not need the address of --init-from" \
 # ---- hybrid sharding takes the ranks of one host as its shard group. Ranks with different host names count as ranks of
 # different hosts.
 
-# Starts 4 ranks on hosts. $1 name, $2 the hosts of ranks 0 to 3.
+# Runs 4 ranks with --sharding hybrid, and waits for them. $1 name, $2 the host names of ranks 0 to 3.
 on_hosts() {
     local name=$1 r=0 of_rank
     pids=()
@@ -149,7 +150,7 @@ else
     echo "skipped: hybrid on several hosts: this user may not set a host name for a process (unshare --uts)"
 fi
 
-# ---- a wrong command line: $1 name, $2 pattern, then variables, --, arguments
+# ---- wrong options or variables: $1 name, $2 pattern of the error, then variables, --, arguments
 
 wrong() {
     local name=$1 pattern=$2
@@ -229,6 +230,7 @@ for place in "file:$tmp/both.meet" "tcp:localhost:$port"; do
     kill "${pids[0]}"
     wait "${pids[0]}" 2>/dev/null
 done
+# A rank that comes twice, and ranks of two Slurm jobs at one file.
 pids=()
 rank twice 0 3 "file:$tmp/twice.meet" --init-timeout 20
 rank twice 1 3 "file:$tmp/twice.meet" --init-timeout 20
@@ -245,7 +247,8 @@ for r in 0 1; do
         --init-timeout $((6 - 4 * r)) --init-from "file:$tmp/jobs.meet" >/dev/null 2>"$tmp/jobs.$r.err" &
 done
 wait
-check "ranks of two Slurm jobs do not meet" grep -q "jobs.meet is of another job: slurm 0.0.0" "$tmp/jobs.1.err"
+check "rank 1 of another Slurm job prints that the file is of another job" \
+    grep -q "jobs.meet is of another job: slurm 0.0.0" "$tmp/jobs.1.err"
 
 # ---- connections of other programs ("strangers"): random bytes, an HTTP request, half of a rank's greeting, silence.
 # The run trains all the same.
@@ -290,7 +293,7 @@ check "strangers: no rank prints an error" equal "$(cat "$tmp/strangers.errors")
 
 ranks option 3 "file:$tmp/option.meet" --no-such-option
 fails option "2 2 2" "rank 0 on $host: unknown option --no-such-option"
-# Starts an endless run and waits for its first steps. $1 name, $2 ranks, then arguments.
+# Starts an endless run and waits up to 30 s for its step 5. $1 name, $2 number of ranks, then arguments.
 begin() {
     local name=$1 n=$2
     shift 2

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Tests scripts/report.py on logs that it makes itself: with known differences, damaged, and half-written.
+"""Tests scripts/report.py on logs that this test makes: with known differences, damaged, and half-written.
 
-The numbers of report.json are compared with computations in this file. Runs with build/report-venv
-(scripts/setup_report.sh), or skips. Ends with "N passed, N failed".
+The numbers of report.json are compared with computations in this file. If this Python lacks the libraries of the
+report, build/report-venv (scripts/setup_report.sh) runs the test, and without that it is skipped. Ends with "N passed,
+N failed".
 """
 import contextlib
 import html
@@ -186,7 +187,7 @@ def test_same(tmp):
 
 
 def test_rounding(tmp):
-    """Rounding seeds are averaged within a seed, and their noise tells one seed's difference from noise."""
+    """Rounding seeds are averaged within a seed. Their spread tells how large a difference is by chance."""
     folder = tmp / "rounding"
     values = {"bf16": [], "fp8": []}
     for rounding in (1, 2, 3):
@@ -266,7 +267,7 @@ def check_page(path, data, figures):
 
 
 def test_gpu(tmp):
-    """Logs with all that the GPU trainer writes: each figure, the receipt, and numbers of energy and memory."""
+    """Logs like those of the GPU trainer: their figures, the receipt, and numbers of energy, memory and speed."""
     folder = verdict_folder(tmp / "gpu", seeds=(42, 43), steps=180)
     out, error = report(folder)
     data = numbers(folder / "report.json")
@@ -343,7 +344,7 @@ def two_runs(folder, seed=42, **changes):
 
 
 def test_refused(tmp):
-    """Pairs that differ in more than the precision: no number, and the reason."""
+    """A BF16 and an FP8 run that make no pair: no number, and the reason."""
     for name, changes, reason in (
             ("lr", {"learning-rate": 0.002}, "learning-rate is 0.001 and 0.002"),
             ("data", {"training_fingerprint": "ffffffffffffffff"}, "the data of --train-data differs"),
@@ -359,7 +360,7 @@ def test_refused(tmp):
 
 
 def test_broken(tmp):
-    """Damaged, missing, empty and half-written logs."""
+    """Damaged and empty logs, logs that lack steps, and folders that are refused."""
     folder = two_runs(tmp / "broken")
     log = folder / "fp8" / "log.jsonl"
     sound = log.read_text().splitlines(keepends=True)
@@ -397,7 +398,9 @@ def test_broken(tmp):
 
 
 def test_fuzz(tmp):
-    """Bytes changed, cut and doubled at random: a run is read or refused with its file, and nothing else happens."""
+    """Bytes changed, cut or doubled and values replaced at random: a run is read, or refused with the path of its log.
+    No exception is raised.
+    """
     from report import folders, pairs
     folder = verdict_folder(tmp / "fuzz", seeds=(42,), steps=45)
     log = folder / "llama3.2-1b.fp8-tensorwise.s42" / "log.jsonl"
@@ -427,7 +430,7 @@ def test_fuzz(tmp):
             refused += any(str(log) in problem for problem in found.problems)
         except Exception:
             check(False, f"trial {trial}: {traceback.format_exc()}")
-    check(60 < refused < 150, f"between 60 and 150 of 150 damaged logs are refused: {refused}")
+    check(60 < refused < 150, f"more than 60 and fewer than 150 of 150 damaged logs are refused: {refused}")
 
 
 def test_running(tmp):
@@ -451,7 +454,7 @@ def test_running(tmp):
     run = [run for run in numbers(folder / "report.json")["runs"] if run["name"] == "fp8"][0]
     check("running, step 200 of 400" in run["state"], f"a running run is reported as running: {run['state']}")
 
-    # The first start came to step 300; the second one began again at 251, with other losses.
+    # The first start came to step 300; the second one began again at 251, with equal losses.
     again = [line.replace('"skipped": false', '"skipped": false, "again": true') for line in sound]
     log.write_text("".join(sound[:301] + sound[:1] + again[251:]))
     report(folder)

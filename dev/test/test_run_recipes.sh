@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Tests scripts/run_recipes.sh on the CPU trainer: a run for each recipe, its table compared with the logs, and recipes
-# that the trainer refuses and that are then emulated. Needs ./train_fp8 (or TRAINER), build/synth_stories and python3.
-# Ends with "N passed, N failed".
+# Tests scripts/run_recipes.sh on the CPU trainer: a run for each recipe, the table compared with the logs of the runs,
+# a recipe that is emulated because the trainer refuses it, a recipe that fails, another start, a stdout that nothing
+# reads, and options that the script refuses. Needs ./train_fp8 (or TRAINER), build/synth_stories and python3. Ends with
+# "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
@@ -12,7 +13,8 @@ trap 'rm -rf "$tmp"' EXIT
 
 build/synth_stories --out "$tmp/synth" --bytes 100000 --seed 1 >/dev/null || exit 1
 
-# The smallest model on which every recipe can run all GEMMs. Its sizes are multiples of 128.
+# A small model on which every recipe runs GEMMs in FP8: the sizes of its linear layers, but for lm_head, are multiples
+# of 128.
 mkdir "$tmp/mini"
 cat >"$tmp/mini/config.json" <<'END'
 {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 128,
@@ -34,7 +36,7 @@ exec "$trainer" "\$@"
 END
 chmod +x "$tmp/bin/train_fp8"
 
-# Checks the table against the logs. $1 folder, $2 recipes, each with the kinds of its audited GEMMs.
+# Checks the table in a folder against the logs. Prints each recipe, with the kinds of its audited GEMMs.
 cat >"$tmp/table.py" <<'END'
 import glob, json, re, statistics, sys
 folder = sys.argv[1]
@@ -74,6 +76,7 @@ for row in rows:
             assert 10 < min(values) < 60, (gemm, min(values))
     print(recipe, *words, *["emulated"] * emulated)
 END
+# $1 folder, $2 what table.py must print, with ";" between its lines.
 table() {
     python3 "$tmp/table.py" "$1" >"$tmp/table.log" 2>&1 && equal "$(paste -sd';' "$tmp/table.log")" "$2" ||
         { cat "$tmp/table.log"; false; }
@@ -85,7 +88,7 @@ run() {
 }
 
 run --trainer "$trainer" --out "$tmp/all" -- --batch-size 2
-check "all recipes finish with status 0" equal "$?" 0
+check "the script ends with status 0 if all recipes finish" equal "$?" 0
 all="fprop dgrad wgrad"
 check "the table has every recipe's loss, speed and SQNR from the logs" table "$tmp/all" \
     "bf16;tensorwise $all;delayed $all;rowwise $all;rowwise_with_gw_hp fprop dgrad;blockwise $all;mxfp8 $all"
@@ -97,7 +100,7 @@ check "the runs audit only step 3" \
     equal "$(grep -h '"type": "fp8_audit"' "$tmp/all"/*/log.jsonl | grep -c -v '"step": 3,')" 0
 
 run --trainer "$trainer" --out "$tmp/tiny" --model tiny --recipes "rowwise blockwise blockwise:emulate"
-check "sizes that are no multiples of 128: status 0" equal "$?" 0
+check "sizes that are no multiples of 128: the script ends with status 0" equal "$?" 0
 check "sizes that are no multiples of 128: blockwise runs nothing in FP8" table "$tmp/tiny" \
     "bf16;rowwise $all;blockwise nothing;blockwise nothing emulated"
 check "sizes that are no multiples of 128: the table says that nothing ran in FP8" \
@@ -109,7 +112,7 @@ check "without audits the table does not report FP8 runs as BF16" \
 
 some=(--trainer "$tmp/bin/train_fp8" --out "$tmp/some" --recipes "rowwise,mxfp8 delayed" -- --batch-size 1)
 run "${some[@]}"
-check "status 1 if one recipe fails" equal "$?" 1
+check "the script ends with status 1 if one recipe fails" equal "$?" 1
 check "a recipe without GEMMs on this GPU is emulated" \
     table "$tmp/some" "bf16;rowwise $all;delayed failed;mxfp8 $all emulated"
 check "the table marks the emulated recipe" holds "$tmp/some/recipes.txt" "mxfp8 (emulated)"

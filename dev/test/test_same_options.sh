@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Tests that ranks started with other options, another model or another program than rank 0 end at once, before any
-# work, with an error that names the first difference. Ranks that read equal data and an equal model from other folders
-# train. Needs build/synth_stories and python3. Ends with "N passed, N failed".
+# Tests that ranks started with other options, another model, other data or another program than rank 0 end before the
+# first step, with an error that names the first difference. Ranks that read equal data and an equal model from other
+# folders train. Needs mpirun and python3. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . scripts/tally.sh
@@ -14,14 +14,15 @@ trainer=$PWD/train_fp8
 data="--train-data $tmp/s_train.bin --sequence-length 32 --num-steps 3"
 
 # Starts two ranks: rank 0 in $tmp with the options $zero, rank 1 in $dir with the program $program and the options $1.
-# Sets status. A run that takes a minute hangs, and is killed.
+# Sets status. A run that has not ended after a minute is taken to hang, and is killed.
 both() {
     timeout -k 5 60 mpirun --allow-run-as-root --oversubscribe -np 1 -wdir "$tmp" "$trainer" $zero : \
         -np 1 -wdir "$dir" "$program" $1 >"$tmp/out" 2>&1
     status=$?
 }
 zero="tiny $data" dir=$tmp program=$trainer
-# Rank 1, with the options $1, must end before a step with the error $2 and no other error.
+# Rank 1, with the options $1, must end the run with status 2 before the first step. The error of rank 1 must be $2, and
+# there must be no other error.
 differs() {
     both "$1"
     check "\"$1\" ends with status 2 before a step" equal "$status $(grep -c '^step' "$tmp/out")" "2 0"
@@ -42,7 +43,8 @@ differs "" "MODEL is not given here, tiny on rank 0; $together"
 differs "small $data" "MODEL is small here, tiny on rank 0; $together"
 timeout -k 5 60 mpirun --allow-run-as-root --oversubscribe -np 3 "$trainer" $zero : -np 1 "$trainer" $zero --seed 7 : \
     -np 1 "$trainer" $zero --seed 8 >"$tmp/out" 2>&1
-check "if two of five ranks differ, only the first prints an error" equal "$? $(grep '^error: ' "$tmp/out")" \
+check "if two of five ranks differ, the run ends with status 2 and only the first of them prints an error" \
+    equal "$? $(grep '^error: ' "$tmp/out")" \
     "2 error: rank 3 on $(hostname): --seed is 7 here, 42 on rank 0; $together"
 
 # Makes a copy of the trainer in which its name or version is replaced. The linker may store such a text as the end of a

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests gpu_sanitize.sh without a GPU, with stand-ins for compute-sanitizer, nvidia-smi and the trainer. All programs
-# must run, at most six at a time, spread over all GPUs. A program that fails or hangs must count as failed. Ends with
-# "N passed, N failed".
+# must run, at most six at a time, spread over all GPUs. A program that fails or hangs must count as failed, but one
+# whose only hazards are in cuBLASLt's kernels must pass. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . scripts/tally.sh
@@ -66,7 +66,7 @@ check "the programs take turns on the GPUs of CUDA_VISIBLE_DEVICES" \
 start=$SECONDS
 sanitize FAULTS=yes SANITIZE_SECONDS=4
 check "status 1 if programs fail" equal $? 1
-check "a program that hangs is killed" [ $((SECONDS - start)) -lt 60 ]
+check "all programs end within 60 s, although one would hang for 100 s" [ $((SECONDS - start)) -lt 60 ]
 check "the last line counts 29 passed and 4 failed" equal "$(tail -n 1 "$out")" "29 passed, 4 failed"
 check "the failed programs are named" equal "$(grep '^FAILED: ' "$out")" "FAILED: compute-sanitizer memcheck, blockwise
 FAILED: compute-sanitizer racecheck, delayed

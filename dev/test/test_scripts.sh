@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Tests the shell scripts. All must parse, and each lower-case variable that a script reads must be set in it, in a file
-# that it sources, or in a file that sources it. Most scripts need a GPU and are not run. scripts/quickstart.sh trains
-# 30 steps. Scripts that take only --help must refuse other arguments before any work. slurm.sbatch must refuse bad
-# jobs, and make without nvcc must leave out the GPU targets or say why they fail. Ends with "N passed, N failed".
+# that it sources, or in a file that sources it. This test runs few of them: scripts/quickstart.sh trains 30 steps,
+# scripts that take only --help must refuse other arguments before any work, and slurm.sbatch must refuse bad jobs. Also
+# tests that make without nvcc leaves out train_fp8cu, and that a GPU target then fails and says why. Ends with "N
+# passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . scripts/tally.sh
@@ -33,7 +34,8 @@ check "the test finds a variable that is no longer set" \
     equal "$(unset_in "$tmp/gpu_runs.sh" dev/test/lib/gpu_lines.sh)" \
     common
 
-# This make kills the script that calls it. None of these scripts may call it.
+# This make kills the script that calls it. With --help, or with an argument that they refuse, these scripts may not
+# call it.
 printf '#!/bin/sh\nkill "$PPID"\n' >"$tmp/make"
 chmod +x "$tmp/make"
 for script in scripts/quickstart.sh scripts/test.sh scripts/check_gpu.sh scripts/check_cluster.sh; do
@@ -49,7 +51,8 @@ check "quickstart prints one story" equal "$? $(grep -c '^sample after step 30: 
 check "quickstart logs all steps" equal "$(grep -c '"type": "step"' "$tmp/quickstart/log.jsonl")" 30
 check "quickstart prints 11 step lines" equal "$(grep -c '^step ' "$tmp/log")" 11
 check "quickstart prints at most 60 lines" equal "$(($(wc -l <"$tmp/log") <= 60))" 1
-# Checks that slurm.sbatch refuses a job. $1 the trainer, $2 a text of its error, then its arguments.
+# Checks that slurm.sbatch refuses a job with status 2 and one line. $1 the trainer, $2 text that the line contains,
+# then the arguments of slurm.sbatch.
 refuses() {
     local trainer=$1 text=$2
     shift 2
@@ -63,7 +66,8 @@ check "slurm.sbatch refuses a job without --checkpoint-dir" refuses /bin/sh "giv
 data/setup_venv.sh --help >"$tmp/log" 2>&1
 check "data/setup_venv.sh --help prints the usage" equal "$? $(grep -c '^usage: data/setup_venv.sh' "$tmp/log")" "0 1"
 
-# ---- make without nvcc (-n: it only prints its commands): a GPU target fails and says why, "all" leaves it out.
+# ---- make without nvcc (-n: it only prints its commands): a GPU target fails and says why, "all" leaves out
+# train_fp8cu.
 for target in train_fp8cu build/test_gpu build/bench_gemm cuda-headers; do
     make -B -n NVCC= $target >"$tmp/log" 2>&1
     check "make $target without nvcc fails (status $?)" [ $? -ne 0 ]

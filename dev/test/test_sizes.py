@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Tests limits that keep the code readable: lines of files and functions, fields of Trainer, lines of layer_forward.
+"""Tests limits that keep the code readable, in llmc/ and the trainers: lines of files (except train_fp8.c), lines of
+functions, fields of Trainer, lines of layer_forward.
 
-A function counts from the line of its opening brace to that of its closing brace. Kernels and their device functions
-have no limit. Prints everything above its limit. Ends with "N passed, N failed".
+A function counts from the line of its opening brace to that of its closing brace. Kernels and __device__ functions have
+no limit. Prints everything above its limit. Ends with "N passed, N failed".
 """
 import pathlib
 import re
@@ -11,11 +12,13 @@ import tempfile
 
 FILE_LINES, FUNCTION_LINES, LAYER_FORWARD_LINES, TRAINER_FIELDS = 550, 40, 20, 20
 TRAINERS = ("train_fp8.c", "train_fp8.cu")
-LIMITS = {"train_fp8.cu": 1000, "llmc/dist/fsdp.cuh": 450}  # lines of files; FILE_LINES is for all files of llmc/
+LIMITS = {"train_fp8.cu": 1000, "llmc/dist/fsdp.cuh": 450}  # lines of files; FILE_LINES is for the other files of llmc/
 
 
 def functions(text):
-    """Yields (name, first line, lines, whether it is device code) of each function that begins in the first column."""
+    """Yields (name, line of the opening brace, number of lines, True for a kernel or a __device__ function) of each
+    function that begins in the first column.
+    """
     lines = text.split("\n")
     head = ""
     for i, line in enumerate(lines):
@@ -57,7 +60,7 @@ def trainer_fields(text):
 
 
 def offenders(root):
-    """Returns one line of text for every size above its limit."""
+    """Yields one line of text for every size above its limit."""
     root = pathlib.Path(root)
     files = sorted(p for p in root.glob("llmc/*/*") if p.suffix in (".h", ".cuh")) + [root / name for name in TRAINERS]
     for path in files:
@@ -102,7 +105,7 @@ def write_tree(root, trainer="", header="", fields=20, forward=20, lines=0, fsdp
 
 
 def self_test():
-    """Returns sizes above a limit that were not found, and sizes at a limit that were reported."""
+    """Yields a line of text for each planted tree in which offenders() finds other sizes than those above a limit."""
     long = function("static inline int f(int a,\n                    const char *(*b)(void))", 41)
     kernel = function("template <int N>\nstatic __global__ void __launch_bounds__(N * 2) k(int a)", 90)
     device = function("__device__ static inline void d(int a)", 90)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tests ranks of train_fp8 that hang: stopped in each phase of a run, stopped and continued, in a slow read, in a read
-# that never ends. Needs ./train_fp8, build/synth_stories and mpirun. Ends with "N passed, N failed".
+# Tests ranks of train_fp8 that hang: stopped in each phase of a run, stopped and continued, in a slow read or fsync, in
+# a read that never ends. Needs ./train_fp8, build/synth_stories and mpirun. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
@@ -25,7 +25,8 @@ lines() { grep '^step ' "$tmp/$1.log" | sed 's/ | [0-9.]* ms.*//'; }
 # first step a rank reads each data file 18 times: the header, and parts of the file for its fingerprint. Rank 0 reads
 # it 19 times. A rank reads a model's file 12 times or more.
 endless="--num-steps 1000000 --stall-timeout 5"
-# Checks the error of a run with a stopped rank. $1 run, $2 rank, $3 phase.
+# Waits until rank $2 of run $1 is stopped. Checks that the run then ends within 15 s, with an error that names that
+# rank and the phase $3.
 silent() {
     local speaker=$(($2 == 0))
     stall_await "$1" 60 || return
@@ -50,8 +51,8 @@ silent saving 1 'step 1, saving a checkpoint'
 silent saving0 0 'step 1, saving a checkpoint'
 silent export 1 'step 1, export'
 
-# ---- A rank that continues in time: stopped for 3 s, in a read of 8 s, or in an fsync that takes longer than
-# --stall-timeout (a save may take 4 times as long).
+# ---- A rank that continues in time: stopped for 3 s, in a read of 8 s, or in an fsync of 9 s with --stall-timeout 5 (a
+# save may take 4 times --stall-timeout).
 stall_start undisturbed 1 stop none 0 none tiny --num-steps 40
 stall_start continued 1 stop pread 30 s_train.bin tiny --num-steps 40 --stall-timeout 30
 stall_start slow 1 8 pread 30 s_train.bin tiny --num-steps 40 --stall-timeout 30

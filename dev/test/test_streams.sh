@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Tests that a run keeps its checkpoint and its log when the reader of its output goes away, when stdout or the log is
-# on a full disk, when signals come twice, when the clock is set back, with a decimal comma, and with paths that are not
-# UTF-8. Needs build/synth_stories and python3. Ends with "N passed, N failed".
+# Tests runs whose reader of the output goes away, whose stdout is closed or on a full disk, whose log or checkpoints
+# may not grow, that get a signal together with the reader, or twice, whose clock goes back, with a decimal comma, and
+# with paths that are not UTF-8. Also tests run scripts in some of these cases, and with a trainer that makes no
+# progress. Needs mpirun and python3. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . scripts/tally.sh
@@ -42,7 +43,7 @@ for signal in INT TERM HUP; do
     check "SIG$signal to the trainer and tee: log.jsonl ends with a summary of all steps" await whole_log "$at"
 done
 
-# ---- Readers that go away, and a full disk: the run goes on, or stops with --on-output-lost stop.
+# ---- Readers that go away, a full disk, closed streams: the run goes on, or stops with --on-output-lost stop.
 
 at=$tmp/lost
 run="./train_fp8 tiny $data --num-steps 30 --checkpoint-dir $at --log-dir $at"
@@ -78,8 +79,8 @@ fresh; mpirun --allow-run-as-root --oversubscribe -np 2 \
 check "2 ranks stop with --on-output-lost stop if stdout is on a full disk" equal "$? $(cat "$tmp/err")" \
     "0 warning: stdout cannot be written: No space left on device$off"
 
-# ---- A log that cannot grow (ulimit -f): one warning, and the run goes on to its end. Checkpoints that cannot grow. A
-# resumed run appends to a log after its last complete line.
+# ---- Files that may not grow (ulimit -f). If it is the log, the run prints one warning and goes on to its end. If it
+# is every checkpoint, the run ends with an error. A resumed run appends to a log after its last complete line.
 
 fresh; (ulimit -f 12; exec $run --num-steps 60 --checkpoint-dir "") 2>"$tmp/err" | cat >"$tmp/out"
 check "the run goes on with one warning if log.jsonl may not grow" \
@@ -108,7 +109,8 @@ check "a SIGTERM that is repeated within 0.3 s, as mpirun does, counts once" kil
 sleep 2
 kill -TERM $long
 wait $long 2>/dev/null
-check "a second SIGTERM ends a long step" equal "$? $(grep -c '^step' "$tmp/long.out")" "143 0"
+check "a second SIGTERM ends the run with status 143 within its first step" \
+    equal "$? $(grep -c '^step' "$tmp/long.out")" "143 0"
 
 # ---- A path that is not UTF-8 is written as JSON that Python reads back as that path.
 
@@ -126,7 +128,7 @@ assert os.fsencode(settings["train-data"]) == folder + b"/s_train.bin", settings
 assert os.fsencode(settings["log-dir"]) == folder, settings
 json.loads(open(folder + b"/step-00000001/trainer.json", "rb").read().decode("utf-8"))
 END
-check "JSON files give back paths that are not UTF-8" python3 "$tmp/paths.py" "$odd"
+check "log.jsonl gives back paths that are not UTF-8, and trainer.json is valid JSON" python3 "$tmp/paths.py" "$odd"
 check "a run resumes with paths that are not UTF-8" \
     ./train_fp8 tiny --train-data "$odd/s_train.bin" --sequence-length 32 \
     --num-steps 2 --checkpoint-dir "$odd" --resume >"$tmp/out" 2>&1
@@ -200,7 +202,7 @@ set +m
 await saved "$tmp/hup/steps"
 kill -HUP $script
 wait $script
-check "a run script whose terminal is closed saves" \
+check "a run script that gets SIGHUP, as from a closed terminal, saves" \
     equal "$? $(grep -c "^stopped after $(ls "$tmp/hup/steps" | tail -n 1); run the same command" "$tmp/hup.out")" "0 1"
 # This trainer saves another checkpoint at each start, none later than step 2.
 mkdir "$tmp/bin" "$tmp/stuck"

@@ -25,7 +25,7 @@ sweep=(scripts/sweep.sh --trainer "$trainer" --data "$tmp/synth_train.bin")
 sweep() { "${sweep[@]}" "$@"; }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Checks the tables: computes every number again from the step lines of log.jsonl.
+# Checks the tables: computes their speeds, losses and memory again from log.jsonl.
 
 cat >"$tmp/tables.py" <<'END'
 import csv, json, re, statistics, sys
@@ -171,8 +171,8 @@ arguments=(--models tiny --sequence-lengths 64 --precisions "bf16 fp8 fp8:rowwis
     --gpus 1 --num-steps 22 --out "$out")
 sweep "${arguments[@]}" -- --fp8-filter first --beta1 0.8 --fp8-all-gather=off >"$tmp/recipes.log" 2>&1
 check "recipes: all runs finish" equal "$? $(grep -c '^    done in' "$tmp/recipes.log")" "0 4"
-check "recipes: each has its own folder" test -f "$out/tiny_T64_fp8-mxfp8-emulate_1gpu/result" \
-    -a -f "$out/tiny_T64_fp8-rowwise_with_gw_hp_1gpu/result"
+check "recipes: mxfp8:emulate and rowwise_with_gw_hp have folders of their own" \
+    test -f "$out/tiny_T64_fp8-mxfp8-emulate_1gpu/result" -a -f "$out/tiny_T64_fp8-rowwise_with_gw_hp_1gpu/result"
 check "recipes: FP8 runs get FP8 options" holds "$out/tiny_T64_fp8_1gpu/log.jsonl" '"fp8-filter": "first"'
 check "recipes: BF16 runs get no FP8 options" holds "$out/tiny_T64_bf16_1gpu/log.jsonl" '"fp8-filter": ""'
 check "recipes: all runs get the options that are not for FP8" \
@@ -309,7 +309,7 @@ check "--dry-run ends with status 0 if nothing reads stdout" \
 check "the sweep ends with status 0 if nothing reads stdout" equal "$(unread "${sweep[@]}" "${arguments[@]}")" 0
 check "the tables equal the logs if nothing reads stdout" tables "$tmp/unread" "1 of 1 runs with numbers"
 
-# $1 text that the message must contain; then options
+# refused: $1 regular expression that the error must match, then options.
 arguments=(--models tiny --sequence-lengths 64 --precisions bf16 --gpus 1,2 --num-steps 22 --out "$out")
 refused() {
     local expected=$1 output status
@@ -352,7 +352,8 @@ export TRAINER=$trainer DATA=$tmp/synth
 newest() { ls "$1/steps" 2>/dev/null | grep -E '^step-[0-9]+$' | sort | tail -n 1; }
 has_saved() { [[ $(newest "$1") > $2 ]]; }
 last_loss() { tail -n 1 <(grep '"type": "step"' "$1/log.jsonl") | grep -o '"step": [0-9]*, "loss": [^,]*'; }
-# Starts the run in $1 on $GPUS ranks in the background. Waits until it has saved a checkpoint later than $2.
+# Starts the run in $1 on $GPUS ranks in the background. Waits until it has saved a checkpoint later than $2 (a folder
+# name; "": any checkpoint).
 start_run() {
     set -m
     OUT=$1 bash "$tmp/run.sh" >>"$tmp/run.log" 2>&1 &
@@ -387,7 +388,7 @@ for GPUS in 1 2; do
         equal "$(last_loss "$tmp/broken_$GPUS")" \
         "$(last_loss "$tmp/unbroken_$GPUS")"
 done
-# True if the tensors of the checkpoint in $1 take as many bytes as --dry-run plans, plus headers of a few KB.
+# True if the .safetensors files in $1 take as many bytes as --dry-run plans, plus at most 20,000 for their headers.
 takes_planned_bytes() {
     local planned taken
     planned=$("$trainer" tiny --train-data "$tmp/synth_train.bin" --dry-run --json |
@@ -399,14 +400,14 @@ takes_planned_bytes() {
 check "a checkpoint takes the bytes that --dry-run plans" \
     takes_planned_bytes "$tmp/unbroken_1/steps/$(newest "$tmp/unbroken_1")"
 GPUS=1 OUT=$tmp/hopeless bash "$tmp/run.sh" --learning-rate 1000 >"$tmp/hopeless.log" 2>&1
-check "the run script gives up on a run that fails before each checkpoint" \
+check "the run script gives up on a run that fails three times before its first checkpoint" \
     equal "$? $(grep -c 'three starts in a row failed' "$tmp/hopeless.log")" "1 1"
 (
     kill() { sleep 0.5; builtin kill "$@"; }
     export -f kill
     GPUS=1 OUT=$tmp/hopeless bash "$tmp/run.sh" --learning-rate 1000 >"$tmp/hopeless.log" 2>&1
 )
-check "the run script gives up if the trainer ends before the script looks at it" \
+check "the run script gives up, too, if each trainer has ended before the script looks at it" \
     equal "$? $(grep -c 'three starts in a row failed' "$tmp/hopeless.log")" "1 1"
 
 GPUS=1 OUT=$tmp/unbroken_1 bash "$tmp/run.sh" --num-steps 7 >"$tmp/fewer.log" 2>&1

@@ -1,7 +1,8 @@
 """Tests scripts/sweep_table.py and scripts/recipes_table.py on a sweep's folder with damaged files.
 
-It tries known faults, and some hundred at random. There must be no traceback. The tables name a damaged run with its
-file and the reason, and all other runs keep their rows. Ends with "N passed, N failed".
+It tries known faults, and 400 at random. There must be no traceback. The tables name a damaged run with its file and
+the reason, and all other runs keep their rows. Also starts sweep_table.py with other encodings, with a reader that goes
+away, and where it cannot read or write. Ends with "N passed, N failed".
 """
 import contextlib
 import csv
@@ -104,11 +105,13 @@ def damage(name, path, data, reason):
         expected = "%s: %s" % (os.path.join(folder, path), reason)
         with open(os.path.join(folder, "table.csv"), newline="") as file:
             messages = [row[-1] for row in csv.reader(file) if row[4] == "damaged"]
-        check(status == 0 and messages == [expected] and "damaged: " in table, name, status, messages, table)
-        check(recipes_status == 1 and "damaged: " + expected in recipes, name, "recipes", recipes_status, recipes)
+        check(status == 0 and messages == [expected] and "damaged: " in table,
+              f"{name}: sweep_table.py succeeds and reports \"{expected}\":", status, messages, table)
+        check(recipes_status == 1 and "damaged: " + expected in recipes,
+              f"{name}: recipes_table.py has status 1 and reports \"{expected}\":", recipes_status, recipes)
         rows = [line for line in table.split("\n") if "5.7500" in line]
-        check([row.split()[3] for row in rows] == ["bf16", "fp8:rowwise"] and rows[0].split()[4] == "9984", name,
-              "the other rows keep their numbers", table)
+        check([row.split()[3] for row in rows] == ["bf16", "fp8:rowwise"] and rows[0].split()[4] == "9984",
+              f"{name}: the other rows with numbers keep them in sweep_table.py's table", table)
 
 
 def edited(key, value, line=-1):
@@ -148,7 +151,7 @@ def test_named():
 
 
 def mutate(data, rng):
-    """Flips, cuts or repeats some bytes, or replaces them by other JSON values."""
+    """Changes, cuts, repeats or inserts some bytes, or replaces a value by another, one to three times."""
     words = (b"null", b"NaN", b"-Infinity", b"1e999", b"9" * 400, b"{}", b"[]", b'"x"', b"\xff\xfe", b"\0", b"\n",
              b"\t", b'"\\ud800"', b"true", b"-0", b"|", b"\r")
     for _ in range(rng.randint(1, 3)):
@@ -180,17 +183,19 @@ def test_random(rounds):
             files = dict(sound, **{path: mutate(sound[path], rng)})
             (status, table), (recipes_status, recipes) = run_both(folder, files)
             check(well_ended(status) and well_ended(recipes_status),
-                  "round %d, %s: both programs end with status 0 or 1 or an error: %s, %s\n%r" % (
+                  "round %d, %s: both programs end with status 0 or 1 or a line \"error: ...\": %s, %s\n%r" % (
                       i, path, status, recipes_status, files[path][:2000]))
             check(path == "runs.txt" or sum("5.7500" in line for line in table.split("\n")) >= 2,
-                  "round %d: the other rows keep their numbers\n%s" % (i, table))
+                  "round %d: at least two rows of sweep_table.py's table keep their numbers\n%s" % (i, table))
             damaged += "damaged: " in table
     check(rounds / 4 < damaged < rounds,
           "%d of %d mutated files are reported as damaged; want more than a quarter, not all" % (damaged, rounds))
 
 
 def test_programs(folder):
-    """Starts the programs from a shell: with encodings of other locales, and with a reader that stops."""
+    """Starts sweep_table.py as a process: with encodings of other locales, with a reader that goes away, with a folder
+    that does not exist, and with a folder in place of table.txt.
+    """
     files = dict(sound, **{"runs.txt": sound["runs.txt"].replace(b"models/m\n", "modèle–\n".encode(), 1)})
     for run in RUNS:
         os.mkdir(os.path.join(folder, run))

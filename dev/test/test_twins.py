@@ -3,8 +3,9 @@
 
 usage: test_twins.py [DIRECTORY]    DIRECTORY holds train_fp8.c, train_fp8.cu and llmc/ (default: this repository)
 
+Also tests that the functions called there have equal types in both trainers, and that the layer's functions are short.
 Ends with "N passed, N failed" and status 1 if anything failed. Without a DIRECTORY it also tests itself: it plants
-changes in copies of the trainers and must find them.
+changes in a copy of the CPU trainer, which stands for the GPU trainer, and must find them.
 """
 import pathlib
 import re
@@ -15,10 +16,10 @@ import tempfile
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
-# Structs and functions whose words are equal.
+# Structs and functions that must be equal in both trainers.
 TWIN_STRUCTS = ["Layer", "LayerActs", "OutputGradients"]
 TWIN_FUNCTIONS = ["layer_attention", "layer_forward", "layer_recompute", "layer_backward"]
-LINES = {"layer_forward": 20, "layer_recompute": 20, "layer_backward": 40}  # at most
+LINES = {"layer_forward": 20, "layer_recompute": 20, "layer_backward": 40}  # most lines that these may have
 
 # Functions that the twins call. In both trainers the types of result and arguments must be equal, const aside, and the
 # bodies must differ.
@@ -44,7 +45,7 @@ DIFFERENT = {
 }
 DIFFERENT_STRUCTS = {
     "QTensor": "the CPU keeps values alone, the GPU also FP8 versions, scales and amaxes",
-    "Activations": "buffers that only one of the two needs",
+    "Activations": "each trainer has buffers that the other does not need",
 }
 
 passed = failed = 0
@@ -58,7 +59,7 @@ def check(ok, message):
 
 
 def words(text):
-    """Returns the tokens of C code, without comments and line breaks."""
+    """Returns the tokens of C code, without comments and whitespace."""
     text = re.sub(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', lambda m: m.group(1) or " ", text, flags=re.S)
     return re.findall(r'"(?:\\.|[^"\\])*"|\w+|[^\w\s]', text)
 
@@ -83,9 +84,9 @@ def find_struct(tokens, name):
 
 
 def find_function(tokens, name):
-    """Returns positions of the definition whose first argument is a Trainer.
+    """Returns positions of the function's definition, whose first argument must be a Trainer; None if there is none.
 
-    These are its start, the bracket of the arguments, the brace of the body, and its end.
+    These are its start, the bracket of the arguments, the brace of the body, and the position behind its end.
     """
     for i in range(1, len(tokens) - 1):
         if tokens[i] != name or tokens[i + 1] != "(" or "Trainer" not in tokens[i + 2:i + 4]:
@@ -143,7 +144,7 @@ def compare(root):
         check(not missing and a == b,
               f"{name}: " + (f"not in {' and '.join(missing)}" if missing else first_difference(a, b)))
     for name, most in LINES.items():
-        check(0 < lines_of(c_text, name) <= most, f"{name} has at most {most} lines")
+        check(0 < lines_of(c_text, name) <= most, f"train_fp8.c has {name}, with at most {most} lines")
     for name, reason in DIFFERENT.items():
         at, bt = find_function(c, name), find_function(cu, name)
         if not at or not bt:
@@ -176,7 +177,7 @@ def result_of(directory, text):
 
 
 def changed(text, name, word, other):
-    """Returns text with one word of a twin replaced."""
+    """Returns text with the first `word` in the twin `name` replaced by `other`."""
     function = name in TWIN_FUNCTIONS
     found = re.search(rf"^static [^\n]*\b{name}\(.*?^\}}" if function else rf"typedef struct \{{[^}}]*\}} {name};",
                       text, re.S | re.M)

@@ -37,7 +37,7 @@ def refuses(folder, message, *words):
     result = verdict(*words)
     lines = result.stderr.strip().splitlines()
     check(result.returncode == 1 and len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0],
-          f"{message}: status {result.returncode}, {result.stderr[:500]}")
+          f"status 1 and one error \"{message}\" are expected: status {result.returncode}, {result.stderr[:500]}")
     check(not (pathlib.Path(folder) / "verdict").exists(), f"{message}: no folder is made")
 
 
@@ -147,13 +147,13 @@ def test_report(folder):
         for seed in SEEDS:
             pair = [[r for r in read(folder, r_, seed) if r["type"] == "validation"][-1] for r_ in ("bf16", recipe)]
             check(pair[0]["step"] == STEPS and len(pair[0]["losses"]) == len(pair[1]["losses"]) > 2,
-                  f"both runs have the losses of equal sequences after the last step: {pair}")
+                  f"both runs have the losses of equally many sequences after the last step: {pair}")
             values.append(pair[1]["loss"] - pair[0]["loss"])
         check(abs(comparison["validation"]["estimate"] - sum(values) / 3) < 1e-9,
               f"{recipe}: the validation estimate is {sum(values) / 3}: {comparison['validation']['estimate']}")
     page = (pathlib.Path(folder) / "verdict" / "report.html").read_text()
     check(len(page) < 1_000_000 and "<svg" in page and "src=\"http" not in page,
-          "report.html has fewer than 1,000,000 bytes, has a figure and loads no file")
+          "report.html has fewer than 1,000,000 characters, has a figure and loads no image of another host")
 
 
 def test_cut_log(folder):

@@ -2,10 +2,11 @@
 """Tests scripts/verdict_stats.py: exact cases, and simulated pairs whose true difference is known.
 
 usage: test_verdict_stats.py [--trials N] [--seed N]. With 1000 trials or more, 93 to 97% of the intervals must cover
-the truth (up to 99% for validation with two pairs). With fewer trials (120 by default) these limits are wider, so that
-chance fails a correct interval at most once in 1,000 times, and the bootstrap draws fewer replicates. Runs with
-build/report-venv (scripts/setup_report.sh), or skips.
-Ends with "N passed, N failed".
+the truth (up to 99% for validation with two pairs), and without a difference 93 to 100% of the verdicts must be "cannot
+be told apart". With fewer trials (120 by default) these limits are wider, so that chance fails a correct interval at
+most once in 1,000 times, and the bootstrap draws fewer replicates. If this Python lacks the libraries,
+build/report-venv (scripts/setup_report.sh) runs the test, and without that it is skipped. Ends with "N passed, N
+failed".
 """
 import argparse
 import math
@@ -66,7 +67,7 @@ def test_against_libraries(rng):
     expected = stats.ttest_rel(fp8[0], bf16[0]).confidence_interval()
     check(np.allclose([got.low, got.high], expected),
           f"the interval is scipy's t-interval over sequences: {got}, {expected}")
-    check((got.pairs, got.covers) == (1, "sequences"), f"one pair covers the noise of sequences: {got}")
+    check((got.pairs, got.covers) == (1, "sequences"), f"the interval of one pair covers the noise of sequences: {got}")
 
     # With sequences that hardly differ, the pairs decide; with pairs that hardly differ, the sequences decide.
     seeds, sequences = rng.standard_normal((4, 1)), rng.standard_normal((1, 60))
@@ -204,10 +205,12 @@ def test_words():
     check(vs.verdict(one).kind == "costs" and "is not covered" in vs.verdict(one).words,
           f"one pair: the noise is not covered: {vs.verdict(one)}")
     wide, narrow = (vs.noise_band([2.0, 2.0 + gap], [0, 0]) for gap in (0.1, 0.001))
-    check(vs.verdict(vs.with_rounding(one, wide)).kind == "same", "one pair within the noise of rounding is like BF16")
+    check(vs.verdict(vs.with_rounding(one, wide)).kind == "same",
+          "one pair within the noise of rounding has the verdict \"same\"")
     covered = vs.with_rounding(one, narrow)
     check(vs.verdict(covered).kind == "costs" and "is not covered" not in vs.verdict(covered).words
-          and covered.covers == "batches and rounding", f"one pair beyond the noise of rounding: {covered}")
+          and covered.covers == "batches and rounding",
+          f"one pair beyond the noise of rounding has the verdict \"costs\", and that noise is covered: {covered}")
     check(covered.low < one.low and covered.detectable > one.detectable, f"rounding widens the interval: {covered}")
     still = vs.noise_band([2.0, 2.0], [0, 0])
     check(vs.with_rounding(one, still) == one, "without noise of rounding the difference stays")
@@ -225,7 +228,7 @@ def test_with_rounding():
 
 
 def test_real_curves():
-    """The noise simulated here is that of real curves."""
+    """The noise simulated here has the correlation and deviation of real curves. FP8's cost in these is known."""
     if not os.path.exists(CURVES):
         print("skipped: noise of real curves: there is no ../shared/peers/curves")
         return
@@ -241,7 +244,7 @@ def test_real_curves():
         check(abs(got - phi) < 0.05 and abs(rest.std() / deviation - 1) < 0.1,
               f"simulated and real noise have equal correlation and deviation: {got}, {rest.std()}")
     got = vs.training_difference(losses["bf16"], losses["fp8"], 100)
-    check(abs(got.estimate - 0.0423) < 1e-4, f"the last 100 steps, 2.9392 - 2.8969 in RESULTS.md: {got}")
+    check(abs(got.estimate - 0.0423) < 1e-4, f"over the last 100 steps the real curves differ by 0.0423: {got}")
     got = vs.training_difference(losses["bf16"], losses["fp8"], 500)
     print(vs.verdict(got).words)
     check(vs.verdict(got).kind == "costs", f"the last 500 steps of the real curves cost loss: {got}")

@@ -157,19 +157,35 @@ static inline bool start_concerns(const OptionRow *row, const Options *o, const 
     return c->world > 1 || (f != offsetof(Options, fp8_all_gather) && f != offsetof(Options, reduce_dtype));
 }
 
-// Prints the options that the command line names and the program did not change, except --train-data, which is printed
-// already. With `derived`, prints instead the options that the program changed: their value differs from `given`, the
-// result of options_parse. Leaves out those that start_concerns rejects.
-static inline void start_print_options(const Options *o, const Options *given, const Comm *c, int argc, char **argv,
-                                       bool derived) {
+// The command line and what came of it: `given` is the result of options_parse, `o` has its `auto` values resolved.
+typedef struct {
+    const Options *o, *given;
+    const Comm *comm;
+    int argc;
+    char **argv;
+} StartOptions;
+
+// True if an option is printed: on the line of options if the command line names it and the program did not change it;
+// on the line of `derived` options if the program set it, also if another option (--msamp) did, and start_concerns.
+static inline bool start_prints(const StartOptions *s, const OptionRow *row, bool derived) {
+    char value[PATH_CAPACITY], given[PATH_CAPACITY], standard[PATH_CAPACITY];
+    const Options defaults = options_default();
+    if (!option_is_setting(row) || row->field == offsetof(Options, train_data)) return false;
+    option_format(s->o, row, value, sizeof value);
+    option_format(s->given, row, given, sizeof given);
+    option_format(&defaults, row, standard, sizeof standard);
+    const bool changed = strcmp(value, given) != 0, named = start_is_given(row, s->argc, s->argv);
+    if (!derived) return named && !changed;
+    return (changed || (!named && strcmp(given, standard) != 0)) && start_concerns(row, s->o, s->comm);
+}
+
+// Prints the line of options, or that of `derived` options, without --train-data, which is printed already.
+static inline void start_print_options(const StartOptions *s, bool derived) {
     StartText t = start_begin(derived ? "derived" : "options", derived ? START_LINES : START_OPTION_LINES);
     for (const OptionRow *row = option_rows(); row->name; row++) {
-        char value[PATH_CAPACITY], before[PATH_CAPACITY], item[PATH_CAPACITY + 64];
-        if (!option_is_setting(row) || row->field == offsetof(Options, train_data)) continue;
-        option_format(o, row, value, sizeof value);
-        option_format(given, row, before, sizeof before);
-        const bool changed = strcmp(value, before) != 0;
-        if (derived ? !changed || !start_concerns(row, o, c) : changed || !start_is_given(row, argc, argv)) continue;
+        char value[PATH_CAPACITY], item[PATH_CAPACITY + 64];
+        if (!start_prints(s, row, derived)) continue;
+        option_format(s->o, row, value, sizeof value);
         const char *shown = row->kind == OPTION_FLAG ? "" : *value ? value : "\"\"";
         format_checked(item, sizeof item, "--%s%s%s", row->name, *shown ? " " : "", shown);
         start_add(&t, item);

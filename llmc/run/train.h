@@ -312,8 +312,9 @@ static inline void run_print_start(const Run *run) {
     start_print_ranks(o, &run->comm);
     start_print_data(&run->setup, o, &run->comm);
     start_print_recipe(o, run->parts.precision);
-    for (int derived = 0; derived <= 1; derived++)
-        start_print_options(o, &run->given, &run->comm, run->argc, run->argv, derived);
+    const StartOptions options = {o, &run->given, &run->comm, run->argc, run->argv};
+    start_print_options(&options, false);
+    start_print_options(&options, true);
     start_print_memory(&run->parts.memory, run->parts.memory_overhead);
     fflush(stdout);
 }

@@ -23,7 +23,9 @@ def finish():
 
 
 def go_on_with_report_libraries(missing, skipped):
-    """Runs the test again with build/report-venv, after an ImportError. Without it the test skips `skipped`."""
+    """Runs the test again with build/report-venv, after an ImportError. If there is none, or the test runs with it
+    already, prints that `skipped` is skipped and ends the program.
+    """
     if REPORT_PYTHON.exists() and not os.environ.get("IN_REPORT_VENV"):
         os.execve(REPORT_PYTHON, [str(REPORT_PYTHON), *sys.argv], {**os.environ, "IN_REPORT_VENV": "1"})
     print(f"skipped: {skipped}: {missing} (scripts/setup_report.sh installs what it needs)")

@@ -3,7 +3,8 @@
 . scripts/tally.sh
 ok() { passed=$((passed + 1)); echo "ok: $*"; }
 bad() { failed=$((failed + 1)); echo "FAILED: $*"; }
-# Runs a command that must succeed, and reports its status and errors otherwise. $1 name of the log, then the command.
+# Runs a command that must succeed within 120 s. If it does not, counts a failed check and prints its status and errors.
+# $1 name of the log, then the command.
 trains() {
     local log="$tmp/$1.log" start=$SECONDS status
     shift
@@ -22,8 +23,8 @@ spoil() {
         sed 's/.*"data_offsets":\[\([0-9]*\),.*/\1/')
     head -c 128 /dev/zero | tr '\0' '\177' | dd of="$file" bs=1 seek=$((8 + bytes + offset)) conv=notrunc 2>/dev/null
 }
-# Checks that skipped steps did not change fp8_state. $1 name of the check, $2 log of a run with delayed scaling that
-# saved every step in folder $3.
+# Checks that 8 steps or more were skipped, and that none of them changed fp8_state. $1 name of the check, $2 log of a
+# run with delayed scaling that saved every step in folder $3.
 skips_leave_no_trace() {
     local skipped=0 moved=0 traces=0 before="" folder step now
     for folder in "$3"/step-????????; do
@@ -43,13 +44,13 @@ skips_leave_no_trace() {
         bad "$1: $skipped skipped steps, $traces of them changed fp8_state: $(tail -n 2 "$2")"
     fi
 }
-# Counts the values of the optimizer's bf16 state in checkpoint $1 that are not finite.
+# Counts the values that are not finite in the optimizer state of checkpoint $1, which must be bf16.
 infinities() { cat "$1"/optimizer*.safetensors | od -An -v -tx2 -w2 | grep -cE '^ *[7f]f[89a-f]'; }
 # Run one trainer, on the CPU or on one GPU. $1 name of the log, then the trainer's arguments.
 cpu() { trains "$1" ./train_fp8 "${@:2}"; }
 gpu() { trains "$1" ./train_fp8cu "${@:2}"; }
-# lines: the step and validation lines of log $1 without times. field: value $2 (loss, norm) in step line $3 of log $1.
-# validation: the last validation loss in log $1.
+# lines: the step and validation lines of log $1, without the times and what follows them. field: value $2 (loss, norm)
+# in the $3-th step line of log $1, counted from its first one. validation: the last validation loss in log $1.
 lines() { grep -E '^(step|validation) ' "$tmp/$1.log" | sed 's/ | [0-9.]* ms.*//'; }
 field() { grep '^step ' "$tmp/$1.log" | sed -n "$3p" | sed "s/.*$2 \([^ ]*\) .*/\1/"; }
 validation() { grep '^validation ' "$tmp/$1.log" | tail -n 1 | sed 's/.*loss //'; }
@@ -62,15 +63,15 @@ near() {
         bad "$1: $2 and $3 differ by more than $4 of their value"
     fi
 }
-# Checks that two runs printed equal lines. $1 name of the check, $2 and $3 the logs. With $4, log $3 must equal the
-# last $4 lines of log $2.
+# Checks that two runs printed equal step and validation lines. $1 name of the check, $2 and $3 the logs. With $4, log
+# $3 must equal the last $4 of these lines of log $2.
 same() {
     local want got
     want=$(lines "$2" | tail -n "${4:-+1}") got=$(lines "$3")
     if [ -n "$got" ] && [ "$want" = "$got" ]; then
-        ok "$1: equal step lines"
+        ok "$1: equal step and validation lines"
     else
-        bad "$1: the step lines differ: $(diff <(echo "$want") <(echo "$got") | head -n 4)" \
+        bad "$1: the step or validation lines differ: $(diff <(echo "$want") <(echo "$got") | head -n 4)" \
             "$(grep -m1 -i error "$tmp/$3.log")"
     fi
 }

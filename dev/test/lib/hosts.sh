@@ -12,13 +12,14 @@ room_missing() {
         echo "they are not allowed here: $said"
 }
 
-# Sets `room` to the command that starts another one in a room. Users other than root also need a user namespace.
+# Sets `room` to the words that, before a command, run it in a room. Users other than root also need a user namespace.
 make_room() {
     room=(unshare --net --mount --pid --fork --kill-child --mount-proc)
     [ "$(id -u)" -eq 0 ] || room+=(--user --map-root-user)
 }
 
-# Runs this script again in a room, with $tmp in ROOM, and ends with its status. The room's processes end with it.
+# Runs this script again in a room and ends with its status. ROOM is a scratch folder for the script in the room. The
+# room's processes end with it. If there can be no room here, prints why, as a skipped test, and ends with status 0.
 enter_room() {
     local reason
     make_room
@@ -104,8 +105,9 @@ make_agent() {
     chmod +x "$agent"
 }
 
-# Makes the network of the hosts $3... slow, in both directions: $1 ms of delay for each frame, $2 percent of them lost.
-# The kernel does it (netem) where it can, else slow_link.c. fast_network undoes it. Sets `shaper`.
+# Makes the network between the hosts $3... slow: each frame from one host to another takes $1 ms, and $2 percent of
+# frames are lost. The kernel does it (netem) where it can, else slow_link.c. Sets `shaper` to the one that does it.
+# fast_network undoes it.
 slow_network() {
     local delay=$1 loss=$2 host ports=()
     shift 2
@@ -129,7 +131,7 @@ fast_network() {
     done
 }
 
-# Limits the network to each host to 100 Mbit/s. Returns 1 if the kernel cannot (tbf).
+# Limits what each of the hosts $* can receive to 100 Mbit/s. Returns 1 if the kernel cannot do that (tbf).
 limit_network() {
     local host
     for host in "$@"; do

@@ -54,7 +54,7 @@ def make_losses(seed, rounding, difference):
 
 
 def records_of(precision, seed, rounding=None, difference=0.0, ms=10.0, joules=None, **changes):
-    """All records of a finished run."""
+    """All records of a finished run of the CPU trainer."""
     rounding = seed if rounding is None else rounding
     training, validation = make_losses(seed, rounding, difference)
     yield settings(precision, seed, **{"rounding-seed": rounding, **changes})
@@ -148,7 +148,7 @@ def profile_record(step, fast):
 
 def gpu_records(model, precision, recipe, seed, *, length=2048, gpus=2, steps=1800, speed=1.0, difference=0.0,
                 **changes):
-    """A finished run of the GPU trainer with audits, a profile, saves, a skipped step and a resume."""
+    """A finished run of the GPU trainer with a profile, saves and a resume; in FP8 with audits. Step 700 is skipped."""
     rng = np.random.default_rng([seed, round(1000 * speed), round(1e6 * difference)])
     batches = np.random.default_rng(seed).standard_normal(steps)
     at = np.arange(1, steps + 1)
@@ -178,7 +178,7 @@ def gpu_records(model, precision, recipe, seed, *, length=2048, gpus=2, steps=18
 
 
 def verdict_folder(folder, seeds=(42, 43, 44), steps=1800):
-    """A verdict of llama3.2-1b in BF16 and three recipes."""
+    """Makes a verdict of llama3.2-1b in BF16 and three FP8 recipes."""
     model, runs = "llama3.2-1b", []
     for recipe, speed, difference in (("bf16", 1.0, 0.0), ("fp8:tensorwise", 1.31, 0.012), ("fp8:rowwise", 1.22, 0.004),
                                       ("fp8:mxfp8:emulate", 0.8, 0.03)):
@@ -201,7 +201,7 @@ def verdict_folder(folder, seeds=(42, 43, 44), steps=1800):
 
 def sweep_folder(folder, steps=100, models=("llama3.2-1b", "llama3.2-3b", "llama3.1-8b", "qwen3-4b", "qwen3-14b"),
                  lengths=(2048, 4096, 8192), gpu_counts=(1, 2, 4)):
-    """A sweep of models x lengths x numbers of GPUs x 2 precisions. qwen3-14b is out of memory on one GPU."""
+    """Makes a sweep of models x lengths x numbers of GPUs x 2 precisions. qwen3-14b is out of memory on one GPU."""
     lines = []
     for number, model in enumerate(models):
         for length in lengths:
