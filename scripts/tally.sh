@@ -14,8 +14,10 @@ equal() { [ "$1" = "$2" ] || { echo "\"$1\" is not \"$2\""; false; }; }
 holds() { grep -Fq -- "$2" "$1" || { echo "$1 does not hold \"$2\":"; tail -n 12 "$1"; false; }; }
 lacks() { ! grep -Fq -- "$2" "$1"; }
 
-# Runs a program that ends with "N passed, N failed" and adds its counts. Prints its whole output if QUIET is empty or
-# it failed, otherwise only the lines that begin with "skipped:". $1 its name, then the command.
+# Runs a program that ends with "N passed, N failed", adds its counts and prints them behind its name. Before them it
+# prints the program's whole output if QUIET is empty, or if the status is not 0 or the counts are missing; otherwise
+# only lines that begin with "skipped:". Missing counts, or a status other than 0 with "0 failed", count as one failed
+# check. $1 the program's name, then the command.
 tally() {
     local name=$1 status log line
     shift
