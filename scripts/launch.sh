@@ -3,8 +3,8 @@
 
 export LC_ALL=C  # with a decimal comma, awk, printf and sort -n would read and write other numbers
 
-# If the reader of the output goes away (| head, a closed ssh), scripts and trainers continue and print no errors about
-# it. The output of runs is in their files.
+# If the reader of the output goes away (| head, a closed ssh), scripts and trainers continue, and echo and printf print
+# no errors about it. The output of runs is in their files.
 trap '' PIPE
 echo() { builtin echo "$@" 2>/dev/null; }
 printf() { builtin printf "$@" 2>/dev/null; }

@@ -13,8 +13,8 @@ HEAD += [gemm + " SQNR" for gemm in GEMMS] + ["lowest SQNR at"]
 NOTES = """\
 loss: mean of the last 20 steps (of all steps, if fewer). loss diff: change of the loss from that of BF16, in percent.
 tok/s/GPU: of the median step; the first 10 steps do not count (in runs below 20 steps, the first half). FP8/BF16:
-tok/s/GPU divided by that of BF16. peak GiB: peak memory of a GPU. SQNR: lowest signal to quantization noise ratio (dB)
-of the FP8 operands of these GEMMs over all layers and audits.
+tok/s/GPU divided by that of BF16. peak GiB: memory in use on rank 0's GPU (CPU: peak of the largest process). SQNR:
+lowest signal to quantization noise ratio (dB) of the FP8 operands of these GEMMs over all layers and audits.
 """
 NOTE_EMULATED = """\
 emulated: this GPU lacks the recipe's GEMMs; operands are quantized, then multiplied in BF16. The loss is that of the

@@ -138,7 +138,7 @@ def draw_times(runs, names):
 
 
 def draw_memory(runs, names):
-    """Memory plan of a rank by groups, and the peak that was measured."""
+    """Memory plan of a rank by groups, and the largest memory_bytes of its steps."""
     chosen = first_of_each(runs, names, lambda run: run.settings.get("memory", {}).get("groups"))[:ROWS]
     if not chosen:
         return None
@@ -170,8 +170,8 @@ def draw_memory(runs, names):
     axes.grid(axis="y", visible=False)
     figure.legend(loc="outside upper center", ncols=2, fontsize=8)
     return style.finish(figure, "memory", "memory", "Memory of a GPU",
-                        "Bars: what the trainer planned for one rank. Black line: the most that was in use in a step, "
-                        "with what CUDA and other processes take (on the CPU: memory of the process).")
+                        "Bars: what the trainer planned for one rank. Black line: what was in use on rank 0's GPU, by "
+                        "CUDA and other processes too (on the CPU: the peak of the largest process).")
 
 
 # ---- clock, power, temperature, events
