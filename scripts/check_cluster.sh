@@ -53,7 +53,7 @@ dd if=/dev/urandom of="$tmp/munge.key" bs=128 count=1 2>/dev/null
 mkdir "$tmp"/{state,tmp-n1,tmp-n2,spool-n1,spool-n2}
 chmod 400 "$tmp/munge.key"
 chmod 755 "$tmp"
-echo "CgroupPlugin=cgroup/v1" >"$tmp/cgroup.conf"  # v2 wants systemd as soon as slurmd begins
+echo "CgroupPlugin=cgroup/v1" >"$tmp/cgroup.conf"  # cgroup/v2 needs systemd when slurmd starts
 echo "Name=gpu File=/dev/null" >"$tmp/gres.conf"  # Slurm counts one GPU on each node; no rank uses it
 cat >"$SLURM_CONF" <<END
 ClusterName=check
