@@ -36,11 +36,11 @@ commas or blanks. Paths are relative to the repository's root. Defaults are in p
 
 FOLDER gets table.txt, table.csv and table.md. Each run has a folder in it with its output (stdout.txt), its log.jsonl
 and its result. If a run fails, its error message is recorded and the sweep continues. Out of memory is a normal result.
- Start the sweep again to continue it: finished runs (log.jsonl ends with the summary of all steps) are kept. Once a run
+
+Start the sweep again to continue it: finished runs (log.jsonl ends with the summary of all steps) are kept. Once a run
 has finished, the trainer, its options, the number of steps and the data cannot change. Ctrl-C or SIGTERM stops the
 sweep and its current run, which starts from the beginning next time. The sweep continues if the reader of its output
-goes
-away.
+goes away.
 
 Exit status 0: every run finished, ran out of memory or was skipped because there are too few GPUs. 1: a run failed,
 this GPU or trainer cannot do a run, the command is wrong, or FOLDER cannot be used. 128 plus the signal's number: a
