@@ -8,10 +8,11 @@
 #     dev/accumulation.sh ./train_fp8cu llama3.2-1b 128 --recompute layer
 #     RANKS=2 DTYPES=auto dev/accumulation.sh ./train_fp8 tiny 32 --reduce-dtype fp32
 #
-# Environment variables and their defaults: DATA (shards; default: synthetic stories), SEQUENCES (1024), MICRO_STEPS
-# ("1 16 64 256 1024"), PRECISIONS ("bf16 fp8", with train_fp8 also fp32), DTYPES ("bf16 fp32"; auto passes no option),
-# RANKS (1). Column "off" compares the norm with the first successful run of its precision, which has the fewest
-# micro-steps. Failed runs, for example out of memory, have a "-".
+# Environment variables and their defaults: DATA (shards; default: synthetic stories), SEQUENCES (1024), RANKS (1),
+# MICRO_STEPS ("1 16 64 256 1024", in rising order), PRECISIONS ("bf16 fp8", with train_fp8 also fp32), DTYPES ("bf16
+# fp32"; auto passes no option). Column "off" compares the norm with the first successful run of its precision, which
+# has the fewest micro-steps. Failed runs, for example out of memory, have a "-" and their error. Numbers of micro-steps
+# that do not divide SEQUENCES / RANKS are left out.
 set -u
 [ $# -ge 3 ] || { sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 1; }
 trainer=$(realpath "$1") model=$2 length=$3
@@ -31,7 +32,7 @@ fi
 # Prints field $1 of the first step in the log.
 field() { sed -n "s/.*\"type\": \"step\".*\"$1\": \([-+.0-9e]*\).*/\1/p" "$tmp/log/log.jsonl" | head -n 1; }
 
-run() {  # $1 precision, $2 dtype, $3 micro-steps, the rest: options
+run() {  # $1 precision, $2 dtype of the sum, $3 micro-steps, the rest: options
     local batch=$((sequences / $3 / ranks)) launcher=() dtype=()
     [ "$ranks" -gt 1 ] && launcher=(mpirun --allow-run-as-root --oversubscribe -np "$ranks")
     [ "$2" != auto ] && [ "$1" != fp32 ] && dtype=(--grad-accum-dtype "$2")

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Runs scripts/slurm.sbatch on a Slurm cluster of two nodes, both on this machine. Installs Slurm and munge (Debian,
-# Ubuntu). Jobs of the CPU trainer are preempted, lose a node, or lose a rank; Slurm starts them again, and their losses
-# must be those of an uninterrupted run. Ends with "N passed, N failed".
+# Ubuntu). Jobs of the CPU trainer are preempted, lose a node, or have their ranks killed; Slurm must start them again,
+# and their losses must be those of an uninterrupted run. Jobs that are cancelled, lose their ranks before the first
+# checkpoint or have a wrong option must not be started again. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/.."
 . scripts/install.sh
 . scripts/tally.sh
 take_none "usage: scripts/check_cluster.sh
 Installs Slurm and munge, starts them on this machine as a cluster of two nodes, and tests scripts/slurm.sbatch there
-with the CPU trainer. Needs root. Takes 3 to 6 minutes. Exit status 0: all tests passed." "$@"
+with the CPU trainer. Needs root. Takes 3 to 6 minutes. Exit status 0: no test failed." "$@"
 [ "$(id -u)" -eq 0 ] || { echo "error: check_cluster.sh starts Slurm's daemons, so it needs root" >&2; exit 1; }
 install_tools
 missing=()
@@ -33,7 +34,7 @@ leave() {
 trap leave EXIT
 trap 'exit 130' INT TERM HUP
 
-# Waits at most $1 seconds until a command succeeds.
+# Repeats a command until it succeeds. After $1 seconds prints that it did not, and fails.
 await() {
     local end=$((SECONDS + $1))
     shift
@@ -52,8 +53,8 @@ dd if=/dev/urandom of="$tmp/munge.key" bs=128 count=1 2>/dev/null
 mkdir "$tmp"/{state,tmp-n1,tmp-n2,spool-n1,spool-n2}
 chmod 400 "$tmp/munge.key"
 chmod 755 "$tmp"
-echo "CgroupPlugin=cgroup/v1" >"$tmp/cgroup.conf"  # v2 wants systemd as soon as slurmd begins
-echo "Name=gpu File=/dev/null" >"$tmp/gres.conf"  # each node has one GPU, which no rank uses
+echo "CgroupPlugin=cgroup/v1" >"$tmp/cgroup.conf"  # cgroup/v2 needs systemd when slurmd starts
+echo "Name=gpu File=/dev/null" >"$tmp/gres.conf"  # Slurm counts one GPU on each node; no rank uses it
 cat >"$SLURM_CONF" <<END
 ClusterName=check
 SlurmctldHost=$(hostname)(127.0.0.1)
@@ -87,7 +88,7 @@ PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=60
 PartitionName=high Nodes=n1,n2 PriorityTier=2 PreemptMode=OFF
 END
 
-# Ranks without PMIx look up the name of the first node. leave() takes it out of /etc/hosts again.
+# Adds the nodes' names to /etc/hosts: ranks without PMIx look up the name of the first node. leave() restores the file.
 name_nodes() {
     cp /etc/hosts "$tmp/hosts.tmp" && mv "$tmp/hosts.tmp" "$tmp/hosts" && echo "127.0.0.1 n1 n2" >>/etc/hosts
 }
@@ -114,13 +115,13 @@ check "the cluster starts" start_cluster
 srun --mpi=list 2>&1 | tr '\n' ' '
 echo
 
-# ---- One job: sbatch scripts/slurm.sbatch. Its output, of all its starts, is in $tmp/NAME.out.
+# ---- One job: sbatch scripts/slurm.sbatch. All starts of the job NAME write to $tmp/NAME.out.
 
 build/synth_stories --out "$tmp/s" --bytes 200000 --seed 3 >/dev/null
 steps=120 every=20
 common=(tiny --train-data "$tmp/s_train.bin" --sequence-length 128 --batch-size 4 --deterministic --num-steps $steps)
 
-# Submits job $1, which saves every $every steps. Sets `job`.
+# Submits job $1, which saves every $every steps. Sets `job` to Slurm's number of it.
 submit() {
     job=$(TRAINER=./train_fp8 sbatch --parsable --nodes 2 --ntasks-per-node 1 --gpus-per-node 1 --time 10 \
         --output "$tmp/$1.out" scripts/slurm.sbatch "${common[@]}" --checkpoint-dir "$tmp/$1" \
@@ -132,7 +133,7 @@ pending() { [ "$(state)" = PENDING ]; }
 ended() { [[ $(state) =~ COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL ]]; }
 reached() { grep -q "^step *$2/" "$tmp/$1.out"; }
 
-# Prints the lines of all steps of run $1, each once, without times.
+# Prints the step lines of run $1 in the order of steps, without times. Of a step that ran twice it prints one line.
 lines() { grep '^step ' "$tmp/$1.out" | sed 's/ | [0-9.]* ms.*//' | sort -u -k2n; }
 starts() { grep -c '^slurm.sbatch: start ' "$tmp/$1.out"; }
 
@@ -166,7 +167,7 @@ check "preempted: it saved that step" holds "$tmp/preempted.out" "saved checkpoi
 check "preempted: it went on from that step" \
     holds "$tmp/preempted.out" "continuing from $tmp/preempted/step-$(printf %08d "$stop")"
 
-say "a node is lost in mid-step"
+say "a node is lost"
 check "job lost is submitted" submit lost
 await 60 reached lost 50
 scontrol update nodename=n2 state=down reason=test
@@ -178,13 +179,13 @@ check_job lost 1
 check "lost: it went on from the last whole checkpoint" holds "$tmp/lost.out" "continuing from $tmp/lost/$newest"
 check "lost: that checkpoint is of step 40 or later ($newest)" [ "$((10#${newest#step-}))" -ge 40 ]
 
-say "a rank is killed"
+say "the ranks are killed"
 check "job killed is submitted" submit killed
 await 60 reached killed 30
 scancel --signal=KILL "$job.0"
 check_job killed 1
 
-say "a Slurm without PMIx"
+say "the ranks are killed, in a Slurm without PMIx"
 mkdir "$tmp/bin"
 printf '%s\n' '#!/bin/sh' '[ "$*" != --mpi=list ] || { echo "none pmi2"; exit; }' \
     "exec $(command -v srun) \"\$@\"" >"$tmp/bin/srun"

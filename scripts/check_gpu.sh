@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Runs every GPU test and bench, on a machine with a GPU. Then lists the kernels below 85% of their ceiling, with
-# reasons. Ends with "N passed, N failed". QUICK=1 skips the compute-sanitizer runs.
+# Runs every GPU test and bench, on a machine with a GPU. Then lists the timings of kernels below 85% of their ceiling,
+# with reasons. Ends with "N passed, N failed". QUICK=1 skips the compute-sanitizer runs.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/install.sh
 . scripts/tally.sh
 take_none "usage: [QUICK=1] scripts/check_gpu.sh
 Builds and runs every GPU test and bench, on a machine with a GPU. QUICK=1 skips the compute-sanitizer runs.
-Exit status 0: all tests passed." "$@"
+Exit status 0: no test failed." "$@"
 install_tools
 if ! have_gpu; then
     echo "error: check_gpu.sh needs a GPU with its driver, and nvcc; scripts/test.sh runs the tests without a GPU" >&2
@@ -15,8 +15,8 @@ if ! have_gpu; then
 fi
 find_nccl || exit 1
 
-# Runs the bench $1. Keeps the lines that bench_record (dev/cuda/bench.cuh) writes, with the bench's name, for the table
-# at the end.
+# Runs the bench $1. Appends the lines that bench_record (dev/cuda/bench.cuh) writes to $lines, each after the bench's
+# name, for the list at the end.
 lines=build/kernel_lines.txt
 bench() {
     local own=$lines.one status
@@ -27,8 +27,8 @@ bench() {
     return $status
 }
 
-# Prints the timings below 85% of their ceiling with their reasons, and counts them. Lines of kind "copy" measure the
-# ceiling itself.
+# Prints the timings below 85% of their ceiling with their reasons, and counts all timings. Leaves out lines named
+# "copy", which measure the ceiling itself. Fails if there are no timings.
 ceilings() {
     awk -F '\t' '$2 != "copy" {
             lines++
@@ -49,7 +49,7 @@ for program in build/bench_*; do
     say "${program#build/bench_}"
     tally "${program#build/}" bench "$program"
 done
-say "whole model"
+say "GPU tests"
 tally test_gpu build/test_gpu
 tally test_fsdp_order build/test_fsdp_order
 tally test_placement build/test_placement

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""usage: scripts/export_logs.py FOLDER... [--out FOLDER] [--wandb]
+"""usage: scripts/export_logs.py FOLDER... [--out OUT] [--wandb]
 
-Writes what log.jsonl says of each run as TensorBoard event files: tensorboard --logdir FOLDER shows them. FOLDER is the
---log-dir of a run, the --out folder of scripts/verdict.sh or scripts/sweep.sh, or a folder of such folders.
+Writes the steps and validation losses of each run's log.jsonl as TensorBoard event files. FOLDER is the --log-dir of a
+run, the --out folder of scripts/verdict.sh or scripts/sweep.sh, or a folder of such folders.
 
-  --out FOLDER  one subfolder for each run (log/tensorboard)
-  --wandb       also make an offline W&B run of each, in FOLDER/wandb, for `wandb sync`; wandb must be installed
+  --out OUT  gets a subfolder for each run (log/tensorboard); `tensorboard --logdir OUT` shows them
+  --wandb    also make an offline W&B run of each, in OUT/wandb, for `wandb sync`; wandb must be installed
 
 Needs the libraries that scripts/setup_report.sh installs.
 """

@@ -1,6 +1,7 @@
-# Sourced by the other scripts. Handles --help, installs missing build tools (Debian, Ubuntu), finds nvcc and NCCL.
+# Sourced by other scripts. Handles --help, installs missing build tools (Debian, Ubuntu), finds nvcc and NCCL.
 
-# For scripts without arguments: handles --help and refuses any other argument. $1 text of --help, then the arguments.
+# For scripts without arguments: if --help is among the arguments, prints the usage and exits; else refuses the first
+# argument. $1 text of --help, then the arguments.
 take_none() {
     local usage=$1
     shift
@@ -12,7 +13,8 @@ take_none() {
 
 say() { printf '\n== %s\n' "$*"; }
 
-# Installs packages of Debian or Ubuntu. Ends the script if it cannot.
+# Installs packages of Debian or Ubuntu, as root or by sudo. Ends the script if there is no apt-get, or no sudo for a
+# user who is not root. If apt-get fails, only `set -e` ends the script.
 install_packages() {
     say "installing: $*"
     local sudo=()
@@ -37,8 +39,8 @@ install_tools() {
     [ ${#missing[@]} -eq 0 ] || install_packages "${missing[@]}"
 }
 
-# Installs what the report of a verdict needs, where that is possible: python3-venv, and libraries from PyPI. Otherwise
-# prints the reason.
+# Installs what the report of a verdict needs: python3-venv, and libraries from PyPI. If that fails, prints one line
+# with the reason and lets the script go on.
 install_report() {
     python3 -c 'import ensurepip, venv' 2>/dev/null || (install_packages python3-venv)
     PIP_RETRIES=1 PIP_DEFAULT_TIMEOUT=20 scripts/setup_report.sh 2>&1 >/dev/null | tail -n 1
@@ -50,8 +52,9 @@ find_nvcc() {
     command -v nvcc >/dev/null
 }
 
-# Finds NCCL: in NCCL_HOME, in folders of the system or of CUDA, or in the Python package nvidia-nccl, which PyTorch
-# installs. Sets NCCL_HOME to the package's folder if NCCL is only there.
+# Succeeds if NCCL_HOME is set (it is not checked), or if nccl.h is in a folder of the system or of CUDA, or in the
+# Python package nvidia-nccl, which PyTorch installs. In the last case it sets NCCL_HOME to the package's folder. If it
+# finds nothing, it prints what to install and fails.
 find_nccl() {
     local folder
     [ -n "${NCCL_HOME:-}" ] && return 0

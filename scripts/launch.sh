@@ -1,22 +1,22 @@
-# Functions that start a trainer, sourced by sweep.sh, run_recipes.sh and run_common.sh. These scripts set the variables
-# `trainer` and, if the command is not plain mpirun, `mpirun`.
+# Functions that start a trainer, sourced by sweep.sh, run_recipes.sh, run_common.sh and tests. The sourcing script sets
+# the variable `trainer` and, if the command is not plain mpirun, `mpirun`.
 
 export LC_ALL=C  # with a decimal comma, awk, printf and sort -n would read and write other numbers
 
-# If the reader of the output goes away (| head, a closed ssh), scripts and trainers continue and print no errors about
-# it. The output of runs is in their files.
+# If the reader of the output goes away (| head, a closed ssh), scripts and trainers continue, and echo and printf print
+# no errors about it. The output of runs is in their files.
 trap '' PIPE
 echo() { builtin echo "$@" 2>/dev/null; }
 printf() { builtin printf "$@" 2>/dev/null; }
 
 fail() { echo "error: $*" >&2; exit 1; }
 
-# Fails unless all values are positive whole numbers. $1 option, then its values.
+# Ends the script unless all values are whole numbers from 1 to 999999999. $1 option, then its values.
 check_counts() {
     local option=$1 word
     shift
     for word in "$@"; do
-        [[ $word =~ ^[1-9][0-9]{0,8}$ ]] || fail "$option: \"$word\" is not a positive whole number"
+        [[ $word =~ ^[1-9][0-9]{0,8}$ ]] || fail "$option: \"$word\" is not a positive whole number below 1000000000"
     done
 }
 
@@ -24,10 +24,11 @@ check_trainer() {
     [ -x "$trainer" ] || fail "there is no program $trainer; build it with: make $(basename "$trainer")"
 }
 
-# Ranks of the CPU trainer share the cores, and there may be any number. Each rank of the GPU trainer has one GPU.
+# True if `trainer` is the CPU trainer: its ranks share the cores, so there may be more ranks than cores. Each rank of
+# the GPU trainer needs a GPU of its own.
 is_cpu_trainer() { [ "$(basename "$trainer")" = train_fp8 ]; }
 
-# Prints the number of GPUs that this process may use.
+# Prints the number of GPUs that CUDA_VISIBLE_DEVICES names, or if it is not set, that nvidia-smi lists.
 count_gpus() {
     if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .
     else nvidia-smi -L 2>/dev/null | grep -c '^GPU'
@@ -46,16 +47,18 @@ make_launch() {
     if [ -z "${OMP_NUM_THREADS:-}" ]; then launch+=(-x "OMP_NUM_THREADS=$((($(nproc) + $1 - 1) / $1))"); fi
 }
 
-# list_models prints the trainer's presets, list_recipes its FP8 recipes, each with a blank after it.
+# list_models prints the names of the trainer's presets, list_recipes those of its FP8 recipes, on one line with a blank
+# after each.
 list_models() { "$trainer" --list models 2>/dev/null | tr '\n' ' '; }
 list_recipes() { "$trainer" --list recipes 2>/dev/null | tr '\n' ' '; }
 
-# Prints the number with the key $1 in a JSON object on stdin: output of --dry-run --json, or a line of log.jsonl.
+# Prints the first number with the key $1 in a JSON object on stdin: output of --dry-run --json, or a line of log.jsonl.
+# Prints nothing if there is no such key.
 json_number() {
     awk -v key="\"$1\": " '
         { at = index($0, key) }
         at { text = substr($0, at + length(key)); sub(/[],}].*/, "", text); print text; exit }'
 }
 
-# Exit statuses of the trainer that scripts use. Its --help lists all.
+# Exit statuses of the trainer that sweep.sh tells apart. The trainer's --help lists all.
 EXIT_MEMORY=3 EXIT_UNSUPPORTED=4

@@ -13,7 +13,7 @@ install_tools
 
 output=$(mktemp)
 trap 'rm -f "$output"' EXIT
-# Runs a command and shows its output only if it fails.
+# Runs a command without showing its output. If it fails, shows the output and ends the script.
 quietly() { "$@" >"$output" 2>&1 || { cat "$output"; exit 1; }; }
 
 say "build"

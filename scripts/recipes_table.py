@@ -12,8 +12,9 @@ HEAD = ["recipe", "loss", "loss diff", "tok/s/GPU", "FP8/BF16", "peak GiB"]
 HEAD += [gemm + " SQNR" for gemm in GEMMS] + ["lowest SQNR at"]
 NOTES = """\
 loss: mean of the last 20 steps (of all steps, if fewer). loss diff: change of the loss from that of BF16, in percent.
-tok/s/GPU: of the median step after warm-up. FP8/BF16: tok/s/GPU divided by that of BF16. peak GiB: peak memory of a
-GPU. SQNR: lowest signal to quantization noise ratio (dB) of the FP8 operands of these GEMMs in any layer and audit.
+tok/s/GPU: of the median step; the first 10 steps do not count (in runs below 20 steps, the first half). FP8/BF16:
+tok/s/GPU divided by that of BF16. peak GiB: memory in use on rank 0's GPU (CPU: peak of the largest process). SQNR:
+lowest signal to quantization noise ratio (dB) of the FP8 operands of these GEMMs over all layers and audits.
 """
 NOTE_EMULATED = """\
 emulated: this GPU lacks the recipe's GEMMs; operands are quantized, then multiplied in BF16. The loss is that of the
@@ -34,7 +35,7 @@ def recipe_of(run):
 
 
 def runs_to_show(folder):
-    """Returns all runs in order. Leaves out a run without results if its emulated run is there."""
+    """Returns the runs in order, without those that have no results but an emulated run."""
     runs = read_runs(folder)
     emulated = {run["precision"] for run in runs if is_emulated(run)}
     return [run for run in runs if not (why_missing(run) and run["precision"] + ":emulate" in emulated)]
@@ -46,7 +47,7 @@ def lowest(audits):
 
 
 def audit_cells(run):
-    """Returns the lowest SQNR of each kind of GEMM, and where the lowest of all is."""
+    """Returns four cells: the lowest SQNR of each kind of GEMM ("bf16" if it reads no FP8), and where the lowest is."""
     audits = [line for line in run["log"] if line["type"] == "fp8_audit"]
     cells = []
     for gemm in GEMMS:
@@ -75,7 +76,7 @@ def cells(run, bf16):
 
 
 def describe(run):
-    """Returns a line with the settings that all runs share."""
+    """Returns a line with the program, device, model and sizes of a run; they are those of all runs of the table."""
     s = run["settings"]
     o = s["settings"]
     sizes = "%s x %s x %s x %s" % (s["world_size"], o["grad-accumulation-steps"], o["batch-size"], o["sequence-length"])

@@ -6,7 +6,7 @@ scripts/verdict.sh or scripts/sweep.sh, the --log-dir of a run, or a folder of s
 
   --out FILE.html  the page (report.html in FOLDER; needed with several folders). Beside it are FILE.json with all
                    numbers, FILE.md, and FILE_figures with a PNG of each figure
-  --price X        price of one GPU hour, for the cost of the runs (the price in verdict.json, if it has one)
+  --price X        price of one GPU hour, for costs in money (the price in verdict.json, if it has one)
 
 Needs the libraries that scripts/setup_report.sh installs. docs/REPORT.md says how to read the page.
 """

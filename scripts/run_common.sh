@@ -8,17 +8,17 @@ usage() {
 usage: $0 [trainer options]
 
 Trains $model from random weights on all GPUs of this machine until all steps are done. Makes the data if it is missing,
-checks GPU memory and disk space, estimates the cost, and restarts the trainer from its newest checkpoint if it fails.
-Ctrl-C, SIGTERM or a closed terminal (without nohup) saves a checkpoint and stops. The same command continues the run.
-If the reader of the output goes away, the run continues.
+checks GPU memory and disk space, and estimates the cost. If the trainer fails, restarts it from its newest checkpoint,
+and gives up after three starts in a row without a new one. Ctrl-C, SIGTERM or a closed terminal (without nohup) saves a
+checkpoint and stops. The same command continues the run. If the reader of the output goes away, the run continues.
 
 Environment variables, with their defaults in parentheses:
 
   GPUS     number of GPUs, or of ranks of the CPU trainer (all GPUs; 1 rank)
   TRAINER  the program (./train_fp8cu)
   DATA     start of the shards' names, before _train.bin and _val.bin
-           (data/tinystories_$tokenizer, made if missing by a download of 2 GB)
-  OUT      folder of the log; checkpoints are in its subfolder steps (checkpoints/$model)
+           (data/tinystories_$tokenizer; if these are missing, they are made from a download of 2 GB)
+  OUT      folder of log.jsonl and stdout.txt; checkpoints are in its subfolder steps (checkpoints/$model)
   PRICE    price of a GPU hour, for the cost estimate
 
 Trainer options are appended to the options of this script. If an option is given twice, the last one counts. The
@@ -28,7 +28,7 @@ options of this script:
 END
 }
 
-# Handles --help and refuses options that move the log or the checkpoints to where this script does not look.
+# Prints the usage and exits if --help is given. Refuses --checkpoint-dir and --log-dir: this script sets them.
 check_arguments() {
     local word
     if [[ " $* " == *" --help "* ]]; then usage 2>/dev/null; exit 0; fi
@@ -52,7 +52,8 @@ pick_data() {
         fail "cannot make ${data}_train.bin; see data/README.md"
 }
 
-# Fails if a GPU has less memory than the trainer's plan needs.
+# Ends the script if there is no NVIDIA driver, or if a GPU of this machine has less memory than the trainer's plan
+# needs. Does nothing for the CPU trainer.
 check_memory() {
     local needed smallest
     is_cpu_trainer && return
@@ -67,8 +68,8 @@ check_memory() {
 }
 
 # Prints an estimate of the run's GPU hours, and of their price if PRICE is set, then the disk space that checkpoints
-# need. Ends the script if the disk has less, except with --dry-run. The hours are those of an H200 at an MFU of 50%;
-# large models in FP8 are faster.
+# need. Ends the script if the free space and the checkpoints that are there together are less, except with --dry-run.
+# The hours are those of an H200 at an MFU of 50%; large models in FP8 are faster.
 print_cost() {
     # awk's output goes into $text because awk fails on a closed pipe, and its status means "too little space".
     local free held text
@@ -132,8 +133,9 @@ start_trainer() {
     child=""
 }
 
-# Trains to the last step. If the trainer fails (a crash, a lost GPU), starts it again from the newest checkpoint. Gives
-# up after three starts in a row without a newer checkpoint.
+# Trains to the last step. If the trainer fails (a crash, a lost GPU), starts it again from the newest checkpoint, or
+# from the beginning if there is none. Gives up after three starts in a row that fail without a newer checkpoint. Exits
+# when a signal has stopped the run. With --dry-run prints the command and the trainer's plan.
 run_until_done() {
     local best newest fruitless=0
     check_arguments "$@"
@@ -142,7 +144,8 @@ run_until_done() {
     check_trainer
     gpus=${GPUS:-$(is_cpu_trainer && echo 1 || count_gpus)}
     [ -n "${GPUS:-}" ] || [ "$gpus" -gt 0 ] ||
-        fail "no GPU found here (nvidia-smi -L lists none); GPUS=N with --dry-run shows the plan without a GPU"
+        fail "no GPU found here (nvidia-smi -L lists none, or CUDA_VISIBLE_DEVICES is empty);" \
+            "GPUS=N with --dry-run shows the plan without a GPU"
     check_counts GPUS "$gpus"
     [[ ${PRICE:-0} =~ ^[0-9]*[.]?[0-9]+$ ]] || fail "PRICE=$PRICE is not a number; it is the price of a GPU hour"
     [[ " $* " == *" --dry-run "* ]] && dry_run=1

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Trains one model in BF16 and in every FP8 recipe, with FP8 audits. Ends with a table of losses and speeds; see --help.
+# Trains one model in BF16 and in FP8 recipes, all or some, with FP8 audits. Ends with a table of losses and speeds.
+# See --help.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/launch.sh
@@ -8,7 +9,7 @@ usage() {
     cat <<'END'
 usage: scripts/run_recipes.sh [options] [-- trainer options]
 
-Trains a model in BF16 and in each FP8 recipe with equal data and steps. Prints a table: the loss (mean of the last 20
+Trains a model in BF16 and in FP8 recipes with equal data and steps. Prints a table: the loss (mean of the last 20
 steps) and its difference from BF16, tokens per second, memory, and the lowest SQNR (signal to quantization noise
 ratio) that --fp8-audit found for each kind of GEMM. If this GPU lacks the GEMMs of a recipe, the recipe is emulated
 and marked in the table. Paths are relative to the repository's root. Defaults are in parentheses.
@@ -26,8 +27,8 @@ and marked in the table. Paths are relative to the repository's root. Defaults a
                            --batch-size 4 --learning-rate 3e-4 --beta2 0.95 --weight-decay 0.1 --grad-clip 1, and
                            warm-up for a tenth of the steps
 
-scripts/sweep.sh does the runs. FOLDER gets recipes.txt and recipes.md beside the files of the sweep. Start it again to
-continue: finished runs are kept. Exit status 0: every row of the table has results.
+scripts/sweep.sh does the runs. FOLDER gets recipes.txt and recipes.md beside the files of the sweep. Start the script
+again to continue: finished runs are kept. Exit status 0: every row of the table has results.
 END
 }
 
@@ -78,7 +79,7 @@ sweep() {
     [ "$status" -le 1 ] && [ -f "$out/table.txt" ] || exit "$status"
 }
 
-# Prints the precisions to emulate: those that the trainer refused because this GPU lacks the recipe's GEMMs.
+# Prints the precisions to emulate: FP8 recipes whose run ended with status 4, as it does on a GPU without their GEMMs.
 refused() {
     local name length gpus precision model
     while read -r name length gpus precision model; do

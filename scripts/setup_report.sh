@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs the libraries of the reports, pinned in scripts/report_requirements.txt, in a virtual environment:
-# build/report-venv, or the folder given as the first argument. Does nothing if they are there. Training needs none.
+# build/report-venv, or the folder given as the first argument. Does nothing if it has installed the same list there
+# before. PYTHON names another Python than python3. Training needs none of the libraries.
 set -eu
 case ${1:-} in -*)
     echo "usage: scripts/setup_report.sh [FOLDER]: installs the libraries of the reports in FOLDER (build/report-venv)"
@@ -19,7 +20,7 @@ if cmp -s "$requirements" "$venv/installed.txt"; then
 fi
 command -v "$python" >/dev/null || fail "$python is not installed (Debian: apt install python3 python3-venv)"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    fail "$("$python" --version) is too old for the libraries of the reports; set PYTHON to 3.11 or newer"
+    fail "$("$python" --version) is too old for the libraries of the reports; set PYTHON to Python 3.11 or newer"
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "$python cannot make virtual environments (Debian: apt install python3-venv)"
 mkdir -p "$(dirname "$venv")"

@@ -25,9 +25,10 @@ commas or blanks. Paths are relative to the repository's root. Defaults are in p
   --trainer PROGRAM        ./train_fp8cu, or ./train_fp8 on the CPU (./train_fp8cu)
   --out FOLDER             folder of the tables and of all runs (log/sweep)
   --mpirun COMMAND         command that starts several ranks, for example "mpirun --hostfile hosts" (mpirun)
-  --max-gpus N             number of GPUs available (default: GPUs of this machine; set it if you use several machines)
+  --max-gpus N             number of GPUs available (those of this machine, as far as CUDA_VISIBLE_DEVICES names them;
+                           4096 ranks of the CPU trainer); set it if you use several machines
   --retry WHICH            which unsuccessful runs to repeat when the sweep is started again: none, failed (not those
-                           out of memory) or all (failed)
+                           out of memory) or all (failed). Runs that were skipped are tried again in any case
   --no-table               write the table, do not print it
   --dry-run                print the command of each run and exit
   --                       all options after this one are passed to the trainer; those that begin with --fp8 are passed
@@ -38,10 +39,12 @@ and its result. If a run fails, its error message is recorded and the sweep cont
 
 Start the sweep again to continue it: finished runs (log.jsonl ends with the summary of all steps) are kept. Once a run
 has finished, the trainer, its options, the number of steps and the data cannot change. Ctrl-C or SIGTERM stops the
-current run, which starts from the beginning next time. The sweep continues if the reader of its output goes away.
+sweep and its current run, which starts from the beginning next time. The sweep continues if the reader of its output
+goes away.
 
 Exit status 0: every run finished, ran out of memory or was skipped because there are too few GPUs. 1: a run failed,
-this GPU or trainer cannot do a run, or the command is wrong. 128 plus the signal's number: a signal stopped the sweep.
+this GPU or trainer cannot do a run, the command is wrong, or FOLDER cannot be used. 128 plus the signal's number: a
+signal stopped the sweep.
 END
 }
 
@@ -82,7 +85,7 @@ while [ $# -gt 0 ]; do
 done
 extra=("$@")
 
-# Prints the training shards for model $1. Their tokenizer must be the model's.
+# Prints the training shards for model $1, whose tokenizer must be the model's. Prints nothing if none are known.
 data_of() {
     if [ -n "$data" ]; then echo "$data"; return; fi
     case $(basename "$1") in
@@ -91,7 +94,7 @@ data_of() {
     esac
 }
 
-# Prints the largest number of ranks that can run here.
+# Prints the number of ranks above which runs are skipped.
 count_ranks() {
     if [ -n "$max_gpus" ]; then echo "$max_gpus"
     elif is_cpu_trainer; then echo 4096
@@ -120,7 +123,8 @@ check_options() {
     [[ $retry =~ ^(none|failed|all)$ ]] || fail "--retry takes none, failed or all, not \"$retry\""
     check_trainer
     check_precisions
-    [ "$available" -gt 0 ] || fail "no GPU found here (nvidia-smi -L lists none); --trainer ./train_fp8 runs on the CPU"
+    [ "$available" -gt 0 ] || fail "no GPU found here (nvidia-smi -L lists none, or CUDA_VISIBLE_DEVICES is empty);" \
+        "--trainer ./train_fp8 runs on the CPU"
     known=$(list_models)
     for word in $models; do
         [ -d "$word" ] || [[ " $known " == *" $word "* ]] ||
@@ -183,7 +187,8 @@ is_finished() {
         tail -n 1 "$dir/log.jsonl" | grep -Eq "^\{\"type\": \"summary\", \"steps\": $num_steps, .*\}$"
 }
 
-# Prints why a run failed that ended with status $1: the trainer's error message, or else the status and the last line.
+# Prints why a run that ended with status $1 has no results: that the number of ranks is wrong, or else the trainer's
+# error message, or else the status and the last line of the output.
 reason() {
     local line
     if [ -f "$dir/log.jsonl" ] && ! head -n 1 "$dir/log.jsonl" | grep -q "\"world_size\": $gpus,"; then
@@ -195,7 +200,8 @@ reason() {
     printf '%s' "${line#error: }" | tr '\t' ' ' | cut -c1-400
 }
 
-# Writes the run's result atomically: kind $1 (done, memory, unsupported, failed, skipped), seconds $2, message $3.
+# Writes the run's result atomically, and sets kind ($1: done, memory, unsupported, failed or skipped), seconds ($2) and
+# message ($3).
 record() {
     printf '%s\t%s\t%s\n' "$1" "$2" "$3" >"$dir/result.tmp" && mv "$dir/result.tmp" "$dir/result" ||
         fail "cannot write $dir/result"
@@ -230,8 +236,8 @@ run_one() {
     fi
 }
 
-# Ends the current run with SIGTERM, and with SIGKILL after 30 s. Then ends this script, with a message. The run gets no
-# result, so it starts anew next time.
+# Called on signal number $1. Ends the current run with SIGTERM, and with SIGKILL after 30 s. Then ends this script,
+# with a message. The run gets no result, so it starts anew next time.
 stop() {
     trap '' INT TERM HUP
     if [ -n "${child:-}" ]; then
@@ -248,7 +254,7 @@ stop() {
 # All runs
 
 # Prints a number in proportion to the run's expected time, for the estimate of the time left. It grows with the
-# parameters (the model's name tells them: "8b") and with the sequence length.
+# parameters (from the model's name, such as "8b"; else one billion) and with the sequence length.
 weight() {
     local size=10
     if [[ $model =~ ([0-9]+)(\.([0-9]))?[bB] ]]; then size=$((10 * 10#${BASH_REMATCH[1]} + ${BASH_REMATCH[3]:-0})); fi
@@ -284,7 +290,7 @@ enlist() {
     weight_left=$((weight_left + $(weight)))
     if ! grep -Fxqs -- "$line" "$out/runs.txt"; then
         cut -d' ' -f1 "$out/runs.txt" 2>/dev/null | grep -Fxq -- "$(run_name)" &&
-            fail "two models would share the folder $dir; give the second sweep another --out"
+            fail "two models would share the folder $dir; train one of them in a sweep with another --out"
         mkdir -p "$dir" && echo "$line" >>"$out/runs.txt" || fail "cannot write to $out"
     fi
 }
@@ -330,13 +336,14 @@ visit() {
     fi
 }
 
-# Prints the settings that all runs in one folder share. One table must not compare runs with other settings.
+# Prints the settings that all runs in one folder share. One table must not compare runs with different settings.
 settings() {
     printf '%s\n' "trainer $trainer" "steps $num_steps" "llama data $llama_data" "qwen data $qwen_data" "data $data" \
         "trainer options ${extra[*]-}"
 }
 
-# Writes the settings. They may change until a run has finished; results from before the change are removed.
+# Writes the settings to settings.txt. They may change until a run has finished: then the results of earlier runs, which
+# did not finish, are removed. After that, other settings end the script.
 note_settings() {
     if [ -e "$out/settings.txt" ] && ! settings | cmp -s - "$out/settings.txt"; then
         settings | diff "$out/settings.txt" - >&2

@@ -75,7 +75,10 @@ def read_line(line):
 
 
 def read_log(path):
-    """Returns all lines of a finished run's log. The first has the settings, the last the summary."""
+    """Returns all lines of a finished run's log as dictionaries. The first has the settings, the last the summary.
+
+    Raises Damaged if a line is damaged or these two are not there.
+    """
     log = []
     if not os.path.isfile(path):
         raise Damaged("there is no such file")
@@ -183,7 +186,7 @@ def write_table(path, head, rows, before, after):
 def run_program(main, usage):
     """Runs main(FOLDER) with the only argument, a sweep's folder, and exits with its status.
 
-    Prints `usage` if the argument is missing or not such a folder.
+    Prints `usage` and exits with status 1 if there is no such folder among the arguments, or more than one argument.
     """
     arguments = sys.argv[1:]
     if len(arguments) != 1 or not os.path.exists(os.path.join(arguments[0], "runs.txt")):

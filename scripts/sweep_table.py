@@ -17,10 +17,11 @@ CSV_HEAD = ["model", "sequence_length", "gpus", "precision", "result", "steps", 
             "tokens_per_second", "steps_per_second", "median_ms", "tflops_per_gpu", "mfu", "sol",
             "memory_bytes", "first_loss", "last_loss", "fp8_over_bf16_speed", "fp8_over_bf16_loss",
             "scaling_efficiency", "skipped_steps", "parameters", "device", "seconds", "message"]
-ABOUT = """T: tokens in a sequence. Speeds: of the median step after warm-up. MFU: share of the dense BF16 peak.
-peak GiB: peak memory of a GPU. loss: mean of the last 20 steps (of all steps, if fewer). FP8/BF16: tok/s/GPU divided by
-that of the BF16 run with equal model, T and GPUs. loss diff: change of the loss from that BF16 run, in percent.
-scaling: tok/s/GPU divided by that of the run on one GPU with equal model, T and precision.
+ABOUT = """T: tokens in a sequence. Speeds: of the median step; the first 10 steps do not count (in runs below 20 steps,
+the first half). MFU: share of the dense BF16 peak. peak GiB: memory in use on rank 0's GPU (CPU: peak of the largest
+process). loss: mean of the last 20 steps (of all steps, if fewer). FP8/BF16: tok/s/GPU divided by that of the BF16 run
+with equal model, T and GPUs. loss diff: change of the loss from that BF16 run, in percent. scaling: tok/s/GPU divided
+by that of the run on one GPU with equal model, T and precision.
 """
 ABOUT_DAMAGED = "damaged: a file of the run was changed or cut; remove the run's folder and start the sweep again.\n"
 
@@ -35,7 +36,7 @@ def is_fp8(run):
 
 
 def compare(run, runs):
-    """Adds the run's ratios: FP8 against BF16 on equal GPUs, and any number of GPUs against one."""
+    """Adds the run's ratios, None where a run is missing: FP8 to BF16 on equal GPUs, and this number of GPUs to one."""
     def other(precision, gpus):
         return runs.get((run["model"], run["length"], precision, gpus))
 

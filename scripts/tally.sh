@@ -16,8 +16,10 @@ lacks() { ! grep -Fq -- "$2" "$1"; }
 # True if the output $1 of a trainer has no step line.
 no_step() { ! grep -q "^step " "$1"; }
 
-# Runs a program that ends with "N passed, N failed" and adds its counts. Prints its whole output if QUIET is empty or
-# it failed, otherwise only the lines that begin with "skipped:". $1 its name, then the command.
+# Runs a program that ends with "N passed, N failed", adds its counts and prints them behind its name. Before them it
+# prints the program's whole output if QUIET is empty, or if the status is not 0 or the counts are missing; otherwise
+# only lines that begin with "skipped:". Missing counts, or a status other than 0 with "0 failed", count as one failed
+# check. $1 the program's name, then the command.
 tally() {
     local name=$1 status log line
     shift

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Runs every test that needs no GPU. Installs missing build tools. If nvcc is installed, also compiles the GPU trainer
-# and its tests. Ends with "N passed, N failed", and with a non-zero status if a test failed. Skipped tests print why.
+# Runs every test in dev/test that needs no GPU. Installs missing build tools, and the libraries of the reports if PyPI
+# can be reached. If nvcc and NCCL are there, also compiles the GPU trainer, its tests and benches. Ends with "N passed,
+# N failed", and with a non-zero status if a test failed. Skipped tests print why.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/install.sh
 . scripts/tally.sh
 take_none "usage: scripts/test.sh
-Installs missing build tools and libraries, then builds and runs every test that needs no GPU. Exit status 0: all tests
-passed." "$@"
+Installs missing build tools and libraries, then builds and runs every test in dev/test that needs no GPU. Exit status
+0: no test failed." "$@"
 install_tools
 QUIET=1
 

@@ -8,7 +8,7 @@ commas. Defaults are in parentheses.
   --recipes LIST          FP8 recipes: fp8 (tensorwise), fp8:RECIPE, fp8:RECIPE:emulate (fp8,fp8:rowwise)
   --seeds LIST            seeds of initial weights and data order; two are too few for a narrow interval (42,43,44)
   --rounding-seeds LIST   seeds of stochastic rounding; each is run with every seed of --seeds; several show the noise
-                          of rounding alone (one: that of --seeds)
+                          of rounding alone (each run's seed is also its rounding seed)
   --train-data GLOB       training shards (data/tinystories_llama3_train.bin or ..._qwen_train.bin, by the model's name)
   --val-data GLOB         validation shards (the training shards' name with _val or _valid in place of _train)
   --sequence-length T     tokens in a sequence (2048)
@@ -26,9 +26,11 @@ commas. Defaults are in parentheses.
   --                      all options after this one are passed to the trainer; those that begin with --fp8 are passed
                           to FP8 runs only
 
-Start it again to continue: finished runs are kept. Models, recipes and seeds may be added; other settings cannot
-change. Ctrl-C or SIGTERM stops the current runs, which start from the beginning next time. Exit status 0: every run
-finished, or the GPU cannot do it (out of memory, no GEMMs for the recipe). 1: a run failed, or there is no report.
+Start it again to continue: finished runs are kept, and so are runs that the GPU cannot do (out of memory, no GEMMs for
+the recipe). Models, recipes and seeds may be added, --parallel and --price may change; once a run has finished, other
+settings may not. Ctrl-C or SIGTERM stops the current runs, which start from the beginning next time. Exit status 0:
+every run finished, or the GPU cannot do it. 1: a run failed, there is no report, or the command is wrong. 128 plus the
+signal's number: a signal stopped the verdict.
 """
 import datetime
 import glob
@@ -55,7 +57,8 @@ SHARD_MAGICS = (20240520, 20240801)  # tokens of 2 and of 4 bytes
 
 
 def parse(words):
-    """Returns (models, options, the trainer's options). Dies if a word is not understood."""
+    """Returns (models, options, the trainer's options). With --help prints the help and exits. Dies if an option is not
+    known or lacks its value."""
     o = {"recipes": "fp8,fp8:rowwise", "seeds": "42,43,44", "rounding-seeds": "", "train-data": "", "val-data": "",
          "sequence-length": "2048", "num-steps": "", "lr": "", "gpus": "1", "parallel": "", "price": "",
          "trainer": "./train_fp8cu", "out": "log/verdict", "repeat": False, "dry-run": False}
@@ -81,7 +84,7 @@ def parse(words):
 
 
 def number(option, text, kind=int, low=1):
-    """Returns the option's number. Dies if the text is not a number or is below `low`."""
+    """Returns the option's number. Dies if the text is not a number from `low` on and below 1e15."""
     try:
         value = kind(text)
     except ValueError:
@@ -163,7 +166,7 @@ def validation_of(train, given):
 
 
 def schedule(o, steps):
-    """Returns the trainer's options of the regime."""
+    """Returns the trainer's options for the learning rate and clipping of a run of `steps` steps."""
     if o["repeat"]:
         return ["--learning-rate", o["lr"] or "1e-5", "--lr-schedule", "constant", "--warmup-steps", "0"]
     return ["--learning-rate", o["lr"] or "3e-4", "--lr-schedule", "cosine", "--warmup-steps",
@@ -215,7 +218,7 @@ class Plan:
         self.steps = {m: self.steps_of(m) for m in models}
 
     def describe(self, model):
-        """Returns the trainer's --dry-run --json of the BF16 run, after checking every recipe. Dies with its error."""
+        """Returns the trainer's --dry-run --json of the BF16 run. Dies if that of BF16 or of a recipe is an error."""
         described = None
         for recipe in reversed(self.recipes):
             command = ([self.trainer, model, "--train-data", self.train[model], "--val-data", self.val[model],
@@ -298,7 +301,7 @@ def git(*words):
 
 
 def visible_gpus():
-    """Names of the GPUs for CUDA_VISIBLE_DEVICES."""
+    """The words of CUDA_VISIBLE_DEVICES, or if it is not set, the numbers of all GPUs."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [word for word in given.split(",") if word] if given is not None else nvidia_smi("index")
 
@@ -310,8 +313,8 @@ def slots_of(plan):
         return [{}] * (wanted or 1)
     gpus = visible_gpus()
     if len(gpus) < plan.gpus * (wanted or 1):
-        fail(f"{plan.gpus * (wanted or 1)} GPUs are needed and {len(gpus)} are here (nvidia-smi); "
-             "--trainer ./train_fp8 runs on the CPU")
+        fail(f"{plan.gpus * (wanted or 1)} GPUs are needed and {len(gpus)} are here (nvidia-smi, "
+             "CUDA_VISIBLE_DEVICES); --trainer ./train_fp8 runs on the CPU")
     count = wanted or len(gpus) // plan.gpus
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * plan.gpus:(i + 1) * plan.gpus])} for i in range(count)]
 
@@ -319,7 +322,7 @@ def slots_of(plan):
 def check_folder(plan, runs):
     """Returns the entries of verdict.json for runs that this start does not have. If settings differ, returns none.
 
-    Dies if settings differ and a run of the folder is finished.
+    Dies if verdict.json is damaged, or if settings differ and a run of the folder is finished.
     """
     path = os.path.join(plan.o["out"], "verdict.json")
     if not os.path.exists(path):
@@ -355,7 +358,10 @@ def receipt(plan, runs, others):
 
 
 def time_steps(plan, runs, slots):
-    """Sets the expected seconds of each run, from a finished run of its model, or else from a trial of a few steps."""
+    """Sets the expected seconds of each run, from a finished run of its model, or else from a trial of a few steps.
+
+    They are 0 if a run of the model is known to be out of memory and none has finished, or if the trial fails.
+    """
     for model in plan.models:
         own = [run for run in runs if run.model == model]
         known = [run.seconds_known() for run in own if run.seconds_known()]

@@ -1,7 +1,8 @@
 """The runs of a verdict (scripts/verdict.py): starts several side by side, records how each ended, says what is left.
 
 A run is a folder with the trainer's stdout.txt and log.jsonl, and `result` if it did not finish: kind, seconds and
-message with tabs between, as in a sweep. A run has finished if its log ends with the summary of all its steps.
+message with tabs between, as in a sweep. A run has finished if its log ends with the summary of all its steps. The
+start that trains it also wants exit status 0.
 """
 import fcntl
 import json
@@ -113,7 +114,10 @@ class Run:
 
 
 class Pool:
-    """Trains the runs that are not finished, one in each slot. A slot is the environment of its GPUs."""
+    """Trains the runs that Run.is_kept() does not keep, one in each slot at a time.
+
+    A slot is a dictionary of environment variables that gives a run its GPUs.
+    """
 
     def __init__(self, folder, runs, slots):
         self.folder, self.runs, self.slots, self.free = folder, runs, slots, list(range(len(slots)))
@@ -139,7 +143,7 @@ class Pool:
         self.lock.close()
 
     def stop(self, number, frame):
-        """Stops all runs, which start from the beginning next time."""
+        """Stops the runs in progress, which start from the beginning next time, and ends the program."""
         for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(other, signal.SIG_IGN)
         running = [run for run in self.runs if run.process]
@@ -170,7 +174,7 @@ class Pool:
               f"{'' if before else self.left()}", flush=True)
 
     def left(self):
-        """How much is left, from the times of finished runs."""
+        """How many runs are left and until when, from the times of finished runs; "" if either is not known."""
         open_runs = [run for run in self.runs if not run.kind]
         done = [run for run in self.runs if run.kind == "done" and run.seconds]
         if not open_runs or not done:

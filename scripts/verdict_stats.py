@@ -8,7 +8,8 @@ BF16, so a positive difference is a cost. Intervals are two-sided, with 95% conf
    is the sum of both parts, each estimated from its mean square in the two-way table (Cornfield and Tukey 1956), with
    Satterthwaite's degrees of freedom (1946). With two or three pairs this interval is too narrow if seeds dominate, so
    it is never narrower than the t-interval over the means of the pairs. Simulated over a grid of variances, the wider
-   of both covers 94 to 96% from three pairs on, and up to 98% with two pairs.
+   of these two intervals covers 94 to 96% from three pairs on, and up to 98% with two pairs. With one pair: the
+   t-interval over sequences, which does not cover the noise of seeds.
 
 2. training_difference: the difference in training loss over the last steps.
    With two pairs or more: the t-interval over the means of the pairs. It covers everything in which pairs differ:
@@ -21,9 +22,9 @@ BF16, so a positive difference is a cost. Intervals are two-sided, with 95% conf
    bootstrap cover 86 to 90% on 100 to 400 autocorrelated steps. Therefore the interval is a t-interval with steps /
    block - 1 degrees of freedom (as for batch means, Schmeiser 1982), and its standard error is corrected for the number
    of blocks. The block is the longer of sqrt(steps) and twice the optimal block length of Politis and White (2004;
-   corrected by Patton, Politis and White 2009). Simulated on 40 to 400 steps: 93 to 96% at lag-1 correlations from 0 to
-   0.55. Real paired differences have 0 to 0.56. Noise whose memory is longer than a tenth of the steps is covered less:
-   average over as many steps as the loss stays level.
+   corrected by Patton, Politis and White 2009), but at most a fifth of the steps. Simulated on 40 to 400 steps: 93 to
+   96% at lag-1 correlations from 0 to 0.55. Real paired differences have 0 to 0.56. Noise whose memory is longer than a
+   tenth of the steps is covered less: average over as many steps as the loss stays level.
 
 3. noise_band: how far two BF16 runs are apart that differ only in the rounding seed, or only in the seed.
    A t-interval from the standard deviation within groups of such runs, pooled over groups. If there is only one seed,
@@ -40,8 +41,9 @@ BF16, so a positive difference is a cost. Intervals are two-sided, with 95% conf
    1958) with a t-factor, in log(speed-up); with one pair the moving-block bootstrap of both curves' residuals, drawn
    together. Seconds may be joules or money instead.
 
-The smallest detectable difference is the one that this interval would find in 80% of repetitions (power of the t-test,
-noncentral t). The paired design, trailing means and matched losses follow marin-community/marin #7271.
+The smallest detectable difference is the true difference for which such an interval excludes 0 in 80% of repetitions
+(power of the t-test, noncentral t). The paired design, trailing means and matched losses follow marin-community/marin
+#7271.
 """
 import dataclasses
 import math
@@ -58,7 +60,7 @@ ROUNDING = "rounding"  # in Difference.covers
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """FP8 minus BF16 with its 95% interval. `detectable`: the smallest difference found in 80% of repetitions."""
+    """FP8 minus BF16 with its 95% interval. `detectable`: the smallest true difference found in 80% of repetitions."""
     estimate: float
     low: float
     high: float
@@ -204,7 +206,10 @@ def _mean_of_steps(series, seed):
 
 
 def training_difference(bf16, fp8, last, seed=0):
-    """Mean difference in training loss over the last steps. bf16, fp8: losses [pairs, steps]; seed: the bootstrap's."""
+    """Mean difference in training loss over the last `last` steps. bf16, fp8: losses [pairs, steps].
+
+    seed: the bootstrap's, which one pair needs.
+    """
     bf16, fp8 = _paired(bf16, fp8, "training losses")
     pairs, steps = bf16.shape
     if not 1 <= last <= steps:
@@ -217,7 +222,7 @@ def training_difference(bf16, fp8, last, seed=0):
 
 
 def difference_over_steps(bf16, fp8, window, seed=0):
-    """The paired difference, averaged over pairs, in windows of steps that end with the last step.
+    """The paired difference, averaged over pairs, in windows of `window` steps, of which the last ends the run.
 
     Its band covers the noise of batches alone, by the moving-block bootstrap. Show a NoiseBand beside it.
     """

@@ -66,10 +66,10 @@ def parse_arguments():
     p = argparse.ArgumentParser(
         description="Runs ours (train_fp8cu) and the PyTorch peers in turns on the same GPUs; writes OUT/table.md and "
         "OUT/table.csv. Ends with status 1 if a run failed.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("--gpus", default="0", help="GPUs to use, with commas; rows run side by side")
+    p.add_argument("--gpus", default="0", help="GPUs to use, with commas; rows of --rows run side by side")
     p.add_argument("--rows", type=list_of(parse_row), default=ROWS, metavar="LIST",
                    help="rows against transformers and torchao: MODEL:T or MODEL:T:RECIPE; or none")
-    p.add_argument("--ranks", type=positive, default=1, help="GPUs of one row; the peer shards with FSDP2")
+    p.add_argument("--ranks", type=positive, default=1, help="GPUs of one row of --rows; both sides shard over them")
     p.add_argument("--titan-rows", type=list_of(parse_titan_row), default="none", metavar="LIST",
                    help="rows against torchtitan, %s on all --gpus (2 or more): bf16:MASTERS or RECIPE:MASTERS, such "
                    "as %s; or none" % (TITAN_MODEL, TITAN_ROWS))
@@ -179,7 +179,8 @@ def last_summary(path):
 
 
 def reason(path, status):
-    """Why a run failed, in its own words: the message of ours, or the last exception of a Python program."""
+    """The status of a failed run, and its message: the error of ours, or else the last exception of a Python program,
+    or else the last line."""
     with open(path, encoding="utf-8", errors="replace") as file:
         lines = [line.strip() for line in file if line.strip()]
     ours = [line for line in lines if re.search(r"(^|rank \d+: )error: ", line)]
@@ -190,7 +191,7 @@ def reason(path, status):
 
 
 def read_result(folder, ours, status):
-    """The summary of a finished run; raises NoResult."""
+    """The summary of a run; raises NoResult if the run failed or has no summary with a speed."""
     output = os.path.join(folder, "stdout.txt")
     log = os.path.join(folder, "log.jsonl") if ours else output
     try:
@@ -227,7 +228,8 @@ class Runner:
             thread.join(5)
 
     def wait(self, words, gpus, output):
-        """The status of a command that has these GPUs; a command that takes too long is ended with all its children."""
+        """The status of a command that has these GPUs. When the time limit is over, ends the command with all its
+        children and raises NoResult."""
         env = dict(os.environ, CUDA_VISIBLE_DEVICES=",".join(gpus), PYTHONUNBUFFERED="1")
         with open(output, "w") as file:
             child = subprocess.Popen(words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=file,
@@ -302,13 +304,13 @@ def end(child):
 
 
 def synthesise(args):
-    """Makes a shard of byte tokens for models whose data is missing."""
+    """Makes a shard of byte tokens if the data of a model is missing, unless an earlier start has made it."""
     path = os.path.join(args.out, "synth")
     models = {row.model for row in args.rows} | ({TITAN_MODEL} if args.titan_rows else set())
     if not any(data_of(args, model).startswith(path) for model in models) or os.path.exists(
             os.path.join(ROOT, path + "_train.bin")):
         return
-    print("data: no shard at %s or %s; making stories of byte tokens: %s_train.bin" % (
+    print("data: %s, %s or both are missing; making stories of byte tokens: %s_train.bin" % (
         args.llama_data, args.qwen_data, path), flush=True)
     subprocess.run(["make", "-s", "build/synth_stories"], cwd=ROOT, check=True)
     subprocess.run(["build/synth_stories", "--out", path, "--bytes", str(SYNTHESISED_BYTES)], cwd=ROOT, check=True,

@@ -8,8 +8,9 @@ on several GPUs, with FP8 all-gather for PRECISION fp8. Batch 1 and no recompute
   torchrun --nproc-per-node 4 hf_train.py llama3.1-8b bf16,fp8 2048,8192 --data data/tinystories_llama3_train.bin
 
 Prints for each precision and sequence length a JSON line and a line to read: median step after the first 4, tokens per
-second and GPU, model TFLOP/s, the allocator's peak memory, loss of the first step and mean loss of the last 20, and
-joules per token after the first 4 steps. The loss of a step is that of rank 0's last micro-step.
+second and GPU, model TFLOP/s, the allocator's peak memory, loss of the first step and mean loss of the last 20 (of all,
+if fewer), and joules per token after the first 4 steps, if NVML reads them. The loss of a step is that of rank 0's last
+micro-step.
 """
 import argparse
 import gc

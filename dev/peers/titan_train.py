@@ -3,9 +3,10 @@
 
   torchrun --nproc-per-node 2 titan_train.py fp8 8192 --data data/tinystories_llama3_train.bin [-- torchtitan's options]
 
-Only two parts of torchtitan are replaced: the data loader, which reads a training shard in file order (so no tokenizer
-is needed and nothing is downloaded), and the metrics logger, which keeps what torchtitan's metrics processor measures.
-PRECISION fp8 is tensorwise with FP8 all-gather and precomputed scales, as torchtitan's docs/float8.md recommends.
+Two parts of torchtitan are replaced: the data loader, which reads a training shard in file order, and the metrics
+logger, which keeps what torchtitan's metrics processor measures. Tokenizer and validator are left out, so nothing is
+downloaded. PRECISION fp8 is tensorwise with FP8 all-gather and precomputed scales, as torchtitan's docs/float8.md
+recommends.
 
 Prints a JSON line and a line to read: tokens per second and GPU (median of the intervals of 5 steps after the first 5),
 the allocator's peak memory and the loss of the last interval.

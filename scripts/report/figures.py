@@ -1,4 +1,4 @@
-"""All figures of the page, in their order."""
+"""Draws all figures of the page."""
 from report import figures_gemms, figures_loss, figures_speed, figures_step
 
 

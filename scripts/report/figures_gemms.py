@@ -10,8 +10,8 @@ from report.page import Table
 from report.words import number
 
 BF16, FP8 = "#E3E3E3", "#BFD9EE"  # without an audit
-SATURATED, FLUSHED = 1e-4, 1e-2   # shares of values that a mark shows
-WORST = 3
+SATURATED, FLUSHED = 1e-4, 1e-2   # a GEMM gets a mark if a larger share of an operand's values is saturated, flushed
+WORST = 3                         # operands of a run in the table of the lowest SQNR
 
 
 def is_fp8(gemm):
@@ -74,7 +74,7 @@ def draw_map(run, names):
 
 
 def mark(axes, rows, layers, audits):
-    """Marks GEMMs with an operand that saturates or is flushed to zero."""
+    """Marks GEMMs of which an operand has a share above SATURATED of saturated values, or above FLUSHED of zeros."""
     for key, least, symbol, label in (("saturated", SATURATED, "^", f"saturated > {100 * SATURATED:g}%"),
                                       ("flushed", FLUSHED, "o", f"flushed to 0 > {100 * FLUSHED:g}%")):
         points = [(layer, rows.index((linear, gemm))) for (layer, linear, gemm), records in audits.items()
@@ -85,7 +85,7 @@ def mark(axes, rows, layers, audits):
 
 
 def worst_table(runs, names):
-    """The operands with the lowest SQNR."""
+    """A table of the WORST operands of each run, those with the lowest SQNR in its last audit."""
     rows = []
     for run in runs:
         records = [record for operands in last_audit(run).values() for record in operands]

@@ -50,7 +50,7 @@ def label_rows(axes, rows):
 
 
 def draw_intervals(comparisons):
-    """Differences in loss of all comparisons, with intervals and the smallest difference that would have been seen."""
+    """Differences in loss of the first ROWS rows, with intervals and the smallest detectable difference."""
     rows = [(c, name) for c in comparisons for name in ("validation", "training") if getattr(c, name) is not None]
     rows = rows[:ROWS]
     if not rows:
@@ -59,7 +59,7 @@ def draw_intervals(comparisons):
     for y, (c, name) in enumerate(rows):
         d = getattr(c, name)
         axes.barh(y, 2 * d.detectable, left=-d.detectable, height=0.62, color="#E8E8E8",
-                  label="smaller would mostly be missed" if y == 0 else None)
+                  label="found in less than 80%" if y == 0 else None)
         axes.plot([d.low, d.high], [y, y], color=style.colour(c.recipe), linewidth=2.5, solid_capstyle="butt")
         axes.plot([d.estimate], [y], "o" if name == "validation" else "s", color=style.colour(c.recipe), markersize=6)
     label_rows(axes, rows)
@@ -68,7 +68,7 @@ def draw_intervals(comparisons):
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return style.finish(figure, "verdict", "loss-intervals", "Differences in loss with 95% intervals",
                         "Positive is a cost of FP8. The grey bar ends at the smallest true difference that would be "
-                        "found in 80% of repetitions of these runs.")
+                        "found in 80% of repetitions of these runs; smaller ones would be found less often.")
 
 
 def draw_speedups(comparisons):
@@ -89,12 +89,13 @@ def draw_speedups(comparisons):
     axes.axvline(1, color=style.BLACK, linewidth=0.8)
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     return style.finish(figure, "cost", "speedups", "Speed-up at equal loss, with 95% intervals",
-                        "Time (or energy) until BF16 has its last loss, over the time until FP8 has the same loss. "
+                        "Time (or energy) until BF16 has its last loss, over the time until FP8 has the same loss; if "
+                        "FP8 never has it, both are compared at FP8's last loss. "
                         "The gap between the black mark and the dot comes from the difference in loss.")
 
 
 def smooth(values, width):
-    """The mean of each value and up to width - 1 values before it, as far as they are finite."""
+    """The mean of each finite value and of the finite ones among the width - 1 values before it; nan for the others."""
     values = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
     known = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
@@ -106,7 +107,8 @@ def smooth(values, width):
 
 
 def mean_curve(members, key=None):
-    """(cost so far, loss) of the mean of runs, over the steps that all of them have; None if one lacks `key`."""
+    """(cost so far, loss) of the mean of runs, over the steps that all of them have. The cost is the field `key`, added
+    up over steps, or the step's number without `key`. None if a step of a run lacks the field."""
     steps = min(len(run.steps) for run in members)
     losses = np.array([[np.nan if s["loss"] is None else s["loss"] for s in run.steps[:steps]] for run in members])
     if key is None:
@@ -154,8 +156,8 @@ def draw_loss(group, name, recipes, kind, price):
     axes.legend(loc="upper right")
     seeds = max(len(members) for members in recipes.values())
     means = [words.count(n, noun) for n, noun in ((seeds, "run"), (width, "step")) if n > 1]
-    caption = f"Means of {' and of '.join(means)}. " if means else ""
-    caption += "The axis leaves out the first tenth of the steps."
+    caption = f"Means of up to {' and '.join(means)}. " if means else ""
+    caption += "The loss axis is scaled to the steps after the first tenth."
     return style.finish(figure, "loss", style.slug("loss", kind, name), f"Loss over {kind}: {name}", caption)
 
 
@@ -198,7 +200,7 @@ def draw(runs, names, comparisons, price):
         left_out.append(f"Loss curves of {len(groups) - CURVES} of {len(groups)} groups of runs are left out, to keep "
                         "the page small.")
     if not any(run.values("joules") for run in runs):
-        left_out.append("Loss over energy: the logs have no joules (the trainer reads them by NVML on NVIDIA GPUs).")
+        left_out.append("Loss over energy: no log has joules in every step (the trainer reads them by NVML).")
     if price is None:
         left_out.append("Loss over money: no price of a GPU hour is known (--price).")
     drawings.append(draw_speedups(comparisons))

@@ -37,7 +37,8 @@ def first_of_each(runs, names, has):
 
 
 def parts_of(run):
-    """[(name, kind, ms, speed-of-light ms or None)] of the profiled step, longest first. The shortest parts are one."""
+    """[(name, kind, ms, speed-of-light ms or None)] of the last profiled step, longest first. If there are more than
+    PARTS, the shortest ones are added up in the last."""
     profile = run.profiles[-1]
     parts = sorted(((p["name"], p.get("kind", "other"), p["ms"], p["speed_of_light_ms"]) for p in profile["parts"]),
                    key=lambda part: -part[2])
@@ -70,12 +71,13 @@ def draw_waterfall(run, names, longest):
     axes.legend(loc="upper right")
     step = run.profiles[-1]["step"]
     return style.finish(figure, "step", style.slug("waterfall", run.name), f"Step {step} of {run.name} by parts",
-                        f"Dark: the time that the part would take at the limit of the GPU, "
+                        f"Dark: the time that a part would take at the limit of the GPU, where the log has it, "
                         f"{sum(lights):.1f} of {left:.1f} ms. Light: the rest of its time.")
 
 
 def times_of(run):
-    """{kind: seconds} of a run, from its summaries or else from its records; None without the fields."""
+    """{kind: seconds} of a run: from its summaries if every start wrote one with times, or else from its records; None
+    if the step records lack the fields."""
     seconds = collections.Counter()
     if run.ended and len(run.summaries) == len(run.starts) and all(s.get("seconds") for s in run.summaries):
         for one in run.summaries:
@@ -93,7 +95,8 @@ def times_of(run):
 
 
 def goodput_of(run, seconds):
-    """The share of time in which weights were trained."""
+    """The share of time in which weights were trained, as the summary of a run with one start has it, or else computed
+    from `seconds`."""
     told = run.summaries[-1].get("goodput") if run.ended and len(run.starts) == 1 else None
     total = sum(seconds.values())
     return told if told is not None else (seconds["compute"] + seconds["optimizer"]) / total if total else None
@@ -126,7 +129,8 @@ def draw_times(runs, names):
     axes.grid(axis="y", visible=False)
     figure.legend(loc="outside upper center", ncols=3)
     drawing = style.finish(figure, "step", "time", "Where the time of the runs went",
-                           "Runs that have ended: all of their time. Other runs: steps, validation and saving.")
+                           "Runs of which every start wrote its summary: all of their time. Other runs: steps, "
+                           "validation and saving.")
     return drawing, Table(["runs", "number", "seconds each", "goodput"], table)
 
 
@@ -134,7 +138,7 @@ def draw_times(runs, names):
 
 
 def draw_memory(runs, names):
-    """Memory plan of a rank by groups, and the peak that was measured."""
+    """Memory plan of a rank by groups, and the largest memory_bytes of its steps."""
     chosen = first_of_each(runs, names, lambda run: run.settings.get("memory", {}).get("groups"))[:ROWS]
     if not chosen:
         return None
@@ -166,8 +170,8 @@ def draw_memory(runs, names):
     axes.grid(axis="y", visible=False)
     figure.legend(loc="outside upper center", ncols=2, fontsize=8)
     return style.finish(figure, "memory", "memory", "Memory of a GPU",
-                        "Bars: what the trainer planned for one rank. Black line: the most that was in use in a step, "
-                        "with what CUDA and other processes take (on the CPU: memory of the process).")
+                        "Bars: what the trainer planned for one rank. Black line: what was in use on rank 0's GPU, by "
+                        "CUDA and other processes too (on the CPU: the peak of the largest process).")
 
 
 # ---- clock, power, temperature, events
@@ -238,7 +242,7 @@ def thinned(steps):
 
 
 def limited(drawings, left_out, what, draw, runs):
-    """Draws the first figures of a kind, and says how many are left out."""
+    """Draws the first EACH figures of a kind, and says how many are left out."""
     drawings += [draw(run) for run in runs[:EACH]]
     if len(runs) > EACH:
         left_out.append(f"{what} of {len(runs) - EACH} of {len(runs)} runs: give report.py fewer folders to see them.")

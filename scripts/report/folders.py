@@ -7,7 +7,7 @@ import sweep_folder
 from report import logs
 from sweep_folder import clean
 
-DEPTH = 3  # folders below a folder of runs
+DEPTH = 3  # levels below a given folder in which runs are looked for
 
 
 @dataclasses.dataclass
@@ -18,7 +18,7 @@ class Found:
     failed: list = dataclasses.field(default_factory=list)       # (run, reason): ended early, with some steps
     problems: list = dataclasses.field(default_factory=list)
     verdicts: list = dataclasses.field(default_factory=list)   # verdict.json of each folder
-    commands: list = dataclasses.field(default_factory=list)
+    commands: list = dataclasses.field(default_factory=list)   # commands of sweeps
     lost_places: dict = dataclasses.field(default_factory=dict)  # (model, T, GPUs, recipe): why there are no numbers
 
 
@@ -47,7 +47,7 @@ def result_of(folder):
 
 
 def add_run(folder, name, found):
-    """Reads one run, unless another folder held it too. One that has no numbers is added to `without`."""
+    """Reads one run, unless it has been read already. A run that has no numbers is added to `without`."""
     if any(run.folder.samefile(folder) for run in found.runs if folder.is_dir()):
         return
     try:
@@ -124,7 +124,7 @@ def read_folder(folder, found):
 
 
 def read_folders(folders):
-    """Reads all folders. Raises ValueError with the reason if a folder holds no run, or none can be read."""
+    """Reads folders. Raises ValueError with the reason if one is no folder or has no run, or if no run can be read."""
     found = Found()
     for folder in map(Path, folders):
         if not folder.is_dir():

@@ -23,7 +23,7 @@ FIELDS = {
     "profile": {"step": NUMBER},
     "fp8_audit": {"step": NUMBER},
 }
-# Fields that a record may have, because some machines or versions cannot tell them.
+# Fields that a record may lack: some machines cannot measure them, and older versions did not write them.
 OPTIONAL = {
     "step": dict.fromkeys(("data_ms", "communication_ms", "optimizer_ms", "joules", "mfu", "tflops_per_gpu"),
                           NUMBER_OR_NULL),
@@ -41,8 +41,8 @@ PER_GPU = ("watts", "sm_mhz", "celsius")
 
 @dataclasses.dataclass
 class Run:
-    """A run. `starts`: its settings records, one for each start. `steps` to `summaries`: its records of the other
-    types, each list in the order of the steps."""
+    """A run. `starts`: its settings records, one for each start. `steps` to `summaries`: its records of other types,
+    each list in the order of the log."""
     name: str
     folder: Path
     starts: list = dataclasses.field(default_factory=list)
@@ -142,6 +142,7 @@ class Run:
         return None if not values or any(value is None for value in values) else values
 
     def after_warmup(self):
+        """The steps without the first WARMUP_STEPS, or without the first half of a short run."""
         return self.steps[min(WARMUP_STEPS, len(self.steps) // 2):]
 
 
@@ -152,7 +153,7 @@ def check_step(record):
 
 
 def check_lists(record):
-    """Checks the fields that are lists."""
+    """Checks fields that hold lists or objects, and those of settings records."""
     def each(values, kind, name):
         if not isinstance(values, list) or not all(sweep_folder.is_a(kind, value) for value in values):
             raise Damaged(f"\"{name}\" is not a list with {kind} each")
@@ -209,7 +210,7 @@ def read_record(line):
 
 
 def read_records(path):
-    """All records of a log, and True if its last line is half-written."""
+    """All records of a log, and True if its last line is half-written, which has no record then."""
     with open(path, "rb") as file:
         lines = file.read().split(b"\n")
     tail, records = lines.pop(), []  # the tail is empty unless the last line has no end

@@ -7,7 +7,7 @@ import numpy as np
 from report import words
 from report.style import means_of_windows
 
-CURVES = 5000   # points of the loss curves of all runs
+CURVES = 5000   # points of all loss curves together; each has 10 to 100
 
 
 def clean(value):
@@ -119,7 +119,7 @@ def receipt(found, runs):
 
 
 def everything(found, names, comparisons, price, sources, made):
-    """The whole of report.json, but for the figures and for what is left out."""
+    """The whole of report.json, except `figures`, `left_out` and `singles`."""
     return clean({
         "made": made, "sources": sources, "price_of_a_gpu_hour": price,
         "verdict": [{"kind": kind, "name": name, "words": text}

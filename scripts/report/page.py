@@ -92,10 +92,11 @@ def make_parts(data, found, comparisons, price, tables):
         Part("gemms", "Which GEMM runs in FP8"),
         Part("memory", "Memory of a GPU"),
         Part("strip", "Clock, power, temperature and events"),
-        Part("runs", "All runs", "Loss: mean of the last 20 steps. Speeds: of the median step after warm-up.",
+        Part("runs", "All runs", "Loss: mean of the last 20 steps. Speeds: of the median step; the "
+             "first 10 steps do not count (in runs below 20 steps, the first half).",
              [run_table(data)]),
     ]
-    if len({pairs.place(run) for run in found.runs}) > 1:  # a sweep, which asks for speed first
+    if len({pairs.place(run) for run in found.runs}) > 1:  # several models, lengths or numbers of GPUs: speed first
         parts.sort(key=lambda part: part.name != "speed")
     for part in parts:
         part.tables += tables.get(part.name, [])

@@ -1,7 +1,8 @@
 """Pairs FP8 runs with BF16 runs and calls scripts/verdict_stats.py. No statistics are computed here.
 
-A pair has equal model, sequence length, GPUs, seed, rounding seed, data and settings; it may differ in precision, fp8
-options and the options in IGNORED. A pair that differs in more is refused, by name and with the reason.
+A pair has equal FACTS (program, device, model and others), sequence length, seed, rounding seed, data and settings. It
+may differ in precision, fp8 options and the options in IGNORED. A pair that differs in more is refused, by name and
+with the reason.
 """
 import collections
 import dataclasses
@@ -199,7 +200,8 @@ def find_comparisons(runs, failed, names):
 
 
 def choose_pairs(comparison):
-    """Keeps the pairs that are done; if none is, those that have come far. Sets the steps that all of them have."""
+    """Keeps the pairs that are done; if none is, those with LEAST_SHARE of the steps of the farthest pair. Sets the
+    steps that all of the kept pairs have."""
     pairs = comparison.pairs
     done = [pair for pair in pairs if pair.complete]
     if done:
@@ -232,8 +234,9 @@ def steps_of(key, count):
 
 
 def last_steps(comparison):
-    """Steps at the end over which the training difference is averaged: a quarter, and more if the run is short or
-    repeats its data, because the noise of repeated data has a longer memory."""
+    """Steps at the end over which the training difference is averaged: a quarter, but at least 100 (in runs below 200
+    steps half of them, at least 40), and at least 300 if data repeats, because the noise of repeated data has a longer
+    memory. Never more than all steps."""
     steps = comparison.steps
     last = max(steps // 4, min(100, steps // 2), 40)
     if comparison.pairs[0].fp8.repeats_data:

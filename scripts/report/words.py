@@ -162,7 +162,7 @@ def run_sentence(run, recipe):
 
 
 def median_speed(run):
-    """Tokens per second of the median step after warm-up."""
+    """Tokens per second of all ranks, of the median step after the first ones (Run.after_warmup)."""
     times = sorted(step["ms"] for step in run.after_warmup())
     middle = len(times) // 2
     median = times[middle] if len(times) % 2 else (times[middle - 1] + times[middle]) / 2
