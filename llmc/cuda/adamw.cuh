@@ -363,11 +363,15 @@ static inline void adamw_update_units(const AdamwUpdate *w, const ParameterTable
 }
 
 // Returns the bytes that an update of n elements moves: it reads the gradient, and reads and writes moments and
-// weights. FP8 gradients count as if all were FP8. With one scale for each tensor (adamw_msamp.cuh) the first pass and
-// FP16 masters are not counted.
+// weights. With one scale for each tensor (adamw_msamp.cuh) a pass before that reads gradient, moments and FP16
+// masters. FP8 gradients, and bf16 weights beside FP16 masters, count as if all elements had them.
 static inline int64_t adamw_bytes(const AdamwArrays *a, int64_t n) {
-    const int64_t gradient = a->gradients.codes ? 1 : a->gradients.fp32_data ? 4 : 2;
-    return n * (gradient + 2 * adamw_moments_bytes(a->moments) + (a->master ? 10 : 4));
+    const int64_t gradient = a->gradients.codes       ? 1
+                             : a->gradients.fp32_data ? 4
+                                                      : 2,
+                  moments = adamw_moments_bytes(a->moments), fp16 = a->scaled.master ? 2 : 0;
+    const int64_t first_pass = a->scaled.scales ? gradient + moments + fp16 : 0;
+    return n * (first_pass + gradient + 2 * moments + (a->master ? 10 : fp16 ? 6 : 4));
 }
 
 // Writes *squares (device) = sum of squares of this rank's gradients, from the workspace that an update of the root

@@ -79,9 +79,9 @@ static inline CUtensorMap tensor_map_create(CUtensorMapDataType type, CUtensorMa
     CUresult result = encode(&map, type, (cuuint32_t)rank, (void *)base, d, st, bx, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
                              swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
-        die("tensor map of rank %d with dims (%lld, %lld, %lld, %lld) at %p was refused by the driver (code %d); base "
-            "and strides must be multiples of 16 bytes, and a box has at most 256 elements per dimension",
-            rank, (long long)dims[0], (long long)dims[1], (long long)dims[2], rank > 3 ? (long long)dims[3] : 1LL, base,
+        die("tensor map of rank %d with dims (%lld, %lld, %lld, %lld, %lld) at %p was refused by the driver (code %d); "
+            "base and strides must be multiples of 16 bytes, and a box has at most 256 elements per dimension",
+            rank, (long long)d[0], (long long)d[1], (long long)d[2], (long long)d[3], (long long)d[4], base,
             (int)result);
     return map;
 }
