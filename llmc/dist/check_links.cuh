@@ -17,6 +17,10 @@
 #define GPU_LINKS_COPY_BYTES (256ll << 20)  // largest copy within a GPU's memory
 
 enum { GPU_LINKS_GEMM_SIZE = 8192, GPU_LINKS_GEMM_ALIGNMENT = 256, GPU_LINKS_GEMM_RUNS = 20 };
+
+// Smaller GEMMs and copies take some microseconds, as their launches do, and say nothing of the GPU: with a model of
+// 36M parameters two equal GPUs differed by 34%.
+enum { GPU_LINKS_LEAST_GEMM = 2048, GPU_LINKS_LEAST_COPY = 64 << 20 };
 enum { NVML_P2P_READ = 0, NVML_P2P_NVLINK = 2 };  // nvmlGpuP2PCapsIndex_t; the status 0 means that it works
 
 // Each rank sends this to all ranks.
@@ -152,13 +156,13 @@ static inline bool gpu_links_open_pairs(void *context, char *reason, size_t capa
 }
 
 // Returns the FLOP/s of a square BF16 GEMM of random numbers, up to GPU_LINKS_GEMM_SIZE on a side, whose matrices fit
-// the room. 0: not even a small one fits.
+// the room. 0: GPU_LINKS_LEAST_GEMM does not fit.
 static inline double gpu_links_gemm(const GpuLinks *g) {
     const cudaStream_t stream = g->gemm->stream;
     const int64_t fits = (int64_t)sqrt((double)g->room_bytes / (3 * sizeof(bf16))),
                   n = min_i64(fits, GPU_LINKS_GEMM_SIZE) / GPU_LINKS_GEMM_ALIGNMENT * GPU_LINKS_GEMM_ALIGNMENT;
     bf16 *a = (bf16 *)g->room, *b = a + n * n, *d = b + n * n;
-    if (n == 0) return 0;
+    if (n < GPU_LINKS_LEAST_GEMM) return 0;
     CUDA_LAUNCH(auto_filter_fill_kernel, 8 * device_sm_count(), 256, 0, stream, a, 2 * n * n, rng_key(1, 0));
     const QTensor w = qtensor_bf16(a), x = qtensor_bf16(b);
     GemmPlan p = gemm_describe("--check-links", GEMM_FPROP, n, n, n,
@@ -180,7 +184,8 @@ static inline LinkGpu gpu_links_gpu(void *context) {
     const GpuLinks *g = (const GpuLinks *)context;
     const cudaStream_t stream = g->gemm->stream;
     LinkGpu alone;
-    alone.copy = profile_copy_rate(g->room, min_i64(g->room_bytes / 2, GPU_LINKS_COPY_BYTES), stream);
+    const int64_t bytes = min_i64(g->room_bytes / 2, GPU_LINKS_COPY_BYTES);
+    alone.copy = bytes < GPU_LINKS_LEAST_COPY ? 0 : profile_copy_rate(g->room, bytes, stream);
     alone.gemm = gpu_links_gemm(g);
     CUDA_CHECK(cudaMemsetAsync(g->room, 0, (size_t)g->room_bytes, stream));
     CUDA_CHECK(cudaStreamSynchronize(stream));
