@@ -1,10 +1,10 @@
-// Tests the readings of a GPU (gpu_monitor.h) with functions of our own in place of NVML's. The energy counts on
-// between readings and never falls. A value that the GPU does not report is NAN; throttle reasons are then 0.
+// Tests the readings of a GPU (gpu_monitor.h) with functions of our own in place of NVML's. Between readings the
+// energy is extrapolated. It never falls. A value that the GPU does not report is NAN; throttle reasons are then 0.
 #define GPU_MONITOR_SECONDS 0.1  // so that the test is short
 #include "../../llmc/dist/gpu_monitor.h"
 #include "lib/check.h"
 
-static double fake_watts, fake_joules_from;  // the fake GPU has used fake_watts since the time fake_joules_from
+static double fake_watts, fake_joules_from;  // W; the time at which the energy counter was 0
 static double fake_joules_lump = 0.001;      // its energy counter grows by this many joules at a time
 static int64_t fake_readings;
 static bool fake_is_silent;  // the fake GPU reports no values

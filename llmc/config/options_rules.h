@@ -72,7 +72,7 @@ static inline void options_fp8_conflict(const Options *o, char *message, size_t 
     else options_filter_conflict(o, message, capacity);
 }
 
-// Rules between options about ranks.
+// Rules of --sharding, --shard-size, --world-size and --copy-engines, and of options that are for --dry-run only.
 static inline void options_rank_conflict(const Options *o, char *message, size_t capacity) {
     const bool alone = o->sharding == SHARDING_NONE || (o->sharding == SHARDING_HYBRID && o->shard_size == 1);
     if (o->sharding == SHARDING_HYBRID && !o->shard_size && o->world_size)
@@ -83,8 +83,8 @@ static inline void options_rank_conflict(const Options *o, char *message, size_t
         format_checked(message, capacity, "--shard-size is for --sharding hybrid");
     else if (o->copy_engines == ON && alone)
         format_checked(message, capacity,
-                       "--copy-engines on: with --sharding none, or hybrid with --shard-size 1, nothing is gathered, "
-                       "and NCCL reduces the gradients; leave it at auto");
+                       "--copy-engines on: with --sharding none, or hybrid with --shard-size 1, nothing is gathered "
+                       "that copy engines could move, and NCCL reduces the gradients; leave it at auto");
     else if (o->world_size && !o->dry_run)
         format_checked(message, capacity, "--world-size is for --dry-run; a run has the ranks that were started");
     else if ((o->network_gbps > 0 || o->step_ms > 0) && !o->dry_run)
@@ -112,7 +112,7 @@ static inline void options_backward_conflict(const Options *o, char *message, si
                        o->grad_accum_dtype == SUM_FP8 ? "--grad-accum-dtype fp8" : "--reduce-dtype fp8");
 }
 
-// Rules of gradients in FP8.
+// Rules of --grad-accum-dtype and --reduce-dtype.
 static inline void options_gradient_conflict(const Options *o, char *message, size_t capacity) {
     if (o->precision == PRECISION_FP32 && o->grad_accum_dtype != SUM_AUTO && o->grad_accum_dtype != SUM_FP32)
         format_checked(message, capacity,

@@ -120,8 +120,8 @@ enum { FREE, MUST_MATCH };
     CHOICE(master_weights, "master-weights", STORAGE_AUTO, WEIGHT_STORAGES, MUST_MATCH, \
          "dtype of the weights that AdamW updates; bf16: rounded stochastically, so that small updates count on " \
          "average; bf16-nearest: rounded to nearest, which loses small updates; fp16: FP16 with a scale for each tensor, " \
-         "as in MS-AMP (on the GPU only with --optimizer-state msamp or fp32), from which recipe tensorwise casts FP8 " \
-         "weights if all linear layers are FP8; auto: bf16, or fp32 with --precision fp32") \
+         "as in MS-AMP (on the GPU only with --optimizer-state msamp or fp32); if all linear layers are FP8, recipe " \
+         "tensorwise casts FP8 weights from these FP16 weights; auto: bf16, or fp32 with --precision fp32") \
     CHOICE(optimizer_state, "optimizer-state", MOMENTS_AUTO, MOMENTS, MUST_MATCH, \
          "dtype of AdamW's two moments; bf16: rounded stochastically; coat: FP8 (E4M3) in groups of 128 whose range " \
          "is expanded, about half the bytes of bf16; coat-stochastic: as coat, but rounded stochastically, which " \

@@ -32,7 +32,8 @@ __device__ static inline double audit_warp_sum(double x) {
     return x;
 }
 
-// Adds the sums of all threads of the block to *to[0] and *to[1] (device memory, NULL: none).
+// Sums `s` over the threads of the block, and adds the result to *to[0] and also to *to[1] (device memory; either may
+// be NULL).
 __device__ static inline void audit_publish(AuditSums *const to[2], AuditSums s) {
     __shared__ AuditSums of_warp[AUDIT_WARPS];
     s.count = audit_warp_sum(s.count), s.flushed = audit_warp_sum(s.flushed), s.saturated = audit_warp_sum(s.saturated);

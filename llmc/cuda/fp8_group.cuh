@@ -81,7 +81,7 @@ static inline Fp8Groups fp8_group_place(Arena *a, int64_t n) {
     return g;
 }
 
-// Casts x [n] to groups; n is a multiple of FP8_GROUP. Returns the bytes that it moves.
+// Casts x [n] to groups; n is a multiple of FP8_GROUP. Returns the bytes that it reads and writes.
 static inline int64_t fp8_group_encode(Fp8Groups to, const bf16 *x, int64_t n, cudaStream_t stream) {
     require_aligned16(x, "fp8_group_encode", "x");
     if (n % FP8_GROUP) die("fp8_group_encode: %lld values are not a multiple of %d", (long long)n, FP8_GROUP);
@@ -89,7 +89,7 @@ static inline int64_t fp8_group_encode(Fp8Groups to, const bf16 *x, int64_t n, c
     return 3 * n + n / FP8_GROUP;
 }
 
-// Writes the values of groups to x [n]. Returns the bytes that it moves.
+// Writes the values of groups to x [n]. Returns the bytes that it reads and writes.
 static inline int64_t fp8_group_decode(bf16 *x, Fp8Groups from, int64_t n, cudaStream_t stream) {
     require_aligned16(x, "fp8_group_decode", "x");
     CUDA_LAUNCH(fp8_group_decode_kernel, (unsigned)fp8_group_blocks(n), FP8_GROUP_THREADS, 0, stream, x, from, n);
