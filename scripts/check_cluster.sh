@@ -133,8 +133,9 @@ pending() { [ "$(state)" = PENDING ]; }
 ended() { [[ $(state) =~ COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL ]]; }
 reached() { grep -q "^step *$2/" "$tmp/$1.out"; }
 
-# Prints the step lines of run $1 in the order of steps, without times. Of a step that ran twice it prints one line.
-lines() { grep '^step ' "$tmp/$1.out" | sed 's/ | [0-9.]* ms.*//' | sort -u -k2n; }
+# Prints the step lines of run $1 in the order of steps, without times. Of equal lines it prints one: a step that ran
+# twice has two lines only if its losses or norms differ.
+lines() { grep '^step ' "$tmp/$1.out" | sed 's/ | [0-9.]* ms.*//' | sort -k2n | uniq; }
 starts() { grep -c '^slurm.sbatch: start ' "$tmp/$1.out"; }
 
 # Checks that job $1 ended well, has been put back into the queue $2 times, and has the losses of an uninterrupted run.

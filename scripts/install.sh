@@ -13,8 +13,8 @@ take_none() {
 
 say() { printf '\n== %s\n' "$*"; }
 
-# Installs packages of Debian or Ubuntu, as root or by sudo. Ends the script if there is no apt-get, or no sudo for a
-# user who is not root. If apt-get fails, only `set -e` ends the script.
+# Installs packages of Debian or Ubuntu, as root or by sudo. Ends the script if apt-get fails or is missing, and if there
+# is no sudo for a user who is not root.
 install_packages() {
     say "installing: $*"
     local sudo=()
@@ -24,8 +24,9 @@ install_packages() {
         sudo=(sudo)
     fi
     command -v apt-get >/dev/null || { echo "error: no apt-get here; install these packages by hand: $*" >&2; exit 1; }
-    "${sudo[@]}" apt-get update -qq
-    "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+    "${sudo[@]}" apt-get update -qq &&
+        "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" \
+            >/dev/null || { echo "error: apt-get failed; install these packages by hand: $*" >&2; exit 1; }
 }
 
 install_tools() {

@@ -1,8 +1,8 @@
 """The runs of a verdict (scripts/verdict.py): starts several side by side, records how each ended, says what is left.
 
 A run is a folder with the trainer's stdout.txt and log.jsonl, and `result` if it did not finish: kind, seconds and
-message with tabs between, as in a sweep. A run has finished if its log ends with the summary of all its steps. The
-start that trains it also wants exit status 0.
+message with tabs between, as in a sweep. A run has finished if its log ends with the summary of all its steps and
+there is no `result`: a run that ends with another exit status than 0 after its summary has failed.
 """
 import fcntl
 import json
@@ -50,13 +50,12 @@ class Run:
 
     def recall(self):
         """Reads how an earlier start ended."""
-        if finished_summary(self.folder, self.steps):
-            self.kind = "done"
-            return
         try:
             with open(os.path.join(self.folder, "result")) as file:
                 self.kind, seconds, self.message = file.read().rstrip("\n").split("\t", 2)
             self.seconds = float(seconds)
+        except FileNotFoundError:
+            self.kind = "done" if finished_summary(self.folder, self.steps) else ""
         except (OSError, ValueError):
             self.kind = ""
 
@@ -71,7 +70,7 @@ class Run:
         self.started = time.time()
         try:
             os.makedirs(self.folder, exist_ok=True)
-            for name in ("result", "log.jsonl"):
+            for name in ("log.jsonl", "result"):  # in this order: the log of a failed run may end with its summary
                 if os.path.exists(os.path.join(self.folder, name)):
                     os.remove(os.path.join(self.folder, name))
         except OSError as error:

@@ -33,13 +33,14 @@ start() {
     pids+=($!)
 }
 
-# True if racecheck's log $1 has hazards, and all are in kernels of cuBLASLt (nvjet...): racecheck takes these
-# kernels' bulk copies to shared memory for races.
+# True if racecheck's log $1 has hazards, and all accesses of all hazards are in kernels of cuBLASLt (nvjet...):
+# racecheck takes these kernels' bulk copies to shared memory for races. Each hazard begins with "Race reported between"
+# and an access. The other accesses begin with "and", on lines of their own or on the first line.
 only_in_cublaslt() {
-    local all own
-    all=$(sed -n 's/.*RACECHECK SUMMARY: \([0-9]*\) hazards\{0,1\} displayed.*/\1/p' "$1" | tail -n 1)
-    own=$(grep -c 'Race reported between .* at nvjet_' "$1")
-    [ "$own" -gt 0 ] && [ "$own" = "$all" ]
+    awk '/Race reported between/ { races++ }
+        /Race reported between|^=+ +and / { others += gsub(/ access at /, "&") - gsub(/ access at nvjet_/, "&") }
+        /RACECHECK SUMMARY: [0-9]+ hazards? displayed/ { sub(/.*SUMMARY: /, ""); displayed = $1 }
+        END { exit !(races > 0 && races == displayed && others == 0) }' "$1"
 }
 
 # Waits for program number $1. Prints its summary, or prints how it failed and returns 1.

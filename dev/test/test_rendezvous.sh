@@ -175,7 +175,6 @@ wrong timeout '--init-timeout soon: must be a number of seconds' RANK=0 WORLD_SI
 
 # ---- a start that cannot succeed
 
-start=$SECONDS
 pids=()
 for r in 0 1 3; do rank missing $r 4 "file:$tmp/missing.meet" --init-timeout 3; done
 fails missing "6 6 6" "rank 0 on $host: rank 2 of 4 did not come to $tmp/missing.meet within 3 s \(--init-timeout\)$"
@@ -323,7 +322,6 @@ begin stop 3 --checkpoint-dir "$tmp/stop" --checkpoint-every 1000000
 kill -TERM $(for r in 0 1 2; do process $r; done)
 ends stop
 check "stop: SIGTERM to all ranks saves and ends with status 0" equal "$statuses$(ls "$tmp/stop" | wc -l)" "0 0 0 1"
-mkdir "$tmp/full"
 ranks nonfinite 2 "file:$tmp/nonfinite.meet" --num-steps 50 --learning-rate 1000
 ends nonfinite
 check "nonfinite: both ranks end with status 7" equal "$statuses" "7 7 "

@@ -26,19 +26,30 @@ echo "$CUDA_VISIBLE_DEVICES $(ls running | wc -l)" >>seen
 sleep 0.3
 rm "running/$$"
 "$7" || exit 1
-race() { echo "========= Error: Race reported between Write access at $1 and Read access at $1"; }
+race() {  # the kernel of the first access, then those of the others
+    echo "========= Error: Race reported between Write access at $1+0x90"
+    for name in "${@:2}"; do echo "=========     and Read access at $name+0xa0 [8 hazards]"; done
+}
 case "${FAULTS:-}$*" in
 yes*memcheck*blockwise*)
     echo "========= Invalid __global__ write of size 4 bytes"
     echo "========= ERROR SUMMARY: 1 error"
     exit 9 ;;
 yes*racecheck*"rowwise "*)
-    race nvjet_a; race nvjet_b
+    race nvjet_a nvjet_a nvjet_a; race nvjet_b nvjet_b
     echo "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)"
     exit 9 ;;
 yes*racecheck*delayed*)
-    race nvjet_a; race attention
+    race nvjet_a nvjet_a; race attention attention
     echo "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)"
+    exit 9 ;;
+yes*racecheck*blockwise*)
+    race nvjet_a nvjet_a attention
+    echo "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"
+    exit 9 ;;
+yes*racecheck*mxfp8*)
+    echo "========= Error: Race reported between Write access at attention and Read access at nvjet_a"
+    echo "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"
     exit 9 ;;
 yes*initcheck*"tiny "*bf16*) sleep 100 ;;
 yes*initcheck*mxfp8*) echo "error: out of memory"; exit 3 ;;
@@ -67,9 +78,11 @@ start=$SECONDS
 sanitize FAULTS=yes SANITIZE_SECONDS=4
 check "status 1 if programs fail" equal $? 1
 check "all programs end within 60 s, although one would hang for 100 s" [ $((SECONDS - start)) -lt 60 ]
-check "the last line counts 29 passed and 4 failed" equal "$(tail -n 1 "$out")" "29 passed, 4 failed"
+check "the last line counts 27 passed and 6 failed" equal "$(tail -n 1 "$out")" "27 passed, 6 failed"
 check "the failed programs are named" equal "$(grep '^FAILED: ' "$out")" "FAILED: compute-sanitizer memcheck, blockwise
 FAILED: compute-sanitizer racecheck, delayed
+FAILED: compute-sanitizer racecheck, blockwise
+FAILED: compute-sanitizer racecheck, mxfp8 --fp8-emulate
 FAILED: compute-sanitizer initcheck, bf16
 FAILED: compute-sanitizer initcheck, mxfp8 --fp8-emulate"
 check "the lines that compute-sanitizer printed for a failed program are shown" \

@@ -45,6 +45,26 @@ for script in scripts/quickstart.sh scripts/test.sh scripts/check_gpu.sh scripts
     check "$script refuses an argument before any work" equal "$? $(cat "$tmp/log")" \
         "2 error: unknown argument \"--quick\"; $script takes only --help"
 done
+# A failing apt-get ends a script that has no `set -e`, too.
+printf '#!/bin/sh\n[ "$FAILING" != "$1" ]\n' >"$tmp/apt-get"
+printf '#!/bin/sh\nexec "$@"\n' >"$tmp/sudo"
+chmod +x "$tmp/apt-get" "$tmp/sudo"
+install_gcc() { FAILING=$1 PATH=$tmp:$PATH bash -c '. scripts/install.sh; install_packages gcc; echo next' 2>&1; }
+for word in update install; do
+    printed=$(install_gcc $word)
+    check "if apt-get $word fails, the script ends with status 1 and an error" equal "$? $(tail -n 1 <<<"$printed")" \
+        "1 error: apt-get failed; install these packages by hand: gcc"
+done
+check "after apt-get has installed, the script goes on" equal "$(install_gcc none | tail -n 1)" next
+
+# The losses that check_cluster.sh compares: a step that ran twice counts once, but not if its losses differ.
+eval "$(grep '^lines() ' scripts/check_cluster.sh)"
+printf 'step %s/3 | loss %s | %s ms | 1 tok/s\n' 1 5.1 9.1 2 5.2 9.2 10 5.3 9.3 2 5.2 8.2 >"$tmp/again.out"
+check "check_cluster.sh counts a repeated step once" \
+    equal "$(lines again | tr '\n' ' ')" "step 1/3 | loss 5.1 step 2/3 | loss 5.2 step 10/3 | loss 5.3 "
+printf 'step 2/3 | loss 5.0 | 7.2 ms | 1 tok/s\n' >>"$tmp/again.out"
+check "check_cluster.sh sees another loss of a repeated step" equal "$(lines again | grep -c '^step 2/')" 2
+
 # The quickstart prints at most 60 lines, its story among them. On a machine with a GPU it trains on the GPU.
 STEPS=30 OUT=$tmp/quickstart scripts/quickstart.sh >"$tmp/log" 2>&1
 check "quickstart prints one story" equal "$? $(grep -c '^sample after step 30: ' "$tmp/log")" "0 1"

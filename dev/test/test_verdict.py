@@ -172,23 +172,34 @@ def test_cut_log(folder):
 
 
 def test_failing_trainer(folder):
-    """A run out of memory is an answer, a crash is a failure; the verdict goes on with the other runs."""
+    """A run out of memory is an answer, a crash is a failure; the verdict goes on with the other runs.
+
+    A run that fails after it has written its summary is a failure, too, and the next start repeats it.
+    """
     program = pathlib.Path(folder) / "train_fp8"
     program.write_text("""#!/bin/sh
 case "$*" in
     *"--seed 8 "*"--precision fp8"*) echo "error: needs 999 GiB" >&2; exit 3 ;;
     *"--seed 9 "*"--precision fp8"*) kill -9 $$ ;;
+    *"--seed 10 "*"--precision fp8"*) ./train_fp8 "$@"; exit 1 ;;
 esac
 exec ./train_fp8 "$@"
 """)
     program.chmod(0o755)
-    result = verdict(*options(folder, "--trainer", str(program), "--out", f"{folder}/failing", "--seeds", "8,9,10,11",
-                              "--recipes", "fp8", "--", "--val-steps", "4"))
+    words = options(folder, "--trainer", str(program), "--out", f"{folder}/failing", "--seeds", "8,9,10,11,12",
+                    "--recipes", "fp8", "--", "--val-steps", "4")
+    result = verdict(*words)
     check(result.returncode == 1, f"a failed run gives status 1, not {result.returncode}: {result.stderr}")
     check("seed 8: out of memory: needs 999 GiB" in result.stdout and "seed 9: failed: ended with signal 9" in
           result.stdout, f"the verdict prints why two runs ended: {result.stdout}")
-    check(all(f"fp8, seed {seed}: loss" in result.stdout for seed in (10, 11)),
+    check(all(f"fp8, seed {seed}: loss" in result.stdout for seed in (11, 12)),
           f"the other runs end with a loss: {result.stdout}")
+    again = verdict(*words)
+    for count, start in enumerate((result, again), 1):
+        check("seed 10: failed: ended with status 1" in start.stdout,
+              f"start {count}: a run that ends with status 1 after its summary has failed: {start.stdout}")
+    check(again.returncode == 1 and again.stdout.count("from before") == 8,
+          f"the second start keeps 8 of 10 runs: {again.stdout}")
 
 
 def main():
