@@ -52,7 +52,20 @@ pick_data() {
         fail "cannot make ${data}_train.bin; see data/README.md"
 }
 
-# Ends the script if there is no NVIDIA driver, or if a GPU of this machine has less memory than the trainer's plan
+# Prints the MiB of the smallest GPU that the run may use: of those that CUDA_VISIBLE_DEVICES names by index or by the
+# start of a UUID, or of all if it is not set or names none of them (MIG devices have other names).
+smallest_memory() {
+    nvidia-smi --query-gpu=index,uuid,memory.total --format=csv,noheader,nounits |
+        awk -F ', *' '
+            BEGIN { names = split(ENVIRON["CUDA_VISIBLE_DEVICES"], name, /, */) }
+            !all || $3 < all { all = $3 }
+            { named = 0
+              for (i = 1; i <= names; i++) named += $1 == name[i] || name[i] ~ /^GPU-/ && index($2, name[i]) == 1
+              if (named && (!some || $3 < some)) some = $3 }
+            END { print some ? some : all }'
+}
+
+# Ends the script if there is no NVIDIA driver, or if a GPU that the run may use has less memory than the trainer's plan
 # needs. Does nothing for the CPU trainer.
 check_memory() {
     local needed smallest
@@ -60,7 +73,7 @@ check_memory() {
     command -v nvidia-smi >/dev/null ||
         fail "$trainer needs a GPU and its driver; nvidia-smi is missing here; --dry-run shows the plan without a GPU"
     needed=$(($(planned total_bytes) / 1048576))
-    smallest=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n | head -n 1)
+    smallest=$(smallest_memory)
     [ "$needed" -le "$smallest" ] ||
         fail "$model on $gpus GPUs needs $((needed / 1024)) GiB on each; the smallest GPU here has" \
             "$((smallest / 1024)) GiB; use more GPUs, --recompute layer or a smaller --sequence-length"
@@ -170,7 +183,8 @@ run_until_done() {
         start_trainer
         [ "$status" -eq 0 ] && is_done && break
         if [ -n "$stopping" ] || [ "$status" -eq 0 ]; then
-            echo "stopped after $(newest_checkpoint); run the same command to continue"
+            newest=$(newest_checkpoint)
+            echo "stopped ${newest:+after }${newest:-before the first checkpoint}; run the same command to continue"
             exit "$status"
         fi
         newest=$(newest_checkpoint)

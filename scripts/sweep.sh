@@ -141,7 +141,7 @@ check_options() {
                 fail "${word%%=*} is set by the sweep; see --help" ;;
             --fp8-recipe) fail "--fp8-recipe is set by the sweep: --precisions fp8:RECIPE" ;;
             --checkpoint-dir | --resume | --export-hf) fail "${word%%=*}: runs of a sweep keep no checkpoints" ;;
-            --dry-run | --help | --world-size)
+            --dry-run | --help | --json | --list | --world-size)
                 fail "${word%%=*} trains nothing; --dry-run before the -- prints every run's command" ;;
         esac
     done

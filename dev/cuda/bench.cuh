@@ -147,14 +147,15 @@ static __global__ void bench_first_difference_kernel(unsigned long long *first, 
         if (a[i] != b[i]) atomicMin(first, (unsigned long long)i);
 }
 
-// Checks that two device buffers hold equal n bytes.
+// Checks that the n bytes of two device buffers are equal; names the first different byte as [row, column] of a matrix
+// with `columns` bytes in a row.
 static inline void check_same_on_device(const char *label, const void *a, const void *b, int64_t n, int64_t columns) {
     unsigned long long none = ~0ull, first, *slot = (unsigned long long *)bench_upload(&none, sizeof none);
     bench_first_difference_kernel<<<2048, 256>>>(slot, (const uint8_t *)a, (const uint8_t *)b, n);
     CUDA_CHECK_LAUNCH();
     CUDA_CHECK(cudaMemcpy(&first, slot, sizeof first, cudaMemcpyDeviceToHost));
     bench_free(slot);
-    CHECK(first == none, "%s: both buffers hold equal bytes; the first different one is at [%lld, %lld]", label,
+    CHECK(first == none, "%s: both buffers hold equal bytes; the first byte that differs is at [%lld, %lld]", label,
           (long long)(first / (unsigned long long)columns), (long long)(first % (unsigned long long)columns));
 }
 

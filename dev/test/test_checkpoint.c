@@ -422,6 +422,13 @@ static void test_keep(void) {
     CHECK(strcmp(listing(dir), "96 95 81+4") == 0,
           "step 96 is saved, and the unmarked folder step-00000096 is there as a fourth other folder; found %s",
           listing(dir));
+    static const char *const others[] = {"step-00000030.2.tmp", "step-80.tmp", "notes", "step-00000081.tmp",
+                                         "step-00000096.1"};
+    static const bool stays[] = {false, true, true, true, true};
+    for (int i = 0; i < 5; i++) {
+        format_checked(path, sizeof path, "%s/%s", dir, others[i]);
+        CHECK(path_exists(path) == stays[i], "%s %s", others[i], stays[i] ? "stays" : "is removed");
+    }
     format_checked(path, sizeof path, "%s/step-00000096.1/thesis", dir);
     CHECK(path_exists(path) && checkpoint_is_leftover("step-00000096.1") == false,
           "that folder is no leftover and keeps its file %s", path);
@@ -954,7 +961,8 @@ static void test_nonfinite(void) {
     }
 }
 
-// Nothing is saved if an FP8 or FP16 moment, a COAT group's word or a scale is not a finite number.
+// Nothing is saved if an FP8 or FP16 moment or a COAT group's word is not finite, or if a scale is not a finite number
+// above zero: a load would refuse it.
 static void test_nonfinite_groups(void) {
     static const struct {
         int moments;
@@ -968,7 +976,9 @@ static void test_nonfinite_groups(void) {
                  {MOMENTS_MSAMP, STATE_EXP_AVG, 0xff, "exp_avg."},
                  {MOMENTS_MSAMP, STATE_EXP_AVG_SQ, 0x7c00, "exp_avg_sq."},
                  {MOMENTS_MSAMP, STATE_EXP_AVG_SCALE, 0x7f800000, "exp_avg_scale."},
-                 {MOMENTS_MSAMP, STATE_MASTER_SCALE, 0x7fc00000, "master_scale."}};
+                 {MOMENTS_MSAMP, STATE_MASTER_SCALE, 0x7fc00000, "master_scale."},
+                 {MOMENTS_MSAMP, STATE_EXP_AVG_SQ_SCALE, 0, "exp_avg_sq_scale."},
+                 {MOMENTS_MSAMP, STATE_MASTER_SCALE, 0xbf800000, "master_scale."}};
     const TrainerProgress progress = {2, 2};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Trainer *t = trainer_new(FAMILY_LLAMA, true, true, cases[i].moments);
@@ -979,8 +989,9 @@ static void test_nonfinite_groups(void) {
         trainer_fill(t, i);
         const int64_t bytes = element_bytes(t, cases[i].kind);
         memcpy(element(t, cases[i].kind, r.shard + r.count - 1, 1), &cases[i].value, (size_t)bytes);
-        format_checked(expected, sizeof expected, "tensor %s%s holds a value that is not finite", cases[i].tensor,
-                       p->name);
+        format_checked(expected, sizeof expected, "tensor %s%s holds %s", cases[i].tensor, p->name,
+                       state_is_scale(cases[i].kind) ? "a scale that is not a finite number above zero"
+                                                     : "a value that is not finite");
         CHECK(!checkpoint_save(scratch_path("groups"), 1, &progress, &t->run, &t->table, &t->state, &failure) &&
                   failure.lasting && strstr(failure.text, expected),
               "0x%x in %s is not saved: %s", cases[i].value, cases[i].tensor, failure.text);

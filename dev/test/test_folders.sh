@@ -49,12 +49,12 @@ check "other old checkpoints are removed" equal "$(ls "$tmp/ck")" "step-00000001
 step-00000001.tmp
 step-00000006"
 ln -s ck "$tmp/dir"
-ln -s nowhere "$tmp/lost"
+ln -s missing "$tmp/lost"
 ln -s loop "$tmp/loop"
 check "a run takes folders that are links" \
     trains $run --num-steps 7 --checkpoint-dir "$tmp/dir" --log-dir "$tmp/dir" --resume
 check "a link to nothing is refused as --checkpoint-dir" \
-    refuses "it is there already and is a link to nowhere, which leads nowhere" \
+    refuses "it is there already and is a link to missing, which leads nowhere" \
     $run --checkpoint-dir "$tmp/lost"
 check "a link to itself is refused as --log-dir" \
     refuses "is a link to loop, which leads nowhere" $run --log-dir "$tmp/loop"

@@ -120,6 +120,13 @@ static void test_refused(void) {
         {"{\"model_type\": \"gpt2\", " SIZES "}", "gpt2 is not supported"},
         {"{\"architectures\": [\"LlamaForCausalLM\"], \"model_type\": \"qwen2\", " SIZES "}", "expected \"llama\""},
         {"{\"model_type\": 3, " SIZES "}", "model_type: expected a string, found 3"},
+        {"{\"architectures\": \"LlamaForCausalLM\", " SIZES "}",
+         "architectures: expected an array that begins with the name of a class, such as [\"LlamaForCausalLM\"], found "
+         "a "
+         "string; there is no \"model_type\""},
+        {"{\"architectures\": [], " SIZES "}", "found an empty array; there is no \"model_type\""},
+        {"{\"architectures\": [3], " SIZES "}", "found an array that begins with a number; there is no"},
+        {"{\"architectures\": null, " SIZES "}", "has neither \"architectures\" nor \"model_type\""},
         {LLAMA ", \"hidden_act\": \"gelu\"}", "hidden_act \"gelu\""},
         {LLAMA ", \"attention_bias\": true}", "attention_bias"},
         {QWEN3 ", \"attention_bias\": true}", "attention_bias"},

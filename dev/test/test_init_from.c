@@ -1,7 +1,29 @@
-// Tests how a process learns its rank and where the ranks meet (llmc/dist/init_from.h). test_rendezvous.sh starts
-// ranks.
-#include "../../llmc/dist/init_from.h"
+// Tests how a process learns its rank and where the ranks meet (llmc/dist/init_from.h), and which addresses the file of
+// --init-from file:PATH lists (llmc/dist/rendezvous.h). test_rendezvous.sh starts ranks.
+#include "../../llmc/dist/rendezvous.h"
 #include "lib/check.h"
+#include "lib/scratch.h"
+
+enum { MANY_ADDRESSES = 20 };
+
+static struct ifaddrs interfaces[2 * MANY_ADDRESSES];
+static struct sockaddr_in interface_addresses[2 * MANY_ADDRESSES];
+
+// Replaces libc's function: the host has MANY_ADDRESSES addresses 10.0.0.X, then as many 127.0.0.X.
+int getifaddrs(struct ifaddrs **all) {
+    for (uint32_t i = 0; i < 2 * MANY_ADDRESSES; i++) {
+        const uint32_t network = i < MANY_ADDRESSES ? 10u << 24 : 127u << 24;
+        interface_addresses[i].sin_family = AF_INET;
+        interface_addresses[i].sin_addr.s_addr = htonl(network + 1 + i % MANY_ADDRESSES);
+        interfaces[i].ifa_name = (char *)"eth0";
+        interfaces[i].ifa_addr = (struct sockaddr *)&interface_addresses[i];
+        interfaces[i].ifa_next = i + 1 < 2 * MANY_ADDRESSES ? &interfaces[i + 1] : NULL;
+    }
+    *all = interfaces;
+    return 0;
+}
+
+void freeifaddrs(struct ifaddrs *all) { (void)all; }
 
 static const char *const variables[] = {"OMPI_COMM_WORLD_RANK",
                                         "OMPI_COMM_WORLD_SIZE",
@@ -96,9 +118,28 @@ static void check_arguments(void) {
     CHECK(i.kind == INIT_ONE, "with WORLD_SIZE=1 the rank needs no connection");
 }
 
+// Ranks of rank 0's host use its loopback addresses, and ranks of other hosts the others. A reader of the file finds
+// both kinds, however many addresses the host has.
+static void check_addresses(void) {
+    const InitFrom init = join("RANK=0 WORLD_SIZE=2", "--init-from file:/shared/a");
+    RankCard card = meet_card(&init, CARD_RANK);
+    MeetFile file;
+    int loopback = 0;
+    scratch_create();
+    meet_random_token(card.token);
+    meet_file_write(scratch_path("meet"), &card, 1234);
+    CHECK(meet_file_read(scratch_path("meet"), &file) && file.port == 1234, "the file can be read");
+    for (int64_t i = 0; i < file.num_addresses; i++) loopback += address_is_loopback(file.addresses[i]);
+    CHECK(loopback == MEET_ADDRESSES && file.num_addresses == 2 * MEET_ADDRESSES,
+          "of a host with 20 addresses of each kind, a reader gets 16 of each; found %d loopback addresses of %lld",
+          loopback, (long long)file.num_addresses);
+    scratch_remove();
+}
+
 int main(void) {
     check_first_host();
     check_environment();
     check_arguments();
+    check_addresses();
     return check_report();
 }

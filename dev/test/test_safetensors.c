@@ -1,7 +1,19 @@
 // Tests safetensors.h, safetensors_writer.h, file_io.h and xxhash64.h: round trips, hostile and damaged files, sharded
 // sets, failing disks, folders and links, and text that is safe to print.
+#include <dirent.h>
+#include <errno.h>
 #include <sys/resource.h>
 #include <signal.h>
+
+static int readable_entries = -1;  // after so many entries of folders, the disk fails; -1: it does not
+
+static struct dirent *readdir_or_fail(DIR *dir) {
+    if (readable_entries < 0) return readdir(dir);
+    if (readable_entries > 0) return readable_entries--, readdir(dir);
+    errno = EIO;
+    return 0;
+}
+#define readdir readdir_or_fail
 
 #include "../../llmc/base/rng.h"
 #include "../../llmc/checkpoint/safetensors_writer.h"
@@ -445,6 +457,17 @@ static void test_foreign_folders(void) {
           "a folder without the mark is not removed: %s", failure.text);
     CHECK(folder_mark(home, &failure) && folder_kind(home) == FOLDER_MARKED && folder_kind(link) == FOLDER_FOREIGN,
           "a folder with the mark is ours, and a link to it is not: %s", failure.text);
+    readable_entries = 0;
+    CHECK(folder_kind(home) == FOLDER_FOREIGN, "a folder whose entries cannot be read is foreign; found %d",
+          (int)folder_kind(home));
+    for (int entries = 0; entries <= 4; entries++) {  // the mark, the file, "." and ".."
+        readable_entries = entries;
+        const bool removed = folder_remove(home, &failure);
+        readable_entries = -1;
+        CHECK(!removed && path_exists(scratch_path("home/" FOLDER_MARKER)),
+              "a folder of which only %d entries can be read keeps its mark: %s", entries, failure.text);
+        if (!file_write(home, "thesis", "x", 1, NULL, &failure)) die("%s", failure.text);
+    }
     CHECK(!folder_remove(link, &failure) && strstr(failure.text, "link is not removed: it is a link to home"),
           "a link is not removed: %s", failure.text);
     CHECK(!folder_remove(loop, &failure) && strstr(failure.text, "it is a link to loop, which leads nowhere"),

@@ -333,6 +333,8 @@ refused "has no such recipe; it has tensorwise delayed " --precisions fp8:row
 refused "--models tinny: neither a folder nor a model that .* knows by name: tiny small " --models tiny,tinny
 refused "fp8-recipe is set by the sweep" -- --fp8-recipe rowwise
 refused "--precision is set by the sweep" -- --precision fp8
+refused "--list trains nothing" -- --list=models
+refused "--json trains nothing" -- --json
 refused "no training shards $tmp/none.bin" --data "$tmp/none.bin" --models tiny
 refused "would share the folder" --models "$tmp/mine,$tmp/./mine" --out "$tmp/shared"
 refused "there is no program ./none" --trainer ./none
@@ -422,6 +424,41 @@ check "a new run on a disk that is too small is refused" \
 PATH=$tmp/bin:$PATH GPUS=1 STEPS=800 OUT=$tmp/unbroken_1 bash "$tmp/run.sh" >"$tmp/cramped.log" 2>&1
 check "the disk space of the run's own checkpoints counts as free" \
     equal "$? $(grep -c '^done: ' "$tmp/cramped.log")" "0 1"
+
+# A stand-in for a trainer, which the stop finds before its first checkpoint.
+mkdir "$tmp/slow"
+printf '#!/bin/sh\ncase "$*" in *--dry-run*) exec "%s" "$@" ;; esac\ntouch "%s"\nexec sleep 60\n' \
+    "$(realpath "$trainer")" "$tmp/slow/begun" >"$tmp/slow/train_fp8"
+chmod +x "$tmp/slow/train_fp8"
+set -m
+GPUS=1 TRAINER=$tmp/slow/train_fp8 OUT=$tmp/early bash "$tmp/run.sh" >"$tmp/early.log" 2>&1 &
+running=$!
+set +m
+await test -e "$tmp/slow/begun"
+kill -TERM "$running"
+wait_for_sweep
+check "a run script that is stopped before the first checkpoint says so" \
+    equal "$(tail -n 1 "$tmp/early.log")" "stopped before the first checkpoint; run the same command to continue"
+
+# A GPU trainer, with a stand-in for nvidia-smi that lists a GPU of 80 GiB and one of 1 MiB, which is too small.
+printf '#!/bin/sh\nexec "%s" "$@"\n' "$(realpath "$trainer")" >"$tmp/bin/gpu_trainer"
+printf '#!/bin/sh\necho "0, GPU-aa11, 81920"\necho "1, GPU-bb22, 1"\n' >"$tmp/bin/nvidia-smi"
+chmod +x "$tmp/bin/gpu_trainer" "$tmp/bin/nvidia-smi"
+rm "$tmp/bin/df"
+# Trains 20 steps on one GPU with $1, an argument of env. Prints the status and the number of lines about memory.
+on_gpu() {
+    rm -rf "$tmp/gpu"
+    env "$1" PATH="$tmp/bin:$PATH" TRAINER="$tmp/bin/gpu_trainer" GPUS=1 STEPS=20 OUT="$tmp/gpu" bash "$tmp/run.sh" \
+        >"$tmp/gpu.log" 2>&1
+    echo "$? $(grep -cE '^(memory: 0 of 80 GiB on each GPU|error: .*the smallest GPU here has 0 GiB)' "$tmp/gpu.log")"
+}
+for visible in 0 GPU-aa; do
+    check "the run script counts only the memory of GPU $visible if CUDA_VISIBLE_DEVICES names it" \
+        equal "$(on_gpu CUDA_VISIBLE_DEVICES=$visible)" "0 1"
+done
+for visible in CUDA_VISIBLE_DEVICES={1,"0,1",GPU-bb22,MIG-cc33} -uCUDA_VISIBLE_DEVICES; do
+    check "the run script refuses a GPU that is too small ($visible)" equal "$(on_gpu "$visible")" "1 1"
+done
 
 GPUS=1 OUT=$tmp/planned bash "$tmp/run.sh" --dry-run >"$tmp/planned.log" 2>&1
 check "a run script's --dry-run prints plan, cost and command and starts nothing" \

@@ -11,8 +11,9 @@
 // fit one word of 32 bits: the lowest 8 bits are 16 k - 1, and the upper 24 bits are max, rounded up to 15 bits of
 // mantissa. A moment takes 1 + 4 / 128 bytes per element. Three rules differ from COAT's, which give no sound answer in
 // these cases:
-//   - k is at most 16; if all magnitudes are equal, COAT divides by log2(1) = 0. k is at least 1/8; the codes above
-//     zero then span 2^142, and smaller magnitudes are rounded to zero or to the lowest of these codes;
+//   - k is at most 16; if all magnitudes are equal, COAT divides by log2(1) = 0. k is at least 1/8: no group
+//     gets the 1/16 with which the tables begin, as fp32 holds no ratio that is too large for 1/8. The codes above zero
+//     then span 2^142, and smaller magnitudes are rounded to zero or to the lowest of these codes;
 //   - zeros stay zeros, and do not count for the min; COAT's min counts some of them, by their place in the warp;
 //   - a group whose max is below 2^-100 becomes zero. Beside AdamW's eps such moments are negligible.
 //

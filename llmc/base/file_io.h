@@ -330,6 +330,15 @@ static inline DIR *folder_open(const char *folder) {
     return dir;
 }
 
+// Returns the next entry of a folder other than "." and "..". NULL: there is none, or, with errno set, it cannot be
+// read.
+static inline struct dirent *folder_next(DIR *dir) {
+    struct dirent *entry;
+    do errno = 0, entry = readdir(dir);
+    while (entry && (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0));
+    return entry;
+}
+
 static inline FolderKind folder_kind(const char *folder) {
     if (!path_exists(folder)) return FOLDER_ABSENT;
     DIR *dir = folder_open(folder);
@@ -337,10 +346,11 @@ static inline FolderKind folder_kind(const char *folder) {
     struct stat mark;
     const bool marked = fstatat(dirfd(dir), FOLDER_MARKER, &mark, AT_SYMLINK_NOFOLLOW) == 0 && S_ISREG(mark.st_mode);
     bool more = false;
-    for (struct dirent *entry; !more && (entry = readdir(dir)) != NULL;)
-        more = strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0 &&
-               !(marked && strcmp(entry->d_name, FOLDER_MARKER) == 0);
+    for (struct dirent *entry; !more && (entry = folder_next(dir)) != NULL;)
+        more = !(marked && strcmp(entry->d_name, FOLDER_MARKER) == 0);
+    const bool unreadable = !more && errno;
     closedir(dir);
+    if (unreadable) return FOLDER_FOREIGN;
     return !more ? FOLDER_EMPTY : marked ? FOLDER_MARKED : FOLDER_FOREIGN;
 }
 
@@ -366,13 +376,12 @@ static inline bool folder_remove(const char *folder, Failure *failure) {
     DIR *dir = FILE_WORK("opendir", folder, folder_open(folder));
     if (!dir) return fail(failure, "cannot open folder %s: %s", folder, strerror(errno));
     bool ok = true;
-    for (struct dirent *entry; ok && (entry = readdir(dir)) != NULL;) {
-        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0 ||
-            strcmp(entry->d_name, FOLDER_MARKER) == 0)
-            continue;
+    for (struct dirent *entry; ok && (entry = folder_next(dir)) != NULL;) {
+        if (strcmp(entry->d_name, FOLDER_MARKER) == 0) continue;
         if (FILE_WORK("unlinkat", folder, unlinkat(dirfd(dir), entry->d_name, 0)))
             ok = fail(failure, "cannot remove %s/%s: %s", folder, entry->d_name, strerror(errno));
     }
+    if (ok && errno) ok = fail(failure, "cannot read folder %s: %s", folder, strerror(errno));
     if (ok && unlinkat(dirfd(dir), FOLDER_MARKER, 0) && errno != ENOENT)
         ok = fail(failure, "cannot remove %s/" FOLDER_MARKER ": %s", folder, strerror(errno));
     closedir(dir);

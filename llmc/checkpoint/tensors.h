@@ -166,6 +166,11 @@ static inline bool state_accepts(StateKind kind, const void *values, int64_t n, 
     return float_is_positive(*(const float *)values);
 }
 
+// Says what state_accepts refuses in an array.
+static inline const char *state_refused(StateKind kind) {
+    return state_is_scale(kind) ? "a scale that is not a finite number above zero" : "a value that is not finite";
+}
+
 // Returns the range of the groups that hold a range of the parameter's elements. Groups are numbered from the one that
 // holds the parameter's first element; joined parameters may share one.
 static inline ShardRange state_groups(const Parameter *p, ShardRange r) {
@@ -183,15 +188,13 @@ static inline ShardRange state_range(const ParameterTable *t, const TrainerState
     return state_is_groups(kind) ? state_groups(p, range) : range;
 }
 
-// Fails if a value to be saved is not finite: training could not continue from it. The failure is `lasting`, because
-// saving again would fail again.
-static inline bool checkpoint_check_finite(const char *prefix, const char *name, const void *values, int64_t n,
-                                           SafetensorsType type, Failure *failure) {
-    if (all_finite(values, n, type)) return true;
-    fail(failure,
-         "tensor %s%.200s holds a value that is not finite, so training cannot continue from it; nothing was "
-         "saved",
-         prefix, name);
+// Fails if a load would not accept values that are to be saved: training could not continue from them. `what` names the
+// bad value. The failure is `lasting`, because saving again would fail again.
+static inline bool checkpoint_check_saved(bool accepted, const char *prefix, const char *name, const char *what,
+                                          Failure *failure) {
+    if (accepted) return true;
+    fail(failure, "tensor %s%.200s holds %s, so training cannot continue from it; nothing was saved", prefix, name,
+         what);
     failure->lasting = true;
     return false;
 }
@@ -203,7 +206,8 @@ static inline bool checkpoint_fetch(void *context, int64_t tensor, int64_t offse
     const StateKind kind = checkpoint_kind(source, tensor);
     const ShardRange r = state_range(source->table, source->state, p, kind);
     source->state->read(source->state->context, kind, r.shard + offset - r.first, count, out);
-    return checkpoint_check_finite(state_prefix(kind), p->name, out, count, source->state->types[kind], failure);
+    return checkpoint_check_saved(state_accepts(kind, out, count, source->state->types[kind]), state_prefix(kind),
+                                  p->name, state_refused(kind), failure);
 }
 
 // Sets the part of a tensor that this rank writes. Replicas hold the same values and take turns over the tensors;
@@ -318,9 +322,7 @@ static inline bool checkpoint_read_array(const Safetensors *st, const ParameterT
             ok = safetensors_read_as(st, tensor, r.first + done, n, type, buffer, failure) &&
                  (state_accepts(kind, buffer, n, type) ||
                   fail(failure, "%s: tensor %.200s holds %s, so nothing can be trained from it",
-                       st->files[tensor->file].path, name,
-                       state_is_scale(kind) ? "a scale that is not a finite number above zero"
-                                            : "a value that is not finite"));
+                       st->files[tensor->file].path, name, state_refused(kind)));
             if (ok) s->write(s->context, kind, r.shard + done, n, buffer);
         }
     }
@@ -334,7 +336,8 @@ static inline bool checkpoint_fetch_delayed(void *context, int64_t tensor, int64
                                             Failure *failure) {
     const TrainerState *s = (const TrainerState *)context;
     s->read(s->context, tensor ? STATE_SCALES : STATE_AMAX_HISTORY, offset, count, out);
-    return checkpoint_check_finite("", tensor ? "scale" : "amax_history", out, count, ST_F32, failure);
+    return checkpoint_check_saved(all_finite(out, count, ST_F32), "", tensor ? "scale" : "amax_history",
+                                  "a value that is not finite", failure);
 }
 
 // Rank 0 writes fp8_state.safetensors; all ranks get the result. Does nothing without delayed scaling.

@@ -91,13 +91,23 @@ static inline int64_t hf_token_id(const Json *json, const char *key, int64_t fal
     return id < vocab_size ? id : -1;
 }
 
+// Dies because config.json does not tell the model's class. `list`: its "architectures"; NULL: it has none.
+static inline void hf_refuse_classless(const Json *json, const JsonNode *list) {
+    const JsonNode *first = list && list->type == JSON_ARRAY ? json_first(json, list) : NULL;
+    if (!list) die("%s has neither \"architectures\" nor \"model_type\"", json->source);
+    die("%s: architectures: expected an array that begins with the name of a class, such as [\"LlamaForCausalLM\"], "
+        "found %s%s; there is no \"model_type\" that could stand for it",
+        json->source, first ? "an array that begins with " : "",
+        list->type == JSON_ARRAY && !first ? "an empty array" : json_type_name(first ? first->type : list->type));
+}
+
 static inline const HfClass *hf_class_of(const Json *json) {
     const JsonNode *root = json_root(json), *list = hf_member(json, root, "architectures");
     if (root->type != JSON_OBJECT) die("%s holds %s, not an object", json->source, json_type_name(root->type));
     const JsonNode *first = list && list->type == JSON_ARRAY ? json_first(json, list) : NULL;
     const char *architecture = first && first->type == JSON_STRING ? first->text : NULL;
     const char *model_type = hf_text(json, root, "model_type", NULL);
-    if (!architecture && !model_type) die("%s has neither \"architectures\" nor \"model_type\"", json->source);
+    if (!architecture && !model_type) hf_refuse_classless(json, list);
     for (const HfClass *c = hf_classes(); c->architecture; c++)
         if (strcmp(architecture ? architecture : model_type, architecture ? c->architecture : c->model_type) == 0) {
             if (model_type && strcmp(model_type, c->model_type) != 0)

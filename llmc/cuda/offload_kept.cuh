@@ -44,14 +44,14 @@ static inline void kept_describe(KeptOffload *f, const Options *o, const KeptSpa
     f->kept = options_offloaded(o).activations ? kept : NULL, f->layers = layers;
 }
 
-// Seconds of a micro-step's passes on paper (step_estimate.h).
+// Estimated seconds of a micro-step's passes (step_estimate.h).
 typedef struct {
     double forward, backward;
 } KeptPasses;
 
 static inline KeptPasses kept_passes(const Options *o, const ModelConfig *m, const ParameterTable *t,
                                      const Precision *p) {
-    Options plain = *o;  // forward is a third of the work of a run that recomputes nothing
+    Options plain = *o;  // without recomputation, forward takes about a third of the time of forward and backward
     plain.recompute = RECOMPUTE_NONE, plain.fp8_activations = OFF;
     const double forward = estimate_passes(&plain, m, t, p) / 3;
     const KeptPasses s = {forward, estimate_passes(o, m, t, p) - forward};

@@ -14,7 +14,7 @@
 #define MEET_MAGIC "train_fp8 rank 1"  // changes with the layout of RankCard
 #define MEET_NEWS_SECONDS 10           // rank 0 says after this time whom it waits for
 
-enum { MEET_TOKEN = 33, MEET_ADDRESSES = 16 };
+enum { MEET_TOKEN = 33, MEET_ADDRESSES = 16 };  // MEET_ADDRESSES: most of each kind, loopback and other, in a file
 
 // A connection begins with a card of the process that opens it. CARD_PROBE only asks if somebody listens.
 typedef enum { CARD_RANK, CARD_PROBE, CARD_DATA, CARD_BEATS } CardKind;
@@ -100,7 +100,7 @@ typedef struct {
     char magic[24], token[MEET_TOKEN], job[64], host[64], boot[40];
     int pid, port;
     int64_t num_addresses;
-    char addresses[MEET_ADDRESSES][SOCKET_ADDRESS];
+    char addresses[2 * MEET_ADDRESSES][SOCKET_ADDRESS];
 } MeetFile;
 
 // Returns false if the file is missing or is something else.
@@ -112,7 +112,7 @@ static inline bool meet_file_read(const char *path, MeetFile *file) {
     const bool good = fgets(line, sizeof line, f) && strcmp(line, MEET_MAGIC "\n") == 0 &&
                       fscanf(f, "token %32s\njob %63[^\n]\nhost %63s\nboot %39s\nprocess %d\nport %d\n", file->token,
                              file->job, file->host, file->boot, &file->pid, &file->port) == 6;
-    while (good && file->num_addresses < MEET_ADDRESSES &&
+    while (good && file->num_addresses < 2 * MEET_ADDRESSES &&
            fscanf(f, "address %63s\n", file->addresses[file->num_addresses]) == 1)
         file->num_addresses++;
     fclose(f);
@@ -120,13 +120,15 @@ static inline bool meet_file_read(const char *path, MeetFile *file) {
     return good && file->num_addresses;
 }
 
-// Writes the numeric addresses of this host's interfaces, one a line; loopback last, for ranks of this host.
+// Writes the numeric addresses of this host's interfaces, one a line; loopback last, for ranks of this host. At most
+// MEET_ADDRESSES of each kind, so that readers have room for both.
 static inline void meet_write_addresses(FILE *f) {
     struct ifaddrs *all;
     char address[NI_MAXHOST];
     if (getifaddrs(&all)) die("getifaddrs: %s", strerror(errno));
-    for (int loopback = 0; loopback <= 1; loopback++)
-        for (const struct ifaddrs *a = all; a; a = a->ifa_next) {
+    for (int loopback = 0; loopback <= 1; loopback++) {
+        int written = 0;
+        for (const struct ifaddrs *a = all; a && written < MEET_ADDRESSES; a = a->ifa_next) {
             const int family = a->ifa_addr ? a->ifa_addr->sa_family : AF_UNSPEC;
             const socklen_t bytes = family == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6);
             if ((family != AF_INET && family != AF_INET6) || strlen(a->ifa_name) > 32 ||
@@ -136,7 +138,9 @@ static inline void meet_write_addresses(FILE *f) {
             if (strchr(address, '%') || address_is_loopback(address) != loopback || strlen(address) >= SOCKET_ADDRESS)
                 continue;
             fprintf(f, "address %s\n", address);
+            written++;
         }
+    }
     freeifaddrs(all);
 }
 

@@ -67,9 +67,9 @@ HOST_DEVICE static inline uint32_t adamw_magnitude(float gradient) {
     return magnitude < 0x7f800000u ? magnitude : 0x7f800000u;
 }
 
-// The magnitude from which on a gradient counts as large in a step that is not taken: a 1024th of the largest, or
-// infinity if the largest is infinite. Gradients grow on their way back through the model, so the first large one is
-// nearer to the cause than the largest.
+// Returns the smallest magnitude that counts as large in a step that is not taken: 1/1024 of the largest gradient, or
+// infinity if that is infinite. Gradients grow on their way back through the model, so the first large one in backward
+// order is nearer to the cause than the largest.
 HOST_DEVICE static inline uint32_t adamw_large(uint32_t largest) {
     const uint32_t factor = 10u << 23;
     return largest == 0x7f800000u ? largest : largest > factor ? largest - factor : 0;

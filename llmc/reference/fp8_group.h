@@ -1,4 +1,4 @@
-// Rounds values to what groups of FP8 codes (base/fp8_group.h) stand for, in plain C.
+// Encodes values as groups of FP8 codes (base/fp8_group.h) and decodes them, in plain C.
 #ifndef LLMC_REFERENCE_FP8_GROUP_H
 #define LLMC_REFERENCE_FP8_GROUP_H
 
@@ -21,7 +21,8 @@ static inline float fp8_group_value(uint8_t code, uint8_t scale_inv) {
     return bf16_round(fp8_to_float(code, FP8_E4M3) * e8m0_to_float(scale_inv));
 }
 
-// Rounds x [n], in groups from the first value on; the last group may be smaller.
+// Encodes x [n] in groups, beginning with its first value, and overwrites x with the decoded values. The last group may
+// be smaller.
 static inline void fp8_group_round(float *x, int64_t n) {
     PARALLEL_FOR
     for (int64_t begin = 0; begin < n; begin += FP8_GROUP) {
