@@ -13,8 +13,8 @@ take_none() {
 
 say() { printf '\n== %s\n' "$*"; }
 
-# Installs packages of Debian or Ubuntu, as root or by sudo. Ends the script if apt-get fails or is missing, or if a user
-# who is not root has no sudo.
+# Installs packages of Debian or Ubuntu, as root or by sudo. Ends the script if apt-get fails or is missing, or if there
+# is no sudo for a user who is not root.
 install_packages() {
     say "installing: $*"
     local sudo=()

@@ -24,6 +24,7 @@
 
 typedef struct {
     const FuzzTarget *target;
+    const char *file;  // the input's path; NULL: inputs come from seeds
     uint64_t run;
     int num_seeds;
     uint8_t seeds[REPLAY_MAX_SEEDS][FUZZ_SEED_CAPACITY];
@@ -145,7 +146,9 @@ static size_t mutate(uint64_t run, uint8_t *data) {
 static void replay_report(void) {
     const unsigned long long run = replay()->run;
     const char *name = replay()->target->name;
-    fprintf(stderr, "run %llu of %s failed; to repeat it: build/fault/replay %s 1 %llu\n", run, name, name, run);
+    if (replay()->file)
+        fprintf(stderr, "%s failed; to repeat it: build/fault/replay %s %s\n", name, name, replay()->file);
+    else fprintf(stderr, "run %llu of %s failed; to repeat it: build/fault/replay %s 1 %llu\n", run, name, name, run);
 }
 
 static void replay_signal(int number) {
@@ -198,6 +201,8 @@ int main(int argc, char **argv) {
         size_t size;
         char *file = read_file(argv[2], &size);
         if (!file) die("cannot read %s: %s", argv[2], strerror(errno));
+        replay()->file = argv[2];
+        alarm(REPLAY_HANG_SECONDS);
         fuzz_run(replay()->target->run, (const uint8_t *)file, size);
     }
     return 0;

@@ -257,9 +257,10 @@ def run(args, precision, T, rank, world):
 
 def joules_of_all(after, before, world):
     """Returns the energy of all GPUs between two readings of this rank's counter; None if a GPU does not tell it."""
+    own = None if after is None or before is None else after - before
     if world == 1:
-        return None if after is None else after - before
-    joules = torch.tensor(float("nan") if after is None else after - before, dtype=torch.float64, device=DEVICE)
+        return own
+    joules = torch.tensor(float("nan") if own is None else own, dtype=torch.float64, device=DEVICE)
     dist.all_reduce(joules)
     return None if joules.isnan() else joules.item()
 

@@ -160,9 +160,10 @@ check "a second run with the same --log-dir is refused" \
 
 (trap - INT; exec ./train_fp8 small $data --sequence-length 4096 --batch-size 4) >"$tmp/long.out" 2>&1 &
 long=$!
-sleep 2
+for _ in $(seq 300); do grep -q '^memory' "$tmp/long.out" && break; sleep 0.2; done  # the first step begins then
+sleep 1
 kill -INT $long
-sleep 0.5
+sleep 0.1
 kill -INT $long
 check "a Ctrl-C that is repeated within half a second, as mpirun does, counts once" kill -0 $long
 sleep 2
