@@ -204,6 +204,7 @@ int main(int argc, char **argv) {
         replay()->file = argv[2];
         alarm(REPLAY_HANG_SECONDS);
         fuzz_run(replay()->target->run, (const uint8_t *)file, size);
+        free(file);
     }
     return 0;
 }
