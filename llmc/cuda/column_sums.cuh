@@ -71,8 +71,9 @@ static inline int64_t bias_parts(int64_t rows) { return min_i64(BIAS_MAX_PARTS, 
 static inline void bias_backward(bf16 *dbias, const bf16 *dy, int64_t rows, int64_t columns, void *workspace,
                                  cudaStream_t stream) {
     if (rows < 1 || columns < 8 || columns % 8 || columns > INT_MAX)
-        die("bias_backward: no rows, or %lld columns: columns must be a multiple of 8, from 8 to 2^31 - 8",
-            (long long)columns);
+        die("bias_backward: dy has %lld rows and %lld columns; at least 1 row and a multiple of 8 columns, from 8 to "
+            "2^31 - 8, are needed",
+            (long long)rows, (long long)columns);
     require_aligned16(dy, "bias_backward", "dy");
     const dim3 grid(grid_size(columns, BIAS_COLUMNS), (unsigned)bias_parts(rows));
     CUDA_LAUNCH(bias_backward_kernel, grid, BIAS_THREADS, 0, stream, (float *)workspace, dy, rows, (int)columns);
