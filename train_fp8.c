@@ -130,8 +130,8 @@ typedef struct {
     float *exp_avg, *exp_avg_sq;       // moments in fp32 or bf16, else NULL
     CoatMoment coat_avg, coat_avg_sq;  // COAT's moments, else NULL
     MsampArrays msamp;                 // MS-AMP's moments, else NULL
-    float *scales;                     // scales of MS-AMP's moments and FP16 masters (tensor_scale), else NULL
-    uint32_t *amaxes;                  // fp32 bits of the amaxes of the same arrays (tensor_amax), else NULL
+    float *scales;                     // with MS-AMP's moments or FP16 masters: their scales (tensor_scale); else NULL
+    uint32_t *amaxes;                  // the amaxes of the same arrays, as bits of fp32 (tensor_amax); else NULL
 } Params;
 
 // The number of arrays that have a scale for each parameter: both moments of MS-AMP, and FP16 masters.

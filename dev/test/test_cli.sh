@@ -13,8 +13,9 @@ trap 'rm -rf "$tmp"' EXIT
 build/synth_stories --out "$tmp/s" --bytes 30000 --seed 3 >/dev/null
 data="--train-data $tmp/s_train.bin --sequence-length 32 --num-steps 2"
 
-# ---- Exit statuses, on one rank and on two. $1 status, then arguments.
+# ---- Exit statuses, on one rank and on two.
 
+# $1 expected status, then arguments of the trainer. True if one rank and two ranks both end with that status.
 ends() {
     local expected=$1 one two
     shift

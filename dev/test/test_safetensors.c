@@ -503,7 +503,16 @@ static void test_printable(void) {
                                            {"\xc2\x9b"
                                             "31m",
                                             "\xc2\\x9b31m"},
-                                           {"Grüße, 你好", "Grüße, 你好"}};
+                                           {"a\x80\x9b"
+                                            "31m",
+                                            "a\\x80\\x9b31m"},
+                                           {"\xff\x9b"
+                                            "31m",
+                                            "\xff\\x9b31m"},
+                                           {"ü\x9b"
+                                            "31m",
+                                            "ü\\x9b31m"},
+                                           {"Grüße, 你好 😀", "Grüße, 你好 😀"}};
     char out[32], cut[7];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         text_printable(cases[i][0], out, sizeof out);

@@ -69,13 +69,17 @@ static inline DieHook *die_hook(void) {
 // True for a control character that a terminal would act on: all but newline and tab.
 static inline bool byte_is_control(char c) { return ((unsigned char)c < 32 && c != '\n' && c != '\t') || c == 127; }
 
-// Copies a text that may come from a file, so that it is safe to print: control characters become \xNN, also C1 ones,
-// as bytes and in UTF-8 (C2 80 to C2 9F). Newlines and tabs stay. A text that does not fit is cut.
+// Copies a text that may come from a file, so that it is safe to print: each control character but newline and tab
+// becomes \xNN. These include bytes 80 to 9F (C1), unless they belong to a UTF-8 character; of C2 80 to C2 9F the
+// second byte is replaced. A text that does not fit is cut.
 static inline void text_printable(const char *text, char *out, size_t capacity) {
     size_t n = 0;
+    int expected = 0;  // bytes that the UTF-8 character still has
     for (unsigned char before = 0; *text && n + 5 <= capacity; before = (unsigned char)*text++) {
         const unsigned char c = (unsigned char)*text;
-        const bool c1 = c >= 0x80 && c < 0xa0 && (before < 0x80 || before == 0xc2);
+        const bool c1 = c >= 0x80 && c < 0xa0 && (expected == 0 || before == 0xc2);
+        if (c >= 0x80 && c < 0xc0) expected -= expected > 0;
+        else expected = c >= 0xf0 ? 3 * (c < 0xf5) : c >= 0xe0 ? 2 : c >= 0xc2;
         if (c1 || byte_is_control(*text)) n += (size_t)snprintf(out + n, 5, "\\x%02x", c);
         else out[n++] = *text;
     }

@@ -80,7 +80,8 @@ static inline AmaxSource tensor_scales_amax_source(const Recipe *r, TensorRole r
     return recipe_has_current_tensor_scales(r) && !made_by_its_cast ? AMAX_FROM_PRODUCER : AMAX_FROM_PASS;
 }
 
-// Returns the first amax slot of a tensor, even if no FP8 GEMM reads it.
+// Returns the first amax slot of a tensor, also if its linear layer is not FP8. With block scales a tensor has no slot,
+// and nothing may be read or written there.
 static inline uint32_t *tensor_scales_amax(const TensorScales *s, int64_t l, TensorRole role, LinearId id) {
     return s->amax + l * s->amax_stride + s->amax_offset[tensor_index(0, role, id)];
 }

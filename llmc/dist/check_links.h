@@ -85,7 +85,8 @@ typedef struct {
     int64_t world;
     LinkHost *hosts;                       // [world]
     double seconds[NUM_LINK_COLLECTIVES];  // one collective; 0: not measured
-    double *rates;                         // [world][world] bytes per second each way; 0: not measured
+    double *rates;                         // [world][world] bytes per second in one direction, while both are used;
+                                           // 0: not measured
     double *paths;                         // [world][world] LinkPath, as numbers that comm_sum adds
     LinkGpu *gpus;                         // [world]
     char no_pairs[256];                    // the reason why a rank could not open its pairs; else ""

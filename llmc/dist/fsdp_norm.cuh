@@ -22,8 +22,8 @@ static inline int64_t fsdp_times_counted(const Fsdp *f) { return fsdp_is_sharded
 // Returns the slot of unit l's sum of squares.
 static inline int64_t fsdp_clip_slot(const Fsdp *f, int64_t l) { return l == ROOT ? 0 : l % f->sum_layers; }
 
-// Only with grad_clip: adds up the squares of unit l's sums of gradients, which are complete in `stream`; if they are
-// sharded, over all ranks. Returns the bytes moved.
+// Only with grad_clip: adds up the squares of unit l's gradients, which are summed and complete in `stream`. If
+// gradients are sharded, it adds up the squares of all ranks. Returns the bytes that this rank's kernel moves.
 static inline int64_t fsdp_sum_squares(Fsdp *f, int64_t l, cudaStream_t stream) {
     const Transport *t = &f->transport;
     const int64_t at = fsdp_sums_begin(f, l);
@@ -39,9 +39,9 @@ static inline int64_t fsdp_sum_squares(Fsdp *f, int64_t l, cudaStream_t stream) 
     return bytes;
 }
 
-// Only with grad_clip: computes the factor for unit l's gradient, which is complete in the compute stream, and if its
-// update is skipped. With several ranks, fsdp_complete_sums has added up a layer's squares before. Returns the bytes
-// that the compute stream moves.
+// Only with grad_clip: sets the clipping factor of unit l and whether its update is skipped. The unit's gradient must
+// be complete in the compute stream. With several ranks, fsdp_complete_sums has already added up a layer's squares.
+// Returns the bytes that the compute stream moves.
 static inline int64_t fsdp_clip_unit(Fsdp *f, AdamwControl *control, int64_t l) {
     Transport *t = &f->transport;
     int64_t bytes = 0;
