@@ -108,6 +108,7 @@ build/test_fsdp_order: STAND_INS := cudaStreamSynchronize cudaStreamQuery cudaSt
 	cudaMallocHost cudaFreeHost cudaMemsetAsync cudaMemset2DAsync cudaMemcpyAsync cudaGetDevice \
 	cudaDeviceGetAttribute cudaLaunchKernelExC \
 	ncclGroupStart ncclGroupEnd ncclCommGetAsyncError ncclAllGather ncclReduceScatter ncclAllReduce \
+	ncclSend ncclRecv \
 	cudaIpcGetMemHandle cudaIpcOpenMemHandle cudaIpcCloseMemHandle cudaGetDriverEntryPointByVersion \
 	MPI_Allgather MPI_Allreduce MPI_Barrier MPI_Type_contiguous MPI_Type_commit MPI_Type_free
 

@@ -60,14 +60,17 @@ typedef struct {
     int64_t step;                  // version of the weights
     int64_t gradient_step, micro;  // weights' version, and micro-step, from which the gradients come
     int64_t operation, barriers;   // numbers of the operation being enqueued and of the barrier in it
+    int64_t unit, call;            // a unit whose gradient is being reduced, and the first operation of that; -1: none
     bool to_replicas;              // the sum over replicas is being enqueued
 } Rank;
 
 // An omitted operation. The test must detect that it is missing.
 typedef struct {
     const char *what;  // the operation that a barrier or collective is part of, an event, or a call
-    int64_t number;    // number of the barrier in the operation
-    int64_t rank;      // -1: all
+    // Number of the barrier in the operation. If a gradient's reduction has several operations of this name: number of
+    // the barrier in all of them, or of the collective's operation.
+    int64_t number;
+    int64_t rank;  // -1: all
 } Omission;
 
 static Rank ranks[ORDER_MAX_RANKS], *now;             // the rank whose trainer runs
@@ -82,6 +85,18 @@ static Omission omission;
 static bool acts;                                         // calls take effect at once, on host memory
 static CUstreamBatchMemOpParams awaited[PEER_MAX_RANKS];  // with acts: values that streams wait for
 static int64_t num_awaited;
+
+// Messages of a group of NCCL calls.
+typedef struct {
+    cudaStream_t stream;
+    ncclComm_t communicator;
+    bool sends;
+    const char *at;
+    int64_t bytes, rank;  // rank: the other one
+} Message;
+
+static Message messages[2 * ORDER_MAX_RANKS];
+static int num_messages;
 
 // Returns the content that stands for the weights of a layer or ROOT, of version `step`.
 static int64_t weights_of(int64_t step, int64_t l) { return order_content(2 + step * 1000 + l, 0); }
@@ -145,7 +160,25 @@ static bool is_omitted(cudaStream_t s, const char *what, int64_t number) {
 }
 
 // Returns the name of the operation, by NCCL or copy engines, that is being enqueued.
-static const char *operation_name(const Rank *r) { return r->nccl->operations[r->nccl->enqueued % NCCL_PENDING].what; }
+static const char *operation_name(const Rank *r) {
+    const char *what = r->nccl->operations[r->nccl->enqueued % NCCL_PENDING].what;
+    const bool amaxes = what && strcmp(what, "all-reduce of the amaxes of gradients") == 0;
+    return amaxes && r->to_replicas ? "all-reduce of the amaxes of gradients, for replicas" : what;
+}
+
+// Returns how many earlier operations of this reduction of a gradient have the name of the one that is being enqueued.
+static int64_t repetitions(const Rank *r) {
+    int64_t count = 0;
+    for (int64_t i = r->call; omission.what && i >= 0 && i < r->nccl->enqueued; i++)
+        count += strcmp(r->nccl->operations[i % NCCL_PENDING].what,
+                        r->nccl->operations[r->nccl->enqueued % NCCL_PENDING].what) == 0;
+    return count;
+}
+
+// True if this rank leaves out its part in the collective or messages that are being enqueued.
+static bool collective_is_omitted(cudaStream_t s) {
+    return is_omitted(s, operation_name(rank_of(s)), repetitions(rank_of(s)));
+}
 
 static const char *offload_event_name(const Rank *r, cudaEvent_t e);
 
@@ -176,13 +209,49 @@ static const int *group_of(ncclComm_t communicator) {
 static ncclResult_t note_collective(const char *name, bool sums, cudaStream_t s, ncclComm_t communicator,
                                     const void *from, int64_t bytes, void *to, int64_t to_bytes) {
     const int *group = group_of(communicator);
-    if (is_omitted(s, operation_name(rank_of(s)), 0)) {  // omits this rank's part in the collective
+    if (collective_is_omitted(s)) {
         note_read(s, from, bytes, ORDER_CARRIED);
         note_write(s, to, to_bytes, ORDER_CARRIED);
     } else {
         order_collective(number_of(s), name, group, from, bytes, to, to_bytes, sums ? *group : 0);
     }
     return ncclSuccess;
+}
+
+// Returns the rank that has an index in a communicator of this rank.
+static int64_t rank_in(const Rank *r, ncclComm_t communicator, int64_t index) {
+    const Comm *c = &r->comm;
+    if (communicator == r->nccl->comms[COMM_WORLD]) return index;
+    return communicator == r->nccl->comms[COMM_SHARD] ? c->replica * c->shard_size + index
+                                                      : index * c->shard_size + c->shard_rank;
+}
+
+static ncclResult_t note_message(cudaStream_t s, ncclComm_t communicator, bool sends, const void *at, int64_t bytes,
+                                 int index) {
+    const Message m = {s, communicator, sends, (const char *)at, bytes, rank_in(rank_of(s), communicator, index)};
+    if (collective_is_omitted(s)) return ncclSuccess;
+    if (num_messages == (int)(sizeof messages / sizeof *messages)) die("too many messages in a group of NCCL calls");
+    messages[num_messages++] = m;
+    return ncclSuccess;
+}
+
+static bool messages_overlap(const Message *a, const Message *b) {
+    return a != b && a->at < b->at + b->bytes && b->at < a->at + a->bytes;
+}
+
+// Records the messages of a group of NCCL calls, which move at the same time.
+static void note_messages(void) {
+    for (const Message *m = messages; m < messages + num_messages; m++) {
+        for (const Message *other = messages; !m->sends && other < messages + num_messages; other++)
+            if (messages_overlap(m, other)) die("a group of NCCL calls receives into memory that it also uses");
+        if (m->sends) order_send(number_of(m->stream), group_of(m->communicator), m->at, m->bytes, m->rank);
+    }
+    for (const Message *m = messages; m < messages + num_messages; m++)
+        if (!m->sends)
+            order_receive(number_of(m->stream), group_of(m->communicator), (void *)(intptr_t)m->at, m->bytes, m->rank);
+    for (const Message *m = messages; m < messages + num_messages; m++)
+        if (m->sends) order_sent(number_of(m->stream), m->rank);
+    num_messages = 0;
 }
 
 // True if an address is one of the arrivals in any rank's memory. All ranks have them at equal offsets.
@@ -197,7 +266,8 @@ static bool is_arrival(const Rank *r, const char *at) {
 static CUresult note_memory_operations(CUstream s, unsigned count, CUstreamBatchMemOpParams *operations, unsigned) {
     Rank *r = rank_of(s);
     if (r->operation != r->nccl->enqueued) r->operation = r->nccl->enqueued, r->barriers = 0;
-    if (is_omitted(s, operation_name(r), r->barriers++)) return CUDA_SUCCESS;
+    const int64_t number = 2 * repetitions(r) + r->barriers++;  // each operation that is repeated has two barriers
+    if (is_omitted(s, operation_name(r), number)) return CUDA_SUCCESS;
     for (unsigned i = 0; i < count; i++) {
         const CUstreamBatchMemOpParams *o = &operations[i];
         const bool write = o->operation == CU_STREAM_MEM_OP_WRITE_VALUE_32;
@@ -318,6 +388,94 @@ static bool note_sum_kernel(cudaStream_t s, const void *function, void **argumen
     return false;
 }
 
+// ---- FP8 gradients. Amaxes have the content of the gradients, and their all-reduce counts the ranks once more. Scales
+// have the content of the gradients too, but count no ranks. Padding counts as gradient.
+
+static int64_t stored_gradients(int64_t micro, int64_t over) {
+    return gradients_of(now->gradient_step, micro, now->unit, over);
+}
+
+// Returns how many ranks the amaxes must count with which a kernel casts to `to`.
+static int64_t cast_amaxes_over(const GradientFp8 *to) {
+    const int64_t shards = now->comm.shard_size;
+    return to->codes == now->f->fp8_sent.codes ? shards : shards * (now->to_replicas ? now->comm.world : shards);
+}
+
+static void note_scales(cudaStream_t s, const float *scale_inv, const GradientFp8Layout *a, int64_t micro) {
+    note_read(s, scale_inv, a->entries * (int64_t)sizeof *scale_inv, stored_gradients(micro, 0));
+}
+
+// Records the reads of a pass over gradients. The stored ones are those of earlier micro-steps, over the shard group.
+static void note_fp8_source(cudaStream_t s, const GradientFp8 *to, const GradientFp8Source *from,
+                            const GradientFp8Layout *a, bool add) {
+    if (!from->data) note_scales(s, from->scale_inv, a, now->micro);
+    if (add) note_scales(s, to->scale_inv, a, now->micro - 1);
+    if (add) note_read(s, to->codes, a->matrices, stored_gradients(now->micro - 1, now->comm.shard_size));
+    if (from->data) note_read(s, from->data, a->matrices * (int64_t)sizeof(bf16), ORDER_CARRIED);
+    else note_read(s, from->codes, a->matrices, ORDER_CARRIED);
+}
+
+static void note_fp8_scales(cudaStream_t s, const GradientFp8 *to, const GradientFp8Layout *a) {
+    note_read(s, to->amaxes, a->entries * (int64_t)sizeof *to->amaxes,
+              stored_gradients(now->micro, cast_amaxes_over(to)));
+    note_write(s, to->scale_inv, a->entries * (int64_t)sizeof *to->scale_inv, stored_gradients(now->micro, 0));
+    note_write(s, to->amaxes, a->entries * (int64_t)sizeof *to->amaxes, ORDER_UNWRITTEN);
+}
+
+static void note_fp8_sum(cudaStream_t s, const uint8_t *to, const uint8_t *own, const uint8_t *others, int64_t stride,
+                         int64_t summed, int64_t n) {
+    for (int64_t i = 0; i < summed - 1; i++) note_read(s, others + i * stride, n, ORDER_CARRIED);
+    note_read(s, own, n, ORDER_CARRIED);
+    note_write(s, to, n, ORDER_CARRIED)->summed = summed;
+}
+
+static void note_fp8_decode(cudaStream_t s, const bf16 *to, const GradientFp8 *from, const GradientFp8Layout *a) {
+    note_scales(s, from->scale_inv, a, now->micro);
+    note_read(s, from->codes, a->matrices, ORDER_CARRIED);
+    note_write(s, to, a->matrices * (int64_t)sizeof *to, ORDER_CARRIED);
+}
+
+// Records a pass that finds amaxes or casts. Returns false if it is another kernel. Amaxes must be zero before they are
+// found, and those of a cast must be over all ranks that share its scales.
+static bool note_fp8_pass(cudaStream_t s, const void *function, void **arguments) {
+    const void *const amaxes[2][2] = {
+        {(const void *)gradient_fp8_amax_kernel<false, false>, (const void *)gradient_fp8_amax_kernel<false, true>},
+        {(const void *)gradient_fp8_amax_kernel<true, false>, (const void *)gradient_fp8_amax_kernel<true, true>}};
+    const void *const casts[2][2] = {
+        {(const void *)gradient_fp8_cast_kernel<false, false>, (const void *)gradient_fp8_cast_kernel<false, true>},
+        {(const void *)gradient_fp8_cast_kernel<true, false>, (const void *)gradient_fp8_cast_kernel<true, true>}};
+    for (int add = 0; add < 2; add++)
+        for (int codes = 0; codes < 2; codes++) {
+            const bool is_cast = function == casts[add][codes];
+            if (!is_cast && function != amaxes[add][codes]) continue;
+            const GradientFp8 *to = (const GradientFp8 *)arguments[0];
+            const GradientFp8Source *from = (const GradientFp8Source *)arguments[1];
+            const GradientFp8Layout *a = (const GradientFp8Layout *)arguments[is_cast ? 3 : 2];
+            const int64_t bytes = a->entries * (int64_t)sizeof *to->amaxes;
+            note_read(s, to->amaxes, bytes,
+                      is_cast ? stored_gradients(now->micro, cast_amaxes_over(to)) : ORDER_UNWRITTEN);
+            note_fp8_source(s, to, from, a, add > 0);
+            if (is_cast) note_write(s, to->codes, a->matrices, ORDER_CARRIED);
+            else note_write(s, to->amaxes, bytes, ORDER_CARRIED);
+            return true;
+        }
+    return false;
+}
+
+// Records a kernel of gradient_fp8.cuh. Returns false if it is another kernel.
+static bool note_fp8_kernel(cudaStream_t s, const void *function, void **arguments) {
+    if (function == (const void *)gradient_fp8_scales_kernel)
+        note_fp8_scales(s, (const GradientFp8 *)arguments[0], (const GradientFp8Layout *)arguments[2]);
+    else if (function == (const void *)gradient_fp8_sum_kernel)
+        note_fp8_sum(s, POINTER(uint8_t, 0), POINTER(uint8_t, 1), POINTER(uint8_t, 2), INTEGER(3), INTEGER(4),
+                     INTEGER(6));
+    else if (function == (const void *)gradient_fp8_decode_kernel)
+        note_fp8_decode(s, POINTER(bf16, 0), (const GradientFp8 *)arguments[1],
+                        (const GradientFp8Layout *)arguments[2]);
+    else return note_fp8_pass(s, function, arguments);
+    return true;
+}
+
 // Records a kernel that sums the squares of a unit, or clips the unit by them. Returns false if it is another kernel.
 // Squares have the content of the gradients; their all-reduce counts the ranks once more.
 static bool note_clip_kernel(cudaStream_t s, const void *function, void **arguments) {
@@ -350,7 +508,8 @@ static void note_kernel(cudaStream_t s, const void *function, void **arguments) 
         note_transpose(s, POINTER(uint8_t, 0), POINTER(uint8_t, 1), INTEGER(2) * INTEGER(3));
     else if (function == (const void *)transport_to_fp32_kernel)
         note_to_fp32(s, POINTER(float, 0), POINTER(bf16, 1), INTEGER(2), INTEGER(3), INTEGER(4));
-    else if (!note_sum_kernel(s, function, arguments) && !note_clip_kernel(s, function, arguments))
+    else if (!note_sum_kernel(s, function, arguments) && !note_fp8_kernel(s, function, arguments) &&
+             !note_clip_kernel(s, function, arguments))
         die("a kernel that this test does not know");
 }
 
@@ -403,7 +562,7 @@ cudaError_t __wrap_cudaMemcpyAsync(void *to, const void *from, size_t bytes, cud
         note_access(s, to);
         note_read(s, from, (int64_t)bytes, ORDER_CARRIED);
         note_write(s, to, (int64_t)bytes, ORDER_CARRIED);
-        copied += !is_pinned(from) && !is_pinned(to);
+        copied += order_rank_of((const char *)from) != order_rank_of((const char *)to);
     } else if (in_memory(from))
         note_statistics(s);  // the trainer copies only the loss of a step to the host on a stream
     else note_write(s, to, (int64_t)bytes, ORDER_UNWRITTEN);
@@ -478,7 +637,10 @@ cudaError_t __wrap_cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const v
     return cudaSuccess;
 }
 ncclResult_t __wrap_ncclGroupStart(void) { return ncclSuccess; }
-ncclResult_t __wrap_ncclGroupEnd(void) { return ncclSuccess; }
+ncclResult_t __wrap_ncclGroupEnd(void) {
+    note_messages();
+    return ncclSuccess;
+}
 ncclResult_t __wrap_ncclCommGetAsyncError(ncclComm_t, ncclResult_t *state) {
     *state = ncclSuccess;
     return ncclSuccess;
@@ -496,7 +658,15 @@ ncclResult_t __wrap_ncclReduceScatter(const void *from, void *to, size_t count, 
 ncclResult_t __wrap_ncclAllReduce(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op,
                                   ncclComm_t c, cudaStream_t s) {
     const int64_t bytes = (int64_t)count * nccl_element(type);
-    return note_collective("all-reduce", op == ncclSum, s, c, from, bytes, to, bytes);
+    const bool amaxes = op == ncclMax && type == ncclUint32;
+    return note_collective("all-reduce", op == ncclSum || amaxes, s, c, from, bytes, to, bytes);
+}
+ncclResult_t __wrap_ncclSend(const void *from, size_t count, ncclDataType_t type, int to, ncclComm_t c,
+                             cudaStream_t s) {
+    return note_message(s, c, true, from, (int64_t)count * nccl_element(type), to);
+}
+ncclResult_t __wrap_ncclRecv(void *to, size_t count, ncclDataType_t type, int from, ncclComm_t c, cudaStream_t s) {
+    return note_message(s, c, false, to, (int64_t)count * nccl_element(type), from);
 }
 }
 
@@ -744,14 +914,26 @@ static void called_loss(float *out, const float *, int64_t, double, cudaStream_t
     note_write(computing(), out, sizeof *out, gradients_now(STATISTICS, 1));
 }
 
+// Reads this rank's FP8 sums of a layer.
+static void read_reduced_codes(int64_t l) {
+    const GradientFp8Layout *a = &now->f->fp8_layout;
+    const GradientFp8 sums = gradient_fp8_of_layer(now->f->fp8_sums, a, l);
+    note_read(computing(), sums.codes, a->matrices, gradients_now(l, now->f->world));
+    note_read(computing(), sums.scale_inv, a->entries * (int64_t)sizeof *sums.scale_inv, gradients_now(l, 0));
+}
+
 // Reads this rank's sums of `count` units from unit l on, which begin at element `at`.
 static void read_reduced_gradients(int64_t l, int64_t count, int64_t at) {
     const Transport *t = &now->f->transport;
     const int64_t element = t->fp32_sums ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16);
     char *sums = t->fp32_sums ? (char *)t->sums_fp32 : (char *)t->sums;
-    for (int64_t i = 0; i < count; at += shard_elements(&now->f->plan, l + i++))
-        note_read(computing(), sums + at * element, shard_elements(&now->f->plan, l + i) * element,
-                  gradients_now(l + i, now->f->world));
+    for (const int64_t end = l + count; l < end; l++) {
+        const bool fp8 = now->f->fp8_gradients && l != ROOT;
+        const int64_t n = fp8 ? now->f->fp8_layout.vectors : shard_elements(&now->f->plan, l);
+        note_read(computing(), sums + at * element, n * element, gradients_now(l, now->f->world));
+        if (fp8) read_reduced_codes(l);
+        at += n;
+    }
 }
 
 // Writes the weights of version `step` of `count` units from unit l on.
@@ -880,15 +1062,21 @@ static void check_computed(const Fsdp *f, int64_t l) {
 
 static bool call_is_omitted(const char *name) { return is_omitted(computing(), name, 0); }
 
+static void begin_reduction(int64_t l) { now->unit = l, now->call = now->nccl->enqueued; }
+
 static int64_t trainer_reduce_scatter(Fsdp *f, int64_t l) {
     check_computed(f, l);
-    return call_is_omitted("fsdp_reduce_scatter") ? 0 : fsdp_reduce_scatter(f, l);
+    begin_reduction(l);
+    const int64_t bytes = call_is_omitted("fsdp_reduce_scatter") ? 0 : fsdp_reduce_scatter(f, l);
+    now->call = -1;
+    return bytes;
 }
 
 static void trainer_reduce_replicas(Fsdp *f, int64_t l, bool last) {
+    begin_reduction(l);
     now->to_replicas = true;
     if (!call_is_omitted("fsdp_reduce_replicas")) fsdp_reduce_replicas(f, l, last);
-    now->to_replicas = false;
+    now->to_replicas = false, now->call = -1;
 }
 
 static void trainer_unshard(Fsdp *f, int64_t l, bool backward) {
@@ -1042,6 +1230,7 @@ typedef struct {
     int64_t world, layers, accumulation;
     bool untied, many_tokens, clips, in_backward;
     const char *offload;  // NULL: none
+    bool fp8_gradients;
 } Case;
 
 static Trainer trainers[ORDER_MAX_RANKS];
@@ -1089,6 +1278,14 @@ static const char *buffer_name(int64_t rank, const char *address) {
                {"root_grads", f->root_grads},
                {"layer_grads[0]", f->layer_grads[0]},
                {"layer_grads[1]", f->layer_grads[1]},
+               {"codes of gradients", f->fp8_sums.codes},
+               {"scales of gradients", f->fp8_sums.scale_inv},
+               {"amaxes of gradients", f->fp8_sums.amaxes},
+               {"codes that are sent", f->fp8_sent.codes},
+               {"scales of codes that are sent", f->fp8_sent.scale_inv},
+               {"amaxes of codes that are sent", f->fp8_sent.amaxes},
+               {"codes that are received", f->fp8_received},
+               {"fp8_reduced", f->fp8_reduced},
                {"staging", f->transport.staging},
                {"received", f->transport.received},
                {"a slot of offloaded parts", t->offload.slots[0].array[OFFLOAD_EXP_AVG]},
@@ -1108,7 +1305,7 @@ static void create_rank(const Options *o, const ModelConfig *m, int64_t world, i
     Rank *r = now = &ranks[rank];
     Trainer *t = &trainers[rank];
     memset(r, 0, sizeof *r);
-    r->operation = -1;
+    r->operation = r->call = -1;
     r->comm = comm_one();
     r->comm.world = world, r->comm.rank = rank;
     comm_split(&r->comm, options_shard_group(o, world));
@@ -1166,6 +1363,7 @@ static void run_case(const Case *c, uint64_t seed) {
     o.sequence_length = c->many_tokens ? m.vocab_size : 512;  // many: a shard group's inputs exceed the embedding
     o.fp8_filter = c->filter, o.grad_clip = c->clips ? 1 : 0, o.optimizer_in_backward = c->in_backward,
     o.val_steps = 2 * c->world;
+    if (c->fp8_gradients) o.grad_accum_dtype = SUM_FP8;
     if (c->offload) o.offload = c->offload;
     if (options_offloaded(&o).master) o.master_weights = STORAGE_FP32;
     options_resolve(&o);
@@ -1183,16 +1381,17 @@ static void check_case(const Case *c) {
     run_case(c, 1);
     CHECK(order.races == 0 && order.wrong == 0 && order.stuck == 0,
           "precision %d, recipe %d, filter \"%s\", sharding %d, gather %d, reduce %d, recompute %d, cache %d, copies "
-          "%d, %lld ranks, %lld layers, accumulation %lld, untied %d, many tokens %d, clips %d, in backward %d: "
-          "no race, wrong content or stuck stream (found %lld, %lld, %lld); %s",
+          "%d, %lld ranks, %lld layers, accumulation %lld, untied %d, many tokens %d, clips %d, in backward %d, "
+          "FP8 gradients %d: no race, wrong content or stuck stream (found %lld, %lld, %lld); %s",
           c->precision, c->recipe, c->filter, c->sharding, c->gather, c->reduce, c->recompute, c->cache, c->copies,
           (long long)c->world, (long long)c->layers, (long long)c->accumulation, c->untied, c->many_tokens, c->clips,
-          c->in_backward, (long long)order.races, (long long)order.wrong, (long long)order.stuck, order.problem);
+          c->in_backward, c->fp8_gradients, (long long)order.races, (long long)order.wrong, (long long)order.stuck,
+          order.problem);
     if (c->sharding != SHARDING_FULL && c->sharding != SHARDING_HYBRID) return;
     CHECK(left_group == 0, "no copy and no signal leaves a shard group; found %lld", (long long)left_group);
     CHECK((copied > 0) == (c->copies == ON),
-          "GPU memory is copied if and only if --copy-engines is on; it is %d, and there are %lld copies", c->copies,
-          (long long)copied);
+          "a rank copies other ranks' memory if and only if --copy-engines is on; it is %d, and there are %lld copies",
+          c->copies, (long long)copied);
 }
 
 // Checks every sharding strategy (hybrid only with 4 ranks) with one precision and filter, with copy engines and
@@ -1210,11 +1409,35 @@ static void check_all(int64_t world, int precision, int recipe, const char *filt
                             for (int ends = 0; ends < 8; ends++) {
                                 Case c = {precision,    recipe,           sharding,     gather, reduce,    recompute,
                                           cache,        copies,           filter,       world,  layers[i], accumulation,
-                                          ends % 2 > 0, ends / 2 % 2 > 0, ends / 4 > 0, false,  NULL};
+                                          ends % 2 > 0, ends / 2 % 2 > 0, ends / 4 > 0, false,  NULL,      false};
                                 check_case(&c);
                                 c.in_backward = accumulation == 1;
                                 if (c.in_backward) check_case(&c);
                             }
+}
+
+// Returns a case with FP8 gradients and one micro-step.
+static Case fp8_gradient_case(int sharding, int copies, int reduce, int64_t world, int64_t layers) {
+    Case c;
+    memset(&c, 0, sizeof c);
+    c.precision = PRECISION_FP8, c.recipe = RECIPE_TENSORWISE, c.recompute = RECOMPUTE_NONE, c.filter = "";
+    c.sharding = sharding, c.gather = c.cache = ON, c.copies = copies, c.reduce = reduce;
+    c.world = world, c.layers = layers, c.accumulation = 1, c.fp8_gradients = true;
+    return c;
+}
+
+// Checks FP8 gradients with every sharding strategy, reduced in bf16 and in FP8, with copy engines and without.
+static void check_fp8_gradients_of(int64_t world) {
+    for (int sharding = SHARDING_FULL; sharding <= (world == 4 ? SHARDING_HYBRID : SHARDING_NONE); sharding++)
+        for (int copies = OFF; copies <= (sharding == SHARDING_NONE ? OFF : ON); copies++)
+            for (int reduce : {REDUCE_BF16, REDUCE_FP8})
+                for (int64_t layers : {1, 2, 3, 6})
+                    for (int64_t accumulation = 1; accumulation < 4; accumulation++)
+                        for (int ends = 0; ends < 4; ends++) {
+                            Case c = fp8_gradient_case(sharding, copies, reduce, world, layers);
+                            c.accumulation = accumulation, c.untied = ends % 2 > 0, c.many_tokens = ends / 2 > 0;
+                            check_case(&c);
+                        }
 }
 
 static void check_noticed(const Case *c, Omission left_out, uint64_t seed) {
@@ -1249,7 +1472,8 @@ static void check_offload(int64_t world) {
                                         false,
                                         layers > 1,
                                         in_backward > 0,
-                                        offload};
+                                        offload,
+                                        false};
                         check_case(&c);
                     }
 }
@@ -1352,7 +1576,8 @@ static void check_omissions(void) {
                             false,
                             seed % 2 > 0 || strstr(all[i].omission.what, "a unit's"),
                             all[i].in_backward,
-                            all[i].offload};
+                            all[i].offload,
+                            false};
             check_noticed(&c, all[i].omission, seed);
         }
     memset(&omission, 0, sizeof omission);
@@ -1607,6 +1832,7 @@ int main(void) {
             check_all(world, PRECISION_FP8, RECIPE_BLOCKWISE, "last", OFF, recompute, ON);
         }
     }
+    for (int64_t world = 2; world <= 4; world++) check_fp8_gradients_of(world);
     for (int64_t world = 2; world <= 4; world++) check_offload(world);
     check_omissions();
     check_embedding_ranks();

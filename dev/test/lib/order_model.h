@@ -1,11 +1,11 @@
 // Records operations of the streams of several ranks, then runs them and checks that accesses to memory are ordered.
 //
 // A test records the operations of each stream: reads and writes of memory, events recorded and waited for, values that
-// streams write and wait for, collectives. Then all streams run, each as far as its waits allow. Every stream has a
-// vector clock: how many operations of each stream have happened before. Events, values and collectives carry clocks to
-// other streams. The model counts "races" (two operations on the same memory, at least one of them a write, that the
-// clocks do not order), "wrong" (reads that find other content than expected) and "stuck" (streams that do not reach
-// their end).
+// streams write and wait for, collectives, messages between ranks. Then all streams run, each as far as its waits
+// allow. Every stream has a vector clock: how many operations of each stream have happened before. Events, values,
+// collectives and messages carry clocks to other streams. The model counts "races" (two operations on the same memory,
+// at least one of them a write, that the clocks do not order), "wrong" (reads that find other content than expected)
+// and "stuck" (streams that do not reach their end).
 //
 // The next stream to run is chosen at random. Clocks do not depend on that choice, so races do not either: one order of
 // running finds them all.
@@ -24,7 +24,8 @@ enum {
     ORDER_MAX_RECORDS = 1 << 14,
     ORDER_MAX_PIECES = 1 << 12,
     ORDER_MAX_SIGNALS = 64,
-    ORDER_MAX_VALUES = 1 << 10
+    ORDER_MAX_VALUES = 1 << 10,
+    ORDER_MAX_MESSAGES = 1 << 8
 };
 enum { ORDER_PLACES = 1 << 12 };
 
@@ -56,17 +57,20 @@ typedef enum {
     ORDER_WAIT,
     ORDER_SIGNAL,
     ORDER_AWAIT,
-    ORDER_COLLECTIVE
+    ORDER_COLLECTIVE,
+    ORDER_SEND,
+    ORDER_RECEIVE,
+    ORDER_SENT
 } OrderKind;
 
 typedef struct {
     OrderKind kind;
     const char *from, *to;  // memory that is read, and memory that is written
     int64_t bytes, to_bytes;
-    int64_t value;     // reads, writes: content; record, wait: number of the record; signal, await: value
-    int64_t summed;    // writes, collectives: ranks over which the content is summed; 0: not summed
-    const char *name;  // collectives
-    const int *group;  // collectives: the number of ranks that take part; equal pointers mean one group
+    int64_t value;   // reads, writes: content; record, wait: number of the record; signal, await: value; messages: rank
+    int64_t summed;  // writes, collectives: ranks over which the content is summed; 0: not summed
+    const char *name;  // collectives, messages
+    const int *group;  // collectives, messages: the number of ranks that take part; equal pointers mean one group
 } OrderOperation;
 
 typedef struct {
@@ -103,12 +107,25 @@ typedef struct {
 } OrderSignal;
 
 typedef struct {
+    const int *group;
+    int64_t bytes, content;
+    OrderClock clock;
+} OrderMessage;
+
+// Messages from one rank to another. They are received in the order in which they were sent.
+typedef struct {
+    int64_t sent, received;
+    OrderMessage messages[ORDER_MAX_MESSAGES];
+} OrderChannel;
+
+typedef struct {
     int64_t ranks;
     OrderStream streams[ORDER_MAX_STREAMS];
     OrderMemory memory[ORDER_MAX_RANKS];
     OrderClock records[ORDER_MAX_RECORDS];
     bool recorded[ORDER_MAX_RECORDS];
     OrderSignal signals[ORDER_MAX_SIGNALS];
+    OrderChannel channels[ORDER_MAX_RANKS][ORDER_MAX_RANKS];  // from a rank, to a rank
     int64_t num_records, num_signals;
     int64_t races, wrong, stuck;
     char problem[512];                // the first problem
@@ -128,6 +145,9 @@ static inline void order_begin(int64_t num_ranks, const char *const stream_names
     if (num_ranks > ORDER_MAX_RANKS) die("more than %d ranks", ORDER_MAX_RANKS);
     order.ranks = num_ranks, order.stream_names = stream_names, order.name_of = name_of;
     order.num_records = order.num_signals = order.races = order.wrong = order.stuck = order.problem[0] = 0;
+    for (int from = 0; from < ORDER_MAX_RANKS; from++)
+        for (int to = 0; to < ORDER_MAX_RANKS; to++)
+            order.channels[from][to].sent = order.channels[from][to].received = 0;
     for (int i = 0; i < ORDER_MAX_STREAMS; i++) {
         OrderStream *s = &order.streams[i];
         memset(&s->clock, 0, sizeof s->clock);
@@ -187,6 +207,21 @@ static inline void order_collective(int stream, const char *name, const int *gro
     OrderOperation *o = order_note(stream, ORDER_COLLECTIVE, 0);
     o->name = name, o->group = group, o->summed = summed;
     o->from = (const char *)from, o->bytes = bytes, o->to = (const char *)to, o->to_bytes = to_bytes;
+}
+
+// order_send sends memory to a rank. order_receive waits for the next message from a rank, which must have as many
+// bytes, and writes it to memory. order_sent waits until a rank has received all messages sent to it so far, and orders
+// nothing: a message may be read before its receiver comes.
+static inline void order_send(int stream, const int *group, const void *from, int64_t bytes, int64_t to_rank) {
+    OrderOperation *o = order_note(stream, ORDER_SEND, to_rank);
+    o->name = "a message", o->group = group, o->from = (const char *)from, o->bytes = bytes;
+}
+static inline void order_receive(int stream, const int *group, void *to, int64_t bytes, int64_t from_rank) {
+    OrderOperation *o = order_note(stream, ORDER_RECEIVE, from_rank);
+    o->name = "a message", o->group = group, o->to = (const char *)to, o->to_bytes = bytes;
+}
+static inline void order_sent(int stream, int64_t to_rank) {
+    order_note(stream, ORDER_SENT, to_rank)->name = "the receiver of a message";
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -349,6 +384,30 @@ static inline bool order_run_collective(const OrderOperation *o) {
     return true;
 }
 
+static inline void order_run_send(int stream, const OrderOperation *o) {
+    OrderChannel *c = &order.channels[stream / ORDER_STREAMS][o->value];
+    if (c->sent == ORDER_MAX_MESSAGES) die("more than %d messages", ORDER_MAX_MESSAGES);
+    OrderMessage *m = &c->messages[c->sent++];
+    m->group = o->group, m->bytes = o->bytes, m->content = order_run_read(stream, o->from, o->bytes);
+    m->clock = order.streams[stream].clock;
+}
+
+// Returns false if the message has not been sent, or is not the one that this rank receives.
+static inline bool order_run_receive(int stream, const OrderOperation *o) {
+    OrderChannel *c = &order.channels[o->value][stream / ORDER_STREAMS];
+    const OrderMessage *m = &c->messages[c->received];
+    if (c->received == c->sent || m->group != o->group || m->bytes != o->to_bytes) return false;
+    c->received++;
+    order_run_write(stream, o->to, o->to_bytes, m->content);
+    order_join(&order.streams[stream].clock, &m->clock);
+    return true;
+}
+
+static inline bool order_run_sent(int stream, const OrderOperation *o) {
+    const OrderChannel *c = &order.channels[stream / ORDER_STREAMS][o->value];
+    return c->received == c->sent;
+}
+
 static inline void order_run_access(int stream, const OrderOperation *o) {
     OrderStream *s = &order.streams[stream];
     if (o->kind == ORDER_READ) {
@@ -371,6 +430,9 @@ static inline bool order_step(int stream) {
     if (o->kind == ORDER_COLLECTIVE) return order_run_collective(o);
     if (o->kind == ORDER_AWAIT && !order_run_await(s, o)) return false;
     if (o->kind == ORDER_WAIT && !order.recorded[o->value]) return false;
+    if (o->kind == ORDER_RECEIVE && !order_run_receive(stream, o)) return false;
+    if (o->kind == ORDER_SENT && !order_run_sent(stream, o)) return false;
+    if (o->kind == ORDER_SEND) order_run_send(stream, o);
     if (o->kind == ORDER_WAIT) order_join(&s->clock, &order.records[o->value]);
     if (o->kind == ORDER_RECORD) order.records[o->value] = s->clock, order.recorded[o->value] = true;
     if (o->kind == ORDER_SIGNAL) order_run_signal(s, o);
