@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Tests scripts/run_recipes.sh on the CPU trainer: a run for each recipe, the table compared with the logs of the runs,
-# a recipe that is emulated because the trainer refuses it, a recipe that fails, another start, a stdout that nothing
-# reads, and options that the script refuses. Needs ./train_fp8 (or TRAINER), build/synth_stories and python3. Ends with
-# "N passed, N failed".
+# a recipe that is emulated because the trainer refuses it, a recipe that fails, a second start in the same folder,
+# which keeps finished runs, a stdout that nothing reads, and options that the script refuses. Needs ./train_fp8 (or
+# TRAINER), build/synth_stories and python3. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1

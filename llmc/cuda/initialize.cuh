@@ -8,7 +8,9 @@
 
 // Flat shard arrays [total] that get initial values. Pointers but the first may be NULL.
 typedef struct {
-    bf16 *weights;    // rounded to nearest even; with `lower` it is another array, for upper halves of the fp32 values
+    // If `lower` is NULL: bf16 weights, rounded to nearest even. Else the array of second moments, which gets the upper
+    // halves of the fp32 values, not rounded (fp16_masters.cuh).
+    bf16 *weights;
     float *master;    // fp32 master weights
     uint16_t *lower;  // lower halves of the fp32 values (fp16_masters.cuh)
 } InitialWeights;

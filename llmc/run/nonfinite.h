@@ -11,8 +11,8 @@
 // With --on-nonfinite skip, this many skipped steps in a row end the run.
 #define NONFINITE_MAX_SKIPPED 10
 
-// Stands for no position, or no number of a norm; larger than all of these. A double holds it exactly: ranks compare
-// positions as doubles.
+// Means "none", for a position or for the number of an RMSNorm (nonfinite_norm). It is larger than any of them. A
+// double holds it exactly: ranks compare both as doubles.
 #define NONFINITE_NONE ((int64_t)1 << 53)
 
 // One rank's findings about a step whose gradient norm is not accepted (adamw_accepts).
@@ -80,7 +80,8 @@ static inline void nonfinite_scan(NonfiniteWeight *largest, const void *values, 
     }
 }
 
-// Returns the largest weight that a block reads. Each rank reads its own part. All ranks call.
+// Returns the weight of largest magnitude that a block reads; NaN counts as the largest. Each rank reads its own part.
+// All ranks call, and get one answer.
 static inline NonfiniteWeight nonfinite_largest_weight(const ParameterTable *t, const TrainerState *s, int64_t block) {
     const Comm *c = s->comm;
     const bool fp32 = s->types[STATE_WEIGHTS] == ST_F32;
