@@ -76,10 +76,11 @@ class Trainer:
         report = folder / "report"
         report.unlink(missing_ok=True)
         (folder / "state").unlink(missing_ok=True)
-        # With these variables, Open MPI kills the other ranks a second sooner, and its shared memory is in a folder
-        # that is removed at the end.
+        # Open MPI kills the other ranks a second sooner, and its shared memory is in a folder that is removed at the
+        # end. Its session folder is this run's own: in a shared one, an mpirun that ends can remove a folder that
+        # another mpirun has just found, and then that one ends with "orte_session_dir failed".
         env = dict(os.environ, OMP_NUM_THREADS="1", OMPI_MCA_odls_base_sigkill_timeout="0",
-                   OMPI_MCA_btl_vader_backing_directory=str(self.scratch))
+                   OMPI_MCA_btl_vader_backing_directory=str(self.scratch), OMPI_MCA_orte_tmpdir_base=str(folder))
         if fault:
             env.update(LD_PRELOAD=str(ROOT / "build/fault/inject.so"), FAULT_DIR=str(fault.dir), FAULT_KIND=fault.kind,
                        FAULT_AT=str(fault.at), FAULT_REPORT=str(report),
