@@ -1241,17 +1241,18 @@ static void weights_update(Trainer *t, int64_t step, double norm) {
     finish_update(t);
 }
 
-// Updates *s with n gradients, the first of which is element `shard` of the flat shard arrays: with their largest
-// magnitude, and with the position, in backward order, of the first gradient that is large beside it (adamw_large).
+// Updates *s with n more gradients, the first of which is element `shard` of the flat shard arrays: with the largest
+// magnitude so far, and with the position, in backward order, of the first gradient that is large beside it
+// (adamw_large). If n gradients are far larger than all before them, those before no longer count.
 static void find_large(const Trainer *t, const float *gradients, int64_t shard, int64_t n, NonfiniteStep *s) {
     const BackwardOrder order = shard_backward_order(&t->table, &t->plan);
-    uint32_t largest = 0;
+    const uint32_t before = s->magnitude;
     for (int64_t i = 0; i < n; i++)
-        if (adamw_magnitude(gradients[i]) > largest) largest = adamw_magnitude(gradients[i]);
+        if (adamw_magnitude(gradients[i]) > s->magnitude) s->magnitude = adamw_magnitude(gradients[i]);
+    if (before < adamw_large(s->magnitude)) s->position = NONFINITE_NONE;
     for (int64_t i = 0; i < n; i++)
-        if (adamw_magnitude(gradients[i]) >= adamw_large(largest))
+        if (adamw_magnitude(gradients[i]) >= adamw_large(s->magnitude))
             s->position = min_i64(s->position, backward_position(order, shard + i));
-    if (largest > s->magnitude) s->magnitude = largest;
 }
 
 // Returns the factor that clips the gradient of unit l, and records the norm so far; without --grad-clip returns 1.

@@ -745,6 +745,29 @@ static StepRecord run_one_step(Run *run, DataLoader *data, int64_t step) {
     return run_report_step(run, step);
 }
 
+// With --optimizer-in-backward, find_large sees the gradients of one unit after the other, in the order of backward. It
+// must find what it finds in the gradients of the whole model.
+static void test_find_large_by_units(Trainer *t) {
+    const float values[][3] = {{1e18f, 2e18f, INFINITY}, {1e18f, INFINITY, INFINITY}, {1e18f, INFINITY, 1},
+                               {1e20f, 1, 4e21f},        {1e15f, 1e20f, 4e22f},       {(float)NAN, 1, 1}};
+    for (size_t i = 0; i < sizeof values / sizeof *values; i++) {
+        float *g = t->params.gradients;
+        memset(g, 0, (size_t)t->table.total * sizeof *g);
+        g[layer_offset(&t->table, 1) + 6] = values[i][0], g[layer_offset(&t->table, 0) + 7] = values[i][1];
+        g[t->table.root.embedding + 8] = values[i][2];
+        const NonfiniteStep whole = nonfinite_step(t, 1, (double)NAN);
+        NonfiniteStep units = {1, (double)NAN, 0, 0, NONFINITE_NONE, 1};
+        for (int64_t l = 1; l >= ROOT; l--) {
+            const int64_t begin = shard_begin(&t->plan, l);
+            find_large(t, g + begin, begin, shard_elements(&t->plan, l), &units);
+        }
+        CHECK(units.magnitude == whole.magnitude && units.position == whole.position,
+              "gradients %g, %g, %g: found by units: magnitude %08x, position %lld; expected %08x, %lld",
+              (double)values[i][0], (double)values[i][1], (double)values[i][2], units.magnitude,
+              (long long)units.position, whole.magnitude, (long long)whole.position);
+    }
+}
+
 // Infinities in one column of the embedding: the step must be skipped, and all bits of weights and state must stay. The
 // message names the place where a gradient that is not finite, or too large, begins.
 static void test_nonfinite(int sums) {
@@ -812,6 +835,12 @@ static void test_nonfinite(int sums) {
                    "model.layers.1.self_attn.k_proj.weight, element 6%s",
                    layer, weight);
     CHECK(strcmp(place_of(&t, 1), expected) == 0, "the message names the first large gradient: %s", place_of(&t, 1));
+    block = nonfinite_step(&t, 1, 1e22), block.span = 16384;
+    nonfinite_place(&t.table, &state, &block, place, sizeof place);
+    CHECK(strstr(place, ": norms of blocks of 16384 gradients reach 4e+21, and the first large gradient, in backward "
+                        "order, is in model.layers.1.self_attn.k_proj.weight, element 6 or one of the 16383 behind it"),
+          "the message says that the largest value is a block's norm: %s", place);
+    test_find_large_by_units(&t);
     CHECK(strstr(place_of(&t, (double)NAN), "The problem begins in the final norm or lm_head, in the forward pass; "),
           "a loss that is not finite comes from the forward pass: %s", place_of(&t, (double)NAN));
     CHECK(adamw_accepts(0x1p63) && !adamw_accepts(0x1.0000001p63) && !adamw_accepts((double)INFINITY) &&

@@ -125,7 +125,10 @@ static inline const Parameter *nonfinite_gradient(const ParameterTable *t, const
     char rank[48] = "", which[192] = "the first gradient that is not finite", part[64] = "";
     const float value = float_from_bits(largest);
     if (step->span > 1) format_checked(part, sizeof part, " or one of the %lld behind it", (long long)(step->span - 1));
-    if (isfinite(value))
+    if (isfinite(value) && step->span > 1)
+        format_checked(which, sizeof which, "norms of blocks of %lld gradients reach %g, and the first large gradient",
+                       (long long)step->span, (double)value);
+    else if (isfinite(value))
         format_checked(which, sizeof which, "gradients reach %g, and the first large one", (double)value);
     if (c->world > 1) format_checked(rank, sizeof rank, ", in the part of rank %lld", (long long)holder);
     format_checked(out, capacity, ": %s, in backward order, is in %s, element %lld%s%s", which, p->name,
