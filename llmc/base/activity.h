@@ -2,8 +2,8 @@
 // The main thread writes the activity, and the watcher thread reads it.
 //
 // Calls that can wait long for a disk or for other ranks stand between activity_begin and activity_end. Pairs do not
-// nest. Outside such pairs the rank counts as computing, or as waiting while NCCL operations are pending: these run on
-// the GPU meanwhile, and are counted apart (activity_operation).
+// nest. NCCL operations run on the GPU while the host goes on, so activity_operation counts them apart. Outside all
+// pairs the rank counts as waiting while NCCL operations are pending, else as computing.
 #ifndef LLMC_ACTIVITY_H
 #define LLMC_ACTIVITY_H
 
@@ -36,8 +36,8 @@ typedef struct {
     const char *what;              // static text: the call, or what the ranks do together; "" while computing
     char detail[ACTIVITY_DETAIL];  // path of a file or folder, "stdout", or ""
     int64_t changes;               // grows with each sign of progress of this rank
-    int64_t collectives;           // activities ACTIVITY_WAITING and NCCL operations that have finished
-    int64_t pending;               // NCCL operations that are enqueued and not known to have finished
+    int64_t collectives;           // number of finished waits (ACTIVITY_WAITING) and finished NCCL operations
+    int64_t pending;               // number of NCCL operations that are enqueued and not known to have finished
     const char *pending_what;      // name of the oldest pending operation, static text
     int64_t pending_layer;         // layer of that operation, or ROOT or NO_LAYER (parameters.h)
 } Activity;

@@ -22,7 +22,7 @@ typedef struct {
 typedef struct {
     char *base;  // NULL: count only
     int64_t used;
-    ArenaRange reuse;  // memory that arena_take() may hand out a second time: what is left of it
+    ArenaRange reuse;  // rest of the span that arena_take() hands out a second time (arena_reuse)
     int64_t reused;    // bytes handed out a second time
     struct {
         const char *name;
@@ -49,8 +49,8 @@ static inline ArenaRange arena_reuse(Arena *a, ArenaRange span) {
     return left;
 }
 
-// *sum += size. Dies if the sum passes 63 bits, as the plan of an impossible run may, or if `size` is negative, because
-// it has passed them already.
+// *sum += size. Dies if the sum overflows, as in the plan of an impossible run, or if `size` is negative: the size then
+// overflowed before the call.
 static inline void arena_add(int64_t *sum, int64_t size) {
     if (size < 0 || __builtin_add_overflow(*sum, size, sum))
         die_with(EXIT_MEMORY, "the memory plan has 2^63 bytes or more, too many to add up; a smaller --batch-size or "
@@ -84,8 +84,8 @@ static inline void *arena_take(Arena *a, int64_t bytes) {
     return p;
 }
 
-// Prints the MiB of each heading that has bytes, of the reused memory, and the total. `other` is memory outside the
-// arena (CUDA context and libraries); it counts for the total.
+// Prints, in MiB, each heading that has bytes, the reused memory, `other`, and the total. `other` is memory outside the
+// arena (CUDA context and libraries). The total includes `other`, but counts reused memory only once.
 static inline void arena_print_plan(const Arena *a, int64_t other) {
     printf("\nmemory plan, MiB\n");
     for (int i = 0; i < a->num_groups; i++)

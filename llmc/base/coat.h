@@ -11,9 +11,9 @@
 // fit one word of 32 bits: the lowest 8 bits are 16 k - 1, and the upper 24 bits are max, rounded up to 15 bits of
 // mantissa. A moment takes 1 + 4 / 128 bytes per element. Three rules differ from COAT's, which give no sound answer in
 // these cases:
-//   - k is at most 16; if all magnitudes are equal, COAT divides by log2(1) = 0. k is at least 1/8: no group
-//     gets the 1/16 with which the tables begin, as fp32 holds no ratio that is too large for 1/8. The codes above zero
-//     then span 2^142, and smaller magnitudes are rounded to zero or to the lowest of these codes;
+//   - k is at most 16; if all magnitudes are equal, COAT divides by log2(1) = 0. k is at least 1/8, also if the ratio
+//     is too large for it. The largest code then stands for 2^142 times the magnitude of the lowest code above zero,
+//     and smaller magnitudes are rounded to zero or to that code;
 //   - zeros stay zeros, and do not count for the min; COAT's min counts some of them, by their place in the warp;
 //   - a group whose max is below 2^-100 becomes zero. Beside AdamW's eps such moments are negligible.
 //
@@ -37,7 +37,7 @@
 
 // Indexed by 16 k - 1.
 typedef struct {
-    float value[COAT_POWERS][COAT_CODES + 1];      // |x| / max of each code, and of the one after the last
+    float value[COAT_POWERS][COAT_CODES + 1];  // |x| / max of each code, then that of 480, as if a code stood for it
     float threshold[COAT_POWERS][COAT_CODES + 1];  // smallest |x| / max that is rounded to the code or a larger one
     float range[COAT_POWERS];                      // largest max / min of a group that may use this k
 } CoatTables;
@@ -74,7 +74,7 @@ HOST_DEVICE static inline float coat_quotient(float x, float y) {
 }
 
 // True if k = (power + 1) / 16 may be used in a group with these extremes, of which `smallest` is above zero. k = 1/16
-// and k = 1/8 always may: their range is infinite.
+// and k = 1/8 may always be used: their range is infinite in fp32. So no group gets 1/16.
 HOST_DEVICE static inline bool coat_fits(const CoatTables *t, int power, float max, float smallest) {
     return max <= float_product(t->range[power], smallest);
 }
@@ -123,8 +123,8 @@ HOST_DEVICE static inline bool coat_rounds_up(float above_code, float gap, uint3
     return above_code > fmaf(gap, coat_uniform(random), -gap);
 }
 
-// Returns the code of x in a group with this word, which is not 0: the code that is nearest after the power k, or, with
-// `stochastic`, one of the two codes around x, by random bits. inverse_max: 1 / coat_max(word).
+// Returns the code of x in a group with this word, which is not 0: the code nearest to 448 (|x| / max)^k with the sign
+// of x, or, with `stochastic`, one of the two codes around that, by random bits. inverse_max: 1 / coat_max(word).
 HOST_DEVICE static inline uint8_t coat_encode(const CoatTables *t, uint32_t word, float inverse_max, float x,
                                               bool stochastic, uint32_t random) {
     const uint32_t bits = float_bits(x), sign = bits >> 24 & COAT_SIGN, row = word & 255;

@@ -62,8 +62,8 @@ static inline Words error_words(void) {
     return w;
 }
 
-// Call it first in main. It raises the limit of open files to the hard limit, since each shard is an open file. It
-// makes a file that grows past `ulimit -f` an error (EFBIG), where a signal would end the process without a message.
+// Call it first in main. It raises the limit of open files to the hard limit, since each shard is an open file. It also
+// ignores the signal SIGXFSZ: a write past `ulimit -f` then fails with EFBIG, and does not kill the process.
 static inline void process_prepare(void) {
     struct rlimit limit;
     if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < limit.rlim_max) {
@@ -367,9 +367,9 @@ static inline Words folder_foreign_words(const char *folder) {
 }
 
 // Removes a folder of this program and the files in it. Fails, and removes nothing, if the folder is FOLDER_FOREIGN or
-// FOLDER_ABSENT. Fails too if something in it cannot be removed, such as a folder; other files may be gone by then.
-// Links are not followed. The marker file is removed last, so that a later run can finish a removal that a crash cut
-// short.
+// FOLDER_ABSENT. Also fails at something in the folder that it cannot remove, such as a subfolder; it may then have
+// removed other files. Links are not followed. The marker file is removed last, so that a later run can finish a
+// removal that a crash cut short.
 static inline bool folder_remove(const char *folder, Failure *failure) {
     if (folder_kind(folder) == FOLDER_FOREIGN)
         return fail(failure, "%s is not removed: %s", folder, folder_foreign_words(folder).text);

@@ -62,7 +62,7 @@ HOST_DEVICE static inline float fp8_scale(float amax, Fp8Format format) {
 }
 
 // The largest power of two not above x, for x >= 0. Zero, infinity and NaN stay; a subnormal number becomes zero.
-// torchao's exp2(floor(log2 x)) gives equal values for scales of bfloat16 amaxes.
+// If x is the scale of a bfloat16 amax, torchao's exp2(floor(log2 x)) gives an equal value.
 HOST_DEVICE static inline float fp8_pow2_down(float x) {
     const uint32_t exponent = float_bits(x) & 0x7f800000u;
     return exponent == 0x7f800000u ? x : float_from_bits(exponent);

@@ -19,7 +19,7 @@ typedef enum { JSON_NULL, JSON_BOOL, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_
 
 typedef struct {
     JsonType type;
-    int64_t parent, next, first;  // indices of nodes; -1: none
+    int64_t parent, next, first;  // indices of nodes: parent, next sibling, first child; -1: none
     int64_t count;                // children
     const char *key;              // key of a member of an object, else NULL
     const char *text;             // string with its escapes decoded; number as in the file; "true"; "false"; else ""
@@ -271,7 +271,7 @@ static inline bool json_parse_value(JsonParser *p, int64_t parent, const char *k
 static inline bool json_parse(Json *json, const char *source, const char *text, size_t size, Failure *failure) {
     memset(json, 0, sizeof *json);
     json->source = xstrdup(source);
-    json->pool = (char *)xcalloc(size + 1, 1);  // a text's zero byte takes the place of a quote or a separator
+    json->pool = (char *)xcalloc(size + 1, 1);  // enough: each zero byte stands for a quote or separator
     JsonParser p = {json, text, text, text + size, json->pool, failure};
     bool ok = json_parse_value(&p, -1, NULL, 0);
     json_skip_space(&p);

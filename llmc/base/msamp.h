@@ -1,6 +1,6 @@
 // AdamW with the states of MS-AMP: exp_avg in E4M3 and exp_avg_sq in FP16, each with one fp32 scale for a whole tensor.
 // (Peng and others 2023, "FP8-LM", arXiv 2310.18313; github.com/Azure/MS-AMP.) FP16 master weights have such a scale
-// too. The CPU trainer and a CUDA kernel can share this file, so that both compute the same bits.
+// too. The CPU trainer and CUDA kernels share this file, so that both compute the same bits.
 //
 // The scale of a tensor is the largest power of two with which its amax does not overflow, so a step has two passes:
 //   1. m and v of each element, from the stored moments and the gradient; the new weight; the amax of each of these
@@ -20,12 +20,11 @@
 
 #define MSAMP_LARGEST_EXPONENT 126  // the inverse of 2^126 is the smallest normal fp32 number
 
-// Returns the scale of a tensor, by MS-AMP's rule: 2^floor(log2(fp_max / amax)). `scale` is the scale so far: an amax
-// of zero or NaN keeps it, and an infinite amax inverts it. (MS-AMP inverts if the exponent is below zero, and for an
-// infinite amax it is minus infinity.) If amax is so small that fp_max / amax is above 2^126, this scale is 2^126.
-// MS-AMP's grows on; if the quotient is infinite, so is MS-AMP's scale, and zeros become NaN. log2 is rounded to fp32,
-// as in MS-AMP, so a quotient just below a power of two counts as one: the scaled amax then exceeds fp_max by less than
-// one rounding, and saturates.
+// Returns the new scale of a tensor, by MS-AMP's rule: 2^floor(log2(fp_max / amax)). `scale` is the old scale. If amax
+// is zero or NaN, the new scale is the old one. If amax is infinite, the new scale is 1 / `scale`, as MS-AMP's is. If
+// fp_max / amax is above 2^126, the new scale is 2^126. MS-AMP's scale has no such limit: it becomes infinite if
+// fp_max / amax overflows, and zeros then become NaN. log2 is rounded to fp32, as in MS-AMP. So a quotient just below a
+// power of two counts as that power: the scaled amax is then slightly above fp_max, and saturates.
 HOST_DEVICE static inline float msamp_scale(float amax, float scale, float fp_max) {
     const float exponent = floorf((float)log2((double)(fp_max / amax)));
     float factor = scale;

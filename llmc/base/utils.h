@@ -66,7 +66,7 @@ static inline DieHook *die_hook(void) {
     return &hook;
 }
 
-// True for a control character that a terminal would act on: all but newline and tab.
+// True for an ASCII control character other than newline and tab: a terminal would act on it.
 static inline bool byte_is_control(char c) { return ((unsigned char)c < 32 && c != '\n' && c != '\t') || c == 127; }
 
 // Copies a text that may come from a file, so that it is safe to print: each control character but newline and tab

@@ -105,9 +105,9 @@ static inline bool export_restore(const char *path, const char *aside, Failure *
 
 // Tries with an empty folder, `probe`, the renames that folder_replace will do with the export, and undoes them, so
 // that a mount point or a folder of another user is found at the start of the run and not at its end. For a moment the
-// earlier export has the name `probe`. That name is not PATH.tmp, since the next run would remove a folder of that
-// name. If a kill or a failure leaves the earlier export there, export_restore renames it back, here or at the start of
-// the next run.
+// earlier export has the name `probe`. `probe` is not PATH.tmp, because a run removes PATH.tmp when it starts. If a
+// kill or a failure leaves the earlier export at `probe`, export_restore renames it back, here or at the start of the
+// next run.
 static inline bool export_try(const char *path, const char *probe, Failure *failure) {
     const bool existed = path_exists(path);
     char mark[PATH_CAPACITY];
@@ -154,7 +154,8 @@ static inline void model_export_prepare(const char *dir, const char *model_folde
         die("--export-hf %s: %s", dir, failure.text);
 }
 
-// Dies, on all ranks, if not all ranks see the folder of the export. All ranks call, after model_export_prepare.
+// Dies, on all ranks, if a rank does not see the folder PATH.tmp that rank 0 makes here for a test. All ranks call it,
+// after model_export_prepare.
 static inline void model_export_check_shared(const Comm *c, const char *dir) {
     char option[PATH_CAPACITY + 32], path[PATH_CAPACITY], temporary[PATH_CAPACITY], parent[PATH_CAPACITY];
     format_checked(option, sizeof option, "--export-hf %s", dir);
@@ -178,7 +179,7 @@ static inline bool export_write(const char *folder, const ModelConfig *m, const 
     if (!ok || !leader) json_text_free(&hashes);
     else ok = checkpoint_write_sealed(folder, EXPORT_HASHES, &hashes, &files, failure) && folder_sync(folder, failure);
     file_list_free(&files);
-    return ok;  // only rank 0 knows if the last steps failed
+    return ok;  // if rank 0 failed after the last checkpoint_agree, the other ranks return true here
 }
 
 // Renames a complete export from `temporary` to `path`, in place of an earlier export, and syncs `parent`. If that sync
@@ -193,9 +194,9 @@ static inline bool export_publish(const char *temporary, const char *path, const
                 cause.text, temporary);
 }
 
-// Writes config.json and the weights (bf16 or fp32: state_type) to `dir` for transformers, with the tokenizer files of
-// `source_folder` (NULL for none). All ranks call it. On failure it returns false on all ranks. An earlier export is
-// then unchanged, unless only the last sync failed (export_publish): the new export has replaced it by then.
+// Writes config.json and the weights (bf16 or fp32, as state_type says) to `dir` for transformers, with the tokenizer
+// files of `source_folder` (NULL for none). All ranks call it. On failure it returns false on all ranks. An earlier
+// export is then kept, unless only the last sync failed (export_publish): then the new export has replaced it.
 static inline bool model_export_hf(const char *dir, const ModelConfig *m, const ParameterTable *t,
                                    const TrainerState *s, const char *source_folder, Failure *failure) {
     char path[PATH_CAPACITY], temporary[PATH_CAPACITY], parent[PATH_CAPACITY];

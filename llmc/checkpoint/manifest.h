@@ -25,7 +25,7 @@ typedef struct {
 
 // Steps of checkpoints in a folder.
 typedef struct {
-    int64_t *steps;  // checkpoint_list: newest first
+    int64_t *steps;  // checkpoint_list: highest first
     int64_t count;
 } CheckpointSteps;
 
@@ -35,8 +35,8 @@ typedef struct {
     const ModelConfig *model;
     const Options *options;  // with `auto` values resolved
     DataIdentity data;
-    // checkpoints that are never removed: damaged ones that this run skipped when it resumed, and old ones that this
-    // program may not remove; may be NULL; not stored
+    // checkpoints that this run never removes: it skipped them when it resumed, or this program may not remove them;
+    // may be NULL; not stored
     CheckpointSteps *skipped;
 } CheckpointRun;
 
@@ -51,7 +51,7 @@ typedef struct {
 static_assert(sizeof CHECKPOINT_SEAL_FORMAT - sizeof "%016llx" + 16 == CHECKPOINT_SEAL_BYTES,
               "%016llx prints 16 digits");
 
-// Appends the list of files and the hash to *out, writes *out to FOLDER/NAME, and frees it.
+// Appends the list of files and the hash to *out, writes *out to FOLDER/NAME, and frees *out.
 static inline bool checkpoint_write_sealed(const char *folder, const char *name, JsonText *out, const FileList *files,
                                            Failure *failure) {
     json_text_add(out, ",\n  \"files\": [");
@@ -258,7 +258,7 @@ static inline JsonText checkpoint_settings_mismatch(const Json *json, const Opti
     const JsonNode *settings = json_member(json, json_root(json), "settings");
     const JsonNode *precision = settings ? json_member(json, settings, "precision") : NULL;
     Options initial = options_default();
-    initial.precision = o->precision, initial.seed = o->seed;  // because other values depend on them
+    initial.precision = o->precision, initial.seed = o->seed;  // defaults of other options depend on these
     options_resolve(&initial);
     char precision_now[64];
     option_format(o, option_find("precision", strlen("precision")), precision_now, sizeof precision_now);

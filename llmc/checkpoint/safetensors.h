@@ -389,8 +389,8 @@ static inline bool safetensors_read(const Safetensors *st, const Safetensor *t, 
     return ok;
 }
 
-// safetensors_read for any `type` of the elements in `out`: F32 and BF16 are converted as there; with any other type
-// the tensor must have that type itself.
+// Reads elements like safetensors_read, but as `type`. F32 and BF16: from an F32, BF16 or F16 tensor, with conversion.
+// Any other `type`: only from a tensor of that type.
 static inline bool safetensors_read_as(const Safetensors *st, const Safetensor *t, int64_t offset, int64_t count,
                                        SafetensorsType type, void *out, Failure *failure) {
     const SafetensorsFile *file = &st->files[t->file];

@@ -187,7 +187,7 @@ static inline bool checkpoint_write(const char *folder, const TrainerProgress *p
     ok = ok && (!leader ||
                 (checkpoint_write_manifest(folder, progress, run, s, &files, failure) && folder_sync(folder, failure)));
     file_list_free(&files);
-    return ok;  // only rank 0 knows if the last steps failed
+    return ok;  // if rank 0 failed after the last checkpoint_agree, the other ranks return true here
 }
 
 // Saves CHECKPOINT_DIR/step-NNNNNNNN (see the head of this file), then removes older checkpoints (checkpoint_prune); if
@@ -257,9 +257,10 @@ static inline void checkpoint_check_shared(const Comm *c, const char *dir) {
 
 // ---- resuming
 
-// Finds the checkpoint of the highest step in `dir` that is whole, by the hash of every file. Prints its name, and that
-// of each later one that it skips, with the reason: damage, a wrong name or another format version. Returns false if
-// there is no checkpoint: the run then starts at its first step. Dies if there are some but none is whole.
+// Finds the checkpoint of the highest step in `dir` that is whole, by the hash of every file. Prints its name. Also
+// prints the name of each checkpoint of a higher step, which it skips, and the reason: damage, a wrong name or another
+// format version. Returns false if there is no checkpoint: the run then starts at its first step. Dies if there are
+// some but none is whole.
 static inline bool checkpoint_find_newest(const char *dir, char *path, size_t capacity) {
     CheckpointSteps list;
     Failure failure;

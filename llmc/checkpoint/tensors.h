@@ -1,8 +1,8 @@
 // Writes and reads a trainer's arrays as tensors of safetensors files; each rank handles its shard of each tensor.
 // Both trainers give access to their arrays by TrainerState. Several ranks write the same files, byte for byte, as one
-// rank would (shard_plan.h): checkpoints do not depend on the number of ranks. Replicas take turns to write. All ranks
-// must call the functions that write or read tensors. Writing and reading fail on values that are NaN or infinite,
-// except an infinite amax that is read. Reading also fails on scales that are not above zero.
+// rank would (shard_plan.h): checkpoints do not depend on the number of ranks. Each tensor is written by one replica.
+// All ranks must call the functions that write or read tensors. Writing and reading fail on values that are NaN or
+// infinite, except an infinite amax that is read, and on scales of moments and masters that are not above zero.
 #ifndef LLMC_TENSORS_H
 #define LLMC_TENSORS_H
 
@@ -32,9 +32,10 @@ typedef enum {
 
 // Access to the trainer's arrays. Weights and moments are this rank's flat shards, laid out by `plan`; words of groups
 // lie alike, one for each 128 elements. Scales of moments and masters are arrays with one number for each parameter, in
-// the order of the table, equal on all ranks. checkpoint_load writes the scales of masters before the weights, so that
-// these can be stored in FP16 at once. read and write copy elements offset .. offset + count - 1 to or from `host`,
-// which has the array's type. One thread calls them, and may reuse `host` when they return.
+// the order of the table, equal on all ranks. `read` copies elements offset .. offset + count - 1 to `host`, `write`
+// copies them from `host`, which has the array's type. One thread calls them, and may reuse `host` when they return.
+// checkpoint_load passes the scales of masters to `write` before the weights: `write` can then store the weights in
+// FP16 at once.
 typedef struct {
     void *context;
     SafetensorsType types[NUM_STATE_KINDS];  // see state_type()
@@ -45,13 +46,13 @@ typedef struct {
     // STATE_AMAX_HISTORY has shape [tensors, window] and STATE_SCALES [tensors] (delayed.h), with the same values on
     // all ranks; both sizes are 0 without delayed scaling
     int64_t delayed_tensors, delayed_window;
-    // STATE_CLIP_NORMS has this many numbers, equal on all ranks; 0 without options_clips_in_backward. Number 1 + l is
-    // the norm of the last step's gradients from the last layer down to layer l; number 0 is that of all gradients. All
-    // are 0 before the first step.
+    // STATE_CLIP_NORMS has this many numbers, equal on all ranks; 0 without options_clips_in_backward. Number 0 is the
+    // norm of all gradients of the newest step, and number 1 + l that of its gradients of layers l, l + 1, ...
+    // together. All are 0 before the first step.
     int64_t clip_norms;
 } TrainerState;
 
-// A shared disk shows a new folder to other hosts within this time.
+// Seconds that a rank waits for a shared disk to show a folder that rank 0 has made.
 #define CHECKPOINT_SEEN_SECONDS 10
 
 // ---- writing tensors
@@ -125,9 +126,9 @@ static inline bool state_is_groups(StateKind kind) {
 
 static inline bool state_is_scale(StateKind kind) { return kind >= STATE_EXP_AVG_SCALE && kind <= STATE_MASTER_SCALE; }
 
-// Returns the type of an array's elements in files and in read and write of TrainerState, after options_resolve;
-// ST_NUM_TYPES if the run has no such array (but F32, in every run, for the arrays from STATE_AMAX_HISTORY on). FP16
-// masters appear as the fp32 numbers that they stand for.
+// Returns the type of an array's elements, in files and in `read` and `write` of TrainerState. Call it after
+// options_resolve. For an array that the run does not have it returns ST_NUM_TYPES, but for STATE_AMAX_HISTORY and
+// later kinds always ST_F32. FP16 masters count as ST_F32: the numbers that they stand for.
 static inline SafetensorsType state_type(const Options *o, StateKind kind) {
     const bool msamp = o->optimizer_state == MOMENTS_MSAMP;
     if (kind == STATE_WEIGHTS) return options_bf16_weights(o) ? ST_BF16 : ST_F32;
@@ -210,8 +211,8 @@ static inline bool checkpoint_fetch(void *context, int64_t tensor, int64_t offse
                                   p->name, state_refused(kind), failure);
 }
 
-// Sets the part of a tensor that this rank writes. Replicas hold the same values and take turns over the tensors;
-// within a replica all ranks hold the same scales, and its first rank writes them.
+// Sets the part of a tensor that this rank writes. Replicas hold equal values, so only one of them writes the tensor.
+// All ranks of a replica hold equal scales, so only its first rank writes scales.
 static inline void checkpoint_part(void *context, int64_t tensor, int64_t *first, int64_t *count) {
     const CheckpointSource *source = (const CheckpointSource *)context;
     const Comm *c = source->state->comm;

@@ -29,7 +29,7 @@ static inline bool checkpoint_check_tied(const Safetensors *st, const ParameterT
     return ok;
 }
 
-// Fails unless every tensor of the table exists with its shape and there are no other tensors. Two others are allowed:
+// Fails unless every tensor of the table exists with its shape and there are no other tensors. Exceptions are allowed:
 // a tied lm_head that equals the embedding, and the RoPE tables in old Llama files. Call it before anything is loaded.
 static inline bool checkpoint_check_tensors(const Safetensors *st, const ModelConfig *m, const ParameterTable *t,
                                             Failure *failure) {

@@ -334,8 +334,8 @@ static inline void dataloader_batch(DataLoader *dl, int64_t first_sample, int64_
     }
 }
 
-// Reads every token of every shard once, in order, until an id is >= limit. Returns the place of that token, or of the
-// first token with the largest id.
+// Reads every token of every shard once, in order, until an id is >= limit. Returns the place of that token or, if no
+// id is, the place of the first token with the largest id.
 static inline TokenPlace dataloader_scan(DataLoader *dl, int64_t limit) {
     TokenPlace largest = {-1, 0, 0};
     for (int64_t s = 0; s < dl->num_shards; s++) {

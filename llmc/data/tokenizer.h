@@ -1,4 +1,4 @@
-// The tokenizer table beside a shard: it turns sampled tokens into text (no encoding).
+// The tokenizer table beside a shard: it turns sampled tokens into text, and cannot encode text.
 //
 // File (little-endian): uint32 magic 20251121, version 1, count, separator; then for each id 0 ... count - 1: uint32
 // length, bytes. The separator is the token before each document: samples start with it, and end where the model emits
@@ -119,8 +119,8 @@ static inline const char *tokenizer_decode(const Tokenizer *tok, int64_t id, siz
     return entry + 4;
 }
 
-// Prints a token as text, or as "[id]" if the table does not have it. Control characters other than newline and tab are
-// printed as \xNN: an untrained model emits them, and they must not reach the terminal.
+// Prints a token as text, or as "[id]" if the table does not have it. ASCII control characters other than newline and
+// tab are printed as \xNN: an untrained model emits them, and they must not reach the terminal.
 static inline void tokenizer_print(const Tokenizer *tok, int64_t id, FILE *out) {
     size_t length;
     const char *bytes = tokenizer_decode(tok, id, &length);
