@@ -39,7 +39,7 @@ typedef struct {
 // A rank's state while the ranks find each other.
 typedef struct {
     const InitFrom *init;
-    RankCard *cards;     // [world] cards of all ranks that are known yet, this one included
+    RankCard *cards;     // [world] the cards known so far, this rank's included
     int *fds;            // [world] rank 0: connections to the ranks that came; -1: none
     int64_t missing;     // rank 0: number of ranks that have not come
     int listener;        // socket for connections of the ranks above this one (mesh.h)
