@@ -34,8 +34,8 @@ TARGETS = ["json", "safetensors", "config", "index", "shard", "tokenizer", "trai
 SECTIONS = ["save", "ranks", "export", "log", "damage", "resume", "fuzz"]
 SAVE_STEPS, SAVE_EVERY = 6, 2
 MSAMP = ["--optimizer-state", "msamp", "--master-weights", "fp16"]
-# A checkpoint of these options has the moments and FP16 masters of MS-AMP with their scales, and the amax histories and
-# scales of delayed scaling.
+# A run with these options saves state of every kind: moments and FP16 masters of MS-AMP with their scales, and the
+# amax histories and scales of delayed scaling.
 ALL_STATES = ["--precision", "fp8", "--fp8-recipe", "delayed", "--fp8-amax-history", 16, *MSAMP]
 
 Call = collections.namedtuple("Call", "number name path")
@@ -76,9 +76,10 @@ class Trainer:
         report = folder / "report"
         report.unlink(missing_ok=True)
         (folder / "state").unlink(missing_ok=True)
-        # Open MPI kills the other ranks a second sooner, and its shared memory is in a folder that is removed at the
-        # end. Its session folder is this run's own: in a shared one, an mpirun that ends can remove a folder that
-        # another mpirun has just found, and then that one ends with "orte_session_dir failed".
+        # With these variables, Open MPI does not wait a second before it kills the other ranks, and its shared memory
+        # is in a folder that is removed at the end. Its session folder is this run's own: in a shared one, an mpirun
+        # that ends can remove a folder that another mpirun has just found, and then that one ends with
+        # "orte_session_dir failed".
         env = dict(os.environ, OMP_NUM_THREADS="1", OMPI_MCA_odls_base_sigkill_timeout="0",
                    OMPI_MCA_btl_vader_backing_directory=str(self.scratch), OMPI_MCA_orte_tmpdir_base=str(folder))
         if fault:
@@ -352,7 +353,7 @@ def damage_point(reference, kind, n, folder):
 
 
 def precisions():
-    lengths = {"blockwise": 128, "mxfp8": 32}  # multiples that their GEMMs need
+    lengths = {"blockwise": 128, "mxfp8": 32}  # for the GEMMs, the sequence length must be a multiple of this
     fp8 = [["--precision", "fp8", "--fp8-recipe", recipe, "--sequence-length", lengths.get(recipe, 16)]
            for recipe in RECIPES]
     states = [[*fp8[0], "--optimizer-state", "coat-stochastic"], [*fp8[0], *MSAMP, "--grad-accum-dtype", "fp8"]]

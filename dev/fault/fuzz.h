@@ -3,8 +3,8 @@
 // of the table in replay.c.
 //
 // die() ends a run of the target, not the process: before die() prints, its hook jumps back to fuzz_run, which frees
-// the run's memory and closes its descriptors. exit() does so too. A run that ends without them must free and close
-// everything itself.
+// the run's memory and closes its descriptors. exit() in the code under test ends a run in the same way. A run that
+// calls neither must free all memory and close all files itself; else fuzz_run aborts the process.
 #ifndef DEV_FAULT_FUZZ_H
 #define DEV_FAULT_FUZZ_H
 
@@ -23,7 +23,7 @@
 typedef struct {
     sigjmp_buf back;
     bool running;
-    void **blocks;  // memory allocated by this run
+    void **blocks;  // memory that this run has allocated and not freed
     size_t num_blocks;
     int first_descriptor;
     char folder[200];  // this process's folder for files that targets write
@@ -104,8 +104,8 @@ static inline void fuzz_remove_folder(void) {
     folder_remove(fuzz()->folder, &ignored);
 }
 
-// Prepares the process, at its first run. Targets write their files in a folder under TMPDIR (default: /tmp). What the
-// code under test prints to stdout is discarded.
+// Prepares the process; only the first call does something. Targets write their files in a folder under TMPDIR
+// (default: /tmp). What the code under test prints to stdout is discarded.
 static inline void fuzz_begin(void) {
     Fuzz *f = fuzz();
     if (f->blocks) return;
@@ -154,7 +154,7 @@ static inline void fuzz_run(void (*target)(const uint8_t *, size_t), const uint8
 
 // ---- input
 
-// Takes the next byte of the input, for a choice of the target. Returns 0 at the end of the input.
+// Takes the next byte of the input, by which a target chooses something. Returns 0 at the end of the input.
 static inline uint8_t fuzz_byte(const uint8_t **data, size_t *size) {
     if (!*size) return 0;
     ++*data, --*size;

@@ -1,4 +1,5 @@
-// Reads model.safetensors.index.json beside three valid files: no path may leave the folder or name the hidden file.
+// Reads model.safetensors.index.json beside two valid files and a hidden one: no path may leave the folder, or name a
+// hidden file.
 #include "fuzz.h"
 
 static void index_write_shards(void) {

@@ -17,7 +17,7 @@ static void json_write(const Json *json, const JsonNode *node, JsonText *out) {
     json_text_add(out, array ? "]" : "}");
 }
 
-// Reads a value in every way, and writes numbers with the fewest digits.
+// Reads a value as every type. Checks that a number, written with the fewest digits, reads back equal.
 static void json_read(const Json *json, const JsonNode *node) {
     Failure failure;
     char path[64];

@@ -1,4 +1,4 @@
-// Parses a tokenizer table and prints every token. Also takes the input as a shard's name, and makes its table's name.
+// Parses a tokenizer table and prints every token. Also makes a table's name from the input, as from a shard's name.
 #include "fuzz.h"
 
 // If the first byte is odd, the magic number and version of the table are corrected.

@@ -43,8 +43,9 @@ static void trainer_run(const uint8_t *data, size_t size) {
     FUZZ_CHECK(progress.step >= 0 && progress.samples >= 0);
 }
 
-// Writes a valid trainer.json up to its hash. Seed 0 fits the run of trainer_run(), seed 1 lacks the training data, and
-// seed 2 has other training data. Seeds 1 and 2 have only the settings that a resumed run must match.
+// Writes a valid trainer.json without the hash that ends it. Seed 0 fits the run of trainer_run(), seed 1 lacks the
+// training data, and seed 2 has other training data. Seeds 1 and 2 have only the settings that a resumed run must
+// match.
 static size_t trainer_seed(int i, uint8_t *out) {
     JsonText text = {NULL, 0, 0};
     Options o = options_default();

@@ -99,7 +99,7 @@ typedef struct {
 } Shared;
 
 typedef struct {
-    bool active, counts;  // FAULT_DIR is set; calls of this rank are counted
+    bool active, counts;  // active: FAULT_DIR is set; counts: calls of this rank are counted
     char dir[PATH_MAX];
     const char *report, *calls;
     Kind kind;
@@ -182,7 +182,8 @@ static void range_add(Fault *f, const char *path, int64_t begin, int64_t bytes) 
     shared_unlock(s);
 }
 
-// Notes that a file or folder is on disk after an fsync, or that the file was truncated to zero.
+// Removes from the list what belongs to a file or folder: after an fsync it is on disk, and a file that open has
+// truncated has no data.
 static void path_is_synced(Fault *f, const char *path) {
     Shared *s = f->shared;
     int ranges = 0, renames = 0;
@@ -374,7 +375,7 @@ static int open_at(int folder, const char *path, int flags, mode_t mode) {
     return (int)fault_done(verdict, fd);
 }
 
-// Reads the mode, which follows the flags if the call may create a file.
+// Defines `mode`: the argument after the flags if the call may create a file, else 0.
 #define OPEN_MODE(flags, mode)                                                           \
     va_list args;                                                                        \
     va_start(args, flags);                                                               \
@@ -427,7 +428,7 @@ ssize_t pread(int fd, void *data, size_t bytes, off_t offset) {
     return verdict == FAIL ? -1 : fault_done(verdict, REAL(pread)(fd, data, bytes, offset));
 }
 
-// Begins the replacement of a call that takes an open file, and neither data nor an offset.
+// Begins the replacement of a call on an open file `fd`: counts the call, and makes it unless it is to fail.
 #define CALL_ON_FILE(name, group, call)                                               \
     char path[PATH_MAX];                                                              \
     Verdict verdict = GO;                                                             \

@@ -152,7 +152,7 @@ static void replay_report(void) {
 }
 
 static void replay_signal(int number) {
-    if (number == SIGALRM) fprintf(stderr, "up to 256 runs take more than %d s: ", REPLAY_HANG_SECONDS);
+    if (number == SIGALRM) fprintf(stderr, "timeout: at most 256 runs took more than %d s: ", REPLAY_HANG_SECONDS);
     else fprintf(stderr, "signal %d: ", number);
     replay_report();
     _exit(1);

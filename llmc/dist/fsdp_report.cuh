@@ -4,8 +4,8 @@
 
 #include "fsdp.cuh"
 
-// Opens the arenas, memory [bytes], of the ranks of a shard group to each other, if options and hardware allow it. If
-// it does not work on every rank, NCCL is used and rank 0 prints the reason; with `required` the run ends instead.
+// Opens each rank's arena, memory [bytes], to the other ranks of its shard group, if copy engines are to be tried. If
+// that fails on any rank, all use NCCL, and rank 0 prints the reason. With `required` the run then ends instead.
 static inline void fsdp_open_peers(Fsdp *f, const Comm *c, char *memory, int64_t bytes, bool required) {
     char reason[256] = "";
     if (f->transport.kind != TRANSPORT_COPY_ENGINES) return;
@@ -16,18 +16,19 @@ static inline void fsdp_open_peers(Fsdp *f, const Comm *c, char *memory, int64_t
     printf("no copy engines: %s\n", reason);
 }
 
-// Returns the dtype in which the matrices of layers are gathered.
+// Returns the dtype in which the layers' matrices are all-gathered, if weights are sharded.
 static inline const char *fsdp_gather_dtype(const Fsdp *f) {
     if (f->weights != FSDP_WEIGHTS_GATHER_FP8) return "bf16";
     return f->precision->any_bf16 ? "fp8 (bf16 for layers with bf16 linears)" : "fp8";
 }
 
-// Prints this dtype among the settings of a dry run, if weights are sharded.
+// Prints the all-gather dtype among the settings of a dry run, if weights are sharded.
 static inline void fsdp_print_gathers(const Fsdp *f) {
     if (fsdp_is_sharded(f)) printf("%-26s %s\n", "all-gather dtype", fsdp_gather_dtype(f));
 }
 
-// Prints in one line how several ranks communicate weights and gradients, which is known after fsdp_open_peers.
+// Prints in one line how the ranks communicate weights and gradients. Call it after fsdp_open_peers, which may change
+// that. Prints nothing for one rank.
 static inline void fsdp_print_transport(const Fsdp *f) {
     const bool engines = f->transport.kind == TRANSPORT_COPY_ENGINES;
     if (f->world == 1) return;

@@ -38,7 +38,7 @@ static inline FsdpUnit fsdp_unit(const Fsdp *f, bf16 *unit, int64_t l, bool gath
     return u;
 }
 
-// Returns the gathered weights of layer l, valid between fsdp_unshard and fsdp_reshard, or those of the root.
+// Returns the bf16 weights of the whole unit l. A sharded layer's are valid between fsdp_unshard and fsdp_reshard.
 static inline FsdpUnit fsdp_weights(const Fsdp *f, int64_t l) {
     FsdpUnit u = {NULL, NULL, NULL};
     if (!fsdp_is_sharded(f)) {
@@ -82,7 +82,7 @@ static inline void fsdp_find_masters(Fsdp *f) {
     f->masters.first = f->plan.shard_rank * g.slice;
 }
 
-// Casts a weight of layer l from FP16 masters, all of which this rank has, and audits the cast in an audited step.
+// Casts a weight of layer l from FP16 masters, all of which this rank has. Audits a rowwise cast in an audited step.
 static inline void fsdp_cast_masters(Fsdp *f, QTensor w, int64_t l, const LinearShape *s) {
     fp16_cast(w, &f->masters, l, s->offset, s->N, s->K, f->transport.compute);
     if (w.rowwise && w.audit[ROWWISE])
@@ -90,8 +90,8 @@ static inline void fsdp_cast_masters(Fsdp *f, QTensor w, int64_t l, const Linear
                    (const float *)w.rowwise_scale_inv, f->transport.compute);
 }
 
-// Casts the layer's FP8 weights to rowwise data, columnwise data or both. With scales finer than per tensor, the first
-// cast after the weights changed also computes the amaxes that both need.
+// Casts the layer's FP8 weights to rowwise data, columnwise data or both. With scales finer than per tensor, both casts
+// need amaxes: the layer's first cast after its weights changed computes them.
 static inline void fsdp_cast(Fsdp *f, int64_t l, bool rowwise, bool columnwise) {
     for (int id = 0; id < NUM_LINEARS; id++) {
         const LinearShape *s = &f->precision->linear[id];

@@ -4,8 +4,8 @@
 // A thread reads the GPU twice a second, since one reading may take longer than a short step. Between readings the
 // energy is extrapolated by the power, and corrected towards the GPU's energy counter within about a second; this also
 // smooths the counter's jumps. So the energy of a short step follows from the mean power around it, and the energy of
-// many steps is what the counter shows. The counter of an H200 lags by about 0.5 s: the first step of a run has some of
-// the energy of its start-up.
+// many steps is what the counter shows. The counter of an H200 lags by about 0.5 s, so the energy of a run's first step
+// includes some that the start-up used.
 #ifndef LLMC_GPU_MONITOR_H
 #define LLMC_GPU_MONITOR_H
 
@@ -22,9 +22,9 @@
 
 // One reading. NAN: the GPU does not report the value.
 typedef struct {
-    bool present;       // false: no NVML, or a CPU
+    bool present;       // false: there is no reading (no NVML, or a CPU)
     double joules;      // used since some moment before the run
-    double watts;       // mean power of the last second, by NVML's manual; A100 and older GPUs: at the moment
+    double watts;       // by NVML's manual, the mean of the last second; on A100 and older GPUs, the current power
     double sm_mhz;      // clock of the SMs
     double celsius;     // temperature of the GPU
     uint64_t throttle;  // reasons why the clock is below its maximum: bits that gpu_throttle_name() names
@@ -52,8 +52,8 @@ typedef struct {
     bool running, ending;
     GpuReading latest;
     double read_at;      // seconds_now() of the latest reading
-    double reported;     // joules of the last gpu_monitor_read: energy never falls
-    double reported_at;  // its time; 0: there was none
+    double reported;     // joules that the last gpu_monitor_read returned: the next one does not return less
+    double reported_at;  // seconds_now() of that call; 0: there was none
 } GpuMonitor;
 
 // Names of the bits of GpuReading.throttle (nvmlClocksEventReasons), the lowest first. Idle clocks (bit 0), application
@@ -104,7 +104,7 @@ static inline void gpu_monitor_update(GpuMonitor *m) {
     pthread_mutex_unlock(&m->mutex);
 }
 
-// Sleeps until the next reading is due. False if the monitor ends.
+// Sleeps until the next reading is due. Returns false once gpu_monitor_close is called.
 static inline bool gpu_monitor_sleep(GpuMonitor *m) {
     struct timespec until;
     clock_gettime(CLOCK_MONOTONIC, &until);
@@ -123,7 +123,8 @@ static inline void *gpu_monitor_run(void *monitor) {
     return NULL;
 }
 
-// Starts to read a GPU; NVML's functions are loaded. False if NVML cannot start or does not know the GPU.
+// Starts the thread that reads a GPU. Call it after nvml_load. Returns false if NVML cannot start or does not know the
+// GPU.
 static inline bool gpu_monitor_start(GpuMonitor *m, const char *pci_bus_id) {
     pthread_condattr_t clock;
     sigset_t all, before;

@@ -1,6 +1,6 @@
 // Finds out a process's rank, the number of ranks, and how to reach the other ranks (--init-from).
-// Under mpirun and srun --mpi=pmix, MPI connects the ranks. Other launchers only set variables: then the ranks meet at
-// a TCP address or through a shared file (rendezvous.h).
+// By default MPI connects the ranks that mpirun or srun --mpi=pmix starts. Other launchers only set variables: then the
+// ranks meet at a TCP address or through a shared file (rendezvous.h).
 #ifndef LLMC_INIT_FROM_H
 #define LLMC_INIT_FROM_H
 
@@ -80,7 +80,8 @@ static inline void init_slurm_job(InitFrom *init) {
 }
 
 // Reads Slurm's variables; dies without them. Rank 0 is on the first node. Its port follows from the job and step, so
-// that jobs that share a node rarely have the same port. All ports are below those that Linux hands out.
+// that jobs that share a node rarely have the same port. These ports are below 32768: from there on Linux by default
+// chooses ports for connections.
 static inline void init_slurm(InitFrom *init) {
     const char *nodes = getenv("SLURM_STEP_NODELIST");
     int64_t job = 0, step = 0;
@@ -119,8 +120,8 @@ static inline void init_tcp(InitFrom *init, const char *from, const char *where)
     format_checked(init->place, sizeof init->place, "%.*s", (int)(colon - where) - 2 * brackets, where + brackets);
 }
 
-// --init-from auto: MPI, a Slurm step or PyTorch's variables, in this order, else a single rank. PyTorch's variables
-// count only if all four are set: MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE.
+// --init-from auto: uses the first of these whose variables are set: MPI, a Slurm step, PyTorch. If there is none, the
+// run has a single rank. PyTorch needs all four variables: MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE.
 static inline void init_from_environment(InitFrom *init) {
     const char *address = getenv("MASTER_ADDR"), *port = getenv("MASTER_PORT");
     char from[512];
@@ -133,7 +134,7 @@ static inline void init_from_environment(InitFrom *init) {
 }
 
 // Returns how this process joins the run, from --init-from and --init-timeout in the command line and from the
-// environment. Dies with EXIT_USAGE if they do not say it.
+// environment. Dies with EXIT_USAGE if these are wrong or lack the rank.
 static inline InitFrom init_from(int argc, char **argv) {
     const char *from = init_argument(argc, argv, "init-from"), *timeout = init_argument(argc, argv, "init-timeout");
     int64_t seconds = INIT_TIMEOUT_SECONDS;

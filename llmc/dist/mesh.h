@@ -8,26 +8,26 @@
 
 #include "rendezvous.h"
 
-#define MESH_SECONDS 60        // for all connections, after all ranks have come
+#define MESH_SECONDS 60        // time to open all connections, after all ranks have come
 #define MESH_NOTICE_SECONDS 1  // within this time a notice arrives that another rank has ended with an error
 
-enum { MESH_ROW = 448 };  // bytes of a watcher's message
+enum { MESH_ROW = 448 };  // most bytes of a row, a watcher's message
 
 typedef enum { MESH_MESSAGE_ROW, MESH_MESSAGE_PARTED, MESH_MESSAGE_ENDED } MeshMessageKind;
 
 typedef struct {
-    int32_t kind, code;  // code: exit status of MESH_MESSAGE_ENDED
+    int32_t kind, code;  // code: the sender's exit status, in MESH_MESSAGE_ENDED
     char row[MESH_ROW];
 } MeshMessage;
 
 typedef struct {
-    int data, beats;  // connections; -1: this rank itself
+    int data, beats;  // the two connections to the rank; -1 for this rank itself
     char host[64];
-    MeshMessage in, out;      // the messages that are on their way on `beats`
-    int64_t received, sent;   // bytes of them; sent == sizeof out: nothing is waiting to be sent
-    bool fresh;               // `row` was not read yet
-    char row[MESH_ROW];       // its latest row
-    bool parted, gone, told;  // it sends no more rows; its connection is broken; it was told that this rank parts
+    MeshMessage in, out;      // the messages that are being received and sent on `beats`
+    int64_t received, sent;   // bytes of `in` and of `out` that are done; sent == sizeof out: all of `out` is sent
+    bool fresh;               // `row` has arrived, and mesh_take_row has not returned it yet
+    char row[MESH_ROW];       // the latest row that the rank has sent
+    bool parted, gone, told;  // it sends no more rows; `beats` is broken; it was told that this rank sends no more
 } MeshPeer;
 
 typedef struct {
@@ -35,7 +35,7 @@ typedef struct {
     MeshPeer *peers;        // [world]
     pthread_mutex_t mutex;  // guards the messages, which the watcher and a dying thread send and receive
     bool ended;             // a rank has ended with an error
-    int code;               // and its exit status
+    int code;               // the exit status of that rank
 } Mesh;
 
 // Members of a group: rank `first` + i * `stride` is member i; `self` is this rank's i.
@@ -108,8 +108,8 @@ __attribute__((noreturn)) static inline void mesh_follow(const Mesh *m) {
     _exit(m->code);
 }
 
-// Copies a row that has arrived. Returns the rank that sent it, or -1 if no row has arrived. Ends this process if
-// another rank has ended with an error.
+// Takes one row that has arrived: copies it to `row` and returns the rank that sent it. Returns -1 if there is none.
+// Ends this process if another rank has ended with an error.
 static inline int64_t mesh_take_row(Mesh *m, void *row, int64_t bytes) {
     if (mesh_receive(m)) mesh_follow(m);
     for (int64_t r = 0; r < m->world; r++) {
@@ -121,15 +121,15 @@ static inline int64_t mesh_take_row(Mesh *m, void *row, int64_t bytes) {
     return -1;
 }
 
-// Returns a rank whose connection for messages is broken, or -1. A rank that has parted may close it.
+// Returns a rank whose connection for messages is broken, or -1. Skips ranks that send no more rows: they may close it.
 static inline int64_t mesh_gone(const Mesh *m) {
     for (int64_t r = 0; r < m->world; r++)
         if (m->peers[r].gone && !m->peers[r].parted) return r;
     return -1;
 }
 
-// Tells all ranks that no rows follow. Returns true once all ranks have said so or are gone; until then it must be
-// called again. Ends this process if another rank has ended with an error.
+// Tells all ranks that this one sends no more rows. Returns true once each of them has said the same or is gone. Call
+// it until it returns true. Ends this process if another rank has ended with an error.
 static inline bool mesh_part(Mesh *m) {
     bool parted = true;
     if (mesh_receive(m)) mesh_follow(m);
@@ -145,8 +145,8 @@ static inline bool mesh_part(Mesh *m) {
     return parted;
 }
 
-// Tells all ranks that this one ends with an error. Waits up to MESH_NOTICE_SECONDS for each rank to take an earlier
-// message; a rank that has not taken it by then is not told.
+// Tells all ranks that this one ends with an error. An earlier message to a rank must be sent first: if that takes more
+// than MESH_NOTICE_SECONDS, the rank is not told.
 static inline void mesh_end_all(Mesh *m, int code) {
     pthread_mutex_lock(&m->mutex);
     for (int64_t r = 0; r < m->world; r++) {
@@ -170,7 +170,7 @@ static inline void mesh_await_notice(Mesh *m, double seconds) {
 
 // ---- collectives
 
-// Bytes that this rank sends to a member and receives from it. A negative number: not even a header.
+// Data that this rank sends to a member and receives from it. Negative bytes: not even a header moves that way.
 typedef struct {
     const char *out;
     char *in;
@@ -181,15 +181,15 @@ typedef struct {
     int64_t collective, bytes;  // a number that names the collective; bytes of data after the header
 } MeshHeader;
 
-// The progress of one part: headers count as its first bytes.
+// The progress of one part. `sent` and `received` are bytes, those of the header included.
 typedef struct {
     MeshPeer *peer;
     MeshHeader out_header, in_header;
     int64_t sent, received;
 } MeshTransfer;
 
-// Ends the run: the connection to a rank is broken, or (error 0) the rank sent the header of another collective or
-// size.
+// Ends the run with an error about the rank of `p`. `error`: the errno of its broken connection; 0: it sent the header
+// of another collective or size. If another rank has ended with an error of its own, ends this process silently.
 __attribute__((noreturn)) static inline void mesh_lost(Mesh *m, const MeshPeer *p, const char *what, int error) {
     mesh_await_notice(m, MESH_NOTICE_SECONDS);
     const long long rank = p - m->peers;
@@ -218,7 +218,7 @@ static inline bool mesh_move(int fd, bool sends, MeshHeader *header, char *data,
     return true;
 }
 
-// Moves what it can of the part of one member. Returns the events that the part waits for; 0: it is whole.
+// Moves what it can of the part of one member. Returns the poll events that the part still waits for; 0: all has moved.
 static inline short mesh_step(Mesh *m, MeshTransfer *t, const MeshPart *part, const char *what) {
     const int64_t head = (int64_t)sizeof(MeshHeader);
     const int fd = t->peer->data;
@@ -235,7 +235,7 @@ static inline short mesh_step(Mesh *m, MeshTransfer *t, const MeshPart *part, co
                    (part->in_bytes >= 0 && t->received < head + part->in_bytes ? POLLIN : 0));
 }
 
-// Sends and receives the parts of all members [size] at once. Dies if a rank is lost or is in another collective.
+// Sends and receives parts [size], one for each member, all at once. Dies if a rank is lost or in another collective.
 static inline void mesh_exchange(Mesh *m, MeshGroup g, int64_t collective, const char *what, const MeshPart *parts) {
     MeshTransfer *transfers = (MeshTransfer *)xcalloc((size_t)g.size, sizeof *transfers);
     struct pollfd *polls = (struct pollfd *)xcalloc((size_t)g.size, sizeof *polls);
@@ -266,7 +266,7 @@ static inline MeshPart *mesh_parts(MeshGroup g) {
     return parts;
 }
 
-// The collectives of comm.h. They return 0, as MPI's do; they die on failures.
+// The collectives of comm.h. They return 0, like MPI's if they succeed; if they fail, they die.
 
 static inline int mesh_all_gather(Mesh *m, MeshGroup g, const void *part, void *all, int64_t bytes) {
     MeshPart *parts = mesh_parts(g);
@@ -313,7 +313,7 @@ static inline int mesh_barrier(Mesh *m, MeshGroup g) {
     return 0;
 }
 
-// comm_exchange
+// Does comm_exchange (comm.h).
 static inline int mesh_exchange_with(Mesh *m, int64_t rank, const void *out, void *in, int64_t bytes) {
     const MeshGroup two = {min_i64(rank, m->rank), rank > m->rank ? rank - m->rank : m->rank - rank, 2, rank < m->rank};
     MeshPart *parts = mesh_parts(two), *other = &parts[!two.self];
@@ -332,7 +332,7 @@ typedef struct {
     int64_t missing;  // connections of higher ranks that have not come yet
 } MeshDoor;
 
-// Takes a connection if it is of a higher rank of this run, and its first of this kind (DoorAdmits).
+// Keeps a connection (DoorAdmits) if a higher rank of this run opened it, and if it is that rank's first of this kind.
 static inline bool mesh_admit(void *context, int fd, const void *hello) {
     MeshDoor *d = (MeshDoor *)context;
     RankCard card;

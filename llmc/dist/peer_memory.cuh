@@ -19,14 +19,14 @@
 
 enum { PEER_MAX_RANKS = 64 };
 
-// The check at start: largest size of a rank's pattern, and the timeout of the barrier in seconds. The barrier takes
-// microseconds; ranks reach it some milliseconds apart.
+// For the check at start: the most bytes of a rank's pattern, and the timeout of the barrier in seconds. The barrier
+// takes microseconds; ranks reach it some milliseconds apart.
 #define PEER_PROOF_BYTES (2ll << 20)
 #define PEER_PROOF_SECONDS 5
 
 typedef CUresult (*StreamMemoryOperations)(CUstream, unsigned, CUstreamBatchMemOpParams *, unsigned);
 
-// The memory of all ranks of a group, mapped into this process. Each array has the same offset on every rank.
+// The memory of all ranks of a group, mapped into this process. An array has the same offset in each rank's memory.
 typedef struct {
     int64_t ranks, rank;         // size of the group and this rank's index in it; ranks is 0 if peers are not open
     char *base[PEER_MAX_RANKS];  // start of each rank's memory; base[rank] is this rank's own
@@ -62,8 +62,8 @@ static inline CUstreamBatchMemOpParams peer_wait(const uint32_t *at, uint32_t va
     return o;
 }
 
-// Enqueues a barrier of the group, which takes no SM: later work on `stream` runs when the streams of all its ranks
-// have reached it.
+// Enqueues a barrier of the group, which takes no SM. Later work on `stream` runs once the stream of each rank of the
+// group has reached the barrier.
 static inline void peer_barrier(PeerMemory *p, cudaStream_t stream) {
     CUstreamBatchMemOpParams operations[2 * PEER_MAX_RANKS];
     unsigned count = 0;
@@ -77,7 +77,7 @@ static inline void peer_barrier(PeerMemory *p, cudaStream_t stream) {
     if (status != CUDA_SUCCESS) die("cuStreamBatchMemOp failed with CUresult %d", (int)status);
 }
 
-// to [bytes] = the bytes of rank `from` of the group at the offset that `part` has in this rank's memory.
+// to [bytes] = bytes of rank `from` of the group. Their offset in its memory is that of `part` in this rank's memory.
 static inline cudaError_t peer_copy(const PeerMemory *p, int64_t from, const void *part, void *to, int64_t bytes,
                                     cudaStream_t stream) {
     const int64_t offset = (const char *)part - p->base[p->rank];
@@ -101,7 +101,8 @@ static inline void peer_memory_close(PeerMemory *p) {
     memset(p, 0, sizeof *p);
 }
 
-// True if streams on this GPU can wait for values in memory and write values to peers. Tries it once, with zeros.
+// True if streams on this GPU can wait for values in memory and write values to peers. Tries it with zeros, which
+// change nothing. Sets p->enqueue.
 static inline bool peer_can_wait(PeerMemory *p, cudaStream_t stream) {
     void *function = NULL;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
@@ -129,8 +130,8 @@ static inline bool peer_memory_try(PeerMemory *p, const Comm *c, const PeerOffer
     }
     for (int64_t i = 0; i < p->ranks; i++) {
         if (offers[i].bytes != own->bytes)
-            die("rank %lld of the shard group has planned %lld bytes, this rank %lld", (long long)i,
-                (long long)offers[i].bytes, (long long)own->bytes);
+            die("rank %lld of the shard group has planned %lld bytes of memory, but this rank has planned %lld",
+                (long long)i, (long long)offers[i].bytes, (long long)own->bytes);
         if (strcmp(offers[i].host, own->host) != 0) {
             format_checked(reason, capacity, "the ranks of a shard group are on several hosts, %s and %s", own->host,
                            offers[i].host);
@@ -185,7 +186,8 @@ static inline void peer_write_pattern(int64_t rank, char *scratch, int64_t bytes
 }
 
 // Checks the pattern that rank `from` of the group, rank `its_rank` of the run, wrote to its scratch. Copies it to this
-// rank's scratch + bytes, and from there to words [bytes] on the host. Returns false, with the reason, if it differs.
+// rank's scratch + bytes, and from there to words [bytes] on the host. Returns false, with the reason, if the pattern
+// cannot be copied or is wrong.
 static inline bool peer_check_pattern(const PeerMemory *p, int64_t from, int64_t its_rank, char *scratch, int64_t bytes,
                                       uint32_t *words, cudaStream_t stream, char *reason, size_t capacity) {
     const cudaError_t status = peer_copy(p, from, scratch, scratch + bytes, bytes, stream);
@@ -207,8 +209,8 @@ static inline bool peer_check_pattern(const PeerMemory *p, int64_t from, int64_t
     return false;
 }
 
-// True if this rank, rank `rank` of the run, reads the right pattern from every other rank of the group. scratch
-// [2][bytes] begins with its own pattern.
+// True if this rank, rank `rank` of the run, reads the right pattern from every other rank of the group. The first half
+// of scratch [2][bytes] must hold this rank's own pattern.
 static inline bool peer_check_patterns(const PeerMemory *p, int64_t rank, char *scratch, int64_t bytes,
                                        cudaStream_t stream, char *reason, size_t capacity) {
     uint32_t *words = (uint32_t *)xcalloc((size_t)bytes, 1);
@@ -262,8 +264,8 @@ static inline bool peer_prove_barrier(PeerMemory *p, int64_t rank, double second
 }
 
 // Collective over all ranks. True if reads and barriers work on every rank; all ranks have then passed one barrier.
-// scratch [scratch_bytes] has the same offset in each rank's memory, is zero before and after, and is not used
-// elsewhere.
+// scratch [scratch_bytes] has the same offset in each rank's memory and must not be in use. The bytes of it that the
+// check writes are zero afterwards.
 static inline bool peer_memory_prove(PeerMemory *p, const Comm *c, char *scratch, int64_t scratch_bytes,
                                      cudaStream_t stream, char *reason, size_t capacity) {
     const int64_t bytes = min_i64(PEER_PROOF_BYTES, scratch_bytes / 32 * 16);
@@ -282,7 +284,7 @@ static inline bool peer_memory_prove(PeerMemory *p, const Comm *c, char *scratch
 
 // Collective over all ranks. Opens memory [bytes] of each rank to the other ranks of its shard group, and checks it in
 // `scratch` (peer_memory_prove). arrivals [PEER_MAX_RANKS] is part of `memory` and zero. Returns true if all of it
-// works on every rank. Else returns false, with p->ranks 0, and `reason` is set on the ranks on which it failed.
+// works on every rank. Else returns false and sets p->ranks to 0, and `reason` on the ranks on which it failed.
 static inline bool peer_memory_open(PeerMemory *p, const Comm *c, char *memory, int64_t bytes, uint32_t *arrivals,
                                     void *scratch, int64_t scratch_bytes, cudaStream_t stream, char *reason,
                                     size_t capacity) {

@@ -1,7 +1,7 @@
 // The ranks of a run find each other: rank 0 listens, the others come to it, and all get the table of all ranks.
 // Rank 0 listens at the address that all were given, or writes its address to a file that all can read. A connection
-// that is not from a rank of this run is closed. The network must be trusted, as for NCCL and MPI: a rank proves itself
-// only by a token that crosses it unencrypted.
+// that is not from a rank of this run is closed. The network must be trusted, as for NCCL and MPI: ranks know each
+// other only by texts (a job's name, a token) that cross it unencrypted.
 #ifndef LLMC_RENDEZVOUS_H
 #define LLMC_RENDEZVOUS_H
 
@@ -14,9 +14,9 @@
 #define MEET_MAGIC "train_fp8 rank 1"  // changes with the layout of RankCard
 #define MEET_NEWS_SECONDS 10           // rank 0 says after this time whom it waits for
 
-enum { MEET_TOKEN = 33, MEET_ADDRESSES = 16 };  // MEET_ADDRESSES: most of each kind, loopback and other, in a file
+enum { MEET_TOKEN = 33, MEET_ADDRESSES = 16 };  // a file has at most MEET_ADDRESSES loopback and as many others
 
-// A connection begins with a card of the process that opens it. CARD_PROBE only asks if somebody listens.
+// A connection begins with a card of the process that opens it.
 typedef enum { CARD_RANK, CARD_PROBE, CARD_DATA, CARD_BEATS } CardKind;
 
 typedef struct {
@@ -32,14 +32,14 @@ typedef enum { ANSWER_TABLE, ANSWER_OTHER_JOB, ANSWER_WRONG, ANSWER_ENDED } Answ
 
 // Rank 0's answer to a card. The table follows ANSWER_TABLE.
 typedef struct {
-    int32_t kind, code;  // code: exit status of ANSWER_ENDED
+    int32_t kind, code;  // code: rank 0's exit status, in ANSWER_ENDED
     char text[1024];     // reason, for ANSWER_OTHER_JOB and ANSWER_WRONG
 } Answer;
 
-// A rank's view of the start, and for rank 0 the ranks that came.
+// A rank's state while the ranks find each other.
 typedef struct {
     const InitFrom *init;
-    RankCard *cards;     // [world], own one included
+    RankCard *cards;     // [world] the cards known so far, this rank's included
     int *fds;            // [world] rank 0: connections to the ranks that came; -1: none
     int64_t missing;     // rank 0: number of ranks that have not come
     int listener;        // socket for connections of the ranks above this one (mesh.h)
@@ -74,14 +74,14 @@ static inline bool card_same_host(const RankCard *a, const RankCard *b) {
     return strcmp(a->host, b->host) == 0 && strcmp(a->boot, b->boot) == 0;
 }
 
-// True for bytes that another process of this program sent. Terminates all texts, so that they are safe to read.
+// True if the bytes are a card of this program, by their magic. Terminates all texts, so that they are safe to read.
 static inline bool card_valid(RankCard *card) {
     card->magic[sizeof card->magic - 1] = card->address[SOCKET_ADDRESS - 1] = card->host[sizeof card->host - 1] = 0;
     card->boot[sizeof card->boot - 1] = card->job[sizeof card->job - 1] = card->token[MEET_TOKEN - 1] = 0;
     return strcmp(card->magic, MEET_MAGIC) == 0;
 }
 
-// Sends an answer without a table. A failure to send is ignored: the other end notices it.
+// Sends an answer without a table. A failure to send is ignored: the other rank sees that the connection ends.
 UTILS_PRINTF(4, 5)
 static inline void meet_answer(int fd, AnswerKind kind, int code, const char *format, ...) {
     Answer answer;
@@ -103,7 +103,7 @@ typedef struct {
     char addresses[2 * MEET_ADDRESSES][SOCKET_ADDRESS];
 } MeetFile;
 
-// Returns false if the file is missing or is something else.
+// Reads this file. Returns false if it is missing or was not written by meet_file_write.
 static inline bool meet_file_read(const char *path, MeetFile *file) {
     char line[128];
     memset(file, 0, sizeof *file);
@@ -144,7 +144,7 @@ static inline void meet_write_addresses(FILE *f) {
     freeifaddrs(all);
 }
 
-// Connects to the rank 0 that wrote a file: on its own host by loopback, else by its addresses in turn.
+// Connects to the rank 0 that wrote a file: if it is on this host, by loopback, else by its other addresses in turn.
 static inline int meet_file_connect(const MeetFile *file, const RankCard *own, Failure *failure) {
     const bool here = strcmp(file->host, own->host) == 0 && strcmp(file->boot, own->boot) == 0;
     int fd = -1;
@@ -155,7 +155,7 @@ static inline int meet_file_connect(const MeetFile *file, const RankCard *own, F
     return fd;
 }
 
-// Dies if the file is not of a run, or if the rank 0 that wrote it still listens. Warns of a file that an earlier run
+// Dies if there is a file that is not of a run, or whose rank 0 still listens. Warns of a file that an earlier run
 // left: meet_file_write replaces it.
 static inline void meet_file_check(const char *path, const RankCard *own) {
     MeetFile file;
@@ -244,7 +244,7 @@ static inline bool meet_admit(void *context, int fd, const void *hello) {
     return true;
 }
 
-// Ends the start because of m->problem: the ranks that came end without a message of their own.
+// Ends the run on rank 0 with the error m->problem. The ranks that came end without a message of their own.
 static inline void meet_fail(const Meeting *m) {
     for (int64_t r = 1; r < m->init->world; r++)
         if (m->fds[r] >= 0) meet_answer(m->fds[r], ANSWER_ENDED, m->code, "rank 0 ended the start");
@@ -388,7 +388,7 @@ static inline void meet_as_other(Meeting *m) {
     Failure failure;
     for (bool met = false; !met;) {
         const int fd = meet_connect(m, &own, &failure);
-        // rank 0 itself may wait until its deadline, which began at another time
+        // rank 0 answers at the latest at its own deadline, which may be later than this rank's
         if (fd >= 0) met = meet_ask(m, &own, fd, seconds_now() + init->timeout + DOOR_PATIENCE, &failure), close(fd);
         if (!met && seconds_now() > deadline)
             die_with(EXIT_LOST, "rank 0 could not be reached within %.0f s (--init-timeout): %s", init->timeout,

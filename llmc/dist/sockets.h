@@ -68,7 +68,8 @@ static inline int socket_listen(int port) {
     return -1;
 }
 
-// Writes the numeric address of a connection's other end, or of its own end, and returns the port. Failure: "" and 0.
+// Writes the numeric address of a connection's other end, or with `own` of this end, and returns its port. If that
+// fails, writes "" and returns 0.
 static inline int socket_address(int fd, bool own, char address[SOCKET_ADDRESS]) {
     struct sockaddr_storage s;
     socklen_t length = sizeof s;
@@ -169,7 +170,7 @@ typedef bool (*DoorAdmits)(void *context, int fd, const void *hello);
 
 typedef struct {
     int listener;
-    int64_t hello_bytes, num_guests, strangers;  // strangers: connections that were closed
+    int64_t hello_bytes, num_guests, strangers;  // strangers: connections that were not kept
     DoorGuest guests[DOOR_GUESTS];
     DoorAdmits admits;
     void *context;
@@ -191,7 +192,7 @@ static inline void door_accept(Door *d) {
     }
 }
 
-// Receives from guest i. Returns false if the guest has left the list.
+// Receives more of guest i's hello. Returns false if the guest is no longer in the list: it was kept or closed.
 static inline bool door_receive(Door *d, int64_t i) {
     DoorGuest *g = &d->guests[i];
     const int64_t n = socket_some(g->fd, false, g->hello + g->received, d->hello_bytes - g->received);

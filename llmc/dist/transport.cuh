@@ -18,7 +18,7 @@
 #include "../cuda/step_stats.cuh"
 #include "peer_memory.cuh"
 
-// Number of fp32 elements that NCCL reduces at a time with --reduce-dtype fp32: 256 MiB reach most of the bandwidth.
+// Most fp32 elements that NCCL reduces at a time with --reduce-dtype fp32: 256 MiB reach most of the bandwidth.
 #define TRANSPORT_STAGING_ELEMENTS (64ll << 20)
 
 enum { TRANSPORT_THREADS = 256 };
@@ -32,16 +32,16 @@ typedef enum {
 
 typedef struct {
     TransportKind kind;  // before transport_open_peers, COPY_ENGINES means that they will be tried
-    int reduce_dtype;    // the dtype in which NCCL sums gradients. REDUCE_FP8: bf16, but codes for FP8 gradients
+    int reduce_dtype;    // NCCL's dtype for sums of gradients. REDUCE_FP8: bf16; FP8 codes for layers' matrices
     int64_t shard_size, shard_rank;
     Nccl *nccl;            // communicators and their stream; NULL if there is one rank
     PeerMemory peers;      // memory of the shard group's ranks, with copy engines
-    uint32_t *arrivals;    // [PEER_MAX_RANKS] number of barriers that each rank of the group has reached
+    uint32_t *arrivals;    // [PEER_MAX_RANKS] number of barriers that each rank of the shard group has reached
     cudaStream_t compute;  // the compute stream
-    StepLog *log;          // times the waits of the compute stream
-    cudaEvent_t handover;  // one stream waits for it, and so for all work enqueued on the other stream before
+    StepLog *log;          // measures how long the compute stream waits
+    cudaEvent_t handover;  // recorded on one stream; the other waits for it, and so for all work before it
 
-    bool fp32_sums;         // gradients are summed to fp32
+    bool fp32_sums;         // the sums of gradients are fp32, else bf16
     bf16 *sums;             // this rank's sums of gradients over micro-steps and ranks; NULL if they are fp32
     float *sums_fp32;       // the sums if they are fp32, else NULL
     float *staging;         // [shard_size][staging_slice] buffer for fp32 reductions by NCCL
@@ -55,7 +55,7 @@ typedef struct {
     bf16 *whole;      // [shard_size][slice] this rank's gradient; the reduction may overwrite this rank's slice
     int64_t slice;    // elements that each rank keeps; 0: the segment is empty
     int64_t at;       // first element of this rank's slice in its sums
-    GradientSum how;  // how the reduced slice is added to the sums
+    GradientSum how;  // how the reduced slice is added to the sums, or replaces them
 } TransportSegment;
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ static inline void transport_place_sums(Transport *t, Arena *a, int64_t n) {
 }
 
 // Places the buffers of reductions. largest_unit is the largest number of elements that a rank keeps of a unit;
-// largest_slice is the number of elements received from another rank at a time.
+// largest_slice is the largest number of elements that are received from another rank at a time.
 static inline void transport_place_buffers(Transport *t, Arena *a, int64_t largest_unit, int64_t largest_slice) {
     if (transport_is_staged(t)) {
         const int64_t at_a_time = TRANSPORT_STAGING_ELEMENTS / t->shard_size / PARAMETER_ALIGNMENT;
@@ -102,7 +102,7 @@ static inline void event_create(cudaEvent_t *event) {
     CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
 }
 
-// nccl is NULL for one rank, else connected (nccl_open). `log` times the waits of its stream, the compute stream.
+// nccl is NULL for one rank, else connected (nccl_open). log->stream is the compute stream; `log` measures its waits.
 static inline void transport_create(Transport *t, Nccl *nccl, StepLog *log) {
     t->nccl = nccl, t->log = log, t->compute = log->stream;
     if (nccl) event_create(&t->handover);
@@ -112,9 +112,9 @@ static inline void transport_destroy(Transport *t) {
     if (t->nccl) CUDA_CHECK(cudaEventDestroy(t->handover));
 }
 
-// Collective over all ranks, only with TRANSPORT_COPY_ENGINES. Opens memory [bytes] of each rank to the other ranks of
-// its shard group. `arrivals` must be zero and `received` unused. Returns false if it does not work on every rank: NCCL
-// then moves everything, and `reason`, which must be empty before, is set on the ranks on which it failed.
+// Collective over all ranks. Call it only if the kind is TRANSPORT_COPY_ENGINES. Opens memory [bytes] of each rank to
+// the other ranks of its shard group. `arrivals` must be zero and `received` unused. Returns false if it fails on any
+// rank: NCCL then moves everything, and `reason`, which must be empty before, is set on the ranks on which it failed.
 static inline bool transport_open_peers(Transport *t, const Comm *comm, char *memory, int64_t bytes, char *reason,
                                         size_t capacity) {
     const int64_t scratch = (t->shard_size - 1) * t->received_slice * (int64_t)sizeof(bf16);
@@ -155,15 +155,16 @@ static inline void compute_waits_comm(Transport *t) {
 // ---------------------------------------------------------------------------------------------------------------------
 // All-gather
 
-// Begins an all-gather. Then call transport_gather for each array, and transport_end_gather. Messages name `what`
+// Begins an all-gather. Then call transport_gather for each array, and transport_end_gather. Error messages name `what`
 // and `l`, a layer, ROOT or NO_LAYER (nccl_begin_operation).
 static inline void transport_begin_gather(Transport *t, const char *what, int64_t l) {
     if (t->kind == TRANSPORT_COPY_ENGINES) nccl_begin_operation(t->nccl, what, l);
     else nccl_begin(t->nccl, what, l);
 }
 
-// With copy engines, enqueues a barrier of the shard group; NCCL's all-gather itself waits for all ranks. Call it
-// between transport_begin_gather and transport_end_gather.
+// Enqueues a barrier of the shard group, with copy engines: later communication waits until all ranks reach it.
+// With NCCL it does nothing, since an all-gather itself waits for all ranks. Call it between transport_begin_gather and
+// transport_end_gather.
 static inline void transport_gather_barrier(Transport *t) {
     if (t->kind == TRANSPORT_COPY_ENGINES) peer_barrier(&t->peers, t->nccl->stream);
 }
@@ -196,7 +197,8 @@ static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     }
 }
 
-// Adds the gradients `from` [n] to `to` [n], a part of the sums, or replaces it if !sum.add. n is a multiple of 8.
+// Adds the gradients `from` [n] to `to` [n], a part of the sums; if !sum.add, stores them there instead. n must be a
+// multiple of 8.
 template <class Sum, class T>
 static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     transport_add_kernel(Sum *to, const T *from, int64_t n, GradientSum sum) {
@@ -209,9 +211,9 @@ static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     }
 }
 
-// Sums gradients over `ranks` ranks, in the order of ranks, and adds the result to `to` [n], a part of the sums over
-// micro-steps. `own` [n] holds the gradients of rank `rank`, `others` [ranks - 1][n] those of all other ranks. Adds in
-// fp32 and rounds once if `to` is bf16. n must be a multiple of 8.
+// Sums gradients over `ranks` ranks, in the order of ranks, and adds the result to `to` [n]; if !how.add, stores it
+// there instead. `own` [n] holds the gradients of rank `rank`, `others` [ranks - 1][n] those of all other ranks. Adds
+// in fp32 and rounds once if `to` is bf16. n must be a multiple of 8.
 template <class Sum>
 static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     transport_sum_kernel(Sum *to, const bf16 *own, const bf16 *others, int64_t ranks, int64_t rank, int64_t n,
@@ -230,7 +232,7 @@ static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     gradient_join_8(to + i, sum, i, how);
 }
 
-// Returns the number of blocks for n elements on the communication stream: few, so that most SMs stay free for GEMMs.
+// Returns the number of blocks for n elements on the communication stream: at most 128, to leave room for GEMMs.
 static inline unsigned transport_blocks(int64_t n) {
     return grid_size(min_i64(n, 128 * TRANSPORT_THREADS * 8), TRANSPORT_THREADS * 8);
 }
@@ -241,7 +243,7 @@ static inline void transport_to_fp32(Transport *t, const bf16 *from, int64_t row
                 from, rows, n, stride);
 }
 
-// Adds the gradients `from` [n] to this rank's sums, from element `at` on.
+// Adds the gradients `from` [n] to this rank's sums, from element `at` on; if !how.add, stores them there instead.
 template <class T>
 static inline void transport_add(Transport *t, int64_t at, const T *from, int64_t n, GradientSum how, unsigned blocks,
                                  cudaStream_t stream) {
@@ -251,18 +253,19 @@ static inline void transport_add(Transport *t, int64_t at, const T *from, int64_
     else CUDA_LAUNCH(transport_add_kernel<bf16, T>, blocks, TRANSPORT_THREADS, 0, stream, t->sums + at, from, n, how);
 }
 
-// Adds the gradients `from` [n], which this rank computed, to its sums, on the compute stream with all SMs.
+// Does transport_add for gradients that this rank computed, on the compute stream, with as many blocks as they need.
 static inline void transport_add_computed(Transport *t, int64_t at, const bf16 *from, int64_t n, GradientSum how) {
     transport_add(t, at, from, n, how, grid_size(n, TRANSPORT_THREADS * 8), t->compute);
 }
 
-// Adds the gradients `from` [n], which NCCL reduced, to this rank's sums, on the communication stream.
+// Does transport_add for gradients that NCCL reduced, on the communication stream, with few blocks.
 template <class T>
 static inline void transport_add_reduced(Transport *t, int64_t at, const T *from, int64_t n, GradientSum how) {
     transport_add(t, at, from, n, how, transport_blocks(n), t->nccl->stream);
 }
 
-// Adds the gradients own [n] and those received from the other ranks to this rank's sums, from element `at` on.
+// Sums the gradients own [n] and those received from the other ranks, and adds the result to this rank's sums, from
+// element `at` on; if !how.add, stores it there instead.
 static inline void transport_add_received(Transport *t, int64_t at, const bf16 *own, int64_t n, GradientSum how) {
     const unsigned blocks = grid_size(n, TRANSPORT_THREADS * 8);
     const cudaStream_t stream = t->nccl->stream;
@@ -368,15 +371,16 @@ static inline void transport_exchange_codes(Transport *t, const uint8_t *codes, 
     nccl_end_operation(t->nccl);
 }
 
-// Reduce-scatters segments [count] of a gradient over the shard group and adds this rank's slices to its sums.
-// count > 0, and all segments have the same how.add. Call comm_waits_compute first. Messages name `l`, a layer or ROOT.
+// Reduce-scatters segments [count] of a gradient over the shard group and adds this rank's slices to its sums;
+// if !how.add, stores them there instead. count > 0, and all segments have the same how.add. Call comm_waits_compute
+// first. Error messages name `l`, a layer or ROOT.
 static inline void transport_reduce_scatter(Transport *t, const TransportSegment *segments, int count, int64_t l) {
     if (t->kind == TRANSPORT_COPY_ENGINES) transport_reduce_scatter_peers(t, segments, count, l);
     else if (t->reduce_dtype == REDUCE_FP32) transport_reduce_scatter_fp32(t, segments, count, l);
     else transport_reduce_scatter_bf16(t, segments, count, l);
 }
 
-// All-reduces elements at .. at + n - 1 of this rank's sums over the group, in fp32 if the sums or --reduce-dtype are
+// All-reduces elements at .. at + n - 1 of this rank's sums over `group`, in fp32 if the sums or --reduce-dtype are
 // fp32, else in bf16.
 static inline void transport_all_reduce(Transport *t, CommGroup group, int64_t at, int64_t n, int64_t l) {
     const GradientSum replace = {};

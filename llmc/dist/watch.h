@@ -3,20 +3,24 @@
 //
 // Twice a second the watcher of rank 0 and the watcher of each other rank send each other a message, on a communicator
 // or TCP connections of their own. The message says what the rank is doing (activity.h). From these messages a watcher
-// finds three kinds of stuck ranks, after --stall-timeout seconds where nothing else is said:
-//   silent    no message has come from a rank: the rank is stopped (SIGSTOP), or its host is frozen or unreachable. A
-//             sixth of --stall-timeout, at least 10 s, is enough (watch_silence_limit): a watcher is never busy
-//   file      messages come from a rank, but one call on a file has not returned; while loading, saving or exporting
-//             the timeout is WATCH_PATIENCE times as long
-//   standing  messages come from all ranks, but each waits for others (MPI, TCP, NCCL), and none has made progress
-// If mesh.h connects the ranks, a rank is also lost if its connection breaks. Under MPI, mpirun ends the run itself.
-// A rank that sends messages and computes never counts as stuck, however long it takes. If rank 0 is silent, the other
-// ranks send messages to each other, and the lowest of them reports. One rank prints the error and ends all ranks.
+// finds three kinds of stuck ranks:
+//   silent    no message has come from a rank: the rank is stopped (SIGSTOP), or its host is frozen or unreachable. The
+//             limit is a sixth of --stall-timeout, but at least 10 s (watch_silence_limit): a watcher is never busy
+//   file      messages come from a rank, but one call on a file has not returned. The limit is --stall-timeout, or
+//             WATCH_PATIENCE times that while the rank loads, saves or exports
+//   standing  messages come from all ranks, but each waits for others (MPI, TCP, NCCL), and none has made progress. The
+//             limit is --stall-timeout
+// A rank that computes while no NCCL operation is pending, and sends messages, is never stuck, however long it takes.
+// If rank 0 is silent, the other ranks send messages to each other, and the lowest of them reports. One rank prints the
+// error and ends all ranks.
 //
-// The watcher never calls CUDA or NCCL and never blocks: when a rank dies, the main threads of the other ranks block in
-// MPI or in a kernel launch. The watcher is alone (it knows only its own rank) before it has a communicator, during
-// MPI_Finalize, and if MPI does not allow several threads to call it. Waiting too long for other ranks then also ends
-// the run, but the message cannot name the stuck rank.
+// A rank is lost if its process has died or cannot be reached. Over TCP (mesh.h) its connections then break, and
+// another rank ends the run. Under MPI, mpirun ends the run.
+//
+// The watcher never calls CUDA or NCCL and never blocks. The main thread may block: when a rank dies, those of
+// the other ranks hang in MPI or in a kernel launch. The watcher is alone (it knows only its own rank) before it has a
+// communicator, during MPI_Finalize, and if MPI does not allow several threads to call it. Waiting too long for other
+// ranks then also ends the run, but the message cannot name the stuck rank.
 #ifndef LLMC_WATCH_H
 #define LLMC_WATCH_H
 
@@ -30,7 +34,7 @@
 #define WATCH_BEAT_SECONDS 0.5
 #define WATCH_SUSPENDED_SECONDS 4
 
-// If the last message of a rank is older than this, the rank may be stopped: it then does not count as waiting.
+// If the last message of a rank is older than this, the rank may be stopped: it does not count as waiting (standing).
 #define WATCH_FRESH_SECONDS 3
 
 // If rank 0 is silent, the other ranks exchange messages for this time, a few intervals, before the lowest reports.
@@ -41,14 +45,14 @@
 #define WATCH_SILENT_SHARE 6
 #define WATCH_SILENT_LEAST 10
 
-// If a connection is broken, the main thread of a rank that uses it reports it at once. If all main threads are busy,
-// the watcher of rank 0 reports it this time later; if rank 0 is lost, the next rank, still later (watch_lost_verdict).
+// If a connection breaks, the main thread of a rank that uses it reports that (mesh.h). If no main thread uses it, the
+// watcher of rank 0 reports it after this time, or if rank 0 is lost, a higher rank still later (watch_lost_verdict).
 #define WATCH_LOST_SECONDS 3
 
 // Factor of --stall-timeout for files while loading, saving or exporting: an fsync of many GiB may take minutes.
 #define WATCH_PATIENCE 4
 
-// SIGALRM ends this process if ending all ranks takes longer.
+// SIGALRM ends this process if it takes longer than this to end all ranks.
 #define WATCH_ABORT_SECONDS 10
 
 // The state that a rank sends to other watchers.
@@ -57,7 +61,7 @@ typedef struct {
     int64_t step, changes, collectives;  // copied from Activity
     int64_t waits_for_nccl;              // 1 if NCCL operations are pending
     double idle;                         // seconds since this rank last made progress
-    int64_t speaker;  // set by rank 0: the rank that must report that its own call on a file hangs; -1: none
+    int64_t speaker;  // in rank 0's row: the rank that must report that its own call on a file hangs; -1: none
     char doing[ACTIVITY_DETAIL + 64];
 } WatchRow;
 
@@ -65,7 +69,7 @@ typedef struct {
     WatchRow row;    // its last message
     double silence;  // seconds since that message
     bool broken;     // its connection is broken
-    double lost;     // seconds since then
+    double lost;     // seconds since it broke
     char host[64];
 } WatchRank;
 
@@ -74,7 +78,7 @@ typedef struct {
     int64_t world, self, timeout;
     bool alone;       // this watcher cannot exchange messages
     double standing;  // seconds for which all ranks have waited and none has made progress
-    double calling;   // on ranks other than 0: seconds since rank 0 was found silent; 0: it is not
+    double calling;   // on ranks other than 0: seconds since rank 0 was found silent; 0: rank 0 is not silent
     int64_t changes;  // sum of `changes` over all ranks
 } WatchTable;
 
@@ -82,7 +86,7 @@ typedef enum { WATCH_GOOD, WATCH_SILENT, WATCH_LOST, WATCH_FILE, WATCH_STANDING,
 
 typedef struct {
     WatchFinding finding;
-    int64_t rank, speaker;  // the stuck rank, and the rank that must report it
+    int64_t rank, speaker;  // the stuck or lost rank, and the rank that must report it
 } WatchVerdict;
 
 // ---- the verdict, a function of the table only
@@ -104,7 +108,7 @@ static inline bool watch_waits(const WatchRow *row) {
     return row->kind == ACTIVITY_WAITING || (row->kind == ACTIVITY_COMPUTING && row->waits_for_nccl);
 }
 
-// Adds `seconds`, the time since the last call, to the times in the table, or sets times to 0 that start again.
+// Adds `seconds`, the time since the last call, to each time in the table, or sets the time to 0 if it starts again.
 static inline void watch_age(WatchTable *t, double seconds) {
     const bool suspended = seconds > WATCH_SUSPENDED_SECONDS;
     int64_t changes = 0;
@@ -121,11 +125,12 @@ static inline void watch_age(WatchTable *t, double seconds) {
     t->changes = changes;
 }
 
-// Returns the verdict of a watcher that is alone, or of a rank other than 0 to which rank 0 sends messages.
+// Returns the verdict of this rank about itself: a call on a file hangs (if this watcher is alone or rank 0 has asked
+// it to report that), or this rank has waited too long for others (if this watcher is alone).
 static inline WatchVerdict watch_own_verdict(const WatchTable *t) {
     const WatchRow *own = &t->ranks[t->self].row;
     const bool may_speak = t->alone || t->ranks[0].row.speaker == t->self;
-    // all ranks find this at the same time: rank 0 ends the other ranks before they print it too
+    // for WATCH_ALONE: all ranks may find it at the same time, so rank 0 is first, to end the others before they print
     const int64_t patience = t->timeout + (t->self > 0 ? COMM_SILENCE_SECONDS : 0);
     WatchVerdict v = {WATCH_GOOD, t->self, t->self};
     if (may_speak && watch_file_hangs(t, own)) v.finding = WATCH_FILE;
@@ -133,7 +138,7 @@ static inline WatchVerdict watch_own_verdict(const WatchTable *t) {
     return v;
 }
 
-// Returns the verdict about a rank whose connection is broken. Ranks above 0 leave the report to the ranks below them.
+// Returns the verdict about a rank whose connection is broken. A higher rank waits longer, so that a lower one reports.
 static inline WatchVerdict watch_lost_verdict(const WatchTable *t) {
     WatchVerdict v = {WATCH_GOOD, t->self, t->self};
     const double limit = WATCH_LOST_SECONDS + (t->self > 0 ? 2 * COMM_SILENCE_SECONDS + 0.25 * (double)t->self : 0);
@@ -171,7 +176,8 @@ static inline void watch_where(const WatchRow *row, char *out, size_t capacity) 
     format_checked(out, capacity, "%s%s%s%s", step, phases[row->phase], *row->doing ? ": " : "", row->doing);
 }
 
-// Writes how many ranks are silent beside the one of the verdict; "" for none, or if only rank 0 would know.
+// Writes how many ranks are silent beside the verdict's; "" if there is none, or if rank 0 does not report: only rank 0
+// hears all ranks.
 static inline void watch_more_silent(const WatchTable *t, WatchVerdict v, char *out, size_t capacity) {
     int64_t silent = 0;
     out[0] = 0;
@@ -180,7 +186,7 @@ static inline void watch_more_silent(const WatchTable *t, WatchVerdict v, char *
         format_checked(out, capacity, ", like %lld more rank%s", (long long)silent - 1, silent > 2 ? "s" : "");
 }
 
-// Writes the message of a verdict other than WATCH_GOOD: rank, host, step, and the call that waits.
+// Writes the error of a verdict other than WATCH_GOOD: the rank, its host, and what it is doing (watch_where).
 static inline void watch_message(const WatchTable *t, WatchVerdict v, char *out, size_t capacity) {
     const WatchRank *rank = &t->ranks[v.rank];
     const WatchRow *from = &t->ranks[v.speaker].row;
@@ -206,7 +212,8 @@ static inline void watch_message(const WatchTable *t, WatchVerdict v, char *out,
                        "rank %lld on %s: a call on a file has not returned for %.0f s "
                        "(--stall-timeout %lld%s), in %s",
                        number, rank->host, rank->row.idle, timeout,
-                       watch_file_limit(t, &rank->row) > (double)t->timeout ? ", 4 times that here" : "", where);
+                       watch_file_limit(t, &rank->row) > (double)t->timeout ? "; the limit here is 4 times that" : "",
+                       where);
     else if (v.finding == WATCH_STANDING)
         format_checked(out, capacity,
                        "no rank has made progress for %.0f s (--stall-timeout %lld): all ranks wait for each other; "
@@ -273,7 +280,7 @@ static inline void watch_send(Watch *w) {
             beats_send(&w->messages, r, &t->ranks[t->self].row);
 }
 
-// Prints the verdict and ends all ranks. Must not wait for the main thread, which may hold the lock of stdout.
+// Prints the verdict and ends all ranks. It must not wait for the main thread, which may hold the lock of stdout.
 __attribute__((noreturn)) static inline void watch_speak(const Watch *w, WatchVerdict v) {
     char text[4096], line[4200];
     watch_message(&w->table, v, text, sizeof text);
@@ -353,8 +360,8 @@ static inline void watch_start(Watch *w) {
     pthread_condattr_destroy(&clock);
 }
 
-// Ends the exchange of messages. All ranks call it before MPI_Finalize, at the latest at exit. The watcher itself goes
-// on, alone, and watches MPI_Finalize.
+// Ends the exchange of messages. All ranks call it before MPI_Finalize; at exit it is called if it was not before. The
+// watcher itself goes on, alone, and watches MPI_Finalize.
 static inline void watch_close(void) {
     Watch *w = watch_state();
     if (!w->open) return;
