@@ -10,7 +10,8 @@ static void tokenizer_run(const uint8_t *data, size_t size) {
     Tokenizer tok;
     if (!tokenizer_parse(&tok, file, size)) {
         FUZZ_CHECK(tok.count > 0 && tok.separator >= 0 && tok.separator < tok.count && tokenizer_same(&tok, &tok));
-        for (int64_t id = -1; id <= tok.count; id++) tokenizer_print(&tok, id, stdout);
+        TextPlace at = {0, 0};
+        for (int64_t id = -1; id <= tok.count; id++) tokenizer_print(&tok, id, &at, stdout);
     }
     tokenizer_close(&tok);
     snprintf(name, sizeof name, "%.*s", (int)(size < 31 ? size : 31), (const char *)data);

@@ -5,6 +5,8 @@
 
 #define IO_CHUNK_BYTES ((int64_t)100)  // small, so that matrices of the small models here take several chunks
 #define FOLDER_LOCK_SECONDS 0.3
+#include "lib/failing_readdir.h"
+
 #include "../../llmc/base/rng.h"
 #include "../../llmc/run/run.h"
 #include "lib/check.h"
@@ -283,17 +285,26 @@ static void test_delayed(void) {
           "the export is made: %s", failure.text);
     format_checked(state, sizeof state, "%s/fp8_state.safetensors", scratch_path("delayed-export"));
     CHECK(!path_exists(state), "an export has no fp8_state.safetensors");
-    // Histories and scales are not saved if they are not finite. Older versions saved such values. On loading, an
-    // infinity in a history is accepted, but a NaN in a history, or a scale that is not finite, is refused.
+    // Histories and scales are not saved if they are not finite or below zero. Older versions saved such values. On
+    // loading, an infinity in a history is accepted; NaN and values below zero in both, and infinite scales, are
+    // refused.
     const TrainerProgress progress = {9, 9};
     history[3] = INFINITY;
     CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
-              strstr(failure.text, "tensor amax_history holds a value that is not finite"),
+              strstr(failure.text, "tensor amax_history holds a value that is not finite or is below zero"),
           "an infinity in the amax history is not saved: %s", failure.text);
-    history[3] = 1, scales_of_a[2] = -INFINITY;
+    history[3] = -1;
+    CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
+              strstr(failure.text, "tensor amax_history holds a value that is not finite or is below zero"),
+          "a negative amax is not saved: %s", failure.text);
+    history[3] = 1, scales_of_a[2] = INFINITY;
     CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
               strstr(failure.text, "tensor scale holds a value"),
           "an infinite scale is not saved: %s", failure.text);
+    scales_of_a[2] = -1;
+    CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
+              strstr(failure.text, "tensor scale holds a value"),
+          "a negative scale is not saved: %s", failure.text);
     scales_of_a[2] = 1;
     format_checked(state, sizeof state, "%s/fp8_state.safetensors", found);
     const int64_t data = safetensors_data(state, "amax_history"), scales = safetensors_data(state, "scale");
@@ -306,8 +317,11 @@ static void test_delayed(void) {
                      sizeof output),
           "a NaN in the amax history is refused: %s", output);
     write_float(state, data + 12, 1), write_float(state, scales, INFINITY);
-    CHECK(check_dies(load_delayed, b, "scale holds a value that is not finite", output, sizeof output),
+    CHECK(check_dies(load_delayed, b, "scale holds inf, which is not a scale", output, sizeof output),
           "an infinite scale is refused: %s", output);
+    write_float(state, scales, -2);
+    CHECK(check_dies(load_delayed, b, "scale holds -2, which is not a scale", output, sizeof output),
+          "a negative scale is refused: %s", output);
     write_float(state, scales, 1);
     flip_byte(state, data + 3);
     CHECK(!checkpoint_is_whole(found, true, &failure) && strstr(failure.text, "fp8_state.safetensors is damaged"),
@@ -352,6 +366,49 @@ static void test_sharded(void) {
     free((char *)dir);
     trainer_free(a);
     trainer_free(b);
+}
+
+static void list_unreadable(void *dir) {
+    readable_entries = 3;
+    char name[64];
+    if (model_finds_other_weights((const char *)dir, name, sizeof name)) die("found %s", name);
+}
+
+// A folder that the disk can list only in part is an error. It must not pass for a folder with fewer entries.
+static void test_unreadable_folders(void) {
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
+    const char *dir = xstrdup(scratch_path("unreadable")), *words = "cannot read folder";
+    char output[4096];
+    CheckpointSteps list;
+    Failure failure = {"", false};
+    trainer_fill(t, 1);
+    save(t, dir, 1, 2), save(t, dir, 2, 2);
+    for (int entries = 0; entries <= 3; entries++) {  // "." and "..", and the checkpoints
+        readable_entries = entries;
+        CHECK(!checkpoint_list(dir, &list, &failure) && !list.count && !list.steps && strstr(failure.text, words),
+              "with %d entries read, the list of checkpoints fails: %s", entries, failure.text);
+        readable_entries = entries;
+        CHECK(!checkpoint_remove_leftovers(dir, true, &failure) && strstr(failure.text, words),
+              "with %d entries read, the search for leftovers fails: %s", entries, failure.text);
+    }
+    readable_entries = -1;
+    CHECK(check_dies(list_unreadable, (void *)dir, words, output, sizeof output),
+          "the search for weights of other formats fails: %s", output);
+    const char *export = xstrdup(scratch_path("unreadable-export"));
+    CHECK(model_export_hf(export, &t->model, &t->table, &t->state, NULL, &failure), "the export is made: %s",
+          failure.text);
+    CHECK(export_may_replace(export, &failure), "an export may be replaced: %s", failure.text);
+    if (!file_write(export, "thesis", "x", 1, NULL, &failure)) die("%s", failure.text);
+    for (int entries = 0; entries <= 6; entries++) {
+        readable_entries = entries;
+        CHECK(!export_may_replace(export, &failure), "with %d entries read, an export may not be replaced", entries);
+    }
+    readable_entries = -1;
+    CHECK(!export_may_replace(export, &failure) && strstr(failure.text, "holds thesis"),
+          "an export with a foreign file may not be replaced: %s", failure.text);
+    remove_tree(dir), remove_tree(export);
+    free((char *)dir), free((char *)export);
+    trainer_free(t);
 }
 
 static void test_keep(void) {
@@ -1322,7 +1379,7 @@ static void test_export_refusals(void) {
     format_checked(link, sizeof link, "%s", scratch_path("sticky/link"));
     format_checked(dotted, sizeof dotted, "%s", scratch_path("sticky/./none/../export/."));
     CHECK(symlink("export", link) == 0, "the link is made: %s", strerror(errno));
-    refused(link, NULL, NULL, "cannot open folder");
+    refused(link, NULL, NULL, "which is a link to export, which leads nowhere: ");
     // Rounds 0 to 2: a folder that does not exist, an empty one, and an earlier export can take the export.
     for (int round = 0; round < 3; round++) {
         model_export_prepare(dir, scratch_path("elsewhere"));
@@ -1600,6 +1657,7 @@ int main(void) {
     test_round_trip();
     test_delayed();
     test_sharded();
+    test_unreadable_folders();
     test_keep();
     test_links();
     test_unmarked();

@@ -1,19 +1,9 @@
 // Tests safetensors.h, safetensors_writer.h, file_io.h and xxhash64.h: round trips, hostile and damaged files, sharded
 // sets, failing disks, folders and links, and text that is safe to print.
-#include <dirent.h>
-#include <errno.h>
 #include <sys/resource.h>
 #include <signal.h>
 
-static int readable_entries = -1;  // after so many entries of folders, the disk fails; -1: it does not
-
-static struct dirent *readdir_or_fail(DIR *dir) {
-    if (readable_entries < 0) return readdir(dir);
-    if (readable_entries > 0) return readable_entries--, readdir(dir);
-    errno = EIO;
-    return 0;
-}
-#define readdir readdir_or_fail
+#include "lib/failing_readdir.h"
 
 #include "../../llmc/base/rng.h"
 #include "../../llmc/checkpoint/safetensors_writer.h"

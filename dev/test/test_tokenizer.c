@@ -80,12 +80,37 @@ static void test_sound_table(void) {
     size_t size = 0;
     FILE *out = open_memstream(&text, &size);
     if (!out) die("open_memstream: %s", strerror(errno));
-    for (int64_t id = 0; id < 4; id++) tokenizer_print(&tok, id, out);
+    TextPlace at = {0, 0};
+    for (int64_t id = 0; id < 4; id++) tokenizer_print(&tok, id, &at, out);
     fclose(out);
     CHECK(strcmp(text, "Once\n\\x1b\\x00\xc3\\x7f[3]") == 0,
           "control characters other than newline are printed as escapes, other bytes as they are, and an unknown id in "
           "brackets; found \"%s\"",
           text);
+    free(text);
+    tokenizer_close(&tok);
+}
+
+// C1 controls, of one byte or of two in UTF-8, are printed as escapes, also if tokens divide them. Bytes 80 to 9F of
+// other UTF-8 characters are printed as they are.
+static void test_print_c1(void) {
+    static const char *const tokens[] = {"\x9b", "\xc2", "\x9b", "\xc2\xa9", "\xe2\x82", "\x9b", "\xe2\x82"};
+    Table t = {"", 0};
+    table_put_u32(&t, TOKENIZER_MAGIC), table_put_u32(&t, TOKENIZER_VERSION);
+    table_put_u32(&t, 7), table_put_u32(&t, 0);
+    for (int i = 0; i < 7; i++)
+        table_put_u32(&t, (uint32_t)strlen(tokens[i])), table_put(&t, tokens[i], strlen(tokens[i]));
+    Tokenizer tok = tokenizer_open(write_table("c1.tokenizer", &t));
+    char *text = NULL;
+    size_t size = 0;
+    FILE *out = open_memstream(&text, &size);
+    if (!out) die("open_memstream: %s", strerror(errno));
+    TextPlace at = {0, 0};
+    for (int64_t id = 0; id < 8; id++) tokenizer_print(&tok, id, &at, out);
+    tokenizer_print(&tok, 0, &at, out);
+    fclose(out);
+    CHECK(strcmp(text, "\\x9b\xc2\\x9b\xc2\xa9\xe2\x82\x9b\xe2\x82[7]\\x9b") == 0,
+          "C1 controls are printed as escapes; found \"%s\"", text);
     free(text);
     tokenizer_close(&tok);
 }
@@ -147,6 +172,7 @@ int main(void) {
     scratch_create();
     test_names();
     test_sound_table();
+    test_print_c1();
     test_missing_table();
     test_damaged_tables();
     scratch_remove();

@@ -283,7 +283,8 @@ static inline bool folder_sync(const char *folder, Failure *failure) {
 // Makes a folder. With `may_exist`, the folder may be there already, and missing parents are made too.
 static inline bool folder_create(const char *folder, bool may_exist, Failure *failure) {
     char parent[PATH_CAPACITY];
-    for (const char *slash = strchr(folder + 1, '/'); may_exist && *folder && slash; slash = strchr(slash + 1, '/')) {
+    for (const char *slash = *folder ? strchr(folder + 1, '/') : NULL; may_exist && slash;
+         slash = strchr(slash + 1, '/')) {
         format_checked(parent, sizeof parent, "%.*s", (int)(slash - folder), folder);
         if (mkdir(parent, 0777) == 0) continue;
         if (errno != EEXIST) return fail(failure, "cannot make folder %s: %s", parent, strerror(errno));

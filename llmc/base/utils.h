@@ -66,21 +66,31 @@ static inline DieHook *die_hook(void) {
     return &hook;
 }
 
-// True for an ASCII control character other than newline and tab: a terminal would act on it.
-static inline bool byte_is_control(char c) { return ((unsigned char)c < 32 && c != '\n' && c != '\t') || c == 127; }
+// A place in a text. Zero it at the start of the text.
+typedef struct {
+    unsigned char before;  // the byte before this place
+    int expected;          // bytes that a UTF-8 character before this place still needs
+} TextPlace;
 
-// Copies a text that may come from a file, so that it is safe to print: each control character but newline and tab
-// becomes \xNN. These include bytes 80 to 9F (C1), unless they belong to a UTF-8 character; of C2 80 to C2 9F the
-// second byte is replaced. A text that does not fit is cut.
+// True if byte c, the next of a text, is a control character other than newline and tab: a terminal would act on it.
+// Bytes 80 to 9F (C1) are control characters unless they continue a UTF-8 character. C2 80 to C2 9F are control
+// characters in UTF-8: this is true for their second byte.
+static inline bool text_is_control(TextPlace *at, unsigned char c) {
+    const bool c1 = c >= 0x80 && c < 0xa0 && (at->expected == 0 || at->before == 0xc2);
+    if (c >= 0x80 && c < 0xc0) at->expected -= at->expected > 0;
+    else at->expected = c >= 0xf0 ? 3 * (c < 0xf5) : c >= 0xe0 ? 2 : c >= 0xc2;
+    at->before = c;
+    return c1 || (c < 32 && c != '\n' && c != '\t') || c == 127;
+}
+
+// Copies a text that may come from a file, so that it is safe to print: writes each control character as \xNN. A text
+// that does not fit is cut.
 static inline void text_printable(const char *text, char *out, size_t capacity) {
+    TextPlace at = {0, 0};
     size_t n = 0;
-    int expected = 0;  // bytes that the UTF-8 character still has
-    for (unsigned char before = 0; *text && n + 5 <= capacity; before = (unsigned char)*text++) {
+    for (; *text && n + 5 <= capacity; text++) {
         const unsigned char c = (unsigned char)*text;
-        const bool c1 = c >= 0x80 && c < 0xa0 && (expected == 0 || before == 0xc2);
-        if (c >= 0x80 && c < 0xc0) expected -= expected > 0;
-        else expected = c >= 0xf0 ? 3 * (c < 0xf5) : c >= 0xe0 ? 2 : c >= 0xc2;
-        if (c1 || byte_is_control(*text)) n += (size_t)snprintf(out + n, 5, "\\x%02x", c);
+        if (text_is_control(&at, c)) n += (size_t)snprintf(out + n, 5, "\\x%02x", c);
         else out[n++] = *text;
     }
     out[n] = 0;

@@ -42,13 +42,11 @@ static inline bool export_owns(const char *name) {
 static inline bool export_may_replace(const char *dir, Failure *failure) {
     if (!path_exists(dir)) return true;
     DIR *d = folder_open(dir);
-    if (!d) return fail(failure, "cannot open folder %s, which is %s", dir, path_words(dir).text);
+    if (!d) return fail(failure, "cannot open %s, which is %s: %s", dir, path_words(dir).text, strerror(errno));
     bool ok = true, empty = true, weights = false;
-    for (struct dirent *entry; ok && (entry = readdir(d)) != NULL;) {
+    for (struct dirent *entry; ok && (entry = folder_next(d)) != NULL;) {
         char path[PATH_CAPACITY];
-        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0 ||
-            strcmp(entry->d_name, FOLDER_MARKER) == 0)
-            continue;
+        if (strcmp(entry->d_name, FOLDER_MARKER) == 0) continue;
         format_checked(path, sizeof path, "%s/%s", dir, entry->d_name);
         empty = false, weights = weights || export_is_weights(entry->d_name);
         if (!export_owns(entry->d_name))
@@ -58,6 +56,7 @@ static inline bool export_may_replace(const char *dir, Failure *failure) {
                       "%s is not an earlier export: this program did not write its file %.255s; use a new folder", dir,
                       entry->d_name);
     }
+    if (ok && errno) ok = fail(failure, "cannot read folder %s: %s", dir, strerror(errno));
     closedir(d);
     if (ok && !empty && !weights)
         return fail(failure, "%s is not an earlier export: it holds files of a model but no weights; use a new folder",

@@ -39,15 +39,17 @@ static inline bool checkpoint_list(const char *dir, CheckpointSteps *list, Failu
     memset(list, 0, sizeof *list);
     DIR *d = opendir(dir);
     if (!d) return errno == ENOENT || fail(failure, "cannot open folder %s: %s", dir, strerror(errno));
-    for (struct dirent *entry; (entry = readdir(d)) != NULL;) {
+    for (struct dirent *entry; (entry = folder_next(d)) != NULL;) {
         const int64_t step = checkpoint_step_of(entry->d_name, "");
         if (step < 0) continue;
         list->steps = (int64_t *)xrealloc(list->steps, (size_t)(list->count + 1) * sizeof *list->steps);
         list->steps[list->count++] = step;
     }
+    const bool ok = !errno || fail(failure, "cannot read folder %s: %s", dir, strerror(errno));
     closedir(d);
+    if (!ok) free(list->steps), memset(list, 0, sizeof *list);
     if (list->count) qsort(list->steps, (size_t)list->count, sizeof *list->steps, checkpoint_compare_steps);
-    return true;
+    return ok;
 }
 
 // True for the name of a checkpoint that is being written or removed: step-NNNNNNNN with a suffix that ends in ".tmp".
@@ -73,7 +75,7 @@ static inline bool checkpoint_is_own(const char *path) {
 static inline bool checkpoint_remove_leftovers(const char *dir, bool tell, Failure *failure) {
     DIR *d = opendir(dir);
     if (!d) return fail(failure, "cannot open folder %s: %s", dir, strerror(errno));
-    for (struct dirent *entry; (entry = readdir(d)) != NULL;) {
+    for (struct dirent *entry; (entry = folder_next(d)) != NULL;) {
         char path[PATH_CAPACITY];
         Failure cause;
         if (!checkpoint_is_leftover(entry->d_name)) continue;
@@ -81,8 +83,9 @@ static inline bool checkpoint_remove_leftovers(const char *dir, bool tell, Failu
         if ((checkpoint_is_own(path) || tell) && !folder_remove(path, &cause))
             warn("cannot remove a possible leftover of an interrupted save: %s", cause.text);
     }
+    const bool ok = !errno || fail(failure, "cannot read folder %s: %s", dir, strerror(errno));
     closedir(d);
-    return true;
+    return ok;
 }
 
 // Finds a name for writing step `step`: step-NNNNNNNN.tmp, or step-NNNNNNNN.2.tmp and so on. Removes what has that

@@ -333,12 +333,20 @@ static inline bool checkpoint_read_array(const Safetensors *st, const ParameterT
 
 // ---- delayed scaling
 
+// Returns the first of n values that is NaN, below zero or above `largest`; NULL: there is none.
+static inline const float *delayed_refused(const float *values, int64_t n, float largest) {
+    for (int64_t i = 0; i < n; i++)
+        if (!(values[i] >= 0 && values[i] <= largest)) return &values[i];
+    return NULL;
+}
+
 static inline bool checkpoint_fetch_delayed(void *context, int64_t tensor, int64_t offset, int64_t count, void *out,
                                             Failure *failure) {
     const TrainerState *s = (const TrainerState *)context;
     s->read(s->context, tensor ? STATE_SCALES : STATE_AMAX_HISTORY, offset, count, out);
-    return checkpoint_check_saved(all_finite(out, count, ST_F32), "", tensor ? "scale" : "amax_history",
-                                  "a value that is not finite", failure);
+    return checkpoint_check_saved(!delayed_refused((const float *)out, count, FLT_MAX), "",
+                                  tensor ? "scale" : "amax_history", "a value that is not finite or is below zero",
+                                  failure);
 }
 
 // Rank 0 writes fp8_state.safetensors; all ranks get the result. Does nothing without delayed scaling.
@@ -359,15 +367,15 @@ static inline bool checkpoint_write_delayed(const char *folder, const TrainerSta
     return checkpoint_agree(s->comm, ok, failure);
 }
 
-// Fails if a loaded history holds NaN or a negative value, or if a scale is not finite. A history may hold infinity:
-// older versions saved it after a step with an infinite amax.
+// Fails if a loaded history or scale holds NaN or a value below zero, or a scale is infinite. A history may hold
+// infinity: older versions saved it after a step with an infinite amax. A scale may be 0: its tensor has had no cast.
 static inline bool checkpoint_check_delayed(const float *history, const float *scales, const TrainerState *s,
                                             const char *path, Failure *failure) {
-    for (int64_t i = 0; i < s->delayed_tensors * s->delayed_window; i++)
-        if (!(history[i] >= 0))
-            return fail(failure, "%s: amax_history holds %g, which is not an amax", path, (double)history[i]);
-    return all_finite(scales, s->delayed_tensors, ST_F32) ||
-           fail(failure, "%s: scale holds a value that is not finite", path);
+    const float *amax = delayed_refused(history, s->delayed_tensors * s->delayed_window, INFINITY);
+    const float *scale = delayed_refused(scales, s->delayed_tensors, FLT_MAX);
+    if (amax) return fail(failure, "%s: amax_history holds %g, which is not an amax", path, (double)*amax);
+    if (scale) return fail(failure, "%s: scale holds %g, which is not a scale", path, (double)*scale);
+    return true;
 }
 
 // Reads fp8_state.safetensors; every rank reads the whole file. Does nothing without delayed scaling.

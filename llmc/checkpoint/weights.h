@@ -61,7 +61,7 @@ static inline bool model_has_weights(const char *folder) {
 
 // For folders in which model_has_weights finds none: finds a file that seems to hold weights, in a format or under a
 // name that this program does not read, and writes its name. Returns false if there is no such file. Dies if the folder
-// cannot be opened.
+// cannot be opened or read.
 static inline bool model_finds_other_weights(const char *folder, char *name, size_t capacity) {
     static const char *const patterns[] = {
         "*.safetensors",     "*.gguf", "*model*.bin", "*weights*.bin", "*model*.pt", "*weights*.pt", "*model*.pth",
@@ -69,11 +69,12 @@ static inline bool model_finds_other_weights(const char *folder, char *name, siz
     DIR *d = opendir(folder);
     if (!d) die("cannot open folder %s: %s", folder, strerror(errno));
     bool found = false;
-    for (struct dirent *entry; !found && (entry = readdir(d)) != NULL;) {
+    for (struct dirent *entry; !found && (entry = folder_next(d)) != NULL;) {
         for (const char *const *pattern = patterns; !found && *pattern; pattern++)
             found = fnmatch(*pattern, entry->d_name, 0) == 0;
         if (found) format_checked(name, capacity, "%s", entry->d_name);
     }
+    if (!found && errno) die("cannot read folder %s: %s", folder, strerror(errno));
     closedir(d);
     return found;
 }

@@ -1,4 +1,4 @@
-// The tokenizer table beside a shard: it turns sampled tokens into text, and cannot encode text.
+// The tokenizer table beside a shard: it turns sampled tokens into text (no encoding).
 //
 // File (little-endian): uint32 magic 20251121, version 1, count, separator; then for each id 0 ... count - 1: uint32
 // length, bytes. The separator is the token before each document: samples start with it, and end where the model emits
@@ -119,15 +119,18 @@ static inline const char *tokenizer_decode(const Tokenizer *tok, int64_t id, siz
     return entry + 4;
 }
 
-// Prints a token as text, or as "[id]" if the table does not have it. ASCII control characters other than newline and
-// tab are printed as \xNN: an untrained model emits them, and they must not reach the terminal.
-static inline void tokenizer_print(const Tokenizer *tok, int64_t id, FILE *out) {
+// Prints a token as text, or as "[id]" if the table does not have it. Control characters are printed as \xNN: an
+// untrained model emits them, and they must not reach the terminal. A character may have its bytes in several tokens:
+// *at goes from one token of a text to the next.
+static inline void tokenizer_print(const Tokenizer *tok, int64_t id, TextPlace *at, FILE *out) {
     size_t length;
+    char number[32];
     const char *bytes = tokenizer_decode(tok, id, &length);
-    if (!bytes) fprintf(out, "[%lld]", (long long)id);
+    if (!bytes) bytes = number, length = (size_t)snprintf(number, sizeof number, "[%lld]", (long long)id);
     for (size_t i = 0; i < length; i++) {
-        if (byte_is_control(bytes[i])) fprintf(out, "\\x%02x", (unsigned char)bytes[i]);
-        else putc(bytes[i], out);
+        const unsigned char c = (unsigned char)bytes[i];
+        if (text_is_control(at, c)) fprintf(out, "\\x%02x", c);
+        else putc(c, out);
     }
 }
 

@@ -17,7 +17,7 @@
 enum { MEET_TOKEN = 33, MEET_ADDRESSES = 16 };  // a file has at most MEET_ADDRESSES loopback and as many others
 
 // A connection begins with a card of the process that opens it.
-typedef enum { CARD_RANK, CARD_PROBE, CARD_DATA, CARD_BEATS } CardKind;
+typedef enum { CARD_RANK, CARD_DATA, CARD_BEATS } CardKind;
 
 typedef struct {
     char magic[24];

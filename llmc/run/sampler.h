@@ -41,6 +41,7 @@ static inline void sampler_print(const Options *o, const Comm *c, const ModelCon
     const int64_t choices = tokenizer->count ? min_i64(tokenizer->count, m->vocab_size) : m->vocab_size;
     const int64_t separator = tokenizer->count ? tokenizer->separator : m->bos_token_id;
     int32_t *tokens = (int32_t *)xcalloc((size_t)o->sample_tokens + 1, sizeof *tokens);
+    TextPlace at = {0, 0};
     tokens[0] = (int32_t)max_i64(0, separator);
     activity_phase(PHASE_SAMPLING, step);
     printf("sample after step %lld: ", (long long)step);
@@ -49,7 +50,7 @@ static inline void sampler_print(const Options *o, const Comm *c, const ModelCon
         tokens[n] = sampler_choose(next(context, tokens + n - length, length), choices, (uint64_t)o->seed, step, n);
         comm_broadcast(c, COMM_WORLD, 0, &tokens[n], sizeof tokens[n]);
         if (tokens[n] == separator) break;
-        tokenizer_print(tokenizer, tokens[n], stdout);
+        tokenizer_print(tokenizer, tokens[n], &at, stdout);
     }
     activity_begin(ACTIVITY_FILE, "write", "stdout");
     printf("\n");
