@@ -88,8 +88,8 @@ static inline void require_aligned16(const void *pointer, const char *function, 
 // Device: the start of every kernel
 
 // Returns when all work enqueued in the stream before this kernel has finished and its writes are visible. It must be
-// the first statement of every kernel, for every thread: a block that ends without it would let the next kernel start
-// too early.
+// the first statement of every kernel, for every thread. The next kernel only waits until this kernel's blocks have
+// ended: if they ended without this wait, it could start before the work ahead of this kernel has finished.
 __device__ static inline void grid_dependency_wait(void) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
