@@ -81,9 +81,11 @@ typedef struct {
     bool kept_moves;  // layers share slots for what they keep (--offload activations)
     bool qk_norm;
     int64_t chunk;  // rows of logits at a time
-    // Memory of the layers' weight gradients. Activations use it until the gradients are written. Empty: not reused.
+    // Memory of the layers' weight gradients. Activations use it until the gradients are written. If it is empty, they
+    // use none.
     ArenaRange layer_gradients;
-    // Memory of the embedding's gradient, which is written last. Activations use it until then. Empty: not reused.
+    // Memory of the embedding's gradient, which is written last. Activations use it until then. If it is empty, they
+    // use none.
     ArenaRange embedding_gradient;
     int64_t layer_gradient_bytes;  // bytes per layer
     // True: the logits already have memory, at `logits` (NULL while an arena only counts bytes). False:

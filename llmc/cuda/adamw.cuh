@@ -36,7 +36,7 @@ typedef struct {
 } AdamwUpdate;
 
 // Consecutive elements of a rank's part of a unit with equal decay, amax slot and shift. `end` is the index of the
-// element after the last one, counted from the start of the rank's part and divided by PARAMETER_ALIGNMENT.
+// element after the last one, counted from AdamwUnits.first and divided by PARAMETER_ALIGNMENT.
 typedef struct {
     uint32_t end;
     bool decay;
@@ -204,7 +204,8 @@ static inline AdamwUnits adamw_units(const ParameterTable *t, const ShardPlan *p
     int slots = 0;
     for (int k = 0; k < NUM_SEGMENTS; k++) {
         const ShardSegment g = segment_slice(t, plan, l, k);
-        // in_unit: index of the slice in the segment minus its index in this rank's unit.
+        // The slice begins at element slice_begin of the segment, and at element in_unit of this rank's part of the
+        // unit.
         const int64_t slice_begin = plan->shard_rank * g.slice, in_unit = g.shard - u.first;
         const int64_t shift = g.flat - u.flat + slice_begin - in_unit;
         for (int64_t i = 0; i < t->count; i++) {

@@ -15,7 +15,7 @@
 
 typedef enum { MSAMP_WEIGHTS_BF16, MSAMP_WEIGHTS_FP32, MSAMP_WEIGHTS_FP16 } MsampWeights;
 
-// This rank's part of a tensor. `begin` and `end` are counted from the start of this rank's unit, in elements.
+// This rank's part of a tensor: elements [begin, end), counted from AdamwUnits.first.
 typedef struct {
     uint32_t begin, end;
     bool decay;

@@ -144,7 +144,8 @@ __device__ static inline void copy16_async(void *shared, const void *global) {
 
 __device__ static inline void copy_async_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most PENDING of the thread's groups are in flight. After a barrier other threads' copies can be read.
+// Waits until at most PENDING of this thread's groups are in flight. To read other threads' copies, a barrier must
+// follow.
 template <int PENDING>
 __device__ static inline void copy_async_wait(void) {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");

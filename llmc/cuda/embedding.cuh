@@ -87,8 +87,8 @@ static inline int64_t embedding_forward(bf16 *x, const bf16 *table, const int32_
     return R * C * 4;
 }
 
-// blockIdx.y selects 256 columns; blockIdx.x takes every gridDim.x-th id. Warp w adds up the id's rows w, w +
-// EMBEDDING_WARPS, ...; then the warps' sums are added in order.
+// blockIdx.y selects 256 columns, and block x of gridDim.x takes ids x, x + gridDim.x, ... For each id, warp w adds up
+// rows w, w + EMBEDDING_WARPS, ... Then the warps' sums are added in order.
 template <class Sum>
 static __global__ void __launch_bounds__(EMBEDDING_THREADS)
     embedding_backward_kernel(Sum *dtable, EmbeddingPart part, GradientSum to, const bf16 *dx, const int32_t *index,
