@@ -51,7 +51,7 @@ typedef struct {
 typedef struct {
     LayerActs *layer;           // [L]
     KeptSpan *kept;             // [L] with --offload activations
-    Fp8Groups *gate_up_fp8;     // [L] --fp8-activations: what backward reads; all layers share one gate_up
+    Fp8Groups *gate_up_fp8;     // [L] --fp8-activations: gate and up for backward; all layers share one bf16 gate_up
     bool rotated_is_shared;     // with QK-norm: all layers share one `rotated`, which backward recomputes
     bf16 *branch;               // [R, C] output of attention or MLP before the residual add
     bf16 *x_final, *y_final;    // [R, C] residual stream after the last layer, and its RMSNorm
@@ -184,8 +184,8 @@ static inline QTensor place_input(const ActivationsLayout *p, Arena *a, LinearId
 }
 
 // Places `parts` of the activations that backward reads, in *acts. Layers [first, last) use this memory: one layer if
-// its forward pass leaves these parts, all layers if backward recomputes them. Not among the parts: the layer's input
-// x, and h, which backward always recomputes.
+// its forward pass leaves these parts, all layers if backward recomputes them. The parts include neither the layer's
+// input x nor h, which backward always recomputes.
 static inline void place_layer_acts(const ActivationsLayout *p, Arena *a, LayerActs *acts, Recomputed parts,
                                     int64_t first, int64_t last, const QTensor *row) {
     const Dims *d = p->dims;
@@ -311,7 +311,7 @@ static inline QTensor place_gradient_data(const ActivationsLayout *p, Arena *a, 
     return dy;
 }
 
-// Places the gradients inside a layer. acts->dx has been placed.
+// Places the gradients inside a layer. The caller has placed acts->dx.
 static inline void place_inner_gradients(const ActivationsLayout *p, Activations *acts, Arena *a) {
     const Dims *d = p->dims;
     const Precision *precision = p->scales->precision;

@@ -56,8 +56,8 @@ enum {
 
 // The elements that a launch updates: of `count` units, which lie `stride` elements apart in the shard, from element
 // `first` on. The first `size` elements of each are updated. The amax slots of unit u begin at amax + u * amax_stride.
-// Stochastic rounding depends on an element's index in the flat parameter array: element e of unit u has index flat + u
-// * flat_size + e + shift of its run.
+// Stochastic rounding depends on an element's index in the flat parameter array: element e of unit u has the index
+// flat + u * flat_size + e + (shift of its run).
 typedef struct {
     int64_t first, size, stride, count;
     int64_t gradient_gap;          // units are stride - gradient_gap elements apart in FP8 gradients, stride in others
@@ -388,7 +388,8 @@ static inline void adamw_updated_squares(double *squares, const AdamwUpdate *w, 
     CUDA_LAUNCH(adamw_sum_kernel, 1, ADAMW_NORM_THREADS, 0, stream, squares, parts, ADAMW_SUM_BLOCKS);
 }
 
-// The elements of the blocks whose squares an update sums.
+// How many blocks and elements the root and each layer have in this rank's shard. A block of an update has one sum of
+// squares.
 typedef struct {
     int64_t root_blocks, layer_blocks, root_elements, layer_elements;
     BackwardOrder order;

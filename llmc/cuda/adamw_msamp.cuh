@@ -124,7 +124,8 @@ __device__ static inline uint32_t msamp_stored_magnitude(const AdamwArrays &a, i
     return float_bits(__fmul_rn(float_from_bits(msamp_largest(weight)), t.scale_inv[MSAMP_MASTER]));
 }
 
-// Stores 8 weights, whose flat indices begin with 8 * group. Returns what msamp_stored_magnitude would return for them.
+// Stores 8 weights, whose flat indices begin with 8 * group. Returns the largest magnitude of the stored weights, as
+// fp32 bits.
 template <MsampWeights WEIGHTS>
 __device__ static inline uint32_t msamp_store_weights(const AdamwArrays &a, int64_t i, int64_t group, float weight[8],
                                                       const MsampTensor &t, const AdamwStep &step) {
@@ -304,7 +305,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
 }
 
 // Computes the new scales of `count` tensors from their amaxes: blockIdx.y is the state. In a skipped step the new
-// scales are the old ones. `keep`: a master weight gets a new scale only if its scale is still 0.
+// scales are the old ones. `keep`: master weights get a new scale only if theirs is still 0.
 static __global__ void msamp_scales_kernel(AdamwScaled s, int64_t first, int64_t count, const AdamwControl *control,
                                            bool keep) {
     grid_dependency_wait();

@@ -56,12 +56,12 @@ HOST_DEVICE static constexpr bool adamw_is_coat(AdamwMoments moments) {
     return moments == ADAMW_COAT || moments == ADAMW_COAT_STOCHASTIC;
 }
 
-// Bytes of the first moment of one element, without the words of groups.
+// Bytes of the first moment of one element, without COAT's words of groups.
 HOST_DEVICE static inline int64_t adamw_moment_bytes(AdamwMoments moments) {
     return moments == ADAMW_FP32 ? 4 : moments == ADAMW_MSAMP || adamw_is_coat(moments) ? 1 : 2;
 }
 
-// Bytes of both moments of one element, without the words of groups.
+// Bytes of both moments of one element, without COAT's words of groups.
 static inline int64_t adamw_moments_bytes(AdamwMoments moments) {
     return moments == ADAMW_MSAMP ? 3 : 2 * adamw_moment_bytes(moments);
 }

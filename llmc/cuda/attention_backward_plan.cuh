@@ -23,9 +23,9 @@ static inline int64_t attention_backward_queries(int64_t HD) { return HD == 128 
 // Chooses heads_per_block and section. Few thread blocks leave SMs idle. Many blocks cost a pass over fp32 partial sums
 // of dK and dV. So this takes the most heads per block for which the longest block has at most longest_share times the
 // average work of an SM, or one head if there is no such number. (The longest block owns the first keys, which every
-// query sees.) A section has as many triples as fit in 34 MB of L2, with Q, dO and dQ of one query head each, but at
-// least one triple. In deterministic order the blocks of one head wait for each other: shorter blocks, and sections of
-// 68 MB, are faster. Both choices were measured on an H200 at T 2048 to 8192.
+// query sees.) A section has at most as many triples as fit in 34 MB of L2 (Q, dO and dQ of one query head for each),
+// but at least one. In deterministic order the blocks of one head wait for each other: shorter blocks, and sections of
+// up to 68 MB, are faster. Both choices were measured on an H200 at T 2048 to 8192.
 static inline AttentionBackwardPlan attention_backward_plan(AttentionDims d) {
     const double sms = 132, longest_share = d.deterministic ? 0.3 : 1.05, l2_bytes = d.deterministic ? 68e6 : 34e6;
     int64_t group = d.NH / d.NKV, tiles = ceil_div(d.T, ATTENTION_BACKWARD_KEYS);

@@ -13,7 +13,7 @@
 //     because those accumulators, packed to bf16, are already the register operand A of dV += P^T dO and dK += dS^T Q.
 //     Only dS goes through shared memory, for dQ = dS K. Two more threads add dQ to fp32 global memory by bulk copies.
 //     dK and dV stay in registers until the end. Then the block writes them: as bf16 rows of dqkv, or as fp32 parts if
-//     a GQA group has several blocks.
+//     several blocks share the query heads of a GQA group.
 //  3. attention_backward_rows scales dQ, and sums and scales the parts of dK and dV if there are any. It writes bf16
 //     rows of dqkv.
 // A "fragment" is an fp32 tile of 64 rows x 64 columns in global memory, in the order of the wgmma accumulators:
@@ -145,7 +145,7 @@ template <int HD> __device__ __forceinline__ void attention_backward_produce(con
 }
 
 // Writes this thread's part of a warpgroup's 64 x 16*STEPS bf16 tile (packed accumulator layout) to swizzled shared
-// memory. The tile is stored as tiles of 64 columns, tile_bytes apart; the warpgroup's rows start at `address`.
+// memory. The tile is stored in pieces of 64 columns, tile_bytes apart. The warpgroup's rows start at `address`.
 template <int STEPS>
 __device__ __forceinline__ void attention_backward_store_tile(uint32_t address, uint32_t tile_bytes,
                                                               const uint32_t (&a)[STEPS][4]) {

@@ -26,7 +26,7 @@ static inline void cuda_check(cudaError_t error, const char *call, const char *f
         die_with(code, "%s:%d: %s: %s (%s)", file, line, call, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
-// Ends the process with file, line, call and error if a CUDA call failed.
+// If a CUDA call failed, prints file, line, call and error, and ends the process.
 #define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
 
 // Returns an attribute of the current device.
