@@ -16,9 +16,9 @@
 // Number type of the weights, activations and gradients that the operations of a layer read and write.
 typedef bf16 Real;
 
-// Activations of one layer that its backward pass reads. Its forward pass leaves them, or backward computes them again:
-// those that --recompute says, h always, and `rotated` with QK-norm. Some members share memory with those of other
-// layers.
+// Activations of one layer that its backward pass reads. Its forward pass leaves them in memory, except those that
+// backward computes again: h always, `rotated` with QK-norm, and the ones that --recompute names. Some members share
+// memory with those of other layers.
 typedef struct {
     Real *x;        // [R, C] residual stream that enters the layer
     QTensor norm1;  // [R, C] RMSNorm of x
@@ -51,7 +51,7 @@ typedef struct {
 typedef struct {
     LayerActs *layer;           // [L]
     KeptSpan *kept;             // [L] with --offload activations
-    Fp8Groups *gate_up_fp8;     // [L] --fp8-activations: what backward reads; all layers share one gate_up
+    Fp8Groups *gate_up_fp8;     // [L] --fp8-activations: gate and up for backward; all layers share one bf16 gate_up
     bool rotated_is_shared;     // with QK-norm: all layers share one `rotated`, which backward recomputes
     bf16 *branch;               // [R, C] output of attention or MLP before the residual add
     bf16 *x_final, *y_final;    // [R, C] residual stream after the last layer, and its RMSNorm
@@ -60,8 +60,8 @@ typedef struct {
     float *losses;              // [R]
     float *rope_table;          // [T, HD] cos, sin
     bf16 *dx;                   // [R, C] gradient of the residual stream
-    bf16 *dbranch, *dh, *datt;  // [R, C], [R, F], [R, ATT] gradients inside the current layer; dbranch also of y_final
-    OutputGradients dy;         // memory only: amaxes and scales of whole tensors depend on the layer
+    bf16 *dbranch, *dh, *datt;  // [R, C], [R, F], [R, ATT] gradients inside a layer; dbranch also holds that of y_final
+    OutputGradients dy;         // only memory: activations_output_gradients adds a layer's amaxes and scales
     void *attention_workspace, *norm_workspace;
     void *reduce_workspace;  // for sums over rows: gradients of QK-norm and of biases
 } Activations;
@@ -81,13 +81,15 @@ typedef struct {
     bool kept_moves;  // layers share slots for what they keep (--offload activations)
     bool qk_norm;
     int64_t chunk;  // rows of logits at a time
-    // Memory of the layers' weight gradients. Activations use it until the gradients are written. Empty: not reused.
+    // Memory of the layers' weight gradients. Activations use it until the gradients are written. If it is empty, they
+    // use none.
     ArenaRange layer_gradients;
-    // Memory of the embedding's gradient, which is written last. Activations use it until then. Empty: not reused.
+    // Memory of the embedding's gradient, which is written last. Activations use it until then. If it is empty, they
+    // use none.
     ArenaRange embedding_gradient;
     int64_t layer_gradient_bytes;  // bytes per layer
-    // True if the logits already have memory at `logits` (NULL on an arena without memory). Otherwise activations_place
-    // places them.
+    // True: the logits already have memory, at `logits` (NULL while an arena only counts bytes). False:
+    // activations_place places them.
     bool has_logits;
     bf16 *logits;
     ArenaGuest fp8_weights;  // FP8 weights of one layer at a time. If `place` is NULL, this memory holds none.
@@ -132,8 +134,8 @@ static inline DataNeeded data_needed(const Precision *p, int64_t first, int64_t 
     return need;
 }
 
-// Returns tensor (l, role, id) with the FP8 data and scales of `placed`, and with its bf16 data if a GEMM of layer l
-// reads that.
+// Returns tensor (l, role, id) in the memory of `placed`: its FP8 data and scales, and its bf16 data if a GEMM of layer
+// l reads that. A scale that layer l keeps for the whole tensor replaces the placed one.
 static inline QTensor tensor_of_layer(const TensorScales *s, const QTensor *placed, int64_t l, TensorRole role,
                                       LinearId id) {
     QTensor q = tensor_scales_of(s, l, role, id);
@@ -145,15 +147,15 @@ static inline QTensor tensor_of_layer(const TensorScales *s, const QTensor *plac
     return q;
 }
 
-// Returns the output gradients of layer l. All layers share the buffers. Layer -1 is below the first: no GEMM reads
-// its output gradients.
+// Returns the output gradients of layer l. All layers share the buffers. l may be -1, as if there were a layer below
+// the first: no GEMM reads its output gradients.
 static inline OutputGradients activations_output_gradients(const Activations *acts, const TensorScales *s, int64_t l) {
     OutputGradients placed = acts->dy, dy;
     for (int id = 0; id < NUM_LINEARS; id++) {
         const QTensor *from = layer_output_gradient(&placed, (LinearId)id);
         QTensor *to = layer_output_gradient(&dy, (LinearId)id);
         *to = tensor_of_layer(s, from, l, TENSOR_DY, (LinearId)id);
-        if (id != GATE_UP_PROJ) to->data = from->data;  // the cast reads it too, even if no GEMM does
+        if (id != GATE_UP_PROJ) to->data = from->data;  // the cast to FP8 reads it, even if no GEMM does
     }
     return dy;
 }
@@ -182,8 +184,8 @@ static inline QTensor place_input(const ActivationsLayout *p, Arena *a, LinearId
 }
 
 // Places `parts` of the activations that backward reads, in *acts. Layers [first, last) use this memory: one layer if
-// its forward pass leaves these parts, all layers if backward recomputes them. Not among the parts: the layer's input
-// x, and h, which backward always recomputes.
+// its forward pass leaves these parts, all layers if backward recomputes them. The parts include neither the layer's
+// input x nor h, which backward always recomputes.
 static inline void place_layer_acts(const ActivationsLayout *p, Arena *a, LayerActs *acts, Recomputed parts,
                                     int64_t first, int64_t last, const QTensor *row) {
     const Dims *d = p->dims;
@@ -214,7 +216,8 @@ typedef struct {
     LayerActs layer;  // the parts that backward recomputes
 } OneLayer;
 
-// Places the activations that layer l keeps for backward, and points *acts at the shared memory of the others.
+// Places the activations that layer l keeps for backward. For its other activations *acts points to the memory that all
+// layers share, *one.
 static inline void place_kept(const ActivationsLayout *p, Arena *a, LayerActs *acts, Fp8Groups *gate_up_fp8, int64_t l,
                               const OneLayer *one) {
     const Recomputed shared = p->recomputed,
@@ -233,17 +236,15 @@ static inline void place_kept(const ActivationsLayout *p, Arena *a, LayerActs *a
     }
 }
 
-// Returns how many of the first layers keep their activations outside the memory of the weight gradients. sizes [L] are
-// the bytes of each layer's activations.
+// Returns how many of the first layers keep their activations outside the memory of the weight gradients: the smallest
+// number for which no gradient overwrites a live activation. sizes [L] are the bytes that each layer keeps.
 //
-// Backward goes from the last layer to the first: when it writes the gradient of layer l, the activations of the layers
-// above are dead. So layer l's gradient must begin where the activations of layer l + 1 begin, or later. The
-// activations inside that memory lie one behind the other, starting at the first layer's gradient. The fewer they are,
-// the sooner they are dead. The result is the smallest number of layers outside for which no gradient overwrites a live
-// activation.
+// The activations inside that memory lie one behind the other, starting at the first layer's gradient. Backward goes
+// from the last layer to the first. When it writes the gradient of layer l, the activations of the layers above l are
+// dead, but those of layer l are not. So layer l's gradient must not begin before layer l's activations end.
 static inline int64_t layers_outside(const int64_t *sizes, int64_t L, int64_t gradient_bytes) {
     for (int64_t outside = 1; outside < L; outside++) {
-        // Start of layer l + 1's activations, counted from the first layer's gradient.
+        // End of layer l's activations, where layer l + 1's begin, counted from the first layer's gradient.
         int64_t begin = 0;
         bool fits = true;
         for (int64_t l = outside; l < L && fits; l++) {
@@ -255,7 +256,7 @@ static inline int64_t layers_outside(const int64_t *sizes, int64_t L, int64_t gr
     return L;
 }
 
-// Returns the bytes of layer l's activations.
+// Returns the bytes of the activations that layer l keeps.
 static inline int64_t kept_bytes(const ActivationsLayout *p, int64_t l, const OneLayer *one) {
     Arena count;
     LayerActs acts;
@@ -276,8 +277,8 @@ static inline int64_t count_layers_outside(const ActivationsLayout *p, const One
     return outside;
 }
 
-// Places the slots, and the activations of each layer in its slot. The slots are in use until backward ends. With
-// ARENA_APART each layer has memory of its own: then copies of slots move bytes that nothing reads.
+// Places the slots, and the activations of each layer in its slot. The slots are in use until backward ends. In a build
+// with ARENA_APART no two layers share memory: slots are still copied to and from the host, but nothing reads them.
 static inline void place_kept_slots(const ActivationsLayout *p, Activations *acts, Arena *a, const OneLayer *one) {
     const int64_t L = p->dims->L;
     int64_t bytes = 0;
@@ -310,7 +311,7 @@ static inline QTensor place_gradient_data(const ActivationsLayout *p, Arena *a, 
     return dy;
 }
 
-// Places the gradients inside a layer. acts->dx has been placed.
+// Places the gradients inside a layer. The caller has placed acts->dx.
 static inline void place_inner_gradients(const ActivationsLayout *p, Activations *acts, Arena *a) {
     const Dims *d = p->dims;
     const Precision *precision = p->scales->precision;
@@ -360,10 +361,10 @@ static inline void place_one_layer(const ActivationsLayout *p, Activations *acts
     arena_take_guest(a, p->layer_gradient);
 }
 
-// Places the logits (with the buffer of the root's gradient) and the memory of one layer. These are never in use
-// together, so they share memory: the embedding's gradient if the logits fit there, else new memory. Returns the part
-// of the embedding's gradient that stays free. If the logits already have memory, places only the memory of one layer,
-// and returns an empty range.
+// Places the logits (with the buffer of the root's gradient) and the memory of one layer. The two are never in use
+// together, so they share memory: that of the embedding's gradient if the logits fit there, else new memory. Returns
+// the part of the embedding's gradient that stays free. If the logits already have memory, the function places only the
+// memory of one layer, and returns an empty range.
 static inline ArenaRange place_logits_and_one_layer(const ActivationsLayout *p, Activations *acts, Arena *a,
                                                     OneLayer *one) {
     const ArenaRange nowhere = {0, 0}, span = p->embedding_gradient;
@@ -389,8 +390,8 @@ static inline ArenaRange place_logits_and_one_layer(const ActivationsLayout *p, 
 // Places all activations; the caller has allocated acts->layer, kept and gate_up_fp8 [L]. The last layers' activations
 // use the memory of the layers' weight gradients, if the layout has any, as far as no gradient overwrites a live
 // activation (layers_outside). The activations of the first layers and of the loss use the free part of the embedding's
-// gradient, as far as they fit. So do the slots of --offload activations, but they use no memory of the layers'
-// gradients: the first layer needs its slot when all other layers' gradients are written.
+// gradient, as far as they fit. So do the slots of --offload activations. Slots use no memory of the layers' gradients:
+// the first layer still needs its slot after the gradients of all other layers have been written.
 static inline void activations_place(Activations *acts, const ActivationsLayout *p, Arena *a) {
     const Dims *d = p->dims;
     const ArenaRange nowhere = {0, 0};
@@ -399,7 +400,7 @@ static inline void activations_place(Activations *acts, const ActivationsLayout 
     acts->rotated_is_shared = p->qk_norm;
     arena_group(a, "gradients of activations");
     acts->dx = take_bf16(a, d->R * d->C);
-    // The final norm needs its workspace beside the root's gradient.
+    // The final norm uses its workspace while it writes to the root's buffer, so these two cannot share memory.
     if (p->root_gradient.place) place_norm_workspace(p, acts, a);
     const ArenaRange left = place_logits_and_one_layer(p, acts, a, &one);
     const int64_t outside = p->kept_moves ? 0 : count_layers_outside(p, &one);

@@ -6,10 +6,10 @@
 //
 // The norm is computed before the update if the update depends on it: with clipping, or if a step with a non-finite
 // norm must leave weights and moments unchanged. It also comes first with FP8 gradients, which are cheap to read.
-// Otherwise the update kernel itself sums the squares of the gradients, so gradients are read only once. With
-// --optimizer-in-backward it always does, and clipping reads the gradients of each unit once more before its update
-// (adamw_clip). In all cases the update kernel also finds the amax of each FP8 weight matrix after the update, for
-// recipes with one scale per tensor.
+// Otherwise the update kernel itself sums the squares of the gradients, so gradients are read only once.
+// --optimizer-in-backward is the exception: the update kernel always sums them, and clipping reads the gradients of
+// each unit once more before the unit's update (adamw_clip). In all cases the update kernel also finds the amax of each
+// FP8 weight matrix after the update, for recipes with one scale per tensor.
 //
 // Bytes per element: the update with bf16 weights and moments reads 8 and writes 6. fp32 master weights add 6, fp32
 // moments add 8, COAT's moments save 4, fp32 gradients add 2, FP8 gradients save 1.
@@ -27,21 +27,21 @@ typedef struct {
     // Sums of squared gradients (adamw_workspace_bytes), for adamw_updated_squares and adamw_locate_block. NULL: not
     // computed.
     double *squares;
-    // The j-th fused FP8 weight of layer l (table order: qkv, o, gate_up, down) raises amax[l * amax_stride + j] to the
-    // largest magnitude in this rank's part, even if the step is skipped. The caller has cleared it. NULL: not
-    // computed.
+    // amax[l * amax_stride + j] is the amax slot of the j-th fused FP8 weight of layer l (table order: qkv, o, gate_up,
+    // down). The caller has cleared it. The update raises it to the largest magnitude in this rank's part, even if the
+    // step is skipped. NULL: not computed.
     uint32_t *amax;
     int64_t amax_stride;
     MsampStep msamp;  // read with MS-AMP's moments
 } AdamwUpdate;
 
-// Consecutive elements of a rank's slices of a unit with equal decay, amax slot and shift. `end` is the element after
-// the last, counted from the unit's start, divided by PARAMETER_ALIGNMENT.
+// Consecutive elements of a rank's part of a unit with equal decay, amax slot and shift. `end` is the index of the
+// element after the last one, counted from AdamwUnits.first and divided by PARAMETER_ALIGNMENT.
 typedef struct {
     uint32_t end;
     bool decay;
     int amax_slot;  // amax slot of the fused FP8 weight; -1: none
-    int entry;      // with FP8 gradients: the tensor, as an entry of the parameter table, counted from the unit's first
+    int entry;      // with FP8 gradients: the tensor's entry of the parameter table, counted from the unit's first
     // Index in the unit of the flat parameter array (parameters.h) minus index in this rank's part of the unit.
     int64_t shift;
 } AdamwRun;
@@ -56,12 +56,12 @@ enum {
 
 // The elements that a launch updates: of `count` units, which lie `stride` elements apart in the shard, from element
 // `first` on. The first `size` elements of each are updated. The amax slots of unit u begin at amax + u * amax_stride.
-// Stochastic rounding depends on an element's index in the flat parameter array: element e of unit u has index flat + u
-// * flat_size + e + shift of its run.
+// Stochastic rounding depends on an element's index in the flat parameter array: element e of unit u has the index
+// flat + u * flat_size + e + (shift of its run).
 typedef struct {
     int64_t first, size, stride, count;
-    int64_t gradient_gap;          // FP8 gradients of units are stride - gradient_gap elements apart, others stride
-    int64_t first_entry, entries;  // with FP8 gradients: those of unit u begin at entry first_entry + u * entries
+    int64_t gradient_gap;          // units are stride - gradient_gap elements apart in FP8 gradients, stride in others
+    int64_t first_entry, entries;  // with FP8 gradients: unit u begins at entry first_entry + u * entries of the table
     int64_t flat, flat_size;
     int num_runs;
     AdamwRun runs[ADAMW_MAX_RUNS];
@@ -76,7 +76,7 @@ __device__ static inline void adamw_publish(uint32_t *amax, uint32_t packed_amax
     if (threadIdx.x % 16 == 0 && bits > *(volatile uint32_t *)amax) atomicMax(amax, bits);
 }
 
-// Returns the arrays, starting at element i; its gradient is element `gradient`.
+// Returns pointers to element i of the arrays, and to element `gradient` of the gradients.
 template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS>
 __device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i, int64_t gradient) {
     const int64_t moment_bytes = i * adamw_moment_bytes(MOMENTS);
@@ -96,8 +96,8 @@ __device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i,
 // Updates a block's ADAMW_BLOCK elements; each thread takes 8 at a time. Returns the sum of squares of this thread's
 // gradients. 16 threads share a run, because runs end at multiples of 128 elements. The loop is bound by instruction
 // issue, so NEAREST is a template parameter and the run is looked up only where a new one begins. With COAT's moments
-// whole warps stay together: where only the first half of a warp has elements, the second half computes with those. So
-// few of these warps fit an SM that they cannot hide latency: they prefetch the next elements.
+// whole warps stay together: where only the first half of a warp has elements, the second half computes the same ones
+// and stores nothing. Few of these warps fit an SM, too few to hide latency, so they prefetch the next elements.
 template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS, bool NEAREST>
 __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArrays &arrays, const AdamwUnits &u,
                                                   AdamwTerms c) {
@@ -142,8 +142,8 @@ __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArr
     return squares;
 }
 
-// blockIdx.y is the unit, blockIdx.x the block within it. An occupancy of four blocks per SM leaves 64 registers per
-// thread. COAT's moments, fp32 moments with fp32 master weights, and FP8 gradients need more.
+// blockIdx.y is the unit, blockIdx.x the block within it. Four blocks per SM leave 64 registers per thread. COAT's
+// moments, fp32 moments with fp32 master weights, and FP8 gradients need more: they run with three blocks per SM.
 template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS>
 static __global__ void
 __launch_bounds__(ADAMW_THREADS,
@@ -204,7 +204,8 @@ static inline AdamwUnits adamw_units(const ParameterTable *t, const ShardPlan *p
     int slots = 0;
     for (int k = 0; k < NUM_SEGMENTS; k++) {
         const ShardSegment g = segment_slice(t, plan, l, k);
-        // in_unit: index of the slice in the segment minus its index in this rank's unit.
+        // The slice begins at element slice_begin of the segment, and at element in_unit of this rank's part of the
+        // unit.
         const int64_t slice_begin = plan->shard_rank * g.slice, in_unit = g.shard - u.first;
         const int64_t shift = g.flat - u.flat + slice_begin - in_unit;
         for (int64_t i = 0; i < t->count; i++) {
@@ -231,7 +232,7 @@ static inline AdamwUnits adamw_units(const ParameterTable *t, const ShardPlan *p
 // Returns how many blocks update a unit of `size` elements.
 static inline unsigned adamw_blocks(int64_t size) { return grid_size(size, ADAMW_BLOCK); }
 
-// Returns the first block of unit l among the sums of squares.
+// Returns the index of unit l's first sum among the sums of squares; each block of the update has one sum.
 static inline int64_t adamw_first_block(const ShardPlan *plan, int64_t l) {
     return l == ROOT ? 0 : adamw_blocks(shard_elements(plan, ROOT)) + l * adamw_blocks(shard_elements(plan, 0));
 }
@@ -280,7 +281,7 @@ static inline void adamw_launch(const AdamwUpdate *w, const AdamwUnits *u, cudaS
     else adamw_launch_kernel<false, GRADIENTS_BF16>(w, u, stream);
 }
 
-// Returns the gradients at an address `elements` further on, or further back if it is below zero.
+// Returns the gradients with their pointers moved by `elements`, forward or, if that is below zero, back.
 static inline AdamwGradients adamw_shift_gradients(AdamwGradients g, int64_t elements) {
     if (g.bf16_data) g.bf16_data = (const bf16 *)((intptr_t)g.bf16_data + elements * (intptr_t)sizeof(bf16));
     if (g.fp32_data) g.fp32_data = (const float *)((intptr_t)g.fp32_data + elements * (intptr_t)sizeof(float));
@@ -292,8 +293,9 @@ static inline AdamwGradients adamw_shift_gradients(AdamwGradients g, int64_t ele
 // follow it, and writes *u. Their gradients begin at element first_gradient of their array.
 static inline AdamwUpdate adamw_update_of(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan,
                                           int64_t l, int64_t count, int64_t first_gradient, AdamwUnits *u) {
-    AdamwUpdate update = *w;  // one index for all arrays takes fewer registers
+    AdamwUpdate update = *w;
     *u = adamw_units(t, plan, l, count, w->arrays.gradients.codes != NULL);
+    // So one index serves the gradients and the other arrays, which takes fewer registers than two.
     update.arrays.gradients = adamw_shift_gradients(w->arrays.gradients, first_gradient - u->first);
     u->amax = w->amax && l != ROOT ? w->amax + l * w->amax_stride : NULL, u->amax_stride = w->amax_stride;
     u->squares = w->squares ? w->squares + adamw_first_block(plan, l) : NULL;
@@ -316,7 +318,7 @@ static inline AdamwUnits adamw_part(const AdamwUnits *unit, int64_t begin, int64
     return u;
 }
 
-// One launch of an update, whose gradients have one type. It begins with layer l, or is that of the ROOT.
+// One launch of an update. All its gradients have one type. l is its first layer, or ROOT.
 typedef struct {
     AdamwUpdate update;
     AdamwUnits units;
@@ -324,8 +326,9 @@ typedef struct {
 } AdamwLaunch;
 
 // Returns how many launches update unit l and the count - 1 layers that follow it. If gradients of matrices are FP8,
-// the vectors of each layer have a launch of their own, and the matrices of all layers have one together: a kernel for
-// bf16 gradients that have another stride than the weights would need more registers.
+// the vectors of each layer have a launch of their own, and the matrices of all layers have one together. One launch
+// for the vectors of all layers would need more registers, because their gradients lie closer together than their
+// weights.
 static inline int64_t adamw_num_launches(const AdamwUpdate *w, int64_t l, int64_t count) {
     return w->arrays.gradients.codes && l != ROOT ? count + 1 : 1;
 }
@@ -364,7 +367,8 @@ static inline void adamw_update_units(const AdamwUpdate *w, const ParameterTable
 
 // Returns the bytes that an update of n elements moves: it reads the gradient, and reads and writes moments and
 // weights. With one scale for each tensor (adamw_msamp.cuh) a pass before that reads gradient, moments and FP16
-// masters. FP8 gradients, and bf16 weights beside FP16 masters, count as if all elements had them.
+// masters. If some gradients are FP8, all elements count as if theirs were. Likewise, with FP16 masters each element
+// counts as if it had a bf16 weight too.
 static inline int64_t adamw_bytes(const AdamwArrays *a, int64_t n) {
     const int64_t gradient = a->gradients.codes       ? 1
                              : a->gradients.fp32_data ? 4
@@ -384,7 +388,8 @@ static inline void adamw_updated_squares(double *squares, const AdamwUpdate *w, 
     CUDA_LAUNCH(adamw_sum_kernel, 1, ADAMW_NORM_THREADS, 0, stream, squares, parts, ADAMW_SUM_BLOCKS);
 }
 
-// The elements of the blocks whose squares an update sums.
+// How many blocks and elements the root and each layer have in this rank's shard. A block of an update has one sum of
+// squares.
 typedef struct {
     int64_t root_blocks, layer_blocks, root_elements, layer_elements;
     BackwardOrder order;
@@ -399,7 +404,7 @@ __device__ static inline int64_t adamw_block_begin(AdamwBlocks at, int64_t b) {
 }
 
 // If the step's norm is not accepted, finds the first block of ADAMW_BLOCK elements, in backward order, whose norm is
-// large. Fills control as adamw_find_large does, but compares norms of blocks instead of magnitudes of single
+// large. Fills control as adamw_find_large does, but compares norms of such blocks instead of magnitudes of single
 // gradients. Runs as one thread block.
 static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
     adamw_find_block_kernel(AdamwControl *control, const double *squares, int64_t count, AdamwBlocks at) {
@@ -417,8 +422,9 @@ static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
             atomicMin(&control->position, (unsigned long long)backward_position(at.order, adamw_block_begin(at, b)));
 }
 
-// After adamw_norm, if the norm is not accepted: locates large gradients that are gone themselves. *control gets the
-// position of the first element of a block of ADAMW_BLOCK elements. w->squares has the sums of squares of all units.
+// After adamw_norm, if the norm is not accepted: finds where the large gradients were. The gradients themselves are
+// gone, but w->squares has the sums of squares of all units. *control gets the position of the first element of a
+// block of ADAMW_BLOCK elements.
 static inline void adamw_locate_block(AdamwControl *control, const AdamwUpdate *w, const ParameterTable *t,
                                       const ShardPlan *plan, cudaStream_t stream) {
     const AdamwBlocks at = {adamw_first_block(plan, 0), adamw_blocks(shard_elements(plan, 0)),

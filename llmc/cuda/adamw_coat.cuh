@@ -8,21 +8,21 @@ static_assert(COAT_GROUP == 16 * 8, "16 threads, half a warp, hold a group");
 
 #define COAT_WARP 0xffffffffu  // whole warps work together: shuffles among half of a warp cost much more
 
-// Rows of CoatTables.value in shared memory: for each of the two groups of a warp, that of exp_avg's k and that of
-// exp_avg_sq's k.
+// Rows of CoatTables.value in shared memory. A warp works on two groups. Each has one row for the k of its exp_avg and
+// one for the k of its exp_avg_sq.
 typedef struct {
-    float value[2][2][COAT_CODES + 1];
+    float value[2][2][COAT_CODES + 1];  // [moment][group]
 } CoatRows;
 
 enum { COAT_ROW_BYTES = sizeof(((CoatRows *)0)->value[0][0]) };
 
-// Returns the address in shared memory of this group's row of exp_avg. That of exp_avg_sq is two rows further on.
+// Returns the address in shared memory of this group's row of exp_avg. Its row of exp_avg_sq is two rows further on.
 __device__ static inline uint32_t coat_rows(void) {
     __shared__ __align__(COAT_ROW_BYTES) CoatRows rows[ADAMW_THREADS / 32];
     return (uint32_t)__cvta_generic_to_shared(rows[threadIdx.x / 32].value[0][threadIdx.x / 16 % 2]);
 }
 
-// Copies the row of a word to shared memory. The 16 threads of a group call it.
+// Copies the row of a group's word to shared memory. The 16 threads of the group call it.
 __device__ static inline void coat_copy_row(uint32_t to, const CoatTables *t, uint32_t word) {
     const float4 *row = (const float4 *)t->value[word & 255] + threadIdx.x % 16;
     to += threadIdx.x % 16 * (uint32_t)sizeof(float4);
@@ -37,7 +37,7 @@ __device__ static inline void coat_copy_row(uint32_t to, const CoatTables *t, ui
 
 // Puts the rows of this group's words where coat_rows says. All threads of a warp call it.
 __device__ static inline void coat_share_rows(uint32_t rows, const CoatTables *t, uint32_t m_word, uint32_t v_word) {
-    __syncwarp();  // the rows before them have been read
+    __syncwarp();  // the warp has read the rows that are overwritten here
     coat_copy_row(rows, t, m_word);
     coat_copy_row(rows + 2 * COAT_ROW_BYTES, t, v_word);
     __syncwarp();
@@ -66,8 +66,8 @@ __device__ static inline void coat_load(float out[8], uint32_t row, uint2 codes,
     }
 }
 
-// Bits of a group's largest magnitude, and bits of its smallest magnitude above zero, minus 1. A magnitude of zero does
-// not count for the latter: 0 minus 1 is the largest number.
+// The fp32 bits of a group's largest magnitude, and those of its smallest magnitude above zero, minus 1. A magnitude of
+// zero never is the smallest, because 0 minus 1 is UINT32_MAX.
 typedef struct {
     uint32_t largest, smallest_minus_1;
 } CoatExtremes;
@@ -84,7 +84,7 @@ __device__ static inline CoatExtremes coat_extremes_of_8(const float x[8]) {
     return e;
 }
 
-// Joins `own` with what the thread at this distance in the warp has in `sent`.
+// Joins `own` with the `sent` of another thread, whose lane is this thread's lane XOR distance.
 __device__ static inline CoatExtremes coat_join(CoatExtremes own, CoatExtremes sent, int distance) {
     const CoatExtremes joined = {
         max(own.largest, __shfl_xor_sync(COAT_WARP, sent.largest, distance)),
@@ -92,8 +92,8 @@ __device__ static inline CoatExtremes coat_join(CoatExtremes own, CoatExtremes s
     return joined;
 }
 
-// Returns the extremes of a group of exp_avg in the first 8 of its 16 threads, and those of exp_avg_sq in the other 8
-// (`second`), from those of the values of each thread.
+// of_m, of_v: extremes of this thread's values of exp_avg and exp_avg_sq. Returns those of the whole group: of exp_avg
+// in the first 8 of its 16 threads, of exp_avg_sq in the other 8 (`second`).
 __device__ static inline CoatExtremes coat_extremes(CoatExtremes of_m, CoatExtremes of_v, bool second) {
     CoatExtremes e = coat_join(second ? of_v : of_m, second ? of_m : of_v, 8);
 #pragma unroll
@@ -109,8 +109,8 @@ __device__ static inline float coat_inverse(float max) {
     return __fmaf_rn(r, __fmaf_rn(-max, r, 1.0f), r);
 }
 
-// Returns 448 part^k. It is off by less than 2^-18 of itself: the errors of log2 and 2^x are below 2^-22, and the
-// exponent of part^k is above -18.
+// Returns 448 * part^k with a relative error below 2^-18: the errors of log2 and 2^x are below 2^-22, and the exponent
+// of part^k is above -18.
 __device__ static inline float coat_expand(float part, float k) {
     const float log2_448 = 8.807354922f;
     float y;
@@ -137,8 +137,8 @@ __device__ static inline uint32_t coat_e4m3x4(const float x[4], float factor) {
 #endif
 }
 
-// Returns the codes of 4 values in a group with this word, rounded to nearest. If the numbers 2^-17 of a power above it
-// and below it are rounded to different codes, the table decides.
+// Returns the codes of 4 values in a group with this word, rounded to nearest. coat_expand is inexact. So its result is
+// rounded twice, once raised and once lowered by 2^-17 of itself. If the two codes differ, the table decides.
 template <bool SIGNED>
 __device__ static inline uint32_t coat_nearest(const CoatTables *t, uint32_t word, float inverse_max,
                                                const float x[4]) {
@@ -161,8 +161,8 @@ __device__ static inline uint32_t coat_nearest(const CoatTables *t, uint32_t wor
     return codes;
 }
 
-// Rounds a part of the group's max stochastically. bits >> 20 is a guess of the code below it. *above: part minus that
-// code's value.
+// Rounds `part`, a value divided by the group's max, stochastically. bits >> 20 is a guess of the code just below
+// `part`. *above: `part` minus that code's value; it is below zero if the guess is too large.
 __device__ static inline uint32_t coat_round(uint32_t row, uint32_t bits, float part, uint32_t random, float *above) {
     const float value = coat_entry<0>(row, bits >> 18), next = coat_entry<1>(row, bits >> 18);
     *above = __fsub_rn(part, value);
@@ -170,8 +170,8 @@ __device__ static inline uint32_t coat_round(uint32_t row, uint32_t bits, float 
 }
 
 // Returns the codes of 4 values in a group with this word, rounded stochastically by random bits of each. The group's
-// row is in shared memory. A power, raised a little, gives a guess of the code below a value. The guess is never too
-// small, and the row tells where it is too large.
+// row is in shared memory. The result of coat_expand, raised a little, gives a guess of the code just below a value.
+// The guess is never too small. Where it is too large, *above is below zero, and the next smaller code is the guess.
 template <bool SIGNED>
 __device__ static inline uint32_t coat_stochastic(uint32_t row, uint32_t word, float inverse_max, const float x[4],
                                                   const uint32_t random[4]) {
@@ -181,7 +181,7 @@ __device__ static inline uint32_t coat_stochastic(uint32_t row, uint32_t word, f
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         part[j] = __fmul_rn(fabsf(x[j]), inverse_max);
-        // 2^-120 times a number has the exponent, as fp32 counts it, and the mantissa of its code: also below 2^-6.
+        // Bits 20 and up of the fp32 number 2^-120 * y are the E4M3 code of y, rounded down, also if y is below 2^-6.
         bits[j] = float_bits(__fmul_rn(coat_expand(part[j], k), 0x1p-120f * (1 + 0x1p-17f)));
         code[j] = coat_round(row, bits[j], part[j], random[j], &above[j]);
     }
@@ -194,9 +194,9 @@ __device__ static inline uint32_t coat_stochastic(uint32_t row, uint32_t word, f
     return codes;
 }
 
-// Returns the codes of 8 values of exp_avg (SIGNED) or exp_avg_sq in a group with this word. If k is below 3/16, a
-// power may underflow, and coat_encode finds the codes. With a word of 0 all codes are 0. hash: that of the elements'
-// rounding bits (adamw_random_group).
+// Returns the codes of 8 values of exp_avg (SIGNED) or exp_avg_sq in a group with this word. If k is below 3/16,
+// coat_expand may underflow, so coat_encode finds the codes. With a word of 0 all codes are 0. hash: the result of
+// adamw_random_group for the 8 elements.
 template <bool SIGNED, bool STOCHASTIC>
 __device__ static inline uint2 coat_encode_8(uint32_t row, const CoatTables *t, uint32_t word, float inverse_max,
                                              const float x[8], const AdamwStep &step, uint32_t hash) {
@@ -242,7 +242,7 @@ __device__ static inline void coat_store(uint32_t rows, const AdamwArrays &a, ui
     *(uint2 *)((uint8_t *)a.exp_avg_sq + i) = v_codes;
 }
 
-// Puts the stored moments back for those of 8 elements whose gradient is not finite.
+// Replaces m and v by the stored moments for those of 8 elements whose gradient is not finite.
 template <AdamwGradientType GRADIENTS>
 __device__ static inline void coat_keep(float m[8], float v[8], const AdamwArrays &a, uint32_t i, float factor,
                                         float scale_inv, uint32_t m_word, uint32_t v_word) {
@@ -256,8 +256,8 @@ __device__ static inline void coat_keep(float m[8], float v[8], const AdamwArray
 }
 
 // Computes and stores the weights of 8 elements by adamw_update, where adamw_update_fast may not be exact. Returns
-// `largest` raised to their magnitudes. The moments are still those before the step. An element with a non-finite
-// gradient keeps its weight.
+// `largest` raised to their magnitudes. The stored moments, which it reads, must still be those from before the step.
+// An element with a non-finite gradient keeps its weight.
 template <bool MASTER, AdamwGradientType GRADIENTS>
 __device__ static uint32_t adamw_weights_rare(const AdamwArrays &a, uint32_t i, int64_t group, const AdamwTerms &c,
                                               float kept, uint32_t largest, uint32_t m_word, uint32_t v_word) {
@@ -295,8 +295,8 @@ __device__ static inline void coat_prefetch(const AdamwArrays &a, uint32_t i) {
     for (int k = 0; k < 6; k++) asm volatile("prefetch.global.L2 [%0];" ::"l"(lines[k]));
 }
 
-// adamw_update_8 with COAT's moments. All threads of a warp call it together. Those that are not `active` have elements
-// of others, and store nothing. Prefetches the elements from `next` on.
+// adamw_update_8 with COAT's moments. All threads of a warp call it together. A thread that is not `active` computes
+// the elements of another thread, and stores nothing. Prefetches the 8 elements from `next` on.
 template <bool MASTER, bool STOCHASTIC, AdamwGradientType GRADIENTS>
 __device__ static inline uint32_t adamw_update_8_coat(const AdamwArrays &a, uint32_t i, uint32_t next, int64_t group,
                                                       const AdamwTerms &c, float kept, uint32_t largest, float *squares,

@@ -15,7 +15,7 @@
 
 typedef enum { MSAMP_WEIGHTS_BF16, MSAMP_WEIGHTS_FP32, MSAMP_WEIGHTS_FP16 } MsampWeights;
 
-// This rank's part of a tensor. `begin` and `end` are counted from the start of this rank's unit, in elements.
+// This rank's part of a tensor: elements [begin, end), counted from AdamwUnits.first.
 typedef struct {
     uint32_t begin, end;
     bool decay;
@@ -30,9 +30,9 @@ enum { MSAMP_MAX_TENSORS = 16 };
 // `count` units, as AdamwUnits. The tensors of unit u are num_tensors entries of the parameter table, from entry
 // first_tensor + u * num_tensors on.
 typedef struct {
-    AdamwUnits units;  // without its runs
-    // Index of an element in the array of bf16 weights minus that in the flat shard arrays: for the first unit, and
-    // what each later unit adds to it.
+    AdamwUnits units;  // its own runs are not used
+    // Index of an element in the array of bf16 weights minus its index in the flat shard arrays: bf16_shift in the
+    // first unit, and bf16_shift_step more in each later unit.
     int64_t bf16_shift, bf16_shift_step;
     int first_tensor, num_tensors, num_runs;
     MsampRun runs[MSAMP_MAX_TENSORS];
@@ -53,7 +53,7 @@ typedef struct {
     MsampPair moments[8];
 } Msamp8;
 
-// Returns the bits of x in FP16. Finite values saturate, as with fp16_from_float. Infinity does here too, and NaN
+// Returns the bits of x in FP16. Finite values saturate, as in fp16_from_float. Here infinity saturates too, and NaN
 // becomes -FP16_MAX.
 __device__ static inline uint32_t msamp_half_bits(float x) {
     return __half_as_ushort(__float2half_rn(fminf(fmaxf(x, -FP16_MAX), FP16_MAX)));
@@ -89,8 +89,8 @@ __device__ static inline void msamp_load(Msamp8 *e, const AdamwArrays &a, int64_
     }
 }
 
-// Updates one element, with the functions that the CPU uses. A gradient that is not finite counts as zero, so that
-// the weights can still be inspected if the norm is computed after the update.
+// Updates one element, with the functions that the CPU uses. A gradient that is not finite counts as zero. So it does
+// not spoil the weight, even if the norm is computed after the update.
 template <bool FP32_MOMENTS>
 __device__ static inline void msamp_update_one(float *weight, MsampPair *moments, float gradient, const MsampTensor &t,
                                                const AdamwUpdate &u) {
@@ -124,8 +124,8 @@ __device__ static inline uint32_t msamp_stored_magnitude(const AdamwArrays &a, i
     return float_bits(__fmul_rn(float_from_bits(msamp_largest(weight)), t.scale_inv[MSAMP_MASTER]));
 }
 
-// Stores 8 weights, whose flat indices begin with 8 * group. Returns their largest magnitude, as msamp_stored_magnitude
-// does.
+// Stores 8 weights, whose flat indices begin with 8 * group. Returns the largest magnitude of the stored weights, as
+// fp32 bits.
 template <MsampWeights WEIGHTS>
 __device__ static inline uint32_t msamp_store_weights(const AdamwArrays &a, int64_t i, int64_t group, float weight[8],
                                                       const MsampTensor &t, const AdamwStep &step) {
@@ -230,12 +230,13 @@ __device__ static inline MsampTensor msamp_tensor(const AdamwArrays &a, const Ms
     return t;
 }
 
-// Amaxes that a block finds. The first pass has MSAMP_STATES for each tensor, the second one for each FP8 weight.
+// Amaxes that a block finds. The first pass finds MSAMP_STATES amaxes for each tensor. The second pass finds one amax
+// for each FP8 weight.
 typedef struct {
     uint32_t value[MSAMP_MAX_TENSORS * MSAMP_STATES];
 } MsampAmaxes;
 
-// Raises the block's amaxes to those of a thread, which has worked on this run, and clears the thread's.
+// Raises the block's amaxes to `largest`, the amaxes that a thread has found in this run. Clears `largest`.
 template <bool STORE>
 __device__ static inline void msamp_publish(MsampAmaxes *shared, const MsampRun &run, uint32_t largest[MSAMP_STATES]) {
     if (STORE && run.amax_slot >= 0) atomicMax(&shared->value[run.amax_slot], largest[0]);
@@ -304,7 +305,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
 }
 
 // Computes the new scales of `count` tensors from their amaxes: blockIdx.y is the state. In a skipped step the new
-// scales are the old ones. `keep`: a master scale that is not 0 stays.
+// scales are the old ones. `keep`: master weights get a new scale only if theirs is still 0.
 static __global__ void msamp_scales_kernel(AdamwScaled s, int64_t first, int64_t count, const AdamwControl *control,
                                            bool keep) {
     grid_dependency_wait();
@@ -396,7 +397,8 @@ static inline void adamw_msamp_pass(const AdamwUpdate *w, const ParameterTable *
 }
 
 // The first pass of the update of this rank's part of unit l and of the count - 1 layers that follow it: finds this
-// rank's amaxes. adamw_msamp_store comes next, when they are the maxima over all ranks that share the tensors.
+// rank's amaxes. The caller replaces them by the maxima over all ranks that share the tensors. Then it calls
+// adamw_msamp_store.
 static inline void adamw_msamp_amaxes(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, int64_t l,
                                       int64_t count, int64_t first_gradient, cudaStream_t stream) {
     const MsampTensors tensors = msamp_tensors(t, l, count);
@@ -419,7 +421,7 @@ static inline void msamp_keep_scales(const AdamwScaled *s, MsampTensors tensors,
                                  MSAMP_STATES, cudaMemcpyDeviceToDevice, stream));
 }
 
-// The second pass: computes the new scales, and stores weights and moments with them.
+// The second pass: computes the new scales from the amaxes, and stores weights and moments with them.
 static inline void adamw_msamp_store(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, int64_t l,
                                      int64_t count, int64_t first_gradient, cudaStream_t stream) {
     const MsampTensors tensors = msamp_tensors(t, l, count);

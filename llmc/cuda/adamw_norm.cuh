@@ -1,7 +1,7 @@
 // Gradient norm on the GPU: sums of squares, norm, clip factor, and the search for gradients too large or not finite.
 //
-// Sums of squares read 2 bytes per bf16 gradient, 4 per fp32 gradient, 1 per FP8 gradient. Clip factor and limits are
-// those of adamw_math.h.
+// Sums of squares read 2 bytes per bf16 gradient, 4 per fp32 gradient, 1 per FP8 gradient. adamw_math.h defines the
+// clip factor, and which norms and gradients are too large.
 #ifndef LLMC_ADAMW_NORM_CUH
 #define LLMC_ADAMW_NORM_CUH
 
@@ -18,9 +18,9 @@ typedef struct {
     float gradient_norm;    // before clipping
     // 1 if the norm is not finite or too large (adamw_accepts): an update that reads it then changes nothing.
     uint32_t nonfinite;
-    // If nonfinite: the largest magnitude of this rank's gradients (adamw_magnitude), and the first large one in
-    // backward order (adamw_large). adamw_locate_block compares norms of blocks of ADAMW_BLOCK elements instead, and
-    // `position` is a block's first element. If not nonfinite: 0 and ADAMW_NONE.
+    // If nonfinite is 0: 0 and ADAMW_NONE. If it is 1: the largest magnitude of this rank's gradients
+    // (adamw_magnitude), and the place in backward order of the first large one (adamw_large). adamw_locate_block
+    // takes norms of blocks of ADAMW_BLOCK elements instead of magnitudes, and the place of a block's first element.
     uint32_t largest;
     unsigned long long position;
 } AdamwControl;
@@ -214,8 +214,8 @@ static inline void adamw_find_large(AdamwControl *control, Gradients gradients, 
     CUDA_LAUNCH(adamw_find_large_kernel<Gradients>, ADAMW_NORM_BLOCKS, 256, 0, stream, control, gradients, order);
 }
 
-// Fills *control (device). *squares (device) is the sum of squares over `replicas` replicas of the whole gradient.
-// Gradients are clipped to a norm of grad_clip; 0: no clipping.
+// Fills *control (device). *squares (device) is the sum of squares of the whole gradient, in which each gradient counts
+// `replicas` times. Gradients are clipped to a norm of grad_clip; 0: no clipping.
 static inline void adamw_norm(AdamwControl *control, const double *squares, int64_t replicas, float grad_clip,
                               cudaStream_t stream) {
     CUDA_LAUNCH(adamw_norm_kernel, 1, 1, 0, stream, control, squares, replicas, grad_clip);
@@ -240,7 +240,7 @@ enum { ADAMW_CLIP_SLOTS = 2 };
 // All in device memory.
 typedef struct {
     double *workspace;  // [ADAMW_NORM_BLOCKS]
-    double *squares;    // [ADAMW_CLIP_SLOTS] sums of squares of a unit's gradients: its slot is that of its sums
+    double *squares;    // [ADAMW_CLIP_SLOTS] sums of squares of units' gradients (fsdp_clip_slot: a unit's slot)
     double *so_far;     // sum of squares of all units of this step so far
     float *norms;       // [1 + layers] norm of a step's gradients so far, after each unit: STATE_CLIP_NORMS (tensors.h)
 } AdamwClip;
@@ -265,8 +265,9 @@ static __global__ void adamw_clip_kernel(AdamwControl *control, AdamwClip c, int
     c.norms[1 + l] = norm;
 }
 
-// Sets the factor of unit l, and whether its update is skipped, from c->squares[slot], which is over `replicas`
-// replicas. Adds that to c->so_far, and writes the unit's entry of c->norms. first: l is the step's first unit.
+// Sets the factor of unit l, and whether its update is skipped, from c->squares[slot]: its sum of squares, in which
+// each gradient counts `replicas` times. Adds squares / replicas to c->so_far (first: l is the step's first unit, and
+// c->so_far begins at 0), and writes the unit's entry of c->norms.
 static inline void adamw_clip(AdamwControl *control, const AdamwClip *c, int64_t l, int64_t slot, bool first,
                               int64_t replicas, float grad_clip, cudaStream_t stream) {
     CUDA_LAUNCH(adamw_clip_kernel, 1, 1, 0, stream, control, *c, l, slot, first, replicas, grad_clip);

@@ -19,8 +19,8 @@ typedef struct {
     CoatTables *tables;                            // device memory
 } AdamwCoat;
 
-// States with one scale for each tensor, an entry of the parameter table (msamp.h): FP16 master weights, MS-AMP's
-// moments. Each scale is equal on all ranks.
+// FP16 master weights and MS-AMP's moments: states with one scale for each tensor (msamp.h). A tensor is an entry of
+// the parameter table. Each scale is equal on all ranks.
 typedef struct {
     fp16_bits *master;           // FP16 master weights; NULL: none
     float *scales, *new_scales;  // [MSAMP_STATES][tensors]; NULL without such states
@@ -28,9 +28,8 @@ typedef struct {
     int64_t tensors;
 } AdamwScaled;
 
-// A rank's flat shard arrays. Masters and moments have the shard plan's `total` elements, and so have weights, except
-// that layers' matrices may have no bf16 weights (weights_begin). Offloaded arrays lie in pinned host memory
-// (offload.cuh).
+// A rank's flat shard arrays. Masters and moments have the shard plan's `total` elements. Weights have fewer if the
+// layers' matrices have no bf16 weights (weights_begin). Offloaded arrays lie in pinned host memory (offload.cuh).
 typedef struct {
     bf16 *weights;
     // fp32 master weights; NULL: none. With fp32 or FP16 masters `weights` is their rounded copy. Without masters each
@@ -57,12 +56,12 @@ HOST_DEVICE static constexpr bool adamw_is_coat(AdamwMoments moments) {
     return moments == ADAMW_COAT || moments == ADAMW_COAT_STOCHASTIC;
 }
 
-// Bytes of the first moment of one element, without the words of groups.
+// Bytes of the first moment of one element, without COAT's words of groups.
 HOST_DEVICE static inline int64_t adamw_moment_bytes(AdamwMoments moments) {
     return moments == ADAMW_FP32 ? 4 : moments == ADAMW_MSAMP || adamw_is_coat(moments) ? 1 : 2;
 }
 
-// Bytes of both moments of one element, without the words of groups.
+// Bytes of both moments of one element, without COAT's words of groups.
 static inline int64_t adamw_moments_bytes(AdamwMoments moments) {
     return moments == ADAMW_MSAMP ? 3 : 2 * adamw_moment_bytes(moments);
 }
@@ -97,7 +96,7 @@ __device__ static inline float adamw_load_one(const void *array, int64_t i, bool
     return fp32 ? ((const float *)array)[i] : __bfloat162float(((const bf16 *)array)[i]);
 }
 
-// Loads 8 gradients. scale_inv: that of FP8 gradients.
+// Loads 8 gradients. scale_inv counts for FP8 gradients only.
 template <AdamwGradientType GRADIENTS>
 __device__ static inline void adamw_load_gradients(float out[8], const AdamwGradients &g, int64_t i, float scale_inv) {
     if (GRADIENTS == GRADIENTS_FP8) {
@@ -144,8 +143,8 @@ __device__ static uint32_t adamw_update_one(const AdamwArrays &a, int64_t i, int
     return weight & 0x7fffu;
 }
 
-// The slow path of adamw_update_8, for elements where adamw_update_fast may not be exact and for skipped steps. A
-// skipped step only reads the magnitudes of the weights.
+// The slow path of adamw_update_8, for elements where adamw_update_fast may not be exact and for skipped steps. In a
+// skipped step it only raises `largest` to the magnitudes of the weights.
 template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS>
 __device__ static inline uint32_t adamw_update_rare(const AdamwArrays &a, uint32_t i, int64_t group,
                                                     const AdamwTerms &c, float kept, uint32_t largest) {
@@ -157,17 +156,19 @@ __device__ static inline uint32_t adamw_update_rare(const AdamwArrays &a, uint32
     return largest;
 }
 
-// adamw_update without the branches of sqrtf and division for rare operands; the iterations are those that nvcc uses
-// for common operands. The bits are equal to adamw_update's if
-//  - the denominator is at least 2^-33 (infinities and NaNs end in a NaN weight: for an infinite gradient or second
-//    moment, the root is infinity times the 0 that rsqrt gives, which makes the denominator NaN), and
-//  - the new weight is in [2^-30, infinity): otherwise a quotient below 2^-67, which may be inexact, could change it.
+// adamw_update without the branches that sqrtf and division take for rare operands. Its iterations are those that nvcc
+// uses for common operands. The bits are equal to adamw_update's if
+//  - the denominator is at least 2^-33, and
+//  - the magnitude of the new weight is in [2^-30, infinity). A smaller weight could be changed by a quotient below
+//    2^-67, which may be inexact. An infinite or NaN gradient or second moment fails this condition: with infinity, the
+//    root is infinity times the 0 that rsqrt gives. So the denominator is NaN, and with it the weight.
 __device__ static inline AdamwElement adamw_update_fast(AdamwElement e, float gradient, float kept, const AdamwStep &s,
                                                         float *denominator) {
     e.exp_avg = __fmaf_rn(s.one_minus_beta1, __fsub_rn(gradient, e.exp_avg), e.exp_avg);
     e.exp_avg_sq = __fmaf_rn(s.beta2, e.exp_avg_sq, __fmul_rn(__fmul_rn(s.one_minus_beta2, gradient), gradient));
-    // x = exp_avg_sq * 2^60, so that the remainder of the smallest operand is a normal number. The addend changes only
-    // 0, which has no rsqrt: its root becomes 2^-93, which vanishes beside such a denominator.
+    // x = exp_avg_sq * 2^60, so that the remainder of the smallest operand is a normal number. 0 has no finite rsqrt,
+    // so 2^-126 is added, which changes no other x. The root of 0 becomes 2^-93, too small to change a denominator of
+    // 2^-33 or more.
     const float x = __fmaf_rn(e.exp_avg_sq, 0x1p60f, 0x1p-126f);
     float r;
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
@@ -184,8 +185,8 @@ __device__ static inline AdamwElement adamw_update_fast(AdamwElement e, float gr
 }
 
 // True if adamw_update_fast is exact for 8 elements: each denominator is at least `limit`, and each new weight is in
-// the range where it is exact. `weights` are rounded to bf16, so they may be off by less than one unit in the last
-// place.
+// the range where adamw_update_fast is exact. `weights` are the new weights, and `largest` is at least their largest
+// magnitude. They are rounded to bf16, so each may be off by less than one unit in the last place.
 __device__ static inline bool adamw_is_common(const float denominators[8], float limit, Bf16x8 weights,
                                               uint32_t largest) {
     uint32_t smallest = 0x7fff7fffu, denominator = UINT32_MAX;
@@ -194,7 +195,7 @@ __device__ static inline bool adamw_is_common(const float denominators[8], float
         smallest = __vminu2(smallest, weights.word[k] & 0x7fff7fffu);
         denominator = __vimin3_u32(denominator, float_bits(denominators[2 * k]), float_bits(denominators[2 * k + 1]));
     }
-    // `high` is one unit up, because rounding may have raised the weight by one.
+    // `low` is 2^-30 plus one bf16 unit, because rounding may have raised a weight's magnitude by up to one unit.
     const uint32_t low = float_bits(0x1p-30f) + 0x10000u, high = float_bits(INFINITY);
     return !((denominator < float_bits(limit)) | (smallest < low) | (smallest << 16 < low) | (largest >= high) |
              (largest << 16 >= high));

@@ -43,7 +43,7 @@ static inline double attention_forward(bf16 *out, float *lse, uint32_t *amax, co
 
 // Writes all of dqkv [B,T,(NH+2*NKV)*HD] bf16, the gradient with respect to qkv, given dout = dL/dout [B,T,NH*HD] bf16
 // and the inputs and outputs of forward. workspace holds attention_workspace_bytes() and is 256-byte aligned; its
-// contents do not matter. Returns the FLOPs of its five causal GEMMs (forward has two).
+// contents do not matter. Returns the FLOPs of five causal GEMMs (forward has two), also where mma.sync computes seven.
 static inline double attention_backward(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const bf16 *out,
                                         const float *lse, void *workspace, AttentionDims d, cudaStream_t stream) {
     attention_check(d, qkv, out);

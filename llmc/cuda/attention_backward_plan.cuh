@@ -13,19 +13,19 @@ typedef struct {
     // Query heads that one block sums into its dK and dV; a divisor of the GQA group size. If it is less than the group
     // size, partial sums go through memory.
     int heads_per_block;
-    // How many (sequence, key/value head, part of the group) triples are in flight together, so that most of their Q,
-    // dO and dQ stays in L2.
+    // How many (sequence, key/value head, part of the group) triples form a section. Thread blocks take the sections
+    // one after the other, so that most of a section's Q, dO and dQ stays in L2.
     int section;
 } AttentionBackwardPlan;
 
 static inline int64_t attention_backward_queries(int64_t HD) { return HD == 128 ? 64 : 128; }  // queries per step
 
-// Chooses heads_per_block and section. Few blocks leave SMs idle; many blocks cost a pass over fp32 partial sums of dK
-// and dV. So this takes the most heads per block for which the longest block (the one of the first keys, which every
-// query sees) takes at most longest_share times an SM's share of the total, or one head if there is no such number. A
-// section has up to 34 MB of data, which fit in L2, but at least one triple. In deterministic order the blocks of one
-// head wait for each other, and shorter blocks, in sections of up to 68 MB, are faster. Both choices were measured on
-// an H200 at T 2048 to 8192.
+// Chooses heads_per_block and section. Few thread blocks leave SMs idle. Many blocks cost a pass over fp32 partial sums
+// of dK and dV. So this takes the most heads per block for which the longest block has at most longest_share times the
+// average work of an SM, or one head if there is no such number. (The longest block owns the first keys, which every
+// query sees.) A section has at most as many triples as fit in 34 MB of L2 (Q, dO and dQ of one query head for each),
+// but at least one. In deterministic order the blocks of one head wait for each other: shorter blocks, and sections of
+// up to 68 MB, are faster. Both choices were measured on an H200 at T 2048 to 8192.
 static inline AttentionBackwardPlan attention_backward_plan(AttentionDims d) {
     const double sms = 132, longest_share = d.deterministic ? 0.3 : 1.05, l2_bytes = d.deterministic ? 68e6 : 34e6;
     int64_t group = d.NH / d.NKV, tiles = ceil_div(d.T, ATTENTION_BACKWARD_KEYS);
@@ -35,7 +35,7 @@ static inline AttentionBackwardPlan attention_backward_plan(AttentionDims d) {
         if (group % h == 0 && longest <= longest_share * share) plan.heads_per_block = (int)h;
     }
     int64_t heads = d.B * d.NH / plan.heads_per_block, fit = max_i64(1, (int64_t)(l2_bytes / (double)(d.T * d.HD * 8)));
-    plan.section = (int)ceil_div(heads, ceil_div(heads, fit));  // even sections: a small last one would leave SMs idle
+    plan.section = (int)ceil_div(heads, ceil_div(heads, fit));  // balanced sections: a small last one leaves SMs idle
     return plan;
 }
 
@@ -48,7 +48,7 @@ static inline AttentionBackwardLayout attention_backward_layout(AttentionDims d,
     int64_t padded = round_up(d.T, ATTENTION_BACKWARD_KEYS), parts = d.NH / plan.heads_per_block;
     AttentionBackwardLayout at;
     at.dq = 0;                                          // dQ fragments, zeroed and then added to
-    at.order = at.dq + d.B * d.NH * padded * d.HD * 4;  // int [B*NH][query tile][2], zeroed
+    at.order = at.dq + d.B * d.NH * padded * d.HD * 4;  // int [B*NH][query tile][2] adds to dQ so far, zeroed
     at.ticket = at.order + d.B * d.NH * (padded / attention_backward_queries(d.HD)) * 2 * 4;  // int, zeroed
     at.stats = round_up(at.ticket + 4, 256);                             // float [B*NH][lse, delta][padded]
     at.partial = round_up(at.stats + d.B * d.NH * 2 * padded * 4, 256);  // fragments of dK, dV per part of a group

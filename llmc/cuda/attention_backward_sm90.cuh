@@ -13,7 +13,7 @@
 //     because those accumulators, packed to bf16, are already the register operand A of dV += P^T dO and dK += dS^T Q.
 //     Only dS goes through shared memory, for dQ = dS K. Two more threads add dQ to fp32 global memory by bulk copies.
 //     dK and dV stay in registers until the end. Then the block writes them: as bf16 rows of dqkv, or as fp32 parts if
-//     a GQA group has several blocks.
+//     several blocks share the query heads of a GQA group.
 //  3. attention_backward_rows scales dQ, and sums and scales the parts of dK and dV if there are any. It writes bf16
 //     rows of dqkv.
 // A "fragment" is an fp32 tile of 64 rows x 64 columns in global memory, in the order of the wgmma accumulators:
@@ -83,7 +83,8 @@ template <int HD> struct AttentionBackwardTiles {
     static const int STATS = DS + 2 * DS_BYTES, STATS_BYTES = 2 * MQ * 4;
     static const int DQ = STATS + STAGES * STATS_BYTES,
                      DQ_BYTES = ATTENTION_BACKWARD_FRAGMENT * 4;  // one fragment tile per consumer warpgroup
-    // mbarriers of 8 bytes each: one for K and V, else one per pipeline stage or, for dQ, per consumer warpgroup.
+    // mbarriers of 8 bytes each: one for K and V together, for Q and dO one per pipeline stage, and for dQ one per
+    // consumer warpgroup.
     static const int KV_FULL = DQ + 2 * DQ_BYTES;
     static const int Q_FULL = KV_FULL + 8, DO_FULL = Q_FULL + 8 * STAGES, Q_EMPTY = DO_FULL + 8 * STAGES,
                      DO_EMPTY = Q_EMPTY + 8 * STAGES;
@@ -144,7 +145,7 @@ template <int HD> __device__ __forceinline__ void attention_backward_produce(con
 }
 
 // Writes this thread's part of a warpgroup's 64 x 16*STEPS bf16 tile (packed accumulator layout) to swizzled shared
-// memory. The tile is stored as tiles of 64 columns, tile_bytes apart; the warpgroup's rows start at `address`.
+// memory. The tile is stored in pieces of 64 columns, tile_bytes apart. The warpgroup's rows start at `address`.
 template <int STEPS>
 __device__ __forceinline__ void attention_backward_store_tile(uint32_t address, uint32_t tile_bytes,
                                                               const uint32_t (&a)[STEPS][4]) {
@@ -242,8 +243,8 @@ __device__ __forceinline__ int attention_backward_adds_done(const int *order) {
     return adds;
 }
 
-// The thread that adds the dQ tiles of consumer warpgroup w to global memory. With p.order, this block's add to each
-// tile is number u.tile in the order of adds.
+// The thread that adds the dQ tiles of consumer warpgroup w to global memory. With p.order, thread blocks add to a tile
+// in the order of their keys: this one waits until u.tile others have added.
 template <int HD>
 __device__ __forceinline__ void attention_backward_add_dq(const AttentionBackwardParams &p, AttentionBackwardUnit u,
                                                           uint32_t smem, int w) {
@@ -322,10 +323,11 @@ template <int HD> __device__ __forceinline__ void attention_backward_write(const
     }
 }
 
-// Consumer warpgroup w owns keys 64w..64w+63 of the block's tile. It computes columns 64w.. (HD 128) or queries 64w..
-// (HD 64) of each query tile's dQ. wgmmas are issued so that the tensor cores have work during the elementwise parts:
-// dP during P, dV and dK during the exchange of dS, the next S during the add of dQ. The other warpgroup fills the
-// remaining gaps. Issuing dV before dS would need more registers than there are.
+// Consumer warpgroup w owns keys 64w to 64w + 63 of the block's tile. It computes one half of each query tile's dQ:
+// columns 64w to 64w + 63 (HD 128), or the rows of queries 64w to 64w + 63 (HD 64). wgmmas are issued so that the
+// tensor cores have work during the elementwise parts: dP during P, dV and dK during the exchange of dS, the next S
+// during the add of dQ. The other warpgroup fills the remaining gaps. Issuing dV before dS would need more registers
+// than there are.
 template <int HD>
 __device__ __forceinline__ void attention_backward_consume(const AttentionBackwardParams &p, AttentionBackwardUnit u,
                                                            uint32_t smem) {
@@ -375,8 +377,8 @@ __device__ __forceinline__ void attention_backward_consume(const AttentionBackwa
         attention_backward_start_dq<HD>(dq, ds, dq_k, w);
         wgmma_wait<2>();
         if (lane == 0) mbarrier_arrive(smem + L::DO_EMPTY + 8 * stage);
-        // The last step multiplies a stale tile here and drops the result: a branch around wgmma would serialize all of
-        // them.
+        // The last step multiplies an old tile here and drops the result: a branch around this wgmma would make all
+        // wgmmas run one after the other.
         int next = (step + 1) % L::STAGES;
         if (step + 1 < steps) mbarrier_wait(smem + L::Q_FULL + 8 * next, (step + 1) / L::STAGES & 1);
         attention_backward_scores<HD>(s, my_k, smem + L::Q + next * L::Q_BYTES);
@@ -404,7 +406,7 @@ __launch_bounds__(384, 1) void attention_backward_main(const __grid_constant__ A
     int *ticket = (int *)(attention_backward_smem + L::TICKET);
     if (threadIdx.x == 0) {
         if (smem % 1024) __trap();
-        // This is not blockIdx.x, because a unit may wait for earlier units, which must have started.
+        // blockIdx.x would not do: a unit may wait for units with lower tickets, so their blocks must have started.
         *ticket = atomicAdd(p.ticket, 1);
         for (uint32_t i = L::KV_FULL; i < L::Q_EMPTY; i += 8) mbarrier_init(smem + i, 1);
         for (uint32_t i = L::Q_EMPTY; i < L::DQ_FULL; i += 8) mbarrier_init(smem + i, 8);  // 8 consumer warps arrive

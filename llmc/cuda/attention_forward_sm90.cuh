@@ -188,9 +188,9 @@ __device__ __forceinline__ void forward_mask(float (&s)[N], int row, int column)
     }
 }
 
-// Turns one block of scores of this thread's two rows into exp2(c * (s - max)), c = scale * log2(e), and updates the
-// running max and sum (over this thread's columns only). correction is the factor for values accumulated under the old
-// max.
+// Turns one block of scores of this thread's two rows into exp2(c * (s - max)), c = scale * log2(e). Updates the rows'
+// running max, and the running sum, which is over this thread's columns only. correction is the factor for values
+// accumulated under the old max.
 template <int N>
 __device__ __forceinline__ void forward_softmax(float (&s)[N], float (&row_max)[2], float (&row_sum)[2],
                                                 float (&correction)[2], float c) {
@@ -300,7 +300,8 @@ __device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, floa
         const int loaded = forward_key_blocks<Tile::ROWS, Tile::KEYS>(at.row, plan.T),
                   blocks = forward_key_blocks<64, Tile::KEYS>(first_row, plan.T);
         for (int j = loaded; j > blocks;
-             // Skipped blocks are still waited for: an earlier arrival would release the stage's previous load.
+             // A skipped block is awaited too: an arrival before it is there would count for the block before it in
+             // this stage, and could release that while another warp reads it.
              j--) {
             pipeline_wait(smem + Tile::K_FULL, k);
             pipeline_release<Tile::STAGES>(smem + Tile::K_EMPTY, k);

@@ -151,7 +151,7 @@ __device__ __forceinline__ void mma_softmax(float (&s)[8][4], float (&o)[HD / 8]
     }
 }
 
-// One thread block computes 64 queries of one head over key tiles 0 up to the diagonal.
+// One thread block computes the output of 64 queries of one head, over the key tiles from 0 up to the diagonal.
 template <int HD>
 __global__ void __launch_bounds__(MMA_THREADS)
     attention_forward_mma_kernel(bf16 *__restrict__ out, float *__restrict__ lse, const bf16 *__restrict__ qkv,
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
     grid_dependency_wait();
     extern __shared__ __align__(128) uint8_t mma_smem[];
     constexpr uint32_t TILE_BYTES = MMA_TILE * HD * 2;
-    // K and V of pipeline stages 0 and 1 are behind q_tile.
+    // Behind q_tile in shared memory lie K and V of pipeline stage 0, then those of stage 1.
     const uint32_t q_tile = (uint32_t)__cvta_generic_to_shared(mma_smem), stages = q_tile + TILE_BYTES;
     const int64_t stride = (d.NH + 2 * d.NKV) * HD, block = gridDim.x - 1 - blockIdx.x;  // longest tiles first
     const int64_t head = blockIdx.y, sequence = blockIdx.z, q0 = block * MMA_TILE;

@@ -6,9 +6,9 @@
 
 #include "quantize_kernels.cuh"
 
-// A thread block is 8 warps side by side, and a warp reads 8 columns of 32 rows. So neighbouring lanes read the codes
-// of a column, which are contiguous in columnwise data. When one warp reads part of a 32-byte sector of rowwise data or
-// of the source, the rest is in L1 for the next warp.
+// A thread block is 8 warps side by side. A warp reads 8 columns of 32 rows, each lane one row. So in columnwise data
+// the lanes read contiguous codes. When one warp reads part of a 32-byte sector of rowwise data or of the source, the
+// rest is in L1 for the next warp.
 enum {
     AUDIT_THREADS = 256,
     AUDIT_WARPS = AUDIT_THREADS / WARP_SIZE,
@@ -119,8 +119,8 @@ static inline unsigned audit_blocks(int64_t n) {
 
 // Compares the codes of `out`, which an earlier enqueued cast of the source has written, with the source's values. Adds
 // the sums to *out.audit[ROWWISE] and *out.audit[COLUMNWISE] (device memory, either may be NULL). Data that is NULL in
-// `out` adds nothing. If rowwise and columnwise codes are equal, they are read once, and the result is added to both
-// sums.
+// `out` adds nothing. If the granularities make rowwise and columnwise codes equal (audit_shares_codes), they are read
+// once, and the result is added to both sums.
 template <class Source>
 static inline void audit_source(QTensor out, Source source, int64_t R, int64_t C, cudaStream_t stream) {
     AuditView row = {out.rowwise, out.rowwise_scale_inv,     false, out.row_granularity,

@@ -41,8 +41,8 @@ static inline void *auto_filter_alloc(AutoFilter *f, int64_t bytes) {
     if (error != cudaSuccess)
         die_with(
             error == cudaErrorMemoryAllocation ? EXIT_MEMORY : EXIT_OTHER,
-            "--fp8-filter auto: cannot allocate %lld bytes of GPU memory to time layer %s (%s); name the bf16 layers "
-            "instead",
+            "--fp8-filter auto: cannot allocate %lld bytes of GPU memory to time layer %s (%s); list the layers for "
+            "bf16 by name instead",
             (long long)bytes, f->shape.name, cudaGetErrorString(error));
     CUDA_CHECK(cudaMemsetAsync(p, 0, (size_t)bytes, f->gemm.stream));
     return f->buffers[f->num_buffers++] = p;

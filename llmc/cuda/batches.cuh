@@ -14,7 +14,7 @@ typedef struct {
 } TokenSlot;
 
 typedef struct {
-    int64_t rows, ranks;  // tokens in this rank's batch; ranks whose inputs the embedding index covers
+    int64_t rows, ranks;  // tokens in this rank's batch; number of ranks whose inputs the embedding index covers
     int64_t sent;         // batches sent so far
     TokenSlot slots[TOKEN_SLOTS];
     // Host memory [ranks, rows] if the index covers several ranks; else NULL.

@@ -23,7 +23,7 @@ enum {
     // with one block per SM.
     CROSS_ENTROPY_FEW = 8,
     CROSS_ENTROPY_MANY = 24,
-    // How many more vectors a thread can keep in shared memory, 8 KB per block each. With CROSS_ENTROPY_MANY this
+    // How many more vectors a thread can keep in shared memory. Each takes 8 KB per block. With CROSS_ENTROPY_MANY this
     // allows V up to 163840.
     CROSS_ENTROPY_SHARED = 16,
     CROSS_ENTROPY_ROW_THREADS = 1024
@@ -42,8 +42,8 @@ __device__ static inline uint32_t cross_entropy_pair_max(uint32_t a, uint32_t b)
     return r;
 }
 
-// Returns the maximum or sum over a block of whole warps, with equal bits in every thread. scratch is 32 floats of
-// shared memory that no other reduction of the block uses.
+// These two return the maximum and the sum over a block of whole warps, with equal bits in every thread. scratch is 32
+// floats of shared memory that no other reduction of the block uses.
 __device__ static inline float cross_entropy_block_max(float x, float *scratch) {
     const int lane = threadIdx.x % WARP_SIZE, warps = blockDim.x / WARP_SIZE;
     for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2)
@@ -140,7 +140,7 @@ static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_EN
         const int target = targets[row];
         const bool counted = target >= 0 && target / 8 < vectors,
                    owns_target = counted && target / 8 % CROSS_ENTROPY_THREADS == (int)threadIdx.x;
-        // Only the thread that owns the target overwrites it, below.
+        // Reading needs no barrier: the thread that owns the target is the only one that overwrites it, below.
         const float target_logit = owns_target ? __bfloat162float(x[target]) : 0.0f;
         copy_async_commit(), copy_async_wait<0>();
 

@@ -26,7 +26,7 @@ static inline void cuda_check(cudaError_t error, const char *call, const char *f
         die_with(code, "%s:%d: %s: %s (%s)", file, line, call, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
-// Ends the process with file, line, call and error if a CUDA call failed.
+// If a CUDA call failed, prints file, line, call and error, and ends the process.
 #define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
 
 // Returns an attribute of the current device.
@@ -88,8 +88,8 @@ static inline void require_aligned16(const void *pointer, const char *function, 
 // Device: the start of every kernel
 
 // Returns when all work enqueued in the stream before this kernel has finished and its writes are visible. It must be
-// the first statement of every kernel, for every thread: a block that ends without it would let the next kernel start
-// too early.
+// the first statement of every kernel, for every thread. The next kernel only waits until this kernel's blocks have
+// ended: if they ended without this wait, it could start before the work ahead of this kernel has finished.
 __device__ static inline void grid_dependency_wait(void) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -144,7 +144,8 @@ __device__ static inline void copy16_async(void *shared, const void *global) {
 
 __device__ static inline void copy_async_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most PENDING of the thread's groups are in flight. After a barrier other threads' copies can be read.
+// Waits until at most PENDING of this thread's groups are in flight. To read other threads' copies, a barrier must
+// follow.
 template <int PENDING>
 __device__ static inline void copy_async_wait(void) {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");

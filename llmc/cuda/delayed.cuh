@@ -48,7 +48,7 @@ static __global__ void __launch_bounds__(DELAYED_THREADS) delayed_update_kernel(
 }
 
 // For tensors [first, last) of each of `layers` layers, appends the new amaxes to the histories and computes new
-// scales, as delayed_update() does: an amax of zero or NaN does not enter the history.
+// scales, as delayed_update() does: after an amax of zero or NaN, the history and a scale above 0 stay as they are.
 static inline void delayed_update_all(const DelayedArrays *d, int64_t layers, int64_t first, int64_t last,
                                       cudaStream_t stream) {
     const dim3 grid((unsigned)(last - first), (unsigned)layers);
@@ -62,8 +62,8 @@ static __global__ void delayed_begin_kernel(const DelayedArrays d, int64_t count
     d.scale[number] = fp8_scale_te(__uint_as_float(d.amax[number]), delayed_format(d, tensor), d.margin);
 }
 
-// Gives tensors [first, last) of each layer a scale from their own amax if they have none yet. Used for a tensor's
-// first cast.
+// For the first cast of a tensor: gives those of tensors [first, last) of each layer that have no scale yet (0) one
+// from their own amax.
 static inline void delayed_begin(const DelayedArrays *d, int64_t layers, int64_t first, int64_t last,
                                  cudaStream_t stream) {
     const int64_t count = layers * d->per_layer;

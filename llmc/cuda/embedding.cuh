@@ -25,7 +25,7 @@ typedef struct {
 //    [1 .. R]          rows, sorted by id and within an id by row
 //    [R+1 .. 2R+1]     start of each id's rows in that list, and the end of the last
 //    [2R+2 .. 3R+1]    the ids
-// Unused entries of each list are not written.
+// The entries behind these have no meaning.
 
 static inline int64_t embedding_index_size(int64_t R) { return 3 * R + 2; }
 
@@ -87,8 +87,8 @@ static inline int64_t embedding_forward(bf16 *x, const bf16 *table, const int32_
     return R * C * 4;
 }
 
-// blockIdx.y selects 256 columns; blockIdx.x takes every gridDim.x-th id. Warp w adds up the id's rows w, w +
-// EMBEDDING_WARPS, ...; then the warps' sums are added in order.
+// blockIdx.y selects 256 columns, and block x of gridDim.x takes ids x, x + gridDim.x, ... For each id, warp w adds up
+// rows w, w + EMBEDDING_WARPS, ... Then the warps' sums are added in order.
 template <class Sum>
 static __global__ void __launch_bounds__(EMBEDDING_THREADS)
     embedding_backward_kernel(Sum *dtable, EmbeddingPart part, GradientSum to, const bf16 *dx, const int32_t *index,
