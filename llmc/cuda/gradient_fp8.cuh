@@ -98,7 +98,8 @@ __device__ static inline void gradient_fp8_load(float x[8], const GradientFp8Sou
     for (int j = 0; j < 8; j++) x[j] += __fmul_rn(before[j], scale_inv);
 }
 
-// Raises to.amaxes to the amaxes of a layer's matrices, with ADD to those of their sums. blockIdx.y is the matrix.
+// Raises to.amaxes to the amaxes of a layer's matrices. With ADD, the stored gradients are added first. blockIdx.y is
+// the matrix.
 template <bool ADD, bool CODES>
 static __global__ void __launch_bounds__(GRADIENT_FP8_THREADS)
     gradient_fp8_amax_kernel(GradientFp8 to, GradientFp8Source from, const __grid_constant__ GradientFp8Layout a) {
@@ -118,8 +119,8 @@ static __global__ void __launch_bounds__(GRADIENT_FP8_THREADS)
     if (threadIdx.x % WARP_SIZE == 0 && amax > *(volatile uint32_t *)slot) atomicMax(slot, amax);
 }
 
-// Casts the gradients of each matrix of a layer to to.codes, with ADD their sums. A matrix's scale is the one for its
-// amax, multiplied by `headroom`. from.codes may be to.codes.
+// Casts the gradients of each matrix of a layer to to.codes. With ADD, the stored gradients are added first. A matrix's
+// scale is the one for its amax, multiplied by `headroom`. from.codes may be to.codes. blockIdx.y is the matrix.
 template <bool ADD, bool CODES>
 static __global__ void __launch_bounds__(GRADIENT_FP8_THREADS)
     gradient_fp8_cast_kernel(GradientFp8 to, GradientFp8Source from, float headroom,
