@@ -174,7 +174,7 @@ static inline GemmPlan *linears_plan_of(Linears *ln, const QTensor *w, GemmKind 
     return w->fp8 ? &ln->plans[w->linear].fp8[kind] : &ln->plans[w->linear].bf16[kind];
 }
 
-// Computes y [R, N] = x [R, K] w [N, K]^T + bias [N]. bias is NULL unless the model has one for q, k and v.
+// Computes y [R, N] = x [R, K] w [N, K]^T + bias [N]. bias is NULL, except for q, k and v of models with such a bias.
 static inline void linears_fprop(Linears *ln, bf16 *y, const QTensor *x, const QTensor *w, const bf16 *bias) {
     linears_gemm(ln, "linear layers, fprop", linears_plan_of(ln, w, GEMM_FPROP), y, w, x, bias, false);
 }

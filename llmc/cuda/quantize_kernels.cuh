@@ -1,13 +1,13 @@
 // FP8 casts with one scale for the whole tensor, and sources: structs that supply the values to cast.
 //
-//    scale     = what out.rule makes from the amax, or *out.delayed_scale    (each thread block of the cast computes
-//    it) code      = saturating RNE cast of fp32(x) * scale scale_inv = 1 / scale, for the GEMM
+//    scale     = what out.rule makes from the amax, or *out.delayed_scale    (in each thread block of the cast)
+//    code      = saturating RNE cast of fp32(x) * scale
+//    scale_inv = 1 / scale, for the GEMM
 //
 // Current scaling must know the amax before the first element is cast, so it takes two passes. The kernel that produces
 // the tensor may be the first pass. With delayed scaling one pass casts and finds the amax. The cast writes rowwise
-// data,
-// columnwise (transposed) data, or both in one pass, because FP8 GEMMs on Hopper need the contraction index contiguous
-// in both operands: 2 bytes read, 1 + 1 written per element.
+// data, columnwise (transposed) data, or both in one pass, because FP8 GEMMs on Hopper need the contraction index
+// contiguous in both operands: 2 bytes read, 1 + 1 written per element.
 //
 // The cast is a template over the source of the bf16 values, so that a norm or SwiGLU can be recomputed in the cast
 // instead of stored: rmsnorm.cuh and swiglu.cuh have such sources. Sizes: any number of rows, columns a multiple of 16;

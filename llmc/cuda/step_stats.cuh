@@ -35,7 +35,7 @@ typedef struct {
     StepMarks marks[STEP_SLOTS];
     StepMarks *open;      // marks of the step that is being enqueued; NULL: none is
     StepTime work;        // the part to which the work enqueued now belongs
-    bool timing_waits;    // waits within forward and backward are timed in this step
+    bool timing_waits;    // true: waits within forward and backward are timed in this step
     double waited;        // seconds of such waits in the latest step that timed them
     cudaStream_t stream;  // the compute stream
     // Latest step that came after a pause; its time starts at `begin`.
