@@ -148,7 +148,8 @@ static __global__ void __launch_bounds__(FP16_THREADS)
 static inline void fp16_cast_slices(uint8_t *codes, const Fp16Weights *w, int64_t layers, int64_t n,
                                     cudaStream_t stream) {
     if (n % FP16_ELEMENTS || w->stride % 8)
-        die("fp16_cast_slices: %lld elements per slice must be a multiple of 16, and the stride of %lld one of 8",
+        die("fp16_cast_slices: slices of %lld elements (need a multiple of 16) at a stride of %lld (need a multiple of "
+            "8)",
             (long long)n, (long long)w->stride);
     require_aligned16(w->masters, "fp16_cast_slices", "masters");
     require_aligned16(codes, "fp16_cast_slices", "codes");

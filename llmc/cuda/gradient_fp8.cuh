@@ -143,7 +143,7 @@ static __global__ void __launch_bounds__(GRADIENT_FP8_THREADS)
     }
 }
 
-// Stores the scales that the cast has used, and clears the amaxes.
+// Stores scale_inv of the scales that the cast has used, and clears the amaxes.
 static __global__ void gradient_fp8_scales_kernel(GradientFp8 to, float headroom,
                                                   const __grid_constant__ GradientFp8Layout a) {
     grid_dependency_wait();

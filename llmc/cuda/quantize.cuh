@@ -251,7 +251,7 @@ typedef struct {
     const uint32_t *amax;  // amax of tensor j of layer l is amax[l * slot_stride + j]
     // Scales to cast with, indexed like amax; the amaxes are then not read. NULL: scales follow from the amaxes.
     const float *delayed_scale;
-    float *scale_inv;  // indexed like amax, but 4 floats apart
+    float *scale_inv;  // scale_inv of tensor j of layer l is scale_inv[4 * (l * slot_stride + j)]
     int64_t slot_stride;
     ScaleRule rule;
 } Fp8Slices;
@@ -287,8 +287,8 @@ static __global__ void __launch_bounds__(SLICE_THREADS) quantize_slices_kernel(c
 // tensor, even if the slice has no part of it.
 static inline void quantize_slices(const Fp8Slices *s, cudaStream_t stream) {
     if (s->n % SLICE_ELEMENTS || s->x_stride % 8 || s->num_tensors > SLICE_MAX_TENSORS)
-        die("quantize_slices: %lld elements per slice must be a multiple of 16, the stride of %lld one of 8, and there "
-            "are at most 4 tensors, not %d",
+        die("quantize_slices: slices of %lld elements (need a multiple of 16) at a stride of %lld (need a multiple of "
+            "8), with %d tensors (at most 4)",
             (long long)s->n, (long long)s->x_stride, s->num_tensors);
     for (int j = 0; j < s->num_tensors; j++)
         if (s->ends[j] % SLICE_ELEMENTS)
