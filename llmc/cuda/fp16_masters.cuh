@@ -1,9 +1,9 @@
 // FP16 master weights in GPU memory: initial values, and access for checkpoints.
 //
-// A scale follows from the amax of a whole tensor. So masters without a scale arrive as fp32 numbers, each in two
-// halves: the lower half in place of the FP16 master, the upper half in place of the second moment, which begins at
-// zero. When all are there, they are encoded in place. If a checkpoint has brought a tensor's scale before, its masters
-// arrive as codes.
+// A master's scale follows from the amax of its whole tensor. While a tensor has no scale, its masters are fp32 numbers
+// in two halves: the lower 16 bits are in the memory of the FP16 masters, the upper 16 bits in that of the second
+// moments. When the masters of all tensors are there, they are encoded as FP16 in place, and the second moments become
+// zero. If a checkpoint has set a tensor's scale first, its masters are encoded as FP16 at once.
 #ifndef LLMC_FP16_MASTERS_CUH
 #define LLMC_FP16_MASTERS_CUH
 
@@ -26,8 +26,9 @@ static __global__ void fp16_masters_amax_kernel(uint32_t *amax, const uint16_t *
     if (threadIdx.x % WARP_SIZE == 0 && largest > *(volatile uint32_t *)amax) atomicMax(amax, largest);
 }
 
-// Encodes n masters as FP16 if their tensor had no scale (*scale is 0): they are in halves then, and the upper ones
-// become zero. Rounds the weights to bf16 from what the masters stand for, unless `weights` is NULL.
+// If the tensor has no scale (*scale is 0), its masters are in halves: encodes n of them as FP16 with *new_scale, and
+// clears the upper halves. Then, in either case, rounds the numbers that the masters stand for to bf16 weights, unless
+// `weights` is NULL.
 static __global__ void fp16_masters_encode_kernel(bf16 *weights, fp16_bits *masters, uint16_t *upper, int64_t n,
                                                   const float *scale, const float *new_scale) {
     grid_dependency_wait();
@@ -42,10 +43,10 @@ static __global__ void fp16_masters_encode_kernel(bf16 *weights, fp16_bits *mast
     }
 }
 
-// Returns the memory of upper halves.
+// Returns the memory of the upper halves, which is that of the second moments.
 static inline uint16_t *fp16_masters_upper(const AdamwArrays *a) { return (uint16_t *)a->exp_avg_sq; }
 
-// Returns enough blocks of 256 threads for n elements, or to fill any GPU.
+// Returns a number of blocks of 256 threads: one thread for each of n elements, but no more blocks than fill any GPU.
 static inline unsigned fp16_masters_blocks(int64_t n) { return grid_size(min_i64(n, 1 << 20), 256); }
 
 // Finds the amaxes of this rank's parts of all masters that are in halves.
@@ -63,8 +64,8 @@ static inline void fp16_masters_amaxes(const AdamwArrays *a, const ParameterTabl
     }
 }
 
-// Encodes all masters that are in halves and whose amaxes are known. Rounds all bf16 weights that exist from the
-// masters.
+// Encodes all masters that are in halves. The amaxes must be those of whole tensors by now. Then rounds the bf16
+// weights that this rank stores from the masters.
 static inline void fp16_masters_encode(const AdamwArrays *a, const ParameterTable *t, const ShardPlan *plan,
                                        cudaStream_t stream) {
     const AdamwScaled *s = &a->scaled;
@@ -92,8 +93,8 @@ static inline float fp16_masters_scale(const AdamwScaled *s, int64_t i, cudaStre
     return scale;
 }
 
-// Copies `count` masters of tensor i, the first of which is element `shard` of the flat shard arrays, to the host: the
-// fp32 numbers that they stand for. Waits for the copy.
+// Copies to the host the fp32 numbers that `count` masters of tensor i stand for. The first of these masters is element
+// `shard` of the flat shard arrays. Waits for the copy.
 static inline void fp16_masters_read(const AdamwArrays *a, int64_t i, int64_t shard, int64_t count, float *host,
                                      cudaStream_t stream) {
     const AdamwScaled *s = &a->scaled;
@@ -103,8 +104,8 @@ static inline void fp16_masters_read(const AdamwArrays *a, int64_t i, int64_t sh
     free(codes);
 }
 
-// Copies `count` masters of tensor i from the host: as codes if the tensor has its scale, else in halves. Waits for the
-// copy.
+// Copies `count` masters of tensor i, given as fp32 numbers, from the host: encoded as FP16 if the tensor has its
+// scale, else in halves. Waits for the copy.
 static inline void fp16_masters_write(const AdamwArrays *a, int64_t i, int64_t shard, int64_t count, const float *host,
                                       cudaStream_t stream) {
     const float scale = fp16_masters_scale(&a->scaled, i, stream);

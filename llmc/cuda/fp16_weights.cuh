@@ -1,12 +1,12 @@
 // Casts FP16 master weights of linear layers to FP8 (msamp.h), without a bf16 copy between.
 //
-// The tensors of a fused weight (q, k, v; gate, up) have a scale each as FP16, and one scale together as FP8, which
-// follows from the largest of their amaxes:
+// As FP16, each tensor of a fused weight (q, k, v; gate, up) has a scale of its own. As FP8, these tensors share one
+// scale, which follows from the largest of their amaxes:
 //
 //    code = saturating RNE cast of fp32(master) * (FP8 scale / FP16 scale of its tensor)
 //
-// Both scales are powers of two. They are known when the weights have changed, so a cast takes one pass: it reads 2
-// bytes per element and writes 1 or 2.
+// All scales are powers of two, and they are known before the cast begins. So the cast takes one pass: it reads 2 bytes
+// per element and writes 1 or 2.
 #ifndef LLMC_FP16_WEIGHTS_CUH
 #define LLMC_FP16_WEIGHTS_CUH
 
@@ -20,15 +20,15 @@ enum { FP16_TENSORS = 8, FP16_ELEMENTS = 16, FP16_THREADS = 256 };
 typedef struct {
     int count;
     int64_t ends[FP16_TENSORS];  // each tensor's end, in elements from the start of the layer's matrices
-    int linears[FP16_TENSORS];   // LinearId of the weight that it is part of
-    int entries[FP16_TENSORS];   // its entry of the parameter table in layer 0
-    int64_t layer_entries;       // entries of a layer
+    int linears[FP16_TENSORS];   // LinearId of the weight that the tensor is part of
+    int entries[FP16_TENSORS];   // index of layer 0's tensor in the parameter table
+    int64_t layer_entries;       // how many entries of the table a layer has
 } Fp16Tensors;
 
-// Factors of the masters of one tensor.
+// Factors by which the masters of one tensor are multiplied.
 typedef struct {
-    float to_fp8;     // takes a master to the value that is cast
-    float scale_inv;  // takes a master to the value that it stands for
+    float to_fp8;     // gives the value that is cast to FP8
+    float scale_inv;  // gives the value that the master stands for
 } Fp16Factors;
 
 // A rank's slices of the matrices of all layers.
@@ -53,7 +53,7 @@ static inline Fp16Tensors fp16_tensors(const ParameterTable *t) {
         r.ends[r.count] = p->offset + parameter_elements(p) - matrices;
         r.linears[r.count] = linear, r.entries[r.count++] = (int)i;
         if (p->rows % 4 || p->cols % FP16_ELEMENTS)
-            die("%s: casts need a multiple of 4 rows and of 16 columns", p->name);
+            die("%s: casts need rows in multiples of 4 and columns in multiples of 16", p->name);
     }
     return r;
 }
@@ -67,7 +67,8 @@ __device__ static inline void fp16x8_load(float out[8], const fp16_bits *p) {
         out[2 * k] = half_bits_to_float(words[k] & 0xffffu), out[2 * k + 1] = half_bits_to_float(words[k] >> 16);
 }
 
-// Returns the number of the tensor that has an element of a layer's matrices; tensors.count: padding behind the last.
+// Returns the number of the tensor to which an element of a layer's matrices belongs; t.count for padding behind the
+// last tensor.
 __device__ static inline int fp16_tensor_at(const Fp16Tensors &t, int64_t element) {
     int k = 0;
     while (k < t.count && element >= t.ends[k]) k++;
@@ -86,8 +87,9 @@ __device__ static inline uint2 fp16x8_to_fp8(const fp16_bits *p, float to_fp8) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Factors
 
-// Each layer has a thread block, and each of its tensors a thread. `scales` has those of the FP16 masters, one for each
-// entry of the parameter table. `amax` and scale_inv are those of the layers' FP8 weights, laid out as in Fp8Slices.
+// A thread block computes the factors of a layer, a thread those of one tensor. `scales` holds the FP16 scale of each
+// entry of the parameter table. `amax` and scale_inv belong to the layers' FP8 weights and are laid out as in
+// Fp8Slices.
 static __global__ void fp16_factors_kernel(const __grid_constant__ Fp16Weights w, const float *scales,
                                            const uint32_t *amax, float *scale_inv, int64_t slot_stride) {
     grid_dependency_wait();
@@ -146,16 +148,17 @@ static __global__ void __launch_bounds__(FP16_THREADS)
 static inline void fp16_cast_slices(uint8_t *codes, const Fp16Weights *w, int64_t layers, int64_t n,
                                     cudaStream_t stream) {
     if (n % FP16_ELEMENTS || w->stride % 8)
-        die("fp16_cast_slices: slices of %lld elements (must be a multiple of 16), %lld apart (of 8)", (long long)n,
-            (long long)w->stride);
+        die("fp16_cast_slices: slices of %lld elements (need a multiple of 16) at a stride of %lld (need a multiple of "
+            "8)",
+            (long long)n, (long long)w->stride);
     require_aligned16(w->masters, "fp16_cast_slices", "masters");
     require_aligned16(codes, "fp16_cast_slices", "codes");
     const dim3 grid(grid_size(n, FP16_THREADS * FP16_ELEMENTS), (unsigned)layers);
     CUDA_LAUNCH(fp16_slices_kernel, grid, FP16_THREADS, 0, stream, codes, *w, n);
 }
 
-// Tiles and transposes as quantize_transpose_kernel. Each tensor has a multiple of 4 rows, so the 4 rows of a thread
-// belong to one tensor.
+// This kernel splits the weight into tiles and transposes them like quantize_transpose_kernel. Each tensor has a
+// multiple of 4 rows, so the 4 rows of a thread belong to one tensor.
 static __global__ void __launch_bounds__(CAST_THREADS, 4)
     fp16_transpose_kernel(uint8_t *rowwise, uint8_t *columnwise, const __grid_constant__ Fp16Weights w, int64_t layer,
                           int64_t at, int64_t R, int64_t C) {
@@ -188,9 +191,9 @@ static __global__ void __launch_bounds__(CAST_THREADS, 4)
     store_tile_columns<1>(columnwise, tile, first_row, first_column, R, C);
 }
 
-// Casts the weight [R, C] that begins at element `at` of the layer's matrices, all of which this rank has. Writes the
-// codes that `out` has memory for: rowwise, columnwise, or both. fp16_factors has written scale_inv. C is a multiple of
-// 16.
+// Casts the weight [R, C] that begins at element `at` of the layer's matrices. This rank must have all of these. Writes
+// rowwise codes, columnwise codes or both: those whose pointer in `out` is not NULL. It writes no scale_inv, because
+// fp16_factors has done so. C is a multiple of 16.
 static inline void fp16_cast(QTensor out, const Fp16Weights *w, int64_t layer, int64_t at, int64_t R, int64_t C,
                              cudaStream_t stream) {
     quantize_check_size("fp16_cast", R, C);
@@ -217,9 +220,9 @@ static __global__ void __launch_bounds__(AUDIT_THREADS)
     audit_publish(destinations, sums);
 }
 
-// Adds the audit sums of a layer's cast to *to: of n elements from element `at` of this rank's slice on, all of one
-// weight. `codes` begins with the first of them, and scale_inv is that of the FP8 weight. The values to compare with
-// are those that the masters stand for.
+// Adds to *to the audit sums of n codes of one weight, which compare the codes with the values that the masters stand
+// for. The n elements begin at element `at` of this rank's slice of the layer, and their codes at `codes`. *scale_inv
+// belongs to the FP8 weight.
 static inline void fp16_audit(AuditSums *to, const Fp16Weights *w, int64_t layer, int64_t at, int64_t n,
                               const uint8_t *codes, const float *scale_inv, cudaStream_t stream) {
     int64_t begin = at;

@@ -19,7 +19,8 @@ static inline int64_t fp8_group_blocks(int64_t n) {
     return grid_size(n, FP8_GROUP_THREADS * FP8_GROUP_VECTOR * FP8_GROUP_AHEAD);
 }
 
-// A thread takes 8 values at FP8_GROUP_AHEAD places; 16 threads share a group. n is a multiple of FP8_GROUP.
+// A thread takes 8 values at each of FP8_GROUP_AHEAD places, and 16 neighbouring threads take the 128 values of a
+// group. n is a multiple of FP8_GROUP.
 static __global__ void __launch_bounds__(FP8_GROUP_THREADS)
     fp8_group_encode_kernel(Fp8Groups to, const bf16 *x, int64_t n) {
     grid_dependency_wait();
@@ -74,7 +75,7 @@ static __global__ void __launch_bounds__(FP8_GROUP_THREADS)
     }
 }
 
-// Places groups for n values, a multiple of FP8_GROUP.
+// Takes the memory of groups for n values from the arena; n is a multiple of FP8_GROUP.
 static inline Fp8Groups fp8_group_place(Arena *a, int64_t n) {
     Fp8Groups g;
     g.codes = (uint8_t *)arena_take(a, n), g.scales_inv = (uint8_t *)arena_take(a, n / FP8_GROUP);

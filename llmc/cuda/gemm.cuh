@@ -6,13 +6,14 @@
 //   wgrad  dw[N, K] = dy[R, N]^T x [R, K]   contraction over R
 // All matrices are row-major, accumulation is fp32, results are bf16. BF16 GEMMs need no transposed copies of their
 // operands. FP8 GEMMs on Hopper need the contraction index contiguous in both operands, so dgrad reads the transposed
-// weight [K, N], and wgrad reads x^T [K, R] and dy^T [N, R]. These are the columnwise data of recipes.h, and the other
-// operands are rowwise data; both have the recipe's scales. N and K, and in FP8 R too, must be multiples of the
-// recipe's `multiple`. It is at least 8 for BF16 and 16 for FP8, because cuBLASLt needs an alignment of 16 bytes.
+// weight [K, N], and wgrad reads x^T [K, R] and dy^T [N, R]. These are the columnwise data of recipes.h; the other
+// operands are rowwise data. N and K, and in FP8 R too, must be multiples of the recipe's `multiple`. It is at least 8
+// for BF16 and 16 for FP8, because cuBLASLt needs an alignment of 16 bytes.
 //
-// FP8 GEMMs can be emulated (--fp8-emulate), also where the GPU has them: the FP8 data is decoded into bf16, which
-// represents FP8 numbers times a power of two exactly, except for bf16's smallest numbers, and multiplied in BF16.
-// Other than that, only the order of the sums and Hopper's reduced accumulation precision differ.
+// FP8 GEMMs can be emulated (--fp8-emulate), even if the GPU has them: the FP8 data is decoded into bf16, and a BF16
+// GEMM multiplies it. bf16 holds an FP8 number times a power of two exactly, except for bf16's smallest numbers. Apart
+// from these, an emulated GEMM differs only in the order of its sums and in lacking Hopper's reduced accumulation
+// precision.
 //
 // Every result is rounded to bf16 once, even if it is added to an old value. With beta = 1 in host memory, cuBLASLt on
 // Hopper may round the GEMM's result first and then the sum (seen with cuBLAS 13.1). So wgrad, the only GEMM that
@@ -91,7 +92,7 @@ static inline int64_t gemm_scratch_elements(const GemmPlan *p) {
     return p->emulated ? (p->rows + p->cols) * p->depth : 0;
 }
 
-// Bytes of an operand's data.
+// Return the bytes of the data of operand A or B.
 static inline int64_t gemm_bytes_a(const GemmPlan *p) {
     return p->rows * p->depth * (p->granularity_a == NO_SCALE ? 2 : 1);
 }
@@ -108,7 +109,7 @@ static inline bool recipe_native(const Recipe *r, int major, int minor) {
     return true;
 }
 
-// Dies if the current GPU lacks the recipe's GEMMs.
+// Dies if the current GPU lacks a GEMM of the recipe.
 static inline void gemm_require_native(const Recipe *r) {
     const int major = device_attribute(cudaDevAttrComputeCapabilityMajor),
               minor = device_attribute(cudaDevAttrComputeCapabilityMinor);
@@ -173,7 +174,8 @@ static inline cublasLtMatmulDesc_t gemm_matmul(const GemmPlan *p, bool transpose
 static __device__ float gemm_one_zero[2] = {1.0f, 0.0f};
 
 // Describes one GEMM. cuBLASLt is column-major and computes D^T, so the row-major result needs no transpose. Dies if
-// its recipe does not allow the sizes, or if the GPU lacks it and it is not emulated.
+// the recipe does not allow the sizes. Dies if the GEMM is FP8 and not emulated, and the GPU lacks a GEMM of the
+// recipe.
 static inline GemmPlan gemm_describe(const char *layer, GemmKind kind, int64_t R, int64_t N, int64_t K, GemmSpec spec,
                                      bool bias) {
     GemmPlan p;
@@ -232,7 +234,7 @@ static inline void gemm_set_pointers(GemmPlan *p, const QTensor *a, const QTenso
     if (p->bias) gemm_set(p->matmul, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias);
 }
 
-// Launches the GEMM. An emulated GEMM reads the scratch and g->alpha instead of its operands.
+// Launches the GEMM. An emulated GEMM reads g->scratch and g->alpha, which gemm_decode has written, instead of a and b.
 static inline cublasStatus_t gemm_launch(const Gemm *g, const GemmPlan *p, const cublasLtMatmulAlgo_t *algo, bf16 *d,
                                          const QTensor *a, const QTensor *b, bool accumulate) {
     const float host_one_zero[2] = {1.0f, 0.0f}, *one_zero = p->one_zero ? p->one_zero : host_one_zero;
@@ -262,9 +264,9 @@ static inline void gemm_decode(const Gemm *g, const GemmPlan *p, const QTensor *
     CUDA_LAUNCH(gemm_alpha_kernel, 1, 1, 0, g->stream, g->alpha, inverse_a, inverse_b);
 }
 
-// Returns the milliseconds of one candidate; infinity if cuBLASLt refuses it. It times batches of 1, 2, 4, ...
-// back-to-back launches until a batch takes GEMM_TIMING_MS or has GEMM_TIMING_RUNS launches, and only the last batch
-// counts: a GPU at its power limit clocks lower than at first, and another algorithm may then be the fastest.
+// Returns the milliseconds that a candidate takes per launch; infinity if cuBLASLt refuses it. Times batches of 1, 2,
+// 4, ... back-to-back launches until a batch takes GEMM_TIMING_MS or has GEMM_TIMING_RUNS launches. Only the last batch
+// counts: at its power limit a GPU clocks lower than at first, and another algorithm may then be the fastest.
 static inline float gemm_time_candidate(const Gemm *g, const GemmPlan *p, const cublasLtMatmulAlgo_t *algo, bf16 *d,
                                         const QTensor *a, const QTensor *b, cudaEvent_t begin, cudaEvent_t end) {
     float ms = 0;
@@ -285,7 +287,7 @@ static inline int gemm_candidates(const Gemm *g, const GemmPlan *p,
                                   cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES], cublasStatus_t *status) {
     cublasLtMatmulPreference_t preference;
     const uint64_t workspace = GEMM_WORKSPACE_BYTES;
-    // Split-K parts are added in fp32 and in order.
+    // An algorithm that splits the contraction (split-K) adds the parts in fp32, in a fixed order.
     const uint32_t reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
     // In bytes. FP8 weights gathered by an odd number of ranks have only this alignment; cuBLASLt would assume 256.
     const uint32_t alignment = PARAMETER_ALIGNMENT;

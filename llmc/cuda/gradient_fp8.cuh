@@ -6,8 +6,8 @@
 // scales. Bytes per element: the first pass reads 2, the second reads 2 and writes 1. In later micro-steps each pass
 // also reads the 1 byte of the stored code.
 //
-// The codes of all layers lie one behind the other, and so do the bf16 gradients: the root's, then those of each
-// layer's vectors.
+// The codes of all layers lie one behind the other. The gradients that stay bf16 have memory of their own: the root's,
+// and behind them those of the vectors of each layer.
 #ifndef LLMC_GRADIENT_FP8_CUH
 #define LLMC_GRADIENT_FP8_CUH
 
@@ -17,14 +17,14 @@
 
 enum { GRADIENT_FP8_MOST = 8, GRADIENT_FP8_THREADS = 256, GRADIENT_FP8_BLOCKS = 264 };
 
-// A rank's part of a matrix of a layer: its place among the layer's matrices that the rank keeps, in elements, and the
-// matrix's place among the layer's entries in the parameter table. begin == end: the rank keeps none of the matrix.
+// A rank's part of a matrix: elements [begin, end) of what the rank keeps of the layer's matrices. begin == end: the
+// rank keeps none of the matrix. `entry`: index of the matrix among the layer's entries of the parameter table.
 typedef struct {
     int64_t begin, end, entry;
 } GradientFp8Tensor;
 
-// The places of a rank's gradients. The scales and amaxes of layer l begin at entry first_entry + l * entries of the
-// table.
+// The layout of a rank's gradients. A layer has `entries` entries of the parameter table, and those of layer l, with
+// their scales and amaxes, begin at first_entry + l * entries.
 typedef struct {
     int64_t root, vectors, matrices;  // elements of the root, and of a layer's vectors and matrices, padding included
     int64_t layers, first_entry, entries;
@@ -39,10 +39,10 @@ typedef struct {
     uint32_t *amaxes;  // [entries of the parameter table] fp32 bits; zero between casts
 } GradientFp8;
 
-// Gradients of a layer that are cast: bf16, or codes with their scales.
+// The gradients of a layer that a cast reads: bf16, or codes with their scales.
 typedef struct {
-    const bf16 *data;        // NULL: `codes`
-    const uint8_t *codes;    // places as in the layout of the cast
+    const bf16 *data;        // NULL: the cast reads `codes`
+    const uint8_t *codes;    // laid out like the codes that the cast writes
     const float *scale_inv;  // [entries of the layer]
 } GradientFp8Source;
 
@@ -79,8 +79,8 @@ static inline GradientFp8 gradient_fp8_of_layer(GradientFp8 g, const GradientFp8
 // ---------------------------------------------------------------------------------------------------------------------
 // Casts
 
-// Loads 8 gradients of a layer, from codes with CODES. With ADD it adds the stored ones. from_inv and scale_inv are the
-// scales of the former and of the latter.
+// Loads 8 gradients of a layer: with CODES from from.codes, whose scale_inv is from_inv, else from from.data. With ADD,
+// adds the stored gradients, which are `codes` with scale_inv.
 template <bool ADD, bool CODES>
 __device__ static inline void gradient_fp8_load(float x[8], const GradientFp8Source &from, float from_inv,
                                                 const uint8_t *codes, float scale_inv, int64_t i) {
@@ -98,7 +98,8 @@ __device__ static inline void gradient_fp8_load(float x[8], const GradientFp8Sou
     for (int j = 0; j < 8; j++) x[j] += __fmul_rn(before[j], scale_inv);
 }
 
-// Finds the amax of each matrix of a layer, `to`: blockIdx.y is the matrix.
+// Raises to.amaxes to the amaxes of a layer's matrices. With ADD, the stored gradients are added first. blockIdx.y is
+// the matrix.
 template <bool ADD, bool CODES>
 static __global__ void __launch_bounds__(GRADIENT_FP8_THREADS)
     gradient_fp8_amax_kernel(GradientFp8 to, GradientFp8Source from, const __grid_constant__ GradientFp8Layout a) {
@@ -118,7 +119,8 @@ static __global__ void __launch_bounds__(GRADIENT_FP8_THREADS)
     if (threadIdx.x % WARP_SIZE == 0 && amax > *(volatile uint32_t *)slot) atomicMax(slot, amax);
 }
 
-// Casts each matrix of a layer, `to`, with the scale of its amax times `headroom`. from.codes may be to.codes.
+// Casts the gradients of each matrix of a layer to to.codes. With ADD, the stored gradients are added first. A matrix's
+// scale is the one for its amax, multiplied by `headroom`. from.codes may be to.codes. blockIdx.y is the matrix.
 template <bool ADD, bool CODES>
 static __global__ void __launch_bounds__(GRADIENT_FP8_THREADS)
     gradient_fp8_cast_kernel(GradientFp8 to, GradientFp8Source from, float headroom,
@@ -141,7 +143,7 @@ static __global__ void __launch_bounds__(GRADIENT_FP8_THREADS)
     }
 }
 
-// Stores the scales that the cast has used, and clears the amaxes.
+// Stores scale_inv of the scales that the cast has used, and clears the amaxes.
 static __global__ void gradient_fp8_scales_kernel(GradientFp8 to, float headroom,
                                                   const __grid_constant__ GradientFp8Layout a) {
     grid_dependency_wait();
@@ -160,7 +162,8 @@ static inline void gradient_fp8_require_aligned(GradientFp8 to, GradientFp8Sourc
     require_aligned16(from.data ? (const void *)from.data : from.codes, "gradient_fp8", "gradients");
 }
 
-// Raises the amaxes of a layer, `to`, to those of the gradients `from`, or of their sums with the stored ones if `add`.
+// Raises to.amaxes, the amaxes of a layer's matrices, to those of the gradients `from`; if `add`, to those of their
+// sums with the stored gradients.
 static inline void gradient_fp8_amaxes(GradientFp8 to, const GradientFp8Layout *a, GradientFp8Source from, bool add,
                                        cudaStream_t stream) {
     const bool codes = !from.data;
@@ -172,8 +175,8 @@ static inline void gradient_fp8_amaxes(GradientFp8 to, const GradientFp8Layout *
     CUDA_LAUNCH(kernel, gradient_fp8_grid(a), GRADIENT_FP8_THREADS, 0, stream, to, from, *a);
 }
 
-// Stores the gradients `from` in a layer, `to`, or their sums with the stored ones if `add`. Each matrix's scale is
-// that of its amax, which gradient_fp8_amaxes has found, times `headroom`.
+// Stores the gradients `from` of a layer's matrices in `to`; if `add`, their sums with the stored gradients. A matrix's
+// scale is the one for its amax, which gradient_fp8_amaxes has found, multiplied by `headroom`.
 static inline void gradient_fp8_cast(GradientFp8 to, const GradientFp8Layout *a, GradientFp8Source from, bool add,
                                      float headroom, cudaStream_t stream) {
     const bool codes = !from.data;
@@ -186,8 +189,8 @@ static inline void gradient_fp8_cast(GradientFp8 to, const GradientFp8Layout *a,
     CUDA_LAUNCH(gradient_fp8_scales_kernel, 1, GRADIENT_FP8_MOST, 0, stream, to, headroom, *a);
 }
 
-// For ranks that share no tensor: stores the gradients of layer l's matrices as FP8, or their sum with those that are
-// stored. Returns the bytes moved.
+// Stores the gradients of layer l's matrices as FP8; if `add`, their sums with the stored gradients. Only for ranks
+// that hold whole tensors, because no amax is reduced over ranks. Returns the bytes moved.
 static inline int64_t gradient_fp8_join(GradientFp8 to, const GradientFp8Layout *a, int64_t l, const bf16 *gradients,
                                         bool add, cudaStream_t stream) {
     const GradientFp8 layer = gradient_fp8_of_layer(to, a, l);
@@ -200,8 +203,9 @@ static inline int64_t gradient_fp8_join(GradientFp8 to, const GradientFp8Layout 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sums over ranks
 
-// to [n] = the codes of `ranks` ranks with one scale, added in the order of ranks (gradient_fp8_sum). own [n] has those
-// of rank `rank` and may be `to`; others [ranks - 1][stride] has those of the other ranks. n is a multiple of 8.
+// to [n] = the sum of the codes of `ranks` ranks, which all have one scale, in the order of ranks (gradient_fp8_sum).
+// own [n] has the codes of rank `rank` and may be `to`; others [ranks - 1][stride] has those of the other ranks. n is a
+// multiple of 8.
 static __global__ void __launch_bounds__(GRADIENT_FP8_THREADS)
     gradient_fp8_sum_kernel(uint8_t *to, const uint8_t *own, const uint8_t *others, int64_t stride, int64_t ranks,
                             int64_t rank, int64_t n) {
@@ -227,7 +231,7 @@ static inline void gradient_fp8_sum_ranks(uint8_t *to, const uint8_t *own, const
                 own, others, stride, ranks, rank, n);
 }
 
-// to [n] = the values of a layer's codes as bf16: blockIdx.y is the matrix.
+// Computes gradient_fp8_to_bf16. blockIdx.y is the matrix.
 static __global__ void __launch_bounds__(GRADIENT_FP8_THREADS)
     gradient_fp8_decode_kernel(bf16 *to, GradientFp8 from, const __grid_constant__ GradientFp8Layout a) {
     grid_dependency_wait();
@@ -251,7 +255,8 @@ static inline void gradient_fp8_to_bf16(bf16 *to, GradientFp8 from, const Gradie
 // ---------------------------------------------------------------------------------------------------------------------
 // Reading
 
-// All gradients of a rank by their index in its flat shard arrays: slow, for steps that are not taken.
+// Reads a rank's gradients by their index in its flat shard arrays. It is slow, and only the search for large gradients
+// uses it, after a step whose gradient norm is not accepted.
 typedef struct {
     const bf16 *data;
     const uint8_t *codes;

@@ -11,7 +11,7 @@ __device__ static inline void gradient_load_8(float x[8], const float *p) {
     x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
 }
 
-// Rounds x stochastically with the random bits of elements i .. i + 7 of the sum.
+// Rounds x to bf16 stochastically, with the random bits of elements i .. i + 7 of the sum.
 __device__ static inline Bf16x8 gradient_round_8(const float x[8], int64_t i, const GradientSum &s) {
     const uint32_t hash = adamw_random_group(s.key, (s.flat + i) >> 3);
     Bf16x8 v;
@@ -30,8 +30,8 @@ __device__ static inline void gradient_store_8(bf16 *to, const float x[8], int64
     bf16x8_store(to, s.stochastic ? gradient_round_8(x, i, s) : bf16x8_pack(x));
 }
 
-// Adds gradients x to elements i .. i + 7 of the sum, which are at `to`, or replaces them if !s.add. i is a multiple of
-// 8.
+// Adds gradients x to elements i .. i + 7 of the sum, which are at `to`; if !s.add, stores x there instead. i is a
+// multiple of 8.
 template <class Sum>
 __device__ static inline void gradient_join_8(Sum *to, float x[8], int64_t i, const GradientSum &s) {
     if (s.add) {

@@ -166,8 +166,8 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Device: TMA, its fences, and stmatrix. One thread issues a copy. Loads complete on an mbarrier, stores and reductions
-// in bulk groups.
+// Device: TMA, its fences, and stmatrix. One thread issues a copy. A load completes on an mbarrier. Stores and
+// reductions complete in bulk groups.
 
 // Orders this thread's ordinary shared-memory accesses before later accesses by TMA and wgmma. If other threads issue
 // those, a barrier must follow the fence.
@@ -220,7 +220,7 @@ __device__ __forceinline__ void tma_store_4d(const CUtensorMap *map, uint32_t fr
                  "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                  : "memory");
 }
-// Adds `bytes`/4 floats of shared memory to contiguous global memory. Each add is atomic, in no fixed order.
+// Adds `bytes`/4 floats of shared memory to contiguous global memory. Each add is atomic; their order is not fixed.
 __device__ __forceinline__ void bulk_reduce_add_f32(float *to, uint32_t from, uint32_t bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
                      __cvta_generic_to_global(to)),
@@ -248,7 +248,7 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint3
 // ---------------------------------------------------------------------------------------------------------------------
 // Device: wgmma, D[64 x N] (+)= A[64 x 16] * B[16 x N], bf16 in, fp32 accumulators in registers. Warp w of the
 // warpgroup holds rows 16w..16w+15; lane l holds in d[4*j + 2*h + e] row 16w + 8h + l/4, column 8j + 2*(l%4) + e.
-// Accumulators 8i..8i+7 of one wgmma, packed in pairs as bf16, are the A registers of k-step i of the next, so no
+// Accumulators 8i..8i+7 of one wgmma, packed in pairs as bf16, are the A registers of k-step i of the next wgmma, so no
 // shuffles are needed.
 
 // Returns the descriptor of a swizzled tile whose contraction index runs along the 128-byte rows (Q, K; TRANS = 0). The
@@ -265,7 +265,8 @@ __device__ __forceinline__ uint64_t wgmma_desc_mn_major(uint32_t address, uint32
            ((uint64_t)1 << 62);
 }
 
-// Needed before the first wgmma that uses registers written by this thread; all four warps call it together.
+// Must come before the first wgmma that uses registers which this thread has written. All four warps of the warpgroup
+// call it together.
 __device__ __forceinline__ void wgmma_fence(void) { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit(void) { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING> __device__ __forceinline__ void wgmma_wait(void) {

@@ -6,7 +6,7 @@
 #include "../reference/initialize.h"
 #include "../config/shard_plan.h"
 
-// Flat shard arrays [total] that get initial values. Pointers but the first may be NULL.
+// Flat shard arrays [total] that get initial values. Only `weights` must not be NULL.
 typedef struct {
     // If `lower` is NULL: bf16 weights, rounded to nearest even. Else the array of second moments, which gets the upper
     // halves of the fp32 values, not rounded (fp16_masters.cuh).
@@ -15,7 +15,7 @@ typedef struct {
     uint16_t *lower;  // lower halves of the fp32 values (fp16_masters.cuh)
 } InitialWeights;
 
-// Initializes elements [first, first + n) of a tensor.
+// Initializes elements [first, first + n) of a tensor; the first of them is element `shard` of the shard arrays.
 static __global__ void initialize_parameter_kernel(InitialWeights w, int64_t shard, int64_t first, int64_t n,
                                                    unsigned flags, float initializer_range, uint64_t seed,
                                                    int64_t tensor_index) {

@@ -28,9 +28,9 @@ typedef struct {
 // gradient once. Small chunks save memory.
 enum { LOGITS_ROWS = 4096, LOGITS_FEW_ROWS = 2048 };
 
-// Returns the rows of logits in memory at a time: the R rows of a micro-step, but at most LOGITS_ROWS, or at most
-// LOGITS_FEW_ROWS if `room` is not 0 but too small for so many. `room`: how many logits fit into the memory of
-// gradients that are computed later, or 0.
+// Returns the rows of logits in memory at a time: the R rows of a micro-step, but at most LOGITS_ROWS. If these do not
+// fit into `room`, at most LOGITS_FEW_ROWS. `room` is the number of logits that fit into the memory of gradients that
+// are computed later; 0: there is no such memory, and no limit.
 static inline int64_t logits_rows(const Dims *d, int64_t room) {
     const int64_t many = min_i64(d->R, LOGITS_ROWS);
     return room && many * d->V > room ? min_i64(d->R, LOGITS_FEW_ROWS) : many;
@@ -45,7 +45,7 @@ static inline void linears_describe(Linears *ln, const Precision *p, const Model
     tensor_scales_describe(&ln->scales, p, R, o);
 }
 
-// Returns the elements of decoded operands that the largest emulated GEMM needs.
+// Returns how many elements of decoded operands the largest emulated GEMM has; 0 if no GEMM is emulated.
 static inline int64_t linears_emulation_elements(const Linears *ln) {
     int64_t most = 0;
     for (int i = 0; i < NUM_LINEARS && ln->precision->emulated; i++) {
@@ -80,11 +80,12 @@ static inline void fill_for_timing(char *from, char *to, cudaStream_t stream) {
     CUDA_LAUNCH(fill_for_timing_kernel, 4 * device_sm_count(), 256, 0, stream, (uint64_t *)from, (to - from) / 8);
 }
 
-// Chooses a GEMM's algorithm on operands in `memory`, which is not in use yet and is larger than the operands.
+// Chooses a GEMM's algorithm. The operands and the result of its timing lie in `memory`, which is not in use yet and
+// has room for them.
 static inline void linears_plan_gemm(Linears *ln, GemmPlan *p, char *memory) {
     char *a = memory, *b = a + round_up(gemm_bytes_a(p), ARENA_ALIGNMENT),
          *d = b + round_up(gemm_bytes_b(p), ARENA_ALIGNMENT);
-    // the scales are read from the memory of the data, which is larger
+    // The scales are read from the memory of the data, which is larger than they are.
     const QTensor operand_a = qtensor_for_timing(a), operand_b = qtensor_for_timing(b);
     char *const scratch = (char *)ln->gemm.scratch;
     if (p->emulated)
@@ -173,7 +174,7 @@ static inline GemmPlan *linears_plan_of(Linears *ln, const QTensor *w, GemmKind 
     return w->fp8 ? &ln->plans[w->linear].fp8[kind] : &ln->plans[w->linear].bf16[kind];
 }
 
-// Computes y [R, N] = x [R, K] w [N, K]^T + bias [N]. bias is NULL unless the model has one for q, k and v.
+// Computes y [R, N] = x [R, K] w [N, K]^T + bias [N]. bias is NULL, except for q, k and v of models with such a bias.
 static inline void linears_fprop(Linears *ln, bf16 *y, const QTensor *x, const QTensor *w, const bf16 *bias) {
     linears_gemm(ln, "linear layers, fprop", linears_plan_of(ln, w, GEMM_FPROP), y, w, x, bias, false);
 }
@@ -196,15 +197,16 @@ static inline GemmPlan *linears_lm_head(Linears *ln, int64_t rows) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Casts of tensors [R, C]. A Source supplies the values (quantize_kernels.cuh).
 
-// Raises the amaxes that the tensor's rowwise and columnwise casts need. Block scales need none.
+// Raises the amaxes that the tensor's rowwise and columnwise casts need. With block scales there are none, and it does
+// nothing.
 template <class Source>
 static inline void qtensor_amax_pass(Linears *ln, const QTensor *q, const Source &source, int64_t R, int64_t C) {
     if (!tensor_amaxes(q->row_granularity, q->col_granularity, R, C)) return;
     profile_bytes(ln->profile, "amax passes", quantize_amax_source("quantize", *q, source, R, C, ln->gemm.stream));
 }
 
-// Casts the tensor, and audits the cast if the step is audited. If its scales follow from amaxes, these have been
-// raised before. A tensor's first cast in the delayed recipe takes the scale of its own amax.
+// Casts the tensor, and audits the cast if the step is audited. Amaxes that the scales follow from must be known. The
+// delayed recipe is different: for a tensor's first cast, this function finds the amax and makes the scale from it.
 template <class Source>
 static inline void qtensor_cast(Linears *ln, const QTensor *q, const Source &source, int64_t R, int64_t C) {
     if (q->amax_source == AMAX_DELAYED && !ln->scales.scales_ready) {

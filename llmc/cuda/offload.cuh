@@ -1,11 +1,11 @@
 // Keeps AdamW's moments, fp32 master weights or both in pinned host memory (--offload moments,master).
-// The member `kept` does so with activations (offload_kept.cuh).
+// The member `kept` of Offload does the same with activations (offload_kept.cuh).
 //
 // The update takes a rank's shard in parts. A part is copied to a slot of GPU memory, updated there, and copied back.
-// Each direction of copies has a stream of its own. Copies to the GPU begin before the update needs them: the order of
-// parts is known, so as many of the next parts are on their way as there are other slots. With --optimizer-in-backward
-// the parts of up to a whole layer travel while backward computes. The words of COAT's moments stay on the GPU. Results
-// do not depend on offloading.
+// Each direction of copies has a stream of its own. While one slot's part is updated, every other slot gets one of the
+// parts that follow in the order of updates. With --optimizer-in-backward the parts of up to a whole layer are copied
+// while backward computes. Only the codes of COAT's moments are offloaded; the words of its groups (coat.h) stay on the
+// GPU. Results do not depend on offloading.
 #ifndef LLMC_OFFLOAD_CUH
 #define LLMC_OFFLOAD_CUH
 
@@ -65,8 +65,9 @@ static inline int64_t offload_following(const Offload *f, int64_t index) {
     return offload_index(f, l, 0);
 }
 
-// Describes the parts of a rank's shard. There are slots for a layer and two more parts, at most OFFLOAD_MAX_SLOTS. A
-// shard with few parts gets one slot: then a part is copied to the GPU after the part before it is back in host memory.
+// Describes the parts of a rank's shard. The slots hold a layer's parts and two more, but at most OFFLOAD_MAX_SLOTS. A
+// shard with at most twice as many parts gets one slot only: then a part is copied to the GPU after the part before it
+// is back in host memory.
 static inline void offload_describe(Offload *f, const Options *o, const ShardPlan *plan, const KeptSpan *kept,
                                     int64_t layers) {
     const Offloaded offloaded = options_offloaded(o);
@@ -105,8 +106,8 @@ static inline void offload_print(const Offload *f, KeptPasses passes) {
                         : "; with --optimizer-in-backward backward would hide some of it");
 }
 
-// Takes the host memory, and points the arrays at it. The GPU reads and writes it directly when weights are initialized
-// or loaded.
+// Allocates the host memory, and sets the pointers of offloaded arrays in `params` to it. The GPU reads and writes this
+// memory directly when weights are initialized or loaded.
 static inline void offload_create(Offload *f, AdamwArrays *params) {
     kept_create(&f->kept);
     if (!f->element) return;
@@ -137,7 +138,7 @@ static inline void offload_destroy(Offload *f) {
         if (f->bytes[k]) CUDA_CHECK(cudaFreeHost(f->host[k]));
 }
 
-// Makes the stream wait for all copies of parts to the host.
+// Makes the stream wait for all copies of parts to the host that have been enqueued.
 static inline void offload_wait(const Offload *f, cudaStream_t stream) {
     for (int64_t i = 0; i < f->num_slots; i++) CUDA_CHECK(cudaStreamWaitEvent(stream, f->slots[i].stored));
 }
@@ -163,8 +164,9 @@ static inline void offload_copy(const Offload *f, const OffloadSlot *s, int64_t 
     }
 }
 
-// Returns the slot of a part. Starts its copy to the GPU if no slot has it. The copy begins when the slot's last part
-// is back in host memory, with all that was copied back before it.
+// Returns the slot of part `index`. If no slot has the part, takes the next slot and enqueues the part's copy to the
+// GPU. This copy waits until the part that was in the slot before is back in host memory. By then all parts that were
+// copied back earlier are there too.
 static inline OffloadSlot *offload_fetch(Offload *f, int64_t index) {
     const OffloadSpan span = offload_span(f, index);
     for (int64_t i = 0; i < f->num_slots; i++)
@@ -177,7 +179,7 @@ static inline OffloadSlot *offload_fetch(Offload *f, int64_t index) {
     return s;
 }
 
-// Updates one part. w and `unit` are what adamw_update_of gives for the part's unit.
+// Updates part `index`. w and `unit` are what adamw_update_of gives for the part's unit.
 static inline void offload_update_part(Offload *f, const AdamwUpdate *w, const AdamwUnits *unit, int64_t index,
                                        cudaStream_t stream) {
     const OffloadSpan span = offload_span(f, index);
@@ -198,7 +200,7 @@ static inline void offload_update_part(Offload *f, const AdamwUpdate *w, const A
     s->part = -1;
 }
 
-// adamw_update_units with arrays that may be in host memory.
+// Does what adamw_update_units does, with arrays that may be in host memory.
 static inline void offload_update_units(Offload *f, const AdamwUpdate *w, const ParameterTable *t, int64_t l,
                                         int64_t count, int64_t first_gradient, cudaStream_t stream) {
     if (!f->element) return adamw_update_units(w, t, f->plan, l, count, first_gradient, stream);

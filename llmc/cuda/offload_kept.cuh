@@ -1,13 +1,13 @@
 // Keeps activations in pinned host memory between a layer's forward and its backward pass (--offload activations).
 //
-// The GPU has KEPT_SLOTS slots, and layer l uses slot l % KEPT_SLOTS. What forward leaves there is copied to the host
-// while the next layers compute, and comes back once backward no longer reads the slot's next user. One stream makes
-// all copies: none goes to the host while backward runs, nor to the GPU while forward runs. The last KEPT_SLOTS layers
-// stay in their slots. Results do not depend on offloading.
+// The GPU has KEPT_SLOTS slots, and layer l uses slot l % KEPT_SLOTS. The activations that forward of layer l leaves
+// there are copied to the host while the next layers compute. They come back after backward of layer l + KEPT_SLOTS,
+// which uses the slot too. One stream makes all copies, since forward copies only to the host and backward only to the
+// GPU. The activations of the last KEPT_SLOTS layers stay in their slots. Results do not depend on offloading.
 //
-// Two events order a slot's accesses. `used`: the compute stream no longer needs what the slot holds, or has completed
-// what is to be stored. `copied`: the copy stream is through with the slot. After forward or backward every copy has
-// been waited for, because the last layer of either pass comes after the wait for the last copy.
+// Two events order a slot's accesses. `used`: the compute stream has filled the slot (forward), or no longer needs what
+// it holds (backward). `copied`: the copy stream has completed its copy from or to the slot. No copy is left when
+// forward or backward ends, because in either pass the last layer waits for the last copy.
 #ifndef LLMC_OFFLOAD_KEPT_CUH
 #define LLMC_OFFLOAD_KEPT_CUH
 
@@ -15,7 +15,7 @@
 #include "activations.cuh"
 #include "cuda_utils.cuh"
 
-// The rate of copies, each way, that plans assume: an H200's with PCIe 5.0 x16.
+// The rate of copies, each way, that dry runs assume: that of an H200 with PCIe 5.0 x16.
 enum { OFFLOAD_GB_PER_S = 47 };
 
 typedef struct {
@@ -51,7 +51,7 @@ typedef struct {
 
 static inline KeptPasses kept_passes(const Options *o, const ModelConfig *m, const ParameterTable *t,
                                      const Precision *p) {
-    Options plain = *o;  // without recomputation, forward takes about a third of the time of forward and backward
+    Options plain = *o;  // without recomputation, forward takes about a third of the time of both passes
     plain.recompute = RECOMPUTE_NONE, plain.fp8_activations = OFF;
     const double forward = estimate_passes(&plain, m, t, p) / 3;
     const KeptPasses s = {forward, estimate_passes(o, m, t, p) - forward};
@@ -95,8 +95,8 @@ static inline void kept_destroy(KeptOffload *f) {
     CUDA_CHECK(cudaFreeHost(f->host));
 }
 
-// Called before forward or backward of layer l. The compute stream waits until the slot may be written (forward), or
-// has been loaded (backward). Returns true if there is such a wait.
+// Called before forward or backward of layer l. If a copy concerns the layer's slot, makes the compute stream wait
+// until the slot may be written (forward) or has been loaded (backward), and returns true.
 static inline bool kept_begin(const KeptOffload *f, int64_t l, bool backward, cudaStream_t compute) {
     const bool waits = backward ? l < kept_leaving(f) : f->stores && kept_leaving(f) && l >= KEPT_SLOTS;
     if (waits) CUDA_CHECK(cudaStreamWaitEvent(compute, f->copied[l % KEPT_SLOTS]));

@@ -91,8 +91,8 @@ static inline int profile_compare(const void *a, const void *b) {
     return x < y ? 1 : x > y ? -1 : 0;
 }
 
-// Sums the marks by operation, longest first. All marked work must have completed. Returns the number of operations in
-// ops [PROFILE_MAX_OPS]. Dies if there are more.
+// Sums the marks by operation into `ops`, longest operation first, and returns how many operations there are. Dies if
+// there are more than PROFILE_MAX_OPS. All marked work must have completed.
 static inline int profile_sum(const Profile *p, ProfileOp *ops) {
     int count = 0;
     for (int64_t i = 1; i < p->count; i++) {
@@ -147,8 +147,9 @@ static inline void profile_add(JsonText *parts, const ProfileOp *o, double limit
     json_text_add(parts, "}");
 }
 
-// Prints the table, adds its rows to the JSON array `parts`, and clears the marks. Limits: peak_bf16, the dense peak in
-// FLOP/s (0: unknown), twice that for FP8, and copy_rate in bytes per second.
+// Prints the table, adds its rows to the JSON array `parts`, and clears the marks. peak_bf16 is the dense peak in
+// FLOP/s (0: unknown) and limits bf16 GEMMs; twice that limits FP8 GEMMs. copy_rate, in bytes per second, limits the
+// others.
 static inline void profile_print(Profile *p, double peak_bf16, double copy_rate, JsonText *parts) {
     ProfileOp ops[PROFILE_MAX_OPS];
     double total = 0;

@@ -11,21 +11,22 @@ typedef enum {
     AMAX_UNUSED,         // no amax needed: the tensor is not cast, or its scales are per block and found by the cast
     AMAX_FROM_PRODUCER,  // the kernel that produces the tensor raises its amax
     AMAX_FROM_PASS,      // a separate pass over the tensor raises its amaxes before the cast
-    AMAX_DELAYED         // the scale comes from earlier amaxes, or at first from this one; the cast raises the amax
+    AMAX_DELAYED         // the scale follows from amaxes of earlier casts (for the first cast, from its own amax)
 } AmaxSource;
 
-// A tensor [R, C]. All pointers are device memory; those of data and of scale_inv are aligned to 16 bytes. NULL data is
-// not stored.
+// A tensor [R, C]. All pointers are to device memory; those of data and of scale_inv are aligned to 16 bytes. Data
+// whose pointer is NULL does not exist.
 typedef struct {
     bf16 *data;                     // [R, C], for GEMMs in bf16
     uint8_t *rowwise, *columnwise;  // FP8 [R, C], and its transpose [C, R]
     // scale_inv of rowwise and of columnwise data, laid out by scale_index() (recipes.h). The two pointers are equal if
     // both granularities are PER_TENSOR.
     void *rowwise_scale_inv, *columnwise_scale_inv;
-    // tensor_amaxes() slots (recipes.h; cuda_utils.cuh has their encoding). Not read if that is 0, as for block scales.
+    // The tensor's amaxes, as many as tensor_amaxes() of recipes.h returns (cuda_utils.cuh has their encoding). Not
+    // read if there are none, as with block scales.
     uint32_t *amax;
-    // The scale to cast with, for PER_TENSOR granularities; a NaN then does not raise the amax. NULL: the scale follows
-    // from the amax.
+    // The scale to cast with, for PER_TENSOR granularities. The cast then raises the amax, in which NaN does not count.
+    // NULL: the scale follows from the amax.
     const float *delayed_scale;
     AuditSums *audit[2];  // audit sums of rowwise and columnwise data; NULL: not audited
     Fp8Format format;
@@ -36,10 +37,10 @@ typedef struct {
     TensorRole role;
     LinearId linear;
     AmaxSource amax_source;
-    bool fp8;  // its linear layer runs in the FP8 recipe
+    bool fp8;  // true: the tensor's linear layer runs in the FP8 recipe
 } QTensor;
 
-// Returns a tensor of a role as recipe r casts it, without data, amaxes or scales.
+// Returns a tensor with the formats and granularities that recipe r has for a role, without data, amaxes or scales.
 static inline QTensor recipe_qtensor(const Recipe *r, TensorRole role, Fp8Format format) {
     QTensor q;
     memset(&q, 0, sizeof q);

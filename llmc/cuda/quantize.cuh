@@ -33,8 +33,9 @@ static inline bool quantize_has_tensor_scale(const QTensor *t) {
     return (!t->rowwise || t->row_granularity == PER_TENSOR) && (!t->columnwise || t->col_granularity == PER_TENSOR);
 }
 
-// Returns the granularity of the wanted data: rowwise, columnwise or both; NO_SCALE if both are wanted and differ,
-// because no kernel casts that. PER_TENSOR_BROADCAST counts as PER_ROW.
+// Returns the granularity of the data wanted (pointers that are not NULL). If rowwise and columnwise data are both
+// wanted and differ in granularity, returns NO_SCALE, because no kernel casts that. PER_TENSOR_BROADCAST counts as
+// PER_ROW.
 static inline ScaleGranularity quantize_fine_granularity(const QTensor *t) {
     const ScaleGranularity row = t->row_granularity == PER_TENSOR_BROADCAST ? PER_ROW : t->row_granularity,
                            col = t->col_granularity == PER_TENSOR_BROADCAST ? PER_ROW : t->col_granularity;
@@ -49,8 +50,8 @@ static inline void quantize_fine_launch(const QTensor &out, const Source &source
                 fine_amaxes(&out, R), R, C);
 }
 
-// Casts with scales finer than a tensor. Returns false for casts that no recipe needs from this source: no kernel is
-// compiled for them.
+// Casts with scales finer than a tensor. If no recipe needs such a cast of this source, no kernel is compiled for it:
+// then returns false, and casts nothing.
 template <class Source, Fp8Format FORMAT>
 static inline bool quantize_fine(const QTensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
     if constexpr (!Source::AMAX) {
@@ -124,8 +125,9 @@ static inline bool source_amax(uint32_t *amax, const TensorSource &source, int64
     return true;
 }
 
-// The amax pass: raises the slots at out.amax, which the caller has cleared, as the granularities need, even if only
-// rowwise or only columnwise data is wanted now. Does nothing for block granularities. Returns the bytes moved.
+// The amax pass: raises the amaxes at out.amax, which the caller has cleared. It raises those of rowwise and of
+// columnwise data, even if only one of the two is wanted now. Does nothing for block granularities. Returns the bytes
+// moved.
 template <class Source>
 static inline int64_t quantize_amax_source(const char *function, QTensor out, Source source, int64_t R, int64_t C,
                                            cudaStream_t stream) {
@@ -212,7 +214,7 @@ static __global__ void __launch_bounds__(DEQUANTIZE_THREADS)
 
 // Decodes an operand of a GEMM: out [outer, depth] = value of each code, times its scale_inv if the granularity is
 // finer than a tensor. Those scales are powers of two, so only bf16's smallest numbers are rounded. With tensor
-// granularities the scales are left out: the GEMM multiplies its sums by them. depth is a multiple of 16.
+// granularities scale_inv is left out: the GEMM multiplies its sums by it. depth is a multiple of 16.
 static inline void fp8_dequantize(bf16 *out, const uint8_t *codes, const void *scales, ScaleGranularity granularity,
                                   Fp8Format format, int64_t outer, int64_t depth, cudaStream_t stream) {
     if (outer < 1 || depth < DEQUANTIZE_ELEMENTS || depth % DEQUANTIZE_ELEMENTS)
@@ -249,7 +251,7 @@ typedef struct {
     const uint32_t *amax;  // amax of tensor j of layer l is amax[l * slot_stride + j]
     // Scales to cast with, indexed like amax; the amaxes are then not read. NULL: scales follow from the amaxes.
     const float *delayed_scale;
-    float *scale_inv;  // indexed like amax, but 4 floats apart
+    float *scale_inv;  // scale_inv of tensor j of layer l is scale_inv[4 * (l * slot_stride + j)]
     int64_t slot_stride;
     ScaleRule rule;
 } Fp8Slices;
@@ -285,8 +287,8 @@ static __global__ void __launch_bounds__(SLICE_THREADS) quantize_slices_kernel(c
 // tensor, even if the slice has no part of it.
 static inline void quantize_slices(const Fp8Slices *s, cudaStream_t stream) {
     if (s->n % SLICE_ELEMENTS || s->x_stride % 8 || s->num_tensors > SLICE_MAX_TENSORS)
-        die("quantize_slices: slices of %lld elements (must be a multiple of 16), %lld apart (of 8), with %d tensors "
-            "(at most 4)",
+        die("quantize_slices: slices of %lld elements (need a multiple of 16) at a stride of %lld (need a multiple of "
+            "8), with %d tensors (at most 4)",
             (long long)s->n, (long long)s->x_stride, s->num_tensors);
     for (int j = 0; j < s->num_tensors; j++)
         if (s->ends[j] % SLICE_ELEMENTS)

@@ -42,8 +42,9 @@ typedef struct {
 enum { FINE_WARPS = CAST_THREADS / WARP_SIZE, FINE_PAIRS = CAST_TILE / 2 };
 
 // Shared memory of a tile's partial maxima, bf16 magnitudes of 16 bits. BLOCKS scale blocks lie along each row and each
-// column of the tile: 4 for 1x32, else 1. `columns` has the maximum of each column over the 8 rows of a group that a
-// warp holds (over both groups if BLOCKS is 1). `rows` has the maximum of each row over the columns of a scale block.
+// column of the tile: 4 for 1x32, else 1. A warp holds 8 rows of each group. `columns` has, for each warp and group,
+// the maximum of each column over these 8 rows; if BLOCKS is 1, for each warp over the 16 rows of both groups. `rows`
+// has the maximum of each row over the columns of a scale block.
 template <int OUTPUTS, int BLOCKS>
 struct FineMaxima {
     uint32_t columns[OUTPUTS][BLOCKS == 1 ? FINE_WARPS : CAST_GROUPS * FINE_WARPS][FINE_PAIRS];
@@ -163,8 +164,8 @@ __device__ static inline void fine_block_maxima(FineMaxima<OUTPUTS, BLOCKS> *max
 // granularity 128x128 has one scale, which all threads compute.
 
 // Computes the scales of BLOCKS scale blocks in row i of an operand [outer, depth], from their amaxes; k is the tile's
-// first index along the depth. Writes scale_inv to `inverse` unless it is NULL, and in the layout of 1x32 scales zeros
-// to the padding.
+// first index along the depth. Writes scale_inv to `inverse` unless that is NULL. In the layout of 1x32 scales, also
+// writes zeros to the padding.
 template <ScaleGranularity GRANULARITY, Fp8Format FORMAT, int BLOCKS>
 __device__ static inline void fine_block_scales(float (*scales)[CAST_TILE], void *inverse, const uint32_t amax[BLOCKS],
                                                 int64_t i, int64_t k, int64_t outer, int64_t depth) {
@@ -208,7 +209,8 @@ __device__ static inline void fine_scales_of_blocks(FineShared<OUTPUTS, BLOCKS> 
     }
 }
 
-// Loads this thread's amaxes of rows or columns, or the tensor's amax in their place, which an earlier pass found.
+// Loads amaxes that an earlier pass found: of this thread's row, or of its column of each output. If `from` has no
+// amaxes of rows or of columns, loads the tensor's amax in their place.
 template <int OUTPUTS>
 __device__ static inline void fine_load_amaxes(uint32_t amax[OUTPUTS], const QTensor &out, const FineAmaxes &from,
                                                const FinePosition &at) {
@@ -224,7 +226,7 @@ __device__ static inline void fine_load_amaxes(uint32_t amax[OUTPUTS], const QTe
 }
 
 // Computes scales from the amaxes of fine_load_amaxes. Tiles in the first column of tiles write scale_inv of their
-// rows, tiles in the first row of tiles that of their columns.
+// rows. Tiles in the first row of tiles write scale_inv of their columns.
 template <Fp8Format FORMAT, int OUTPUTS>
 __device__ static inline void fine_scales_of_rows(FineShared<OUTPUTS, 1> *s, const QTensor &out,
                                                   const uint32_t amax[OUTPUTS], const FinePosition &at) {
@@ -242,8 +244,8 @@ __device__ static inline void fine_scales_of_rows(FineShared<OUTPUTS, 1> *s, con
     }
 }
 
-// Writes scale_inv of the 128 x 128 block that begins at element (i, k) of an operand [outer, depth]. The thread of the
-// last block in a row of blocks also pads the row of scales with zeros.
+// Writes scale_inv of the 128 x 128 block that begins at element (i, k) of an operand [outer, depth]. If it is the last
+// block in a row of blocks, also writes zeros to the padding of the row of scales.
 __device__ static inline void fine_put_square(void *inverse, float value, int64_t i, int64_t k, int64_t outer,
                                               int64_t depth) {
     float *to = (float *)inverse + scale_index(BLOCK_128X128, i, k, outer, depth);
@@ -368,7 +370,7 @@ static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS < 3 ? 
 // ---------------------------------------------------------------------------------------------------------------------
 // The amax pass
 
-// Raises *to to the bits of a maximum.
+// Raises *to to `bits`, a maximum as float bits.
 __device__ static inline void fine_raise(uint32_t *to, uint32_t bits) {
     if (bits) atomicMax(to, bits);
 }

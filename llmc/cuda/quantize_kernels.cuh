@@ -1,13 +1,13 @@
 // FP8 casts with one scale for the whole tensor, and sources: structs that supply the values to cast.
 //
-//    scale     = from the amax by out.rule, or the delayed recipe's    (each thread block of the cast computes it)
+//    scale     = what out.rule makes from the amax, or *out.delayed_scale    (in each thread block of the cast)
 //    code      = saturating RNE cast of fp32(x) * scale
 //    scale_inv = 1 / scale, for the GEMM
 //
-// Current scaling must know the amax before the first element is cast, so it takes two passes; the kernel that produces
-// the tensor may be the first. With delayed scaling one pass casts and finds the amax. The cast writes rowwise data,
-// columnwise (transposed) data, or both in one pass, because FP8 GEMMs on Hopper need the contraction index contiguous
-// in both operands: 2 bytes read, 1 + 1 written per element.
+// Current scaling must know the amax before the first element is cast, so it takes two passes. The kernel that produces
+// the tensor may be the first pass. With delayed scaling one pass casts and finds the amax. The cast writes rowwise
+// data, columnwise (transposed) data, or both in one pass, because FP8 GEMMs on Hopper need the contraction index
+// contiguous in both operands: 2 bytes read, 1 + 1 written per element.
 //
 // The cast is a template over the source of the bf16 values, so that a norm or SwiGLU can be recomputed in the cast
 // instead of stored: rmsnorm.cuh and swiglu.cuh have such sources. Sizes: any number of rows, columns a multiple of 16;
@@ -106,8 +106,8 @@ __device__ static inline void store_tile_columns(uint8_t *col, const uint32_t (*
     }
 }
 
-// Casts one thread's 4 rows x 8 columns of each output: codes go to the rowwise data and, transposed, to shared memory
-// for the columnwise data, as far as `out` has them. `group` is the half of the tile that has these rows: 0 is the
+// Casts one thread's 4 rows x 8 columns of each output. If `out` has rowwise data, the codes go there. If it has
+// columnwise data, they go, transposed, to shared memory. `group` is the half of the tile that has these rows: 0 is the
 // upper 64 rows, 1 the lower 64.
 template <class Source, Fp8Format FORMAT, bool DELAYED>
 __device__ static inline void quantize_group(uint32_t (*tile)[CAST_TILE][CAST_WORDS], const Source &source,
@@ -196,7 +196,7 @@ static inline void quantize_transpose_launch(const QTensor &out, const Source &s
             "scale");
 }
 
-// Source whose values are in memory.
+// The source of values that are in memory.
 struct TensorSource {
     enum {
         ROLES = 1 << TENSOR_X | 1 << TENSOR_W | 1 << TENSOR_DY,

@@ -30,8 +30,8 @@ __device__ static inline Bf16x8 rmsnorm_values(Bf16x8 x, float rstd, const float
 // A row belongs to THREADS threads (in forward, a whole block); each holds VECTORS times 8 of its values in registers.
 #define RMSNORM_COLUMN(i) (8 * ((i) * THREADS + (int)threadIdx.x % THREADS))
 
-// Reports non-finite input, or input whose squares overflow fp32. Norms are numbered in the order of the forward pass,
-// and *first becomes the number of the first norm that reads such a row.
+// Reports input that is not finite, or whose sum of squares overflows fp32. Norms are numbered in the order of the
+// forward pass, and *first becomes the number of the first norm that reads such a row.
 typedef struct {
     uint32_t *first;  // lowered to `number`; NULL: no check
     uint32_t number;
@@ -282,7 +282,7 @@ static __global__ void __launch_bounds__(RMSNORM_BACKWARD_THREADS, 1) rmsnorm_ba
 
 // Returns the number of blocks of the backward kernel; the group sizes are those of RMSNORM_DISPATCH.
 static inline int64_t rmsnorm_backward_blocks(int64_t R, int64_t C) {
-    // `most` is two blocks, or one, on each of 128 SMs.
+    // `most` is two blocks on each of 128 SMs if C is at most 1024, else one.
     const int64_t group_threads = C <= 4096 ? 128 : C <= 8192 ? 256 : 512, most = C <= 1024 ? 256 : 128;
     return min_i64(ceil_div(R, RMSNORM_BACKWARD_THREADS / group_threads), most);
 }

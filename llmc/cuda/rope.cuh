@@ -58,7 +58,7 @@ typedef struct {
 
 // A thread's position within a token.
 typedef struct {
-    // Lane within the head; group of lanes; groups per token.
+    // Number of the lane within its group; number of the group of lanes; groups per token.
     int lane, group, groups;
 } RopePosition;
 
@@ -304,9 +304,10 @@ static inline int64_t qknorm_rope_forward(bf16 *out, const bf16 *in, const bf16 
     return p.rows * (d.NH + d.NKV) * d.HD * 4;
 }
 
-// Turns dqkv [B, T, (NH + 2 NKV) * HD], in place, from the gradient of the rotated q, k, v into that of the
-// projection's output `qkv` (NULL without QK-norm). dq_norm, dk_norm [HD] are NULL without QK-norm. Raises *amax to max
-// |dqkv|, V included, unless NULL. workspace holds rope_workspace_bytes. Returns the bytes moved, without those of V.
+// Turns dqkv [B, T, (NH + 2 NKV) * HD], in place, from the gradient of the forward pass's output into that of its input
+// `qkv`, the projection's output. Also computes dq_norm, dk_norm [HD]. Without QK-norm, qkv and all pointers to norms
+// are NULL. Raises *amax to max |dqkv|, V included, unless NULL. workspace holds rope_workspace_bytes. Returns the
+// bytes moved, without those of V.
 static inline int64_t qknorm_rope_backward(bf16 *dqkv, bf16 *dq_norm, bf16 *dk_norm, uint32_t *amax, const bf16 *qkv,
                                            const bf16 *q_norm, const bf16 *k_norm, const float *table, RopeDims d,
                                            void *workspace, cudaStream_t stream) {

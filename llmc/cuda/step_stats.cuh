@@ -9,20 +9,20 @@
 // before the reported one, at whose end the reported step's time begins.
 #define STEP_SLOTS 3
 
-// Waits for other ranks within forward and backward are timed in one of this many steps; other steps count as long a
-// wait as the latest timed step. An event costs 2 us: the 256 events of a timed step of llama3.1-8b on 2 H200 cost 0.4%
-// of its time.
+// Waits for other ranks within forward and backward are timed in one of this many steps. The other steps count the
+// waits of the latest timed step. An event costs 2 us: the 256 events of a timed step of llama3.1-8b on 2 H200 cost
+// 0.4% of its time.
 #define STEP_WAITS_EVERY 8
 
 // Statistics of one step.
 typedef struct {
     float loss;  // mean over the step's tokens
-    // First norm on this rank with bad input (NonfiniteStep.forward); UINT32_MAX: none.
+    // Number of the first norm on this rank with bad input (NonfiniteStep.forward); UINT32_MAX: none.
     uint32_t bad_norm;
     AdamwControl control;  // gradient norm, and whether it is accepted
 } StepStats;
 
-// Marks within one step. Each ends a part of the step's time, which began at the mark before it.
+// Marks within one step. Each mark ends a part of the step's time; that part began at the mark before.
 typedef struct {
     cudaEvent_t *events;  // [capacity], reused by later steps
     StepTime *parts;
@@ -35,7 +35,7 @@ typedef struct {
     StepMarks marks[STEP_SLOTS];
     StepMarks *open;      // marks of the step that is being enqueued; NULL: none is
     StepTime work;        // the part to which the work enqueued now belongs
-    bool timing_waits;    // waits within forward and backward are timed in this step
+    bool timing_waits;    // true: waits within forward and backward are timed in this step
     double waited;        // seconds of such waits in the latest step that timed them
     cudaStream_t stream;  // the compute stream
     // Latest step that came after a pause; its time starts at `begin`.
@@ -99,7 +99,8 @@ static inline void step_log_mark_wait(StepLog *log, StepTime part) {
 // slower than the others.
 static inline bool step_log_times_waits(int64_t step) { return step % STEP_WAITS_EVERY == 1; }
 
-// Marks the start of step `step`. after_pause: something other than a step ran before it, which its time excludes.
+// Marks the start of step `step`. after_pause: something other than a step ran just before; the step's time excludes
+// it.
 static inline void step_log_begin(StepLog *log, StepStats *stats, int64_t step, bool after_pause) {
     if (after_pause) {
         log->first = step;
@@ -141,7 +142,7 @@ static inline double step_log_seconds(const StepLog *log, int64_t step) {
 static inline StepTimes step_log_times(StepLog *log, int64_t step) {
     const StepMarks *m = &log->marks[step % STEP_SLOTS];
     cudaEvent_t begin = step_log_start(log, step);
-    double in_passes = 0;  // waits before the optimizer: forward and backward end with TIME_COMPUTE
+    double in_passes = 0;  // seconds of waits before the optimizer: up to the last mark with TIME_COMPUTE
     StepTimes times;
     memset(&times, 0, sizeof times);
     for (int64_t i = 0; i < m->count; begin = m->events[i++]) {

@@ -1,4 +1,4 @@
-// Models and options that the kernels take, whatever the GPU.
+// Checks that the kernels support the model and the options, whatever the GPU.
 #ifndef LLMC_SUPPORTED_CUH
 #define LLMC_SUPPORTED_CUH
 
@@ -25,7 +25,7 @@ static inline void check_casts(const ModelConfig *m, const Options *o) {
     parameter_table_free(&table);
 }
 
-// Dies on gradients in FP8 where this trainer cannot keep them.
+// Dies if gradients are kept in FP8 and this trainer does not support that with the other options.
 static inline void check_fp8_gradients(const Options *o, int64_t world) {
     if (!options_fp8_gradients(o)) return;
     if (world > 1 && o->reduce_dtype == REDUCE_FP32)
@@ -35,8 +35,8 @@ static inline void check_fp8_gradients(const Options *o, int64_t world) {
             "fp8, or the CPU trainer (train_fp8), which also reduces in fp32 before it casts");
     if (options_offloads_state(o))
         die_with(EXIT_UNSUPPORTED,
-                 "--offload %s does not go with --grad-accum-dtype fp8, whose update takes vectors and matrices one "
-                 "after the other; leave out one of the two",
+                 "--offload %s does not go with FP8 gradients (--grad-accum-dtype fp8 or --reduce-dtype fp8), whose "
+                 "update takes vectors and matrices one after the other; leave out one of the two",
                  o->offload);
 }
 
@@ -57,7 +57,8 @@ static inline void check_supported(const ModelConfig *m, const Options *o, int64
     if (options_offloads_state(o) && options_tensor_scales(o))
         die_with(EXIT_UNSUPPORTED,
                  "--offload %s does not go with --optimizer-state msamp or --master-weights fp16, whose update "
-                 "reads weights and moments twice; use --optimizer-state coat-stochastic, or leave --offload out",
+                 "reads weights and moments twice; use --optimizer-state coat-stochastic without FP16 master weights, "
+                 "or leave --offload out",
                  o->offload);
     check_fp8_gradients(o, world);
     if (m->head_dim != 64 && m->head_dim != 128)

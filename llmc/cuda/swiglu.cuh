@@ -3,12 +3,12 @@
 //    s = 1 / (1 + exp(-gate)),   h = bf16(gate * s * up)
 //    d_gate = bf16(dh * up * s * (1 + gate * (1 - s))),   d_up = bf16(dh * gate * s)
 //
-// h and d_gate_up are stored in bf16 only if a GEMM reads them so. For FP8 GEMMs one pass finds the amax if the recipe
-// needs it, and another recomputes the values, bit for bit, and casts. The gradient's first pass can also write the
-// columnwise FP8 h, which wgrad of the down projection needs. Then the forward pass writes only rowwise h, and keeps
-// nothing of h for backward. Bytes per element of h: the forward amax pass reads 4; the forward cast reads 4 and writes
-// 1 for each of rowwise and columnwise data; the backward amax pass reads 6 (writes 1 for h); the backward cast reads 6
-// and writes 4. Sizes: any number of rows, F a multiple of 16, pointers aligned to 16 bytes.
+// h and d_gate_up are stored in bf16 only if a GEMM reads them in bf16. For FP8 GEMMs one pass finds the amax if the
+// recipe needs it, and another recomputes the values, bit for bit, and casts. The gradient's first pass can also write
+// the columnwise FP8 h, which wgrad of the down projection needs. Then the forward pass writes only rowwise h, and of h
+// only the amax is kept for backward. Bytes per element of h: the forward amax pass reads 4; the forward cast reads 4
+// and writes 1 for each of rowwise and columnwise data; the backward amax pass reads 6, and writes 1 if it casts h; the
+// backward cast reads 6 and writes 4. Sizes: any number of rows, F a multiple of 16, pointers aligned to 16 bytes.
 #ifndef LLMC_SWIGLU_CUH
 #define LLMC_SWIGLU_CUH
 
@@ -34,7 +34,7 @@ __device__ static inline Bf16x8 swiglu_values(Bf16x8 gate, Bf16x8 up) {
     return bf16x8_pack(g);
 }
 
-// Computes h too, from the same sigmoid, unless h is NULL.
+// Computes the two gradients and, unless h is NULL, h from the same sigmoid.
 __device__ static inline void swiglu_gradients(Bf16x8 *d_gate, Bf16x8 *d_up, Bf16x8 *h, Bf16x8 dh, Bf16x8 gate,
                                                Bf16x8 up) {
     float d[8], g[8], u[8], product[8];
@@ -212,7 +212,7 @@ struct SwigluGradientSource {
     }
 };
 
-// Its only output is h; the gradients just raise the amax.
+// The source of h for the backward pass. Its only output is h; the gradients d_gate and d_up just raise the amax.
 struct SwigluGradientAmaxSource {
     enum { ROLES = 1 << TENSOR_X, OUTPUTS = 1, MIN_BLOCKS = 3, GROUPS_AHEAD = 1, AMAX = 1 };
     typedef SwigluGradientRaw Raw;

@@ -86,8 +86,8 @@ static inline uint32_t *tensor_scales_amax(const TensorScales *s, int64_t l, Ten
     return s->amax + l * s->amax_stride + s->amax_offset[tensor_index(0, role, id)];
 }
 
-// Returns a tensor of layer l without data. If its linear layer is FP8, the tensor has its amaxes and, with one scale
-// for the whole tensor, its scale. For layer -1, below the first, it returns a tensor that no GEMM reads.
+// Returns a tensor of layer l without data. If its linear layer is FP8, the tensor gets pointers to its amaxes and, if
+// it has one scale for the whole tensor, to scale_inv. l may be -1, below the first layer: no GEMM reads that tensor.
 static inline QTensor tensor_scales_of(const TensorScales *s, int64_t l, TensorRole role, LinearId id) {
     const Recipe *r = l < 0 ? recipe_row(RECIPE_BF16) : precision_of(s->precision, l, id);
     QTensor q = recipe_qtensor(r, role, precision_format(s->precision, role));
@@ -103,7 +103,7 @@ static inline QTensor tensor_scales_of(const TensorScales *s, int64_t l, TensorR
     return q;
 }
 
-// Returns the tensor. While casts are audited, it has pointers to its audit sums.
+// Returns tensor q; while casts are audited, with pointers to its audit sums.
 static inline QTensor tensor_scales_audited(const TensorScales *s, QTensor q) {
     for (int usage = 0; usage < 2 && s->auditing; usage++)
         q.audit[usage] = s->audit + audit_index(q.layer, q.linear, q.role, (TensorUsage)usage);
@@ -173,7 +173,8 @@ static inline void tensor_scales_update_weights(TensorScales *s, int64_t l, int6
     delayed_update_all(&d, count, tensor_index(0, TENSOR_W, 0), tensor_index(0, TENSOR_X, 0), s->stream);
 }
 
-// Appends the amaxes of a micro-step's inputs and output gradients, over all ranks, to their histories.
+// Appends the amaxes of a micro-step's inputs and output gradients to their histories. They must be maxima over all
+// ranks by now.
 static inline void tensor_scales_update_activations(TensorScales *s) {
     const DelayedArrays d = tensor_scales_delayed(s, 0);
     delayed_update_all(&d, s->layers, tensor_index(0, TENSOR_X, 0), TENSORS_PER_LAYER, s->stream);
