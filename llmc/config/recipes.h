@@ -110,7 +110,7 @@ typedef struct {
 //                rules for amaxes that are zero, infinite or NaN). But the first cast of a tensor takes its current
 //                amax; Transformer Engine takes scale 1, which would flush the first gradients to zero.
 //   blockwise    Transformer Engine: MAX / amax, rounded down to a power of two. NaN does not count in the amax. An
-//                amax of zero or infinity gives scale 1. torchao's prototype has neither of the last two rules.
+//                amax of zero or infinity gives scale 1. torchao's prototype has no such rules for NaN, zero, infinity.
 //   mxfp8        Transformer Engine and torchao: E8M0 rounded up (RCEIL). A NaN makes its block NaN (torchao).
 static inline const Recipe *recipe_row(int index) {
     static const Recipe rows[] = {// clang-format off
