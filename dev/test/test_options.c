@@ -325,12 +325,12 @@ static void test_offload(void) {
         {"--offload activations", false, false, true, ""},
         {"--offload activations --precision fp8 --recompute layer", false, false, true, ""},
         {"--offload moments,activations", true, false, true, ""},
-        {"--offload activation", false, false, false, "\"activation\" is none of moments, master"},
+        {"--offload activation", false, false, false, "\"activation\" is not moments, master"},
         {"--offload master,activations", false, true, true, "this run has none: add --master-weights fp32"},
         {"--offload moment", false, false, false,
          "\"moment\" is not moments, master or activations; \"none\" must stand alone"},
-        {"--offload moments,masters", true, false, false, "\"masters\" is none of moments"},
-        {"--offload none,moments", false, false, false, "\"none\" is none of moments"},
+        {"--offload moments,masters", true, false, false, "\"masters\" is not moments, master or activations"},
+        {"--offload none,moments", false, false, false, "\"none\" is not moments, master or activations"},
         {"--offload master", false, true, false, "this run has none: add --master-weights fp32, or leave master out"},
         {"--offload moments,master --master-weights fp16", true, true, false, "this run has none: add"}};
     char message[512], line[256];

@@ -267,7 +267,8 @@ enum { FREE, MUST_MATCH };
          "with an error if all are damaged") \
     CHOICE(on_save_error, "on-save-error", SAVE_ERROR_RETRY, SAVE_ERRORS, FREE, \
          "what to do when a checkpoint cannot be saved; retry: try again once, at once, then train on to the next save; " \
-         "stop: end the run; if the last save fails, the run ends with an error") \
+         "stop: end the run; the run ends with an error in any case if its last save fails, or if a value to be saved is " \
+         "not finite") \
     FLAG(no_verify, "no-verify", \
          "if MODEL is a checkpoint or export, do not compare its files with the hashes saved in it (--resume always " \
          "compares those of its checkpoint)") \
