@@ -62,7 +62,7 @@ static inline bool flops_has_word(const char *text, const char *word) {
 }
 
 // Returns dense BF16 FLOP/s with fp32 accumulation; 0: not known. Takes the first row that fits the compute capability
-// and the CUDA runtime's name of the GPU. Most of NVIDIA's data sheets print the sparse figure: it is halved here.
+// and the CUDA runtime's name of the GPU. Where NVIDIA's data sheets print the sparse figure, a row has half of it.
 static inline double flops_peak_bf16(int major, int minor, const char *name) {
     static const struct {
         int major, minor;

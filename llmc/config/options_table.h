@@ -95,8 +95,8 @@ enum { FREE, MUST_MATCH };
     CHOICE(fp8_recipe, "fp8-recipe", RECIPE_TENSORWISE, RECIPES, MUST_MATCH, \
          "which values share a scale; tensorwise: a tensor, scaled by its current amax; delayed: a tensor, scaled " \
          "by its past amaxes; rowwise: a row; rowwise_with_gw_hp: a row, but dgrad reads weights with one scale for the " \
-         "tensor, and wgrad is in bf16; blockwise: 1x128, weights 128x128; mxfp8: 1x32; on GPUs, without " \
-         "--fp8-emulate, mxfp8 needs Blackwell, and the three recipes before it need Hopper") \
+         "tensor, and wgrad is in bf16; blockwise: 1x128, weights 128x128; mxfp8: 1x32; GPUs: without " \
+         "--fp8-emulate, rowwise, rowwise_with_gw_hp and blockwise need Hopper, mxfp8 needs Blackwell") \
     CHOICE(fp8_format, "fp8-format", FP8_FORMAT_AUTO, FP8_FORMATS, MUST_MATCH, \
          "FP8 format in which GEMMs read the gradients of outputs (dy); hybrid: E5M2; e4m3: E4M3, as for weights and " \
          "inputs; auto: the recipe's own") \
@@ -220,8 +220,8 @@ enum { FREE, MUST_MATCH };
     INT(stall_timeout, "stall-timeout", 300, 5, 86400, FREE, \
          "with several ranks: the run ends, and names the stuck rank, if for this many seconds all ranks wait for each " \
          "other, or a rank's call on a file does not return (4 times as many while loading, saving or exporting); a rank " \
-         "that does not respond at all is stuck after a sixth of the seconds, or after 10 seconds if that is longer, but " \
-         "not later than these; a rank that computes is never stuck") \
+         "that does not respond at all is stuck sooner: after a sixth of this time, or after 10 seconds if that is longer " \
+         "(never later than --stall-timeout); a rank that computes is never stuck") \
     GROUP("plan (--dry-run)") \
     INT(world_size, "world-size", 0, 0, 1 << 20, FREE, \
          "with --dry-run: number of ranks to plan for, without mpirun; 0: the ranks that were started") \

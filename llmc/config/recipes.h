@@ -180,8 +180,9 @@ static inline bool recipe_needs_bf16(const Recipe *r, TensorRole tensor) {
     return recipe_granularity(r, tensor, ROWWISE) == NO_SCALE || recipe_granularity(r, tensor, COLUMNWISE) == NO_SCALE;
 }
 
-// The number of a linear layer's tensor in the model, in the order [layer][role][linear]. Its amax, scale and amax
-// history have this index on the GPU and on the CPU, and history and scale also in checkpoints.
+// The number of a linear layer's tensor in the model, in the order [layer][role][linear]. If the recipe has one scale
+// for each tensor, this is the index of the tensor's amax and scale, on the GPU and on the CPU. With recipe delayed it
+// is also that of its amax history; checkpoints hold histories and scales in this order.
 HOST_DEVICE static inline int64_t tensor_index(int64_t layer, TensorRole role, int linear) {
     return (layer * NUM_TENSORS + role) * NUM_LINEARS + linear;
 }

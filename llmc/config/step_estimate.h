@@ -101,7 +101,7 @@ static inline double estimate_passes(const Options *o, const ModelConfig *m, con
 }
 
 // Returns a rank's own work on a GPU. --step-ms is the time of a step on one rank alone; if given, the passes take this
-// time less the estimate of AdamW's on all parameters.
+// time minus the estimated time of AdamW on all parameters.
 static inline EstimateWork estimate_work(const Options *o, const ModelConfig *m, const ParameterTable *t,
                                          const Precision *p, const TrafficRanks *r) {
     const ShardPlan s = shard_plan(t, r->shard_size, 0);
