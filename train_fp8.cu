@@ -546,8 +546,8 @@ static AdamwUpdate update_of_step(const Trainer *t) {
 }
 
 // Computes the gradient norm, the clip factor, and whether the norm is accepted, from t->step.squares of all ranks.
-// These results stay on the device, and are equal on all ranks. If the norm is not accepted, also finds this rank's
-// largest gradient and its first large one (AdamwControl).
+// These results stay on the device, and are equal on all ranks. If the norm is not accepted, also locates this
+// rank's large gradients (AdamwControl).
 static void finish_norm(Trainer *t) {
     const Fsdp *f = &t->fsdp;
     AdamwControl *control = &t->step.stats->control;

@@ -153,9 +153,9 @@ enum { FREE, MUST_MATCH };
          "gradients (--grad-accum-dtype fp8)") \
     TEXT(offload, "offload", "none", FREE, \
          "what to keep in pinned host memory, separated by commas: moments (AdamW's), master (fp32 master weights), " \
-         "activations (what layers keep for backward), or none; moments and master are copied to the GPU and back in " \
-         "each step (with --optimizer-in-backward: while backward computes); activations are copied to the host while " \
-         "forward computes, and back while backward does; the numbers stay the same; GPU trainer only") \
+         "activations (what all layers but the last three keep for backward), or none; moments and master are copied to " \
+         "the GPU and back in each step (with --optimizer-in-backward: while backward computes); activations are copied " \
+         "to the host while forward computes, and back while backward does; the numbers stay the same; GPU trainer only") \
     REAL(memory_limit, "memory-limit", 0, 0, 1e6, FREE, \
          "GiB of memory that each rank may use, on a GPU including CUDA's own memory: a run that needs more ends " \
          "before it starts, and names options with which it needs less; 0: all that the GPU has free (CPU trainer: the " \
