@@ -1,5 +1,5 @@
 // train_fp8cu: pre-trains Llama and Qwen models on NVIDIA GPUs, in BF16 or by the FP8 recipes of llmc/config/recipes.h.
-// Each GPU has one process: `mpirun -np N ./train_fp8cu ...` trains one model on N GPUs (llmc/dist/fsdp.cuh).
+// Each process uses one GPU: `mpirun -np N ./train_fp8cu ...` trains one model on N GPUs (llmc/dist/fsdp.cuh).
 //
 // From top to bottom: the trainer and its memory, operations of a layer, the model's forward pass, its backward pass,
 // the optimizer, the step, validation and samples, checkpoints, setting up, the run. train_fp8.c is the same model in
@@ -170,8 +170,8 @@ static OutputGradients layer_output_gradients(const Trainer *t, int64_t l) {
     return activations_output_gradients(&t->acts, &t->linears.scales, l);
 }
 
-// Returns where a norm whose input is bad (NonfiniteStep.forward) writes its number (nonfinite_norm): the step's
-// statistics, which are cleared before each step.
+// Returns the watch of norm `number` (nonfinite_norm): if its input is bad (NonfiniteStep.forward), the norm writes its
+// number to the step's statistics, which are cleared before each step.
 static RmsnormWatch norm_watch(const Trainer *t, int64_t number) {
     const RmsnormWatch watch = {&t->step.stats->bad_norm, (uint32_t)number};
     return watch;
@@ -336,8 +336,8 @@ static Root root_of_unit(FsdpUnit unit) {
 static Root root_weights(const Trainer *t) { return root_of_unit(fsdp_weights(&t->fsdp, ROOT)); }
 static Root root_gradients(const Trainer *t) { return root_of_unit(fsdp_gradients(&t->fsdp, ROOT)); }
 
-// Later work may use layer l's weights, gathered and cast as needed (fsdp.cuh), and the memory of its activations
-// (--offload activations). Starts the gather of the layer that the pass computes next.
+// Work enqueued after this call may use layer l's weights, gathered and cast as needed (fsdp.cuh), and the memory of
+// its activations (--offload activations). Also starts the gather of the layer that the pass computes next.
 static void unshard(Trainer *t, int64_t l, bool backward) {
     if (kept_begin(&t->offload.kept, l, backward, t->stream))
         profile_mark(&t->profile, "activations from the host: waiting", PROFILE_WAIT, 0);
@@ -496,7 +496,7 @@ static void layer_backward(Trainer *t, int64_t l) {
     rmsnorm_backward(t, &below.down, dw.norm1, dbranch, a->x, a->rstd1, w.norm1);
 }
 
-// Computes the gradient of the embedding, at the end of backward. A tied embedding's is added to lm_head's.
+// Computes the gradient of the embedding, at the end of backward. A tied embedding's gradient is added to lm_head's.
 static void embedding_backward(Trainer *t, const Batch *batch) {
     profile_bytes(&t->profile, "embedding",
                   fsdp_embedding_backward(&t->fsdp, batch->index, t->acts.dx, t->d.R, t->d.C));
@@ -545,9 +545,9 @@ static AdamwUpdate update_of_step(const Trainer *t) {
     return update;
 }
 
-// Computes the gradient norm, the clip factor and whether the step is skipped, from t->step.squares of all ranks. These
-// results stay on the device, and are equal on all ranks. If the norm is not accepted, also locates this rank's large
-// gradients.
+// Computes the gradient norm, the clip factor, and whether the norm is accepted, from t->step.squares of all ranks.
+// These results stay on the device, and are equal on all ranks. If the norm is not accepted, also locates this
+// rank's large gradients (AdamwControl).
 static void finish_norm(Trainer *t) {
     const Fsdp *f = &t->fsdp;
     AdamwControl *control = &t->step.stats->control;
@@ -612,8 +612,8 @@ static void optimizer_step(Trainer *t) {
 // One step
 
 // Runs forward and backward of a micro-step on one batch, after fsdp_begin_micro_step. Adds the gradients of (sum of
-// the rows' losses) * grad_scale to the sums, or replaces these in the first micro-step. The sums are over all ranks
-// after the last one and compute_waits_comm. With --optimizer-in-backward also updates the layers, but not the root.
+// the rows' losses) * grad_scale to the sums, or replaces these in the first micro-step. After the last micro-step and
+// compute_waits_comm, the sums are over all ranks. With --optimizer-in-backward also updates the layers, not the root.
 static void model_forward_backward(Trainer *t, const Batch *batch, float grad_scale, bool last) {
     Fsdp *f = &t->fsdp;
     t->offload.kept.stores = true;
@@ -676,7 +676,7 @@ static void audit_casts(Trainer *t, bool on) {
     if (on) tensor_scales_clear_audit(&t->linears.scales);
 }
 
-// Enqueues a whole optimizer step. The ranks share its samples, which begin with first_sample.
+// Enqueues a whole optimizer step. Each rank takes its part of the step's samples, which begin with first_sample.
 static void start_step(void *context, DataLoader *data, int64_t step, int64_t first_sample, bool after_pause) {
     Trainer *t = (Trainer *)context;
     const Options *o = t->o;
@@ -754,8 +754,8 @@ static const float *token_losses(void *context, DataLoader *data, int64_t batch)
     return t->results;
 }
 
-// Waits for all enqueued work. With --on-nonfinite skip, and as long as delayed scales are not complete (from a step
-// that was applied, or a checkpoint), also drops the scales that validation or samples gave to tensors.
+// Waits for all enqueued work. With recipe delayed and --on-nonfinite skip, until a step was applied or a checkpoint
+// gave every tensor a scale, also drops the scales that validation or samples gave to tensors.
 static void settle(void *context) {
     Trainer *t = (Trainer *)context;
     if (!t->linears.scales.scales_ready) tensor_scales_copy_before(&t->linears.scales, false);

@@ -268,7 +268,7 @@ static void test_fp8_conflicts(void) {
         // --fp8-filter auto measures FP8 against bf16: not with --fp8-emulate, and not with --deterministic
         {"--fp8-filter auto", ""},
         {"--fp8-filter auto --fp8-emulate",
-         "--fp8-filter auto keeps in FP8 only layers that run faster in FP8, and --fp8-emulate makes none faster"},
+         "--fp8-filter auto keeps in FP8 only layers that run faster in FP8, and with --fp8-emulate none does"},
         {"--fp8-filter auto --deterministic", "--fp8-filter auto depends on measured times"},
         {"--fp8-filter first --deterministic --fp8-emulate", ""},
         {"--fp8-audit 10 --fp8-emulate", ""}};
@@ -325,12 +325,12 @@ static void test_offload(void) {
         {"--offload activations", false, false, true, ""},
         {"--offload activations --precision fp8 --recompute layer", false, false, true, ""},
         {"--offload moments,activations", true, false, true, ""},
-        {"--offload activation", false, false, false, "\"activation\" is none of moments, master"},
+        {"--offload activation", false, false, false, "\"activation\" is not moments, master"},
         {"--offload master,activations", false, true, true, "this run has none: add --master-weights fp32"},
         {"--offload moment", false, false, false,
-         "\"moment\" is none of moments, master, activations; none stands alone"},
-        {"--offload moments,masters", true, false, false, "\"masters\" is none of moments"},
-        {"--offload none,moments", false, false, false, "\"none\" is none of moments"},
+         "\"moment\" is not moments, master or activations; \"none\" must stand alone"},
+        {"--offload moments,masters", true, false, false, "\"masters\" is not moments, master or activations"},
+        {"--offload none,moments", false, false, false, "\"none\" is not moments, master or activations"},
         {"--offload master", false, true, false, "this run has none: add --master-weights fp32, or leave master out"},
         {"--offload moments,master --master-weights fp16", true, true, false, "this run has none: add"}};
     char message[512], line[256];

@@ -6,9 +6,9 @@
 // FLOPs a multiply-add: 2 x heads x head_dim x T FLOPs. Backward has twice as many. Recomputation does not count.
 //   mfu = model FLOP/s over the dense BF16 peak of the GPU
 //   sol = time of all GEMMs at the dense peak of their precision (FP8: twice BF16), over the measured time
-// FP8 FLOPs are counted GEMM by GEMM. A linear layer [N, K] has three GEMMs of 2 x N x K FLOPs a token. They count as
-// bf16 if a filter or the layer's size keeps them in bf16, if the recipe does (wgrad of rowwise_with_gw_hp), or with
-// --fp8-emulate.
+// FP8 FLOPs are counted GEMM by GEMM. A linear layer [N, K] has three GEMMs of 2 x N x K FLOPs a token. A GEMM counts
+// as bf16 if a filter keeps the linear layer in bf16, if N or K does not fit FP8 GEMMs (linear_fits), if the recipe
+// keeps this GEMM in bf16 (wgrad of rowwise_with_gw_hp), or with --fp8-emulate.
 #ifndef LLMC_FLOPS_H
 #define LLMC_FLOPS_H
 
@@ -27,8 +27,8 @@ typedef struct {
     char pci_bus_id[32];            // the GPU's address; "": a CPU
 } DeviceInfo;
 
-// Returns the FLOPs per token of training on sequences of T tokens. lm_head and attention are bf16, the layers' linear
-// layers as in `p`.
+// Returns the FLOPs per token of training on sequences of T tokens. lm_head and attention count as bf16; `p` decides
+// for each of the layers' linear layers.
 static inline TokenFlops flops_per_token(const ParameterTable *t, const ModelConfig *m, int64_t T, const Precision *p) {
     TokenFlops f = {6.0 * (double)matmul_parameters(t, m) +
                         6.0 * (double)m->num_layers * (double)m->num_heads * (double)m->head_dim * (double)T,
@@ -61,8 +61,8 @@ static inline bool flops_has_word(const char *text, const char *word) {
     return false;
 }
 
-// Dense BF16 FLOP/s with fp32 accumulation, from NVIDIA's data sheets, most of which print the sparse figure (twice as
-// much). Takes the first row that fits the compute capability and the CUDA runtime's name of the GPU. 0: unknown.
+// Returns dense BF16 FLOP/s with fp32 accumulation; 0: not known. Takes the first row that fits the compute capability
+// and the CUDA runtime's name of the GPU. Where NVIDIA's data sheets print the sparse figure, a row has half of it.
 static inline double flops_peak_bf16(int major, int minor, const char *name) {
     static const struct {
         int major, minor;

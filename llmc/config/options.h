@@ -1,4 +1,4 @@
-// Options: reads the command line by the table, prints --help and settings, and says what options mean together.
+// Options: reads the command line by the table, prints --help and settings, and computes what follows from options.
 #ifndef LLMC_OPTIONS_H
 #define LLMC_OPTIONS_H
 
@@ -234,8 +234,8 @@ static inline void options_print_list(int list, const char *presets) {
         if (row->kind != OPTION_GROUP) printf("%s\n", row->name);
 }
 
-// Follows options_parse. With --help or without any argument it prints the help, which shows `presets`; with --list
-// alone it prints names. In these cases it then ends the program. Dies if there is no MODEL.
+// Comes after options_parse. With --help, or without any argument, prints the help, which shows `presets`, and ends the
+// program. With --list but not --help, prints names and ends the program. Else dies if there is no MODEL.
 static inline void options_require_model(const Options *o, int argc, char **argv, const char *presets) {
     if (o->list && !o->help) {
         options_print_list(o->list, presets);
@@ -305,8 +305,8 @@ static inline bool options_offloads(const Options *o) {
     return options_offloads_state(o) || options_offloaded(o).activations;
 }
 
-// Number of ranks, among `world` ranks, that share one replica of the parameters. --sharding hybrid must have its
-// --shard-size; dies if that does not divide `world`.
+// Returns how many of the `world` ranks share one replica of the parameters. With --sharding hybrid, --shard-size must
+// be above 0 by now; dies if it does not divide `world`.
 static inline int64_t options_shard_group(const Options *o, int64_t world) {
     if (o->sharding == SHARDING_NONE) return 1;
     if (o->sharding != SHARDING_HYBRID) return world;
@@ -316,9 +316,8 @@ static inline int64_t options_shard_group(const Options *o, int64_t world) {
     return o->shard_size;
 }
 
-// From this number of micro-steps on, --grad-accum-dtype auto adds up gradients in fp32. In bf16, each micro-step makes
-// the gradient norm too large by 1.4e-6 of it (gradient_sum.h): 0.036% in 256 micro-steps, a third of the 0.1% that we
-// allow.
+// From this number of micro-steps on, --grad-accum-dtype auto adds up gradients in fp32. In bf16, 256 micro-steps make
+// the gradient norm 0.035% too large (gradient_sum.h): a third of the 0.1% that we allow.
 #define FP32_SUM_MICRO_STEPS 256
 
 // The dtype that --grad-accum-dtype auto stands for, when all other options are resolved. Only options decide: bits
@@ -337,8 +336,8 @@ static inline bool options_fp32_gradients(const Options *o, int64_t world) {
 }
 
 // Replaces `auto` by its value where the options alone decide it. --copy-engines, --init-from, --fp8-filter and
-// --recompute keep `auto`: the run decides them. --fp8-format also does in runs without FP8. Sets --rounding-seed -1 to
-// --seed, and --reduce-dtype to fp32 in fp32 runs.
+// --recompute keep `auto`: the run decides them. In runs without FP8, --fp8-format keeps `auto` too. Replaces
+// --rounding-seed -1 by --seed. With --precision fp32, sets --reduce-dtype to fp32.
 static inline void options_resolve(Options *o) {
     const bool fp32 = o->precision == PRECISION_FP32;
     if (o->master_weights == STORAGE_AUTO) o->master_weights = fp32 ? STORAGE_FP32 : STORAGE_BF16;
@@ -381,7 +380,7 @@ static inline bool options_keeps_fp8(const Options *o) {
     return o->precision == PRECISION_FP8 && o->fp8_activations == ON && !options_recomputed(o).mlp;
 }
 
-// True if gradients are clipped unit by unit in the backward pass (clip_norm_so_far in adamw_math.h).
+// True if gradients are clipped unit by unit (parameters.h), not all at once (clip_norm_so_far in adamw_math.h).
 static inline bool options_clips_in_backward(const Options *o) { return o->optimizer_in_backward && o->grad_clip > 0; }
 
 // True if the moments are FP8 codes in groups (coat.h).

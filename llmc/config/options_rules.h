@@ -25,8 +25,8 @@ static inline void options_filter_conflict(const Options *o, char *message, size
     if (o->fp8_emulate)
         format_checked(
             message, capacity,
-            "--fp8-filter auto keeps in FP8 only layers that run faster in FP8, and --fp8-emulate makes none "
-            "faster; name the layers that stay bf16, or leave out one of the two");
+            "--fp8-filter auto keeps in FP8 only layers that run faster in FP8, and with --fp8-emulate none does; "
+            "name the layers that stay bf16, or leave out one of the two");
     else if (o->deterministic)
         format_checked(message, capacity,
                        "--fp8-filter auto depends on measured times, which differ from run to run, and --deterministic "
@@ -78,7 +78,7 @@ static inline void options_rank_conflict(const Options *o, char *message, size_t
     if (o->sharding == SHARDING_HYBRID && !o->shard_size && o->world_size)
         format_checked(message, capacity,
                        "--world-size with --sharding hybrid needs --shard-size, the number of ranks that share one "
-                       "replica of the model: its default, the ranks of one host, is not known in a plan");
+                       "replica of the model; with --world-size it has no default");
     else if (o->sharding != SHARDING_HYBRID && o->shard_size)
         format_checked(message, capacity, "--shard-size is for --sharding hybrid");
     else if (o->copy_engines == ON && alone)
@@ -134,7 +134,7 @@ static inline void options_offload_conflict(const Options *o, char *message, siz
         o->master_weights == STORAGE_FP32 || (o->master_weights == STORAGE_AUTO && o->precision == PRECISION_FP32);
     if (unknown)
         format_checked(message, capacity,
-                       "--offload: \"%.*s\" is none of moments, master, activations; none stands alone",
+                       "--offload: \"%.*s\" is not moments, master or activations; \"none\" must stand alone",
                        (int)strcspn(unknown, ", "), unknown);
     else if (out.master && !fp32)
         format_checked(message, capacity,

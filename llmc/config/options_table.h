@@ -1,4 +1,4 @@
-// The one table of options: names, defaults, ranges, help, and which of them a resumed run must share.
+// The one table of options: names, defaults, ranges, help, and which options a resumed run must share.
 #ifndef LLMC_OPTIONS_TABLE_H
 #define LLMC_OPTIONS_TABLE_H
 
@@ -95,19 +95,19 @@ enum { FREE, MUST_MATCH };
     CHOICE(fp8_recipe, "fp8-recipe", RECIPE_TENSORWISE, RECIPES, MUST_MATCH, \
          "which values share a scale; tensorwise: a tensor, scaled by its current amax; delayed: a tensor, scaled " \
          "by its past amaxes; rowwise: a row; rowwise_with_gw_hp: a row, but dgrad reads weights with one scale for the " \
-         "tensor, and wgrad is in bf16; blockwise: 1x128, weights 128x128; mxfp8: 1x32 (GPUs: Blackwell only)") \
+         "tensor, and wgrad is in bf16; blockwise: 1x128, weights 128x128; mxfp8: 1x32; GPUs: without " \
+         "--fp8-emulate, rowwise, rowwise_with_gw_hp and blockwise need Hopper, mxfp8 needs Blackwell") \
     CHOICE(fp8_format, "fp8-format", FP8_FORMAT_AUTO, FP8_FORMATS, MUST_MATCH, \
          "FP8 format in which GEMMs read the gradients of outputs (dy); hybrid: E5M2; e4m3: E4M3, as for weights and " \
          "inputs; auto: the recipe's own") \
     TEXT(fp8_filter, "fp8-filter", "", MUST_MATCH, \
          "linear layers that stay bf16, separated by commas: first, last, layers=A or layers=A-B (from 0), attention, " \
-         "mlp, qkv, attn_out, gate_up, down; lm_head always stays bf16; auto: time each of the four linear layers in " \
-         "FP8 and bf16 at the start, and keep the faster (GPU trainer; a resumed run keeps its filter)") \
+         "mlp, qkv, attn_out, gate_up, down; lm_head always stays bf16; auto: at the start, time qkv, attn_out, gate_up " \
+         "and down in FP8 and bf16, and keep the faster in all layers (GPU trainer; a resumed run keeps its filter)") \
     INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, MUST_MATCH, \
-         "recipe delayed: length of the amax history; inputs and gradients add one amax per micro-step, weights " \
-         "add one per optimizer step (Transformer Engine's default: one per micro-step); the first cast of " \
-         "an input or gradient uses the rank's own current amax, that of a weight the current amax over all ranks that " \
-         "share it") \
+         "recipe delayed: length of a tensor's amax history; inputs and gradients add one amax per micro-step, weights " \
+         "one per optimizer step (in Transformer Engine, by default, one per micro-step); the first cast of a tensor uses " \
+         "its current amax: for an input or gradient the rank's own, for a weight that over all ranks that share it") \
     INT(fp8_margin, "fp8-margin", 0, 0, 16, MUST_MATCH, "recipe delayed: scales are divided by 2 to this power") \
     CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, FAST_ACCUMS, MUST_MATCH, \
          "FP8 GEMMs that use fast accumulation (Hopper): fprop, all or none; recipes blockwise and mxfp8, " \
@@ -120,8 +120,8 @@ enum { FREE, MUST_MATCH };
     CHOICE(master_weights, "master-weights", STORAGE_AUTO, WEIGHT_STORAGES, MUST_MATCH, \
          "dtype of the weights that AdamW updates; bf16: rounded stochastically, so that small updates count on " \
          "average; bf16-nearest: rounded to nearest, which loses small updates; fp16: FP16 with a scale for each tensor, " \
-         "as in MS-AMP (on the GPU only with --optimizer-state msamp or fp32); if all linear layers are FP8, recipe " \
-         "tensorwise casts FP8 weights from these FP16 weights; auto: bf16, or fp32 with --precision fp32") \
+         "as in MS-AMP (the GPU trainer needs --optimizer-state msamp or fp32 with it); with recipe tensorwise and all " \
+         "linear layers in FP8, FP8 weights are cast from these FP16 weights; auto: bf16, or fp32 with --precision fp32") \
     CHOICE(optimizer_state, "optimizer-state", MOMENTS_AUTO, MOMENTS, MUST_MATCH, \
          "dtype of AdamW's two moments; bf16: rounded stochastically; coat: FP8 (E4M3) in groups of 128 whose range " \
          "is expanded, about half the bytes of bf16; coat-stochastic: as coat, but rounded stochastically, which " \
@@ -129,7 +129,7 @@ enum { FREE, MUST_MATCH };
          "auto: bf16, or fp32 with --precision fp32") \
     CHOICE(grad_accum_dtype, "grad-accum-dtype", SUM_AUTO, SUM_STORAGES, FREE, \
          "dtype in which gradients of micro-steps are added up; bf16: each sum is rounded stochastically, " \
-         "which adds noise of 0.00014% of the norm per micro-step; fp32: 2 more bytes per parameter; fp8: as in " \
+         "which makes the gradient norm 0.00014% too large per micro-step; fp32: 2 more bytes per parameter; fp8: as in " \
          "MS-AMP, gradients of the layers' weight matrices in E4M3 with a scale for each tensor, 1 byte less per " \
          "parameter, also with one micro-step; auto: fp8 if --reduce-dtype is fp8; fp32 from 256 micro-steps on, or " \
          "if --master-weights, --reduce-dtype or --precision is fp32; else bf16") \
@@ -153,17 +153,17 @@ enum { FREE, MUST_MATCH };
          "gradients (--grad-accum-dtype fp8)") \
     TEXT(offload, "offload", "none", FREE, \
          "what to keep in pinned host memory, separated by commas: moments (AdamW's), master (fp32 master weights), " \
-         "activations (what layers keep for backward), or none; moments and master are copied to the GPU and back in " \
-         "each step (with --optimizer-in-backward: while backward computes); activations are copied to the host while " \
-         "forward computes, and back while backward does; the numbers stay the same; GPU trainer only") \
+         "activations (what all layers but the last three keep for backward), or none; moments and master are copied to " \
+         "the GPU and back in each step (with --optimizer-in-backward: while backward computes); activations are copied " \
+         "to the host while forward computes, and back while backward does; the numbers stay the same; GPU trainer only") \
     REAL(memory_limit, "memory-limit", 0, 0, 1e6, FREE, \
          "GiB of memory that each rank may use, on a GPU including CUDA's own memory: a run that needs more ends " \
          "before it starts, and names options with which it needs less; 0: all that the GPU has free (CPU trainer: the " \
          "rank's part of the machine's memory); a dry run with 0 has no limit") \
     CHOICE(fp8_weight_cache, "fp8-weight-cache", OFF, SWITCHES, FREE, \
-         "on: cast all FP8 weights once in a step and keep them, which takes 2 more bytes of memory per FP8 weight (GPU " \
-         "trainer, where each rank has all weights: one GPU, or --sharding none); off: such ranks cast a layer's weights " \
-         "again in each forward and backward pass") \
+         "for the GPU trainer where each rank has all weights (one GPU, or --sharding none); on: cast all FP8 weights once " \
+         "in a step and keep them, which takes 2 more bytes of memory per FP8 weight; off: cast a layer's weights again in " \
+         "each forward and backward pass") \
     GROUP("optimizer") \
     REAL(learning_rate, "learning-rate", 1e-5, 0, 1e3, FREE, \
          "learning rate after warm-up; --lr-schedule may lower it from there") \
@@ -218,10 +218,10 @@ enum { FREE, MUST_MATCH };
          "before the first step, measure the bandwidth of the collectives that the run uses (all-gather, reduce-scatter, " \
          "all-reduce) and of pairs of ranks, and name slow links, ranks and GPUs") \
     INT(stall_timeout, "stall-timeout", 300, 5, 86400, FREE, \
-         "with several ranks: seconds after which the run ends, and names the stuck rank, if all ranks wait for each " \
-         "other or a rank hangs in a call on a file; 4 times as long for a file while loading, saving or exporting; a rank that " \
-         "does not respond at all is stuck after a sixth of these seconds, but at least 10 and at most all; a rank that " \
-         "computes is never stuck") \
+         "with several ranks: the run ends, and names the stuck rank, if for this many seconds all ranks wait for each " \
+         "other, or a rank's call on a file does not return (4 times as many while loading, saving or exporting); a rank " \
+         "that does not respond at all is stuck sooner: after a sixth of this time, or after 10 seconds if that is longer " \
+         "(never later than --stall-timeout); a rank that computes is never stuck") \
     GROUP("plan (--dry-run)") \
     INT(world_size, "world-size", 0, 0, 1 << 20, FREE, \
          "with --dry-run: number of ranks to plan for, without mpirun; 0: the ranks that were started") \
@@ -267,7 +267,8 @@ enum { FREE, MUST_MATCH };
          "with an error if all are damaged") \
     CHOICE(on_save_error, "on-save-error", SAVE_ERROR_RETRY, SAVE_ERRORS, FREE, \
          "what to do when a checkpoint cannot be saved; retry: try again once, at once, then train on to the next save; " \
-         "stop: end the run; if the last save fails, the run ends with an error") \
+         "stop: end the run; the run ends with an error in any case if its last save fails, or if a value to be saved is " \
+         "not finite") \
     FLAG(no_verify, "no-verify", \
          "if MODEL is a checkpoint or export, do not compare its files with the hashes saved in it (--resume always " \
          "compares those of its checkpoint)") \

@@ -33,7 +33,8 @@ static inline bool linear_fits(const LinearShape *s, const Recipe *r) {
 }
 
 // LINEAR_OF_field is the number of FP8 weights before a field in the table of parameters. A fused weight counts once:
-// PARAM_JOINED continues it. AdamW numbers the amaxes of weights in the same way, so that the numbers are LinearIds.
+// PARAM_JOINED continues it. So the number of a weight's first tensor is its LinearId. AdamW numbers the amaxes of
+// weights in the same way.
 enum {
 #define X(field, name, rows, cols, present, flags) \
     LINEAR_OF_##field,                             \
@@ -113,7 +114,7 @@ static inline void filter_apply(Precision *p, const char *filter) {
 
 // True if FP8 weights are cast from FP16 masters, as in MS-AMP; the layers' matrices then have no bf16 weights, because
 // no GEMM would read them. This needs --master-weights fp16, and FP8 in all linear layers, with one scale for each
-// tensor, made from its current amax. Dies in this case with --fp8-all-gather off, on any number of ranks.
+// tensor, made from its current amax. Where all this holds, dies with --fp8-all-gather off, on any number of ranks.
 static inline bool precision_casts_masters(const Precision *p, const Options *o) {
     if (o->master_weights != STORAGE_FP16 || !p->any_fp8 || p->any_bf16 || !recipe_has_current_tensor_scales(p->recipe))
         return false;
@@ -262,8 +263,8 @@ static inline bool precision_note(const Precision *p, int id, bool fp8, char *ou
     return layers > 0;
 }
 
-// Prints the GEMMs of the linear layers in a micro-step of R rows, and those of lm_head, which has head_rows at a time.
-// `plain`: dtype of operands that are not FP8.
+// Prints the GEMMs of the linear layers in a micro-step of R rows, and those of lm_head, which takes head_rows rows at
+// a time. `plain`: dtype of operands that are not FP8.
 static inline void precision_print(const Precision *p, int64_t R, int64_t head_rows, const char *plain) {
     printf("\nGEMMs (fp32 accumulation, %s results)", plain);
     if (p->any_fp8)

@@ -110,7 +110,7 @@ typedef struct {
 //                rules for amaxes that are zero, infinite or NaN). But the first cast of a tensor takes its current
 //                amax; Transformer Engine takes scale 1, which would flush the first gradients to zero.
 //   blockwise    Transformer Engine: MAX / amax, rounded down to a power of two. NaN does not count in the amax. An
-//                amax of zero or infinity gives scale 1. torchao's prototype has neither of the last two rules.
+//                amax of zero or infinity gives scale 1. torchao's prototype has no such rules for NaN, zero, infinity.
 //   mxfp8        Transformer Engine and torchao: E8M0 rounded up (RCEIL). A NaN makes its block NaN (torchao).
 static inline const Recipe *recipe_row(int index) {
     static const Recipe rows[] = {// clang-format off
@@ -180,8 +180,9 @@ static inline bool recipe_needs_bf16(const Recipe *r, TensorRole tensor) {
     return recipe_granularity(r, tensor, ROWWISE) == NO_SCALE || recipe_granularity(r, tensor, COLUMNWISE) == NO_SCALE;
 }
 
-// The number of a linear layer's tensor in the model, in the order [layer][role][linear]. Its amax, scale and amax
-// history have this index on the GPU and on the CPU, and history and scale also in checkpoints.
+// The number of a linear layer's tensor in the model, in the order [layer][role][linear]. If the recipe has one scale
+// for each tensor, this is the index of the tensor's amax and scale, on the GPU and on the CPU. With recipe delayed it
+// is also that of its amax history; checkpoints hold histories and scales in this order.
 HOST_DEVICE static inline int64_t tensor_index(int64_t layer, TensorRole role, int linear) {
     return (layer * NUM_TENSORS + role) * NUM_LINEARS + linear;
 }

@@ -37,7 +37,7 @@ typedef struct {
 
 // The part of a range of the flat array that this rank keeps.
 typedef struct {
-    int64_t first;  // element of the range at which the part begins
+    int64_t first;  // the part begins at this element of the range, counted from 0
     int64_t count;  // 0: none of it
     int64_t shard;  // first element of the part in the rank's flat shard arrays
 } ShardRange;

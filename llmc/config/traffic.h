@@ -69,8 +69,8 @@ static inline const char *traffic_carrier(const TrafficRanks *r, const Options *
 }
 
 // How often a layer is all-gathered in an optimizer step, forward or backward, as a mean over layers. A layer that is
-// still in memory is not gathered again. With --sharding grad_op (keeps_all) that is each layer after its first gather;
-// else the last layers of the pass before, 2 on GPUs and 1 on CPUs.
+// still in memory is not gathered again. With --sharding grad_op (keeps_all) every layer stays in memory after its
+// first gather. Else only the last layers of a pass stay for the next pass: 2 on GPUs, 1 on CPUs.
 static inline double traffic_gathers(const TrafficRanks *r, bool keeps_all, bool backward) {
     const int64_t slots = r->cpu ? 1 : 2, kept = min_i64(slots, r->layers);
     if (keeps_all) return backward ? 0 : 1;

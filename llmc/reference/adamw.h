@@ -21,7 +21,7 @@ static inline double global_norm(const float *x, int64_t n) {
 
 // Takes one AdamW step for n elements, the first of which is element `first` of the flat array (the arrays here start
 // at it). gradient_factor multiplies each gradient first (clip_factor). With bf16_weights the new weights are rounded
-// to bf16, with bf16_state the new moments, by the bits of adamw_random.
+// to bf16; with bf16_state the new moments are. adamw_random gives the rounding bits.
 static inline void adamw_reference(float *weights, float *exp_avg, float *exp_avg_sq, const float *gradients,
                                    int64_t first, int64_t n, bool decay, float gradient_factor, bool bf16_weights,
                                    bool bf16_state, const AdamwStep *step) {

@@ -90,8 +90,8 @@ static inline bool audit_shares_codes(ScaleGranularity row, ScaleGranularity col
 }
 
 // Returns the signal-to-quantization-noise ratio, 10 log10(signal / noise), in dB: infinite if no finite value changed
-// (a tensor of zeros, too), minus infinity if a finite value came back infinite or NaN. NaN if no value is finite and
-// not zero, and not all are zero.
+// (a tensor of zeros, too), minus infinity if a finite value came back infinite or NaN. NaN if there is no value, or if
+// some values are infinite or NaN and all others are zero.
 static inline double audit_sqnr_db(const AuditSums *s) {
     if (s->noise > 0) return 10 * log10(s->signal / s->noise);
     const bool all_zero = s->count > 0 && s->amax == 0;

@@ -14,7 +14,7 @@ typedef struct {
     float *scale;  // [tensors] the scale of the next cast; 0: there was no cast yet, and the next one uses its own amax
 } DelayedState;
 
-// True if all scales are above zero, also those of tensors that are never cast.
+// True if all scales are above zero. The first update gives a scale of 1 to tensors that are never cast.
 static inline bool delayed_is_complete(const float *scales, int64_t tensors) {
     for (int64_t i = 0; i < tensors; i++)
         if (!(scales[i] > 0)) return false;

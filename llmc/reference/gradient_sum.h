@@ -22,7 +22,7 @@ typedef struct {
 } GradientSum;
 
 // The key of one addition to every element. `part`: number of the addition within the optimizer step, from 0. Each
-// micro-step of each replica has two numbers.
+// micro-step of each replica has two numbers; the odd one is for the embedding's gradient, on GPUs alone.
 static inline uint64_t gradient_sum_key(uint64_t seed, int64_t step, int64_t part) {
     return rng_key(rng_key(seed, 0x4753000000000000ull + (uint64_t)step), (uint64_t)part);
 }
