@@ -800,7 +800,7 @@ static void test_nonfinite(int sums) {
     block.span = 16384;
     char place[640];
     nonfinite_place(&t.table, &state, &block, place, sizeof place);
-    CHECK(strstr(place, "o_proj.weight, element 3 or one of the 16383 behind it; the largest"),
+    CHECK(strstr(place, "o_proj.weight, element 3 or one of the 16383 after it; the largest"),
           "the message names the range: %s", place);
     // Squares that overflow: gradients grow during the backward pass, and the first large one is nearer to the cause
     // than the largest.

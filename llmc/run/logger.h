@@ -37,7 +37,7 @@ typedef struct {
     double loss, norm;  // mean loss over the step's tokens; global gradient norm before clipping
     double learning_rate;
     double seconds;          // time of the whole step
-    int64_t memory;          // bytes in use on the GPU after the first step (CPU trainer: peak of the largest process)
+    int64_t memory;          // GPU: bytes in use after the first step, measured once; CPU: peak of the largest process
     bool skipped;            // the gradient norm was not finite or too large (adamw_accepts)
     StepTimes times;         // parts of `seconds`: from the trainer of this rank, then the mean over all ranks
     const GpuReading *gpus;  // [world_size] when the step is logged; NULL: not all GPUs can be read
@@ -138,7 +138,7 @@ static inline void logger_write_settings(Logger *l, const Options *o, const Mode
 static inline FILE *logger_append(const char *path, int64_t *end) {
     FILE *file = FILE_WORK("fopen", path, fopen(path, "a+"));
     *end = 0;
-    if (!file || setvbuf(file, NULL, _IONBF, 0) || fseeko(file, 0, SEEK_END)) return file;  // not every file has an end
+    if (!file || setvbuf(file, NULL, _IONBF, 0) || fseeko(file, 0, SEEK_END)) return file;  // a pipe cannot seek
     const off_t size = ftello(file);
     *end = size;
     int last = EOF;
@@ -307,8 +307,8 @@ static inline void logger_add_throttle(JsonText *line, const GpuReading *gpus, i
     json_text_add(line, "]");
 }
 
-// Adds the parts of a step's time except computing, its energy, and the readings of all GPUs. Energy and readings that
-// are not known are left out.
+// Adds the parts of a step's time except computing, its energy, and the readings of all GPUs. Leaves out energy that is
+// not known, and all readings if a GPU cannot be read. Any other value that is not known is null.
 static inline void logger_add_times(JsonText *line, const StepRecord *s, int64_t world) {
     logger_add(line, "data_ms", s->times.seconds[TIME_DATA] * 1e3);
     logger_add(line, "communication_ms", s->times.seconds[TIME_COMMUNICATION] * 1e3);
@@ -404,8 +404,8 @@ static inline void logger_links(Logger *l, const char *members) {
     logger_write(l, &line);
 }
 
-// Prints and adds the energy of the steps and of the time since the first step began, if all GPUs report it in every
-// step. Joules per token leave out the first `warmup` steps.
+// If all GPUs report their energy in every step: prints joules per token and the energy since the first step began, and
+// adds both and the energy of the steps to `line`. Joules per token leave out the first `warmup` steps.
 static inline void logger_energy(const Logger *l, JsonText *line, int64_t warmup) {
     double joules = 0, settled = 0;
     for (int64_t i = 0; i < l->count; i++) joules += l->joules[i], settled += i < warmup ? 0 : l->joules[i];
