@@ -1268,7 +1268,7 @@ static float clip_in_backward(Trainer *t, int64_t l) {
 }
 
 // --optimizer-in-backward: averages the gradient of unit l, a layer or ROOT, over the replicas, and updates the unit. A
-// unit with a gradient norm that is not accepted keeps its weights: the run ends after this step. This function also
+// unit whose gradient norm is not accepted keeps its weights, and the run ends after this step. This function also
 // locates gradients that could make the norm of the whole model too large.
 static void update_in_backward(Trainer *t, int64_t l) {
     const int64_t n = shard_elements(&t->plan, l), units = t->d.L + 1;

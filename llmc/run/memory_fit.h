@@ -45,7 +45,7 @@ static inline bool memory_fit_set_recompute(Options *o, int choice, char *words,
     return format_checked(words, capacity, " --recompute %s", names[choice]), true;
 }
 
-// True if --optimizer-in-backward can be added and changes no numbers: it would if the run clips gradients.
+// True if --optimizer-in-backward can be added and changes no numbers. With --grad-clip it would change them.
 static inline bool memory_fit_may_update_early(const Options *o) {
     return !o->optimizer_in_backward && o->grad_clip <= 0 && o->on_nonfinite != NONFINITE_SKIP &&
            o->grad_accumulation_steps == 1 && !options_fp8_gradients(o);
