@@ -119,9 +119,9 @@ typedef struct {
 
 // Flat shard arrays, most of them [plan.total]. bf16 storage is emulated: floats that hold bf16 values. FP16 is stored
 // as such: a step decodes FP16 masters into `master` and updates them there in fp32. With FP16 masters `weights` is the
-// same array as `master`. Between steps it holds the masters' values, rounded to bf16. The layers' matrices are not
-// rounded if they are cast to FP8 from the masters (precision_casts_masters). FP8 gradients are emulated too: floats
-// that are the values of codes with a scale.
+// same array as `master`. Between steps this array holds the masters' values, rounded to bf16. The layers' matrices are
+// not rounded if they are cast to FP8 from the masters (precision_casts_masters). FP8 gradients are emulated too:
+// floats that are the values of codes with a scale.
 typedef struct {
     float *master;                     // master weights, which the optimizer updates
     fp16_bits *fp16_master;            // FP16 masters, else NULL
@@ -145,7 +145,7 @@ typedef struct {
     NonfiniteStep large;  // magnitude and position from find_large, over units whose norm may be too large
 } BackwardUpdate;
 
-// A whole layer's weights, gathered from the shard group: segments as ShardSegment.gathered places them.
+// A whole layer's weights, gathered from the shard group. Its segments lie where ShardSegment.gathered says.
 typedef struct {
     float *values;   // vectors, then matrices unless they were cast ahead
     uint8_t *codes;  // matrices that were cast ahead
@@ -161,7 +161,7 @@ typedef struct {
     GatheredLayer *slots;    // [num_slots]
     int64_t num_slots;       // 1; with --sharding grad_op one for each layer
     uint8_t *codes;          // [L, slice of matrices] with casts_ahead: this rank's part of the FP8 codes
-    bool fp32_sums;          // params.gradients, except FP8 ones, are fp32, else bf16
+    bool fp32_sums;          // true: params.gradients, except FP8 ones, are fp32; false: bf16
     bool fp8_sums;           // params.gradients of the layers' matrices are FP8 (gradient_fp8.h)
     uint32_t *amaxes;        // [entries of the parameter table] fp32 bits: amaxes of FP8 gradients
     bool buffered;           // gradients are computed in the next two arrays, then added to params.gradients
@@ -676,8 +676,8 @@ static void sum_replicas_fp8(Trainer *t, uint8_t *codes, int64_t n) {
 }
 
 // Replaces layer l's gradients of matrices by their mean over the replicas, summed in FP8. The amaxes are over all
-// ranks: those of a shard group have parts of the same tensors. The codes of a tensor lie where backward computes the
-// gradients of matrices, and not on their padding, which must stay zero.
+// ranks, because the ranks of a shard group have parts of the same tensors. The codes are stored, for one tensor at a
+// time, where backward computes the gradients of matrices. They do not reach the padding there, which must stay zero.
 static void reduce_replicas_fp8(Trainer *t, int64_t l) {
     const int64_t replicas = t->comm->replicas;
     const float headroom = gradient_fp8_headroom(replicas);
@@ -1074,7 +1074,8 @@ static void masters_decode(Trainer *t, int64_t begin, int64_t end) {
 }
 
 // Finds the amaxes of whole tensors, entries [begin, end) of the parameter table, by one reduction over the shard
-// group. This rank's amaxes of moments are in params.amaxes already. Those of FP16 masters are found in params.master.
+// group. This rank's amaxes of moments are in params.amaxes already. This function computes those of FP16 masters from
+// params.master.
 static void reduce_tensor_amaxes(Trainer *t, int64_t begin, int64_t end) {
     for (int64_t i = begin; t->params.fp16_master && i < end; i++) {
         const ShardRange r = shard_parameter(&t->table, &t->plan, &t->table.entries[i]);
@@ -1190,8 +1191,8 @@ static void msamp_store(Trainer *t, int64_t i, float factor, const MsampStep *s)
     *tensor_scale(t, STATE_EXP_AVG_SQ_SCALE, i) = scale.exp_avg_sq;
 }
 
-// Updates entry i of the parameter table. Entries that are joined to it (PARAM_JOINED) share groups of COAT's moments:
-// with these it updates all of them, and does nothing for an entry that is joined to an earlier one.
+// Updates entry i of the parameter table. With COAT's moments, the entries that are joined to entry i (PARAM_JOINED)
+// share groups with it, and are updated together with it. If entry i itself is joined to an earlier one, does nothing.
 static void parameter_update(Trainer *t, int64_t i, float factor, const AdamwStep *s) {
     const Options *o = t->o;
     const Params *all = &t->params;
@@ -1241,9 +1242,9 @@ static void weights_update(Trainer *t, int64_t step, double norm) {
     finish_update(t);
 }
 
-// Updates *s with n more gradients, the first of which is element `shard` of the flat shard arrays: with the largest
-// magnitude so far, and with the position, in backward order, of the first gradient that is large beside it
-// (adamw_large). If n gradients are far larger than all before them, those before no longer count.
+// Updates *s with n more gradients, the first of which is element `shard` of the flat shard arrays. Raises s->magnitude
+// to their largest magnitude. Sets s->position to the first gradient, in backward order, that is large compared with
+// that (adamw_large). Gradients of earlier calls count only if the largest of them is still large.
 static void find_large(const Trainer *t, const float *gradients, int64_t shard, int64_t n, NonfiniteStep *s) {
     const BackwardOrder order = shard_backward_order(&t->table, &t->plan);
     const uint32_t before = s->magnitude;
@@ -1267,7 +1268,7 @@ static float clip_in_backward(Trainer *t, int64_t l) {
 }
 
 // --optimizer-in-backward: averages the gradient of unit l, a layer or ROOT, over the replicas, and updates the unit. A
-// unit with a gradient norm that is not accepted keeps its weights: the run ends after this step. This function also
+// unit whose gradient norm is not accepted keeps its weights, and the run ends after this step. This function also
 // locates gradients that could make the norm of the whole model too large.
 static void update_in_backward(Trainer *t, int64_t l) {
     const int64_t n = shard_elements(&t->plan, l), units = t->d.L + 1;

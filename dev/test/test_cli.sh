@@ -231,6 +231,18 @@ timeout -s TERM 3 $trainer tiny $data --num-steps 10000000 --log-every 10000000 
 check "--log-every prints the step at which a signal ends the run" \
     equal "$(printed "$tmp/every.out")" \
     "1 $(sed -n 's/^stopped by signal 15 after step \([0-9]*\);.*/\1/p' "$tmp/every.out")"
+rm -rf "$tmp/every"
+build/synth_stories --out "$tmp/long" --bytes 20000000 --seed 4 >/dev/null
+$trainer tiny $data --val-data "$tmp/long_train.bin" --val-every 3 --val-steps 1000000 --num-steps 50 --log-every 10 \
+    --log-dir "$tmp/every" >"$tmp/every.out" &
+for _ in $(seq 100); do
+    [ "$(grep -c '"type": "step"' "$tmp/every/log.jsonl" 2>/dev/null)" = 3 ] && break
+    sleep 0.1
+done
+kill -TERM $!
+wait $!
+check "--log-every prints the last step if the signal comes during the validation after it" \
+    equal "$(printed "$tmp/every.out")" "1 3"
 
 number() { $trainer llama3.1-8b --dry-run --json | json_number "$1"; }
 check "json_number reads numbers of the JSON plan" \

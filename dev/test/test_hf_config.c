@@ -133,6 +133,7 @@ static void test_refused(void) {
         {LLAMA ", \"mlp_bias\": true}", "mlp_bias"},
         {QWEN2 ", \"num_key_value_heads\": 2, \"use_sliding_window\": true}", "use_sliding_window"},
         {QWEN3 ", \"layer_types\": [\"full_attention\", \"sliding_attention\"]}", "sliding_attention"},
+        {QWEN3 ", \"layer_types\": \"sliding_attention\"}", "layer_types: expected an array, found a string"},
         {LLAMA ", \"quantization_config\": {\"quant_method\": \"fp8\"}}", "quantization_config"},
         {LLAMA ", \"attention_dropout\": 0.1}", "attention_dropout"},
         {LLAMA ", \"partial_rotary_factor\": 0.5}", "partial_rotary_factor"},

@@ -476,7 +476,7 @@ refused 3 2 "shard-size 2 does not divide the 3 ranks" tiny $data --sharding hyb
 refused 2 2 "world-size is for --dry-run" tiny $data --world-size 2
 refused 2 1 "already holds step-00000004" $common --checkpoint-dir "$tmp/ck"
 message="the gradient norm is .* counts as not finite. The problem begins in the .* of layer .*, in backward order, is"
-refused 4 7 "$message in .*, in the part of rank .*; the largest weight there is" \
+refused 4 7 "$message in .*, in the shard of rank .*; the largest weight there is" \
     "$tmp/qwen2" $data --precision fp32 --num-steps 50 --learning-rate 1000
 
 # ---- A row of q_proj in layer 1 has huge values. Every rank searches the weights that it stores. The error of rank 0

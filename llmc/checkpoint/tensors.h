@@ -6,6 +6,8 @@
 #ifndef LLMC_TENSORS_H
 #define LLMC_TENSORS_H
 
+#include <float.h>
+
 #include "../config/hf_config.h"
 #include "../config/options.h"
 #include "../config/shard_plan.h"

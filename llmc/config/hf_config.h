@@ -138,6 +138,8 @@ static inline void hf_refuse_unsupported(const Json *json, const HfClass *c) {
         die_with(EXIT_UNSUPPORTED, "%s: use_sliding_window is true; only full causal attention is supported",
                  json->source);
     const JsonNode *layer_types = hf_member(json, root, "layer_types");
+    if (layer_types && layer_types->type != JSON_ARRAY)
+        die("%s: layer_types: expected an array, found %s", json->source, json_type_name(layer_types->type));
     for (const JsonNode *t = layer_types ? json_first(json, layer_types) : NULL; t; t = json_next(json, t))
         if (strcmp(t->text, "full_attention") != 0)
             die_with(EXIT_UNSUPPORTED, "%s: layer_types has \"%s\"; only \"full_attention\" is supported", json->source,

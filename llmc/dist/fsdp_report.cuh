@@ -27,15 +27,26 @@ static inline void fsdp_print_gathers(const Fsdp *f) {
     if (fsdp_is_sharded(f)) printf("%-26s %s\n", "all-gather dtype", fsdp_gather_dtype(f));
 }
 
+// Returns the dtype in which gradients outside FP8 sums are added up over the ranks of a shard group, or over replicas.
+static inline const char *fsdp_reduce_dtype(const Fsdp *f, bool over_replicas) {
+    const Transport *t = &f->transport;
+    const bool fp32 = over_replicas ? t->fp32_sums : t->kind == TRANSPORT_COPY_ENGINES;
+    return fp32 || t->reduce_dtype == REDUCE_FP32 ? "fp32" : "bf16";
+}
+
 // Prints in one line how the ranks communicate weights and gradients. Call it after fsdp_open_peers, which may change
 // that. Prints nothing for one rank.
 static inline void fsdp_print_transport(const Fsdp *f) {
-    const bool engines = f->transport.kind == TRANSPORT_COPY_ENGINES;
+    const bool engines = f->transport.kind == TRANSPORT_COPY_ENGINES, sharded = fsdp_is_sharded(f);
     if (f->world == 1) return;
     printf("transport %s", engines ? "copy engines" : "NCCL");
-    if (fsdp_is_sharded(f)) printf("; all-gather in %s", fsdp_gather_dtype(f));
-    printf("; gradients reduced in %s%s\n", engines || f->transport.reduce_dtype == REDUCE_FP32 ? "fp32" : "bf16",
-           engines && f->replicas > 1 ? ", over replicas by NCCL" : "");
+    if (sharded) printf("; all-gather in %s", fsdp_gather_dtype(f));
+    printf("; gradients reduced in %s%s",
+           f->transport.reduce_dtype == REDUCE_FP8 ? "fp8, and outside the layers' matrices in " : "",
+           fsdp_reduce_dtype(f, !sharded));
+    if (sharded && f->replicas > 1)
+        printf(", over replicas in %s%s", fsdp_reduce_dtype(f, true), engines ? " by NCCL" : "");
+    printf("\n");
 }
 
 #endif

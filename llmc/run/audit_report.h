@@ -29,7 +29,7 @@ static inline void audit_reduce(const Comm *c, AuditSums *sums, int64_t n) {
 }
 
 // AUDIT_OPERANDS: a linear layer's three GEMMs have two operands each, rowwise or columnwise data of a tensor.
-// AUDIT_WORST: operands that the line of the lowest SQNR names.
+// AUDIT_WORST: the line "lowest SQNR" names at most so many operands.
 enum { AUDIT_OPERANDS = 2 * NUM_GEMMS, AUDIT_WORST = 3 };
 
 typedef struct {
@@ -52,8 +52,8 @@ static inline bool audit_shared(const Precision *p, TensorRole tensor) {
                               recipe_granularity(p->recipe, tensor, COLUMNWISE));
 }
 
-// Returns the sums of one operand of linear layer `id` of layer l; count is 0 if it is bf16 or was in no audit. Rowwise
-// and columnwise data with equal codes count as one.
+// Returns the sums of one operand of linear layer `id` of layer l; count is 0 if it is bf16 or was in no audit. If
+// rowwise and columnwise data have equal codes, the sums are those of both together.
 static inline AuditSums audit_of(const AuditSums *sums, const Precision *p, int64_t l, int id, AuditOperand o) {
     AuditSums s;
     memset(&s, 0, sizeof s);

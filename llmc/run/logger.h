@@ -37,7 +37,7 @@ typedef struct {
     double loss, norm;  // mean loss over the step's tokens; global gradient norm before clipping
     double learning_rate;
     double seconds;          // time of the whole step
-    int64_t memory;          // bytes in use on the GPU after the first step (CPU trainer: peak of the largest process)
+    int64_t memory;          // GPU: bytes in use after the first step, measured once; CPU: peak of the largest process
     bool skipped;            // the gradient norm was not finite or too large (adamw_accepts)
     StepTimes times;         // parts of `seconds`: from the trainer of this rank, then the mean over all ranks
     const GpuReading *gpus;  // [world_size] when the step is logged; NULL: not all GPUs can be read
@@ -53,7 +53,7 @@ typedef struct {
     TokenFlops flops;
     int64_t num_steps, tokens_per_step;
     int64_t log_every;                  // steps between printed lines; 0, 1: every step has one
-    bool ends;                          // the next step to be printed is the last, because a signal ends the run
+    char unprinted[512];                // the line of the latest step if it was not printed, else ""
     double *seconds, *losses, *joules;  // one for each step of this process
     double run_joules;                  // energy of all GPUs since this process's first step; NAN: not known
     RunTimes times;
@@ -138,7 +138,7 @@ static inline void logger_write_settings(Logger *l, const Options *o, const Mode
 static inline FILE *logger_append(const char *path, int64_t *end) {
     FILE *file = FILE_WORK("fopen", path, fopen(path, "a+"));
     *end = 0;
-    if (!file || setvbuf(file, NULL, _IONBF, 0) || fseeko(file, 0, SEEK_END)) return file;  // not every file has an end
+    if (!file || setvbuf(file, NULL, _IONBF, 0) || fseeko(file, 0, SEEK_END)) return file;  // a pipe cannot seek
     const off_t size = ftello(file);
     *end = size;
     int last = EOF;
@@ -246,20 +246,25 @@ static inline void logger_add_throughput(JsonText *line, const Throughput *r) {
     logger_add(line, "sol", r->sol);
 }
 
-// Prints one step's line. Between this process's first and last step, only steps whose number is a multiple of
-// --log-every have one.
-static inline void logger_print_step(const Logger *l, const StepRecord *s, const Throughput *r) {
-    const bool due = l->log_every <= 1 || s->step % l->log_every == 0;
-    char speed[256], width[32];
-    if (!due && l->count > 1 && s->step != l->num_steps && !l->ends) return;
-    format_checked(width, sizeof width, "%lld", (long long)l->num_steps);
-    logger_format_speed(speed, sizeof speed, r, s->seconds, s->memory);
+static inline void logger_print_line(Logger *l) {
     activity_begin(ACTIVITY_FILE, "write", "stdout");
-    printf("step %*lld/%s | loss %.6f | norm %.4f | lr %.3e | %s%s\n", (int)strlen(width), (long long)s->step, width,
-           s->loss, s->norm, s->learning_rate, speed,
-           s->skipped ? " | SKIPPED: gradient norm not finite or too large" : "");
+    printf("%s", l->unprinted);
     fflush(stdout);
     activity_end();
+    l->unprinted[0] = 0;
+}
+
+// Formats one step's line, and prints it unless --log-every leaves it out. This process's first step, step --num-steps
+// and the multiples of --log-every are printed. If a signal ends the run, run_between_steps prints its last step.
+static inline void logger_print_step(Logger *l, const StepRecord *s, const Throughput *r) {
+    char speed[256], width[32];
+    format_checked(width, sizeof width, "%lld", (long long)l->num_steps);
+    logger_format_speed(speed, sizeof speed, r, s->seconds, s->memory);
+    format_checked(l->unprinted, sizeof l->unprinted, "step %*lld/%s | loss %.6f | norm %.4f | lr %.3e | %s%s\n",
+                   (int)strlen(width), (long long)s->step, width, s->loss, s->norm, s->learning_rate, speed,
+                   s->skipped ? " | SKIPPED: gradient norm not finite or too large" : "");
+    const bool due = l->log_every <= 1 || s->step % l->log_every == 0;
+    if (due || l->count <= 1 || s->step == l->num_steps) logger_print_line(l);
 }
 
 // Keeps what the summary needs of a step.
@@ -307,8 +312,8 @@ static inline void logger_add_throttle(JsonText *line, const GpuReading *gpus, i
     json_text_add(line, "]");
 }
 
-// Adds the parts of a step's time except computing, its energy, and the readings of all GPUs. Energy and readings that
-// are not known are left out.
+// Adds the parts of a step's time except computing, its energy, and the readings of all GPUs. Leaves out energy that is
+// not known, and all readings if a GPU cannot be read. Any other value that is not known is null.
 static inline void logger_add_times(JsonText *line, const StepRecord *s, int64_t world) {
     logger_add(line, "data_ms", s->times.seconds[TIME_DATA] * 1e3);
     logger_add(line, "communication_ms", s->times.seconds[TIME_COMMUNICATION] * 1e3);
@@ -404,8 +409,8 @@ static inline void logger_links(Logger *l, const char *members) {
     logger_write(l, &line);
 }
 
-// Prints and adds the energy of the steps and of the time since the first step began, if all GPUs report it in every
-// step. Joules per token leave out the first `warmup` steps.
+// If all GPUs report their energy in every step: prints joules per token and the energy since the first step began, and
+// adds both and the energy of the steps to `line`. Joules per token leave out the first `warmup` steps.
 static inline void logger_energy(const Logger *l, JsonText *line, int64_t warmup) {
     double joules = 0, settled = 0;
     for (int64_t i = 0; i < l->count; i++) joules += l->joules[i], settled += i < warmup ? 0 : l->joules[i];

@@ -8,7 +8,8 @@
 #include "../dist/comm.h"
 
 // Returns the bytes that a run with these options needs on one rank, including memory outside the memory plan. It need
-// not free what it allocates: it is called a few times for --recompute auto, and often only before the process ends.
+// not free what it allocates: --recompute auto calls it a few times; the advice calls it often, but then the process
+// ends.
 typedef int64_t (*MemoryNeeded)(const Options *o, const ModelConfig *m, const Comm *c);
 
 // A run, and the memory that it may use.
@@ -18,7 +19,7 @@ typedef struct {
     const Comm *comm;
     MemoryNeeded needed;
     int64_t available;  // bytes that one rank may use
-    bool ranks_help;    // true: each additional rank would have as many bytes
+    bool ranks_help;    // true: each additional rank brings as many bytes; false: ranks share the memory
 } MemoryFit;
 
 // The changes, in the order in which they are made.
@@ -29,9 +30,9 @@ enum {
     FIT_BF16_MOMENTS,
     FIT_BF16_WEIGHTS,
     FIT_BATCH_1,
-    FIT_RECOMPUTE,  // the changes to --recompute norm, attention, mlp, layer
+    FIT_RECOMPUTE,  // the first of four: --recompute norm, attention, mlp, layer
     FIT_IN_BACKWARD = FIT_RECOMPUTE + RECOMPUTE_LAYER,
-    FIT_FP8_ACTIVATIONS,  // after those to --recompute
+    FIT_FP8_ACTIVATIONS,  // follows the changes to --recompute, some of which rule it out
     FIT_OFFLOAD,
     FIT_CHANGES,
     FIT_MOST_RANKS = 1024
@@ -44,13 +45,13 @@ static inline bool memory_fit_set_recompute(Options *o, int choice, char *words,
     return format_checked(words, capacity, " --recompute %s", names[choice]), true;
 }
 
-// True if --optimizer-in-backward may be added. It would change the numbers of a run that clips gradients.
+// True if --optimizer-in-backward can be added and changes no numbers. With --grad-clip it would change them.
 static inline bool memory_fit_may_update_early(const Options *o) {
     return !o->optimizer_in_backward && o->grad_clip <= 0 && o->on_nonfinite != NONFINITE_SKIP &&
            o->grad_accumulation_steps == 1 && !options_fp8_gradients(o);
 }
 
-// Changes the dtype of the moments or of the master weights, as memory_fit_change.
+// Does the part of memory_fit_change that changes the dtype of the moments or of the master weights.
 static inline bool memory_fit_change_states(Options *o, int change, char *words, size_t capacity) {
     if (o->precision == PRECISION_FP32) return false;
     switch (change) {
@@ -118,8 +119,9 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
 // --recompute norm, attention, mlp and layer add 1%, 9%, 10% and 20% at T 8192 and 2%, 6%, 13% and 17% at T 2048,
 // --optimizer-in-backward adds 2% at most, --fp8-activations 3%, and coat-stochastic 3% at T 8192. `price` orders the
 // combinations. bf16 moments and weights cost no time but change how numbers are rounded, so they have a higher price
-// than the options that cost at most 1% of time. FP8 moments come late, and offloading comes last: how long its copies
-// take depends on much. No change offloads master weights, because bf16 masters cost less time and need less memory.
+// than the options that cost at most 1% of time. FP8 moments have a high price, and offloading has the highest: how
+// long its copies take depends on much. No change offloads master weights, because bf16 masters cost less time and need
+// less memory.
 static const struct {
     int price, percent;
 } memory_fit_costs[FIT_CHANGES] = {
@@ -138,7 +140,7 @@ static const struct {
     {1000, 0},  // FIT_OFFLOAD
 };
 
-// Returns the bytes that a rank of `world` needs with these options.
+// Returns the bytes that each of `world` ranks needs with these options.
 static inline int64_t memory_fit_bytes(const MemoryFit *f, const Options *o, int64_t world) {
     Comm c;
     comm_assume(&c, world);
@@ -150,7 +152,7 @@ static inline int64_t memory_fit_bytes(const MemoryFit *f, const Options *o, int
 typedef struct {
     char words[256];  // its options
     int price, percent;
-    int64_t bytes;  // that the run then needs
+    int64_t bytes;  // that a rank then needs
 } MemoryCombination;
 
 // Applies the changes in `set`, a bit for each. False if one is not possible, or if several set --recompute.

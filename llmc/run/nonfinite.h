@@ -22,9 +22,10 @@ typedef struct {
     // large that the sum of its squares overflowed fp32. NONFINITE_NONE: there is none
     int64_t forward;
     uint32_t magnitude;  // this rank's largest gradient (adamw_magnitude)
-    int64_t position;    // its first large gradient (adamw_large), in the backward order of the rank's shard
-    // 1: magnitude and position are those of single gradients. Larger: gradients are known only in blocks of `span`;
-    // magnitude is the largest norm of a block, and the first block with a large norm begins at position
+    int64_t position;    // this rank's first large gradient (adamw_large): its place in the backward order of the shard
+    // 1: magnitude and position are those of single gradients. Larger: only norms of blocks of `span` gradients are
+    // known. Then magnitude is the largest such norm, and position is that of the element with the lowest index in the
+    // first block, in backward order, whose norm is large
     int64_t span;
 } NonfiniteStep;
 
@@ -122,22 +123,24 @@ static inline const Parameter *nonfinite_gradient(const ParameterTable *t, const
     const int64_t element = backward_position(backward_order(t), (int64_t)first);
     const Parameter *p = t->entries, *last = t->entries + t->count - 1;
     while (p < last && (element < p->offset || element >= p->offset + parameter_elements(p))) p++;
-    char rank[48] = "", which[192] = "the first gradient that is not finite", part[64] = "";
+    char rank[48] = "", which[192] = "the first gradient that is not finite", part[96] = "";
     const float value = float_from_bits(largest);
-    if (step->span > 1) format_checked(part, sizeof part, " or one of the %lld behind it", (long long)(step->span - 1));
+    if (step->span > 1)
+        format_checked(part, sizeof part, " or one of the %lld after it%s", (long long)(step->span - 1),
+                       element + step->span > p->offset + parameter_elements(p) ? ", maybe in another tensor" : "");
     if (isfinite(value) && step->span > 1)
         format_checked(which, sizeof which, "norms of blocks of %lld gradients reach %g, and the first large gradient",
                        (long long)step->span, (double)value);
     else if (isfinite(value))
         format_checked(which, sizeof which, "gradients reach %g, and the first large one", (double)value);
-    if (c->world > 1) format_checked(rank, sizeof rank, ", in the part of rank %lld", (long long)holder);
+    if (c->world > 1) format_checked(rank, sizeof rank, ", in the shard of rank %lld", (long long)holder);
     format_checked(out, capacity, ": %s, in backward order, is in %s, element %lld%s%s", which, p->name,
                    (long long)(element - p->offset), part, rank);
     return p;
 }
 
 // Describes where the first bad value appears: the block of the model, and its largest weight, which is often the
-// cause. Later values may be bad because of it. All ranks call.
+// cause. Bad values elsewhere may only follow from that one. All ranks call.
 static inline void nonfinite_place(const ParameterTable *t, const TrainerState *s, const NonfiniteStep *step, char *out,
                                    size_t capacity) {
     char name[64], gradient[320] = "";

@@ -51,8 +51,8 @@ static inline void plan_json_operand(JsonText *out, const PlanFacts *f, const Re
     json_text_add(out, "}");
 }
 
-// Adds the three GEMMs of linear layer `s`, for the layers that have it in recipe r. `id`: its LinearId; -1: lm_head,
-// which is in no layer.
+// Adds the three GEMMs of linear layer `s`, with the numbers of the model's layers in which it has recipe r. `id`: its
+// LinearId; -1: lm_head, which is in no layer.
 static inline void plan_json_linear(JsonText *out, const PlanFacts *f, const LinearShape *s, int id, const Recipe *r) {
     const Precision *p = f->precision;
     for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {

@@ -86,8 +86,9 @@ static inline void run_export(const RunSetup *s, const Options *o, int64_t steps
     activity_phase(PHASE_END, steps_done);
 }
 
-// Ends a run after its last step. If a signal (stop; 0: none) stopped it before --num-steps, prints the signal; else
-// exports the weights with --export-hf. Dies if the export fails, or if the last save failed.
+// Ends a run after its last step. Exports the weights with --export-hf, unless a signal (stop; 0: none) stopped the run
+// before --num-steps; dies if the export fails. Then dies if the last save failed. Prints the signal that stopped the
+// run if the last save did not fail.
 static inline void run_end(const RunSetup *s, const Options *o, int stop, int64_t steps_done, const ParameterTable *t,
                            const TrainerState *state) {
     const bool early = stop && steps_done < o->num_steps;

@@ -26,14 +26,16 @@ typedef struct {
     bool continues;  // --resume finds checkpoints: the run continues from one (or dies), not from MODEL's weights
     const char *model_folder;  // NULL: a preset
     bool load_weights;         // the folder has weights to start from
-    DataLoader train, val;  // num_shards 0 if not opened: without --val-data, and in a dry run that needs no vocabulary
+    DataLoader train, val;  // num_shards 0: not opened (val: no --val-data; both: a dry run that knows the vocabulary)
     DataIdentity data;      // identity of `train`
     DataIdentity val_data;  // identity of `val`
     char checkpoint[PATH_CAPACITY];  // to continue from; "": none
     TrainerProgress start;           // that checkpoint's progress, or 0
-    CheckpointSteps passed_over;  // kept by all saves: damaged checkpoints after `start`, older ones of other programs
-    int64_t saved_step;           // the latest step with a checkpoint; 0: none
-    bool save_failed;             // the latest save failed, for this reason:
+    // checkpoints that checkpoint_prune keeps: later ones that --resume skipped, and old ones that are not this
+    // program's
+    CheckpointSteps passed_over;
+    int64_t saved_step;  // the latest step with a checkpoint; 0: none
+    bool save_failed;    // the latest save failed, for this reason:
     Failure save_failure;
     bool filter_decided;    // --fp8-filter was auto, and is now fp8_filter
     char fp8_filter[1024];  // the filter that auto stands for
@@ -54,8 +56,9 @@ __attribute__((noreturn)) static inline void run_setup_die_damaged(const Options
     die("MODEL %s: %s. Copy it again, or give --no-verify to start from it as it is", o->model, failure->text);
 }
 
-// If the run starts from the weights in MODEL's folder: compares its files, but for optimizer state, with the hashes
-// that were saved there, if there are any, on one rank of each host. Dies, on all ranks, if a file is damaged.
+// If the run starts from the weights in MODEL's folder, without --no-verify: one rank of each host compares the
+// folder's files with the hashes that were saved there, if there are any. It leaves out optimizer state. If a file is
+// damaged, all ranks die.
 static inline void run_setup_verify_weights(const RunSetup *s, const Options *o, const Comm *c) {
     Failure failure;
     if (!s->load_weights || s->continues || o->no_verify) return;
@@ -91,7 +94,7 @@ static inline void run_setup_check_tables(const RunSetup *s, const DataLoader *d
     format_checked(known, sizeof known, "%s", first);
     for (int64_t i = 0; i < dl->num_shards; i++) {
         tokenizer_path(path, sizeof path, dl->shards[i].path);
-        if (strcmp(path, known) == 0) continue;  // shards of one name share a table
+        if (strcmp(path, known) == 0) continue;  // its table was checked before
         Tokenizer tok = tokenizer_open(path);
         if (tok.count && !tokenizer_same(&tok, &s->tokenizer))
             die("%s belongs to the tokenizer table %s (%lld tokens, separator %lld), but the first training shard "
@@ -109,7 +112,8 @@ static inline void run_setup_describe(JsonText *text, const char *name, const ch
     json_text_add(text, "%s%c%s%c", name, 0, value, 0);
 }
 
-// Writes to `out` in which value two descriptions differ first; or that they differ, if their names differ before that.
+// Writes to `out` the first value in which two descriptions differ. If a name differs before that, writes only that the
+// settings differ.
 static inline void run_setup_difference(const char *here, const char *here_end, const char *first,
                                         const char *first_end, char *out, size_t capacity) {
     for (const char *a = here, *b = first; a < here_end && b < first_end;) {
@@ -136,7 +140,7 @@ static inline void run_setup_compare(const Comm *c, JsonText *mine, const char *
     const bool same = size == (int64_t)mine->size && memcmp(first, mine->data, mine->size) == 0;
     const double other = comm_min(c, COMM_WORLD, (double)(same ? c->world : c->rank));
     if (other == (double)c->rank) {
-        die_hook()->before = NULL;  // no other rank prints this error
+        die_hook()->before = NULL;  // do not wait for rank 0: it prints no error
         run_setup_difference(mine->data, mine->data + mine->size, first, first + size, difference, sizeof difference);
         die_with(EXIT_USAGE, "%s; %s", difference, fix);
     }
@@ -312,9 +316,9 @@ static inline void run_setup_shard_size(Options *o, const Comm *c) {
 }
 
 // Checks the options, resolves them (options_resolve), and opens the model and the data that they name, on every rank.
-// A dry run opens data only for the vocabulary, and ends there. Else one rank of each host reads all data once, and
-// rank 0 checks that it can write the run's folders. Dies with the reason. Clears --log-dir on all ranks but 0, which
-// writes the log.
+// A dry run opens data only if the vocabulary comes from it. In any other run one rank of each host reads all data
+// once, to check the tokens, and rank 0 checks that it can write the run's folders. Dies with the reason. Clears
+// --log-dir on all ranks but 0, which writes the log.
 static inline RunSetup run_setup(Options *o, const Comm *c, CheckSupported check_supported) {
     RunSetup s;
     char message[512];

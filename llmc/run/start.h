@@ -165,8 +165,9 @@ typedef struct {
     char **argv;
 } StartOptions;
 
-// True if an option is printed: on the line of options if the command line names it and the program did not change it;
-// on the line of `derived` options if the program set it, also if another option (--msamp) did, and start_concerns.
+// True if an option is printed. The line of options has each option that the command line names, unless the program
+// changed its value. The line of `derived` options has each option that the program or another option (--msamp) set, if
+// start_concerns is true for it.
 static inline bool start_prints(const StartOptions *s, const OptionRow *row, bool derived) {
     char value[PATH_CAPACITY], given[PATH_CAPACITY], standard[PATH_CAPACITY];
     const Options defaults = options_default();

@@ -70,9 +70,9 @@ static inline bool output_lost(const char *consequence) {
 
 static inline void output_end(void) { output_lost(""); }
 
-// Ignores SIGPIPE, before any work: writing to a closed pipe then fails, but does not end the run. A dry run ends, as
-// is usual for output piped to head. Opens /dev/null for closed standard streams, so that no file gets descriptor 0, 1
-// or 2.
+// Ignores SIGPIPE, before any work: writing to a closed pipe then fails, but does not end the run. A dry run does not
+// ignore it: a closed pipe ends it, as is usual for output piped to head. Opens /dev/null for closed standard streams,
+// so that no file gets descriptor 0, 1 or 2.
 static inline void output_survive(const Options *o) {
     *output_loss_stops() = o->on_output_lost == OUTPUT_LOST_STOP;
     for (int fd = 0; fd <= 2; fd++)

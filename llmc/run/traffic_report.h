@@ -60,7 +60,7 @@ static inline void traffic_print_estimate(const TrafficFacts *f, const Traffic *
            e.total * 1e3, tokens, mfu, e.work * 1e3, e.exchange * 1e3, (e.total - e.work) * 1e3);
 }
 
-// Prints the traffic if there are several ranks, and the estimate; or why one of them is missing.
+// Prints the traffic, if there are several ranks, and the estimate of the step's time, or why there is none.
 static inline void traffic_print(const TrafficFacts *f) {
     const Traffic t = traffic_of_run(f);
     const TrafficRanks *r = &t.ranks;

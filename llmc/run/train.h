@@ -29,7 +29,7 @@ typedef struct {
 // operation, except where a comment says otherwise.
 typedef struct {
     const char *program;  // "train_fp8", "train_fp8cu"
-    int64_t steps_ahead;  // steps that are started before an earlier step is reported
+    int64_t steps_ahead;  // how many later steps start before a step is reported; 0: none
 
     // Dies if model or options are not supported. Called in run_setup, and again when --fp8-filter auto is decided.
     CheckSupported check_supported;
@@ -48,7 +48,7 @@ typedef struct {
     void (*print_gemms)(const void *t);
     // Takes the memory that describe planned, and clears it. Prints at most three lines (start.h).
     void (*create)(void *t, const Arena *memory);
-    // Returns what --check-links needs. Called after create. The measurements leave the trainer's memory clear.
+    // Returns what --check-links needs. Called after create. The measurements leave the memory as create left it.
     LinkOps (*links)(void *t);
     void (*initialize)(void *t);       // random weights, by --seed
     void (*weights_changed)(void *t);  // after initialize, or after TrainerState.write
@@ -57,7 +57,7 @@ typedef struct {
     // Starts optimizer step `step` (counted from 0) on the samples from first_sample on. after_pause: the first step,
     // or something else ran since the step before.
     void (*start_step)(void *t, DataLoader *data, int64_t step, int64_t first_sample, bool after_pause);
-    // Waits for the step. Sets loss, norm and skipped, equal on all ranks, and this rank's seconds, times and memory.
+    // Waits for the step. Sets loss, norm and skipped, equal on all ranks, this rank's seconds and times, and memory.
     StepRecord (*finish_step)(void *t, int64_t step);
     // Returns what this rank knows of a step whose gradient norm is not accepted, after finish_step.
     NonfiniteStep (*nonfinite)(void *t, const StepRecord *s);
@@ -67,8 +67,8 @@ typedef struct {
     // Runs the forward pass on this rank's part of batch number `batch`. Returns the loss of each token [B][T].
     const float *(*token_losses)(void *t, DataLoader *data, int64_t batch);
     NextLogits next_logits;
-    // Waits for all started work. As long as no step has been applied, drops the scales that validation or samples gave
-    // to tensors. May be NULL.
+    // Waits for all started work. If no step has been applied yet (--on-nonfinite skip), also drops the delayed scales
+    // that validation or samples made. May be NULL.
     void (*settle)(void *t);
     // Prints the profile of the last step, if there is one, and adds its rows to a JSON array. May be NULL.
     void (*print_profile)(void *t, double peak_bf16, JsonText *parts);
@@ -98,8 +98,8 @@ typedef struct {
 
 // ---- steps
 
-// Returns the sequences that all ranks have seen after `steps_done` steps. Adds those since the checkpoint to the
-// checkpoint's number, since ranks, batch size and accumulation may have changed there.
+// Returns the number of sequences that all ranks together have seen after `steps_done` steps. The checkpoint that the
+// run continues from says how many came before it: ranks, batch size and accumulation may have been different then.
 static inline int64_t run_samples_seen(const Run *run, int64_t steps_done) {
     const Options *o = &run->options;
     const int64_t per_step = o->grad_accumulation_steps * run->comm.world * o->batch_size;
@@ -113,7 +113,8 @@ typedef struct {
     double joules;  // that the rank's GPU used in this step
 } RankStep;
 
-// Replaces the parts of the step's time by their mean over all ranks, and adds the readings and energy of all GPUs.
+// Replaces the parts of the step's time by their mean over all ranks. Sets the readings of all GPUs and the sum of
+// their energy.
 static inline void run_gather_step(Run *run, StepRecord *s) {
     const int64_t world = run->comm.world;
     RankStep *ranks = (RankStep *)xcalloc((size_t)world, sizeof *ranks), *own = &ranks[run->comm.rank];
@@ -135,7 +136,8 @@ static inline void run_gather_step(Run *run, StepRecord *s) {
     free(ranks);
 }
 
-// Waits for step `step`, counted from 0, and logs it. Reports a step whose norm is not accepted, which may end the run.
+// Waits for step `step`, counted from 0, and logs it. First reports it if its norm is not accepted: that may end the
+// run.
 static inline StepRecord run_report_step(Run *run, int64_t step) {
     StepRecord s = run->ops->finish_step(run->trainer, step);
     s.step = step + 1;
@@ -189,9 +191,9 @@ static inline void run_report_audit(Run *run, int64_t done) {
     audit_finish(&run->comm, &run->logger, done, run->step_audit, run->audit, run->parts.precision);
 }
 
-// Audits, validates, samples and saves as due after `done` steps. `stop`: the signal that ends the run here, so that it
-// only audits if that is due, and saves with --checkpoint-dir; 0: none. Returns that signal, one that came meanwhile
-// (then it saves too), or 0.
+// Audits, validates, samples and saves as due after `done` steps. `stop`: the signal that ends the run here; 0: none.
+// After a signal, also one that comes meanwhile, it does not validate or sample, but saves if --checkpoint-dir is
+// given. Returns the signal, or 0.
 static inline int run_between_steps(Run *run, int64_t done, Due due, int stop) {
     const Options *o = &run->options;
     const Comm *c = &run->comm;
@@ -204,6 +206,7 @@ static inline int run_between_steps(Run *run, int64_t done, Due due, int stop) {
     }
     run_settle(run);
     if (!stop) stop = stop_requested(c);
+    if (stop) logger_print_line(&run->logger);
     if (due.save || (stop && *o->checkpoint_dir)) {
         const TrainerProgress progress = {done, run_samples_seen(run, done)};
         run_save(&run->setup, o, &progress, run->parts.table, &run->parts.state, due.last || stop, &run->logger);
@@ -229,10 +232,7 @@ static inline int64_t run_steps(Run *run, int *stop) {
         // On the GPU, a step's line is printed while the next step runs, so that the GPU does not wait for the host.
         // Before anything else is done, all lines are printed.
         const bool pause = *stop || due.last || due.audit || due.validate || due.sample || due.save;
-        for (; reported < (pause ? done : done - ops->steps_ahead); reported++) {
-            run->logger.ends = *stop && reported + 1 == done;
-            run_report_step(run, reported);
-        }
+        for (; reported < (pause ? done : done - ops->steps_ahead); reported++) run_report_step(run, reported);
         if (pause) *stop = run_between_steps(run, done, due, *stop);
         after_pause = pause;
     }
