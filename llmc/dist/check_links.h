@@ -11,7 +11,8 @@
 // its host, and number k of each other host, but at most LINKS_PARTNERS of either kind. A rank is slow over a path
 // (NVLink, PCIe, ...) if its best pair over that path is below LINKS_SLOW of the median of the other ranks' best pairs
 // over it. A pair of two ranks that are not slow is slow if it is below LINKS_SLOW of the median of all pairs over its
-// path. A path with one pair has no slow rank and no slow pair. GPUs are compared too (LINKS_SLOW_GPU).
+// path. A path with one pair has no slow rank and no slow pair. A rank is also slow if its GPU copies or computes GEMMs
+// at less than LINKS_SLOW_GPU of the median of the other ranks.
 #ifndef LLMC_CHECK_LINKS_H
 #define LLMC_CHECK_LINKS_H
 
@@ -29,7 +30,7 @@
 
 enum {
     LINKS_RUNS = 50,      // the most repetitions
-    LINKS_PARTNERS = 31,  // the most partners of a rank on its host, and on other hosts
+    LINKS_PARTNERS = 31,  // the most partners of a rank on its own host; and the most on other hosts
     LINKS_FAULTS = 16     // slow ranks and links that are named; more are counted
 };
 
@@ -80,7 +81,7 @@ typedef struct {
 typedef char LinkHost[64];
 
 typedef struct {
-    int64_t count;  // including those without room
+    int64_t count;  // number of faults, also of those for which `text` has no room
     char text[LINKS_FAULTS][256];
 } LinkFaults;
 

@@ -20,8 +20,8 @@
 #include "../cuda/cuda_utils.cuh"
 
 // Largest number of multiprocessors (SMs) for a collective. Each block of NCCL occupies one SM, also while it waits for
-// data, and GEMMs that run at the same time lose it. More blocks move data faster. 16 are about an eighth of an H200's
-// SMs; NCCL's default may be up to 32.
+// data; GEMMs that run at the same time cannot use that SM. More blocks move data faster. 16 are about an eighth of an
+// H200's SMs; NCCL's default may be up to 32.
 #define NCCL_MAX_CTAS 16
 
 // Largest number of pending operations (collectives or copies); the host waits before it enqueues more.

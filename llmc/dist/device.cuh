@@ -114,7 +114,8 @@ static inline int64_t nccl_overhead(const Comm *comm) {
 // Estimates the bytes of GPU memory in use outside the arena, for the memory plan.
 static inline int64_t memory_overhead(const Comm *comm) { return CUDA_OVERHEAD_BYTES + nccl_overhead(comm); }
 
-// Returns the bytes that this rank may take: what is free, plus CUDA's part of memory_overhead, which is in use by now.
+// Returns the bytes that the memory plan may take: free memory, plus CUDA_OVERHEAD_BYTES, which the plan counts and
+// CUDA has already allocated.
 static inline int64_t memory_available(const Comm *) {
     size_t available = 0, total = 0;
     CUDA_CHECK(cudaMemGetInfo(&available, &total));
