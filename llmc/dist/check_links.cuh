@@ -18,8 +18,8 @@
 
 enum { GPU_LINKS_GEMM_SIZE = 8192, GPU_LINKS_GEMM_ALIGNMENT = 256, GPU_LINKS_GEMM_RUNS = 20 };
 
-// Smaller GEMMs and copies are not measured. They take only microseconds, no longer than their launches, so their times
-// say nothing about the GPU: with a model of 36M parameters, two equal GPUs differed by 34%.
+// Smaller GEMMs and copies are not measured. They take some microseconds, about as long as their launches, so their
+// times say little about the GPU: with a model of 36M parameters, two equal GPUs differed by 34%.
 enum { GPU_LINKS_LEAST_GEMM = 2048, GPU_LINKS_LEAST_COPY = 64 << 20 };
 enum { NVML_P2P_READ = 0, NVML_P2P_NVLINK = 2 };  // nvmlGpuP2PCapsIndex_t; the status 0 means that it works
 

@@ -65,7 +65,7 @@ static inline Mesh **comm_mesh(void) {
     return &mesh;
 }
 
-// Called by die() before it prints the error (die_hook()->before) if MPI started the ranks. Ranks other than 0 wait.
+// Called by die() before it prints the error (die_hook()->before) if MPI started the ranks. Rank 0 does not wait.
 static inline void comm_wait_before_dying(void) {
     int rank = 0;
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
@@ -73,8 +73,8 @@ static inline void comm_wait_before_dying(void) {
     while (rank > 0 && seconds_now() - start < COMM_SILENCE_SECONDS) usleep(50000);  // a signal may interrupt usleep
 }
 
-// Called instead of comm_wait_before_dying if there is a mesh. Ranks other than 0 wait for a notice of an earlier error
-// on another rank, and then end without printing theirs. Higher ranks wait longer: if rank 0 was lost, rank 1 prints.
+// Called instead of comm_wait_before_dying if there is a mesh. If a rank other than 0 gets another rank's notice of an
+// error meanwhile, it ends and does not print its own. Higher ranks wait longer: if rank 0 was lost, rank 1 prints.
 static inline void comm_wait_for_notice(void) {
     Mesh *m = *comm_mesh();
     if (m->rank > 0) mesh_await_notice(m, COMM_SILENCE_SECONDS + 0.25 * (double)min_i64(m->rank - 1, 40));
