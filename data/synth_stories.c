@@ -208,7 +208,7 @@ typedef struct {
 
 static int story_pick(Story *s, int n) { return (int)(rng_u64(s->key, s->draws++) % (uint64_t)n); }
 
-// Copies one of the '|' separated alternatives of `text`.
+// Copies one alternative of `text`, picked at random. '|' separates the alternatives.
 static void story_pick_alternative(Story *s, const char *text, char *out, size_t capacity) {
     const char *starts[MAX_ALTERNATIVES];
     int n = 0;
@@ -279,7 +279,7 @@ static void story_put(Story *s, char c) {
     s->text[s->length++] = c;
 }
 
-// Fills the slots of a sentence into `out`; articles are still ARTICLE.
+// Copies a sentence to `out` with its slots filled. The slot {a} becomes ARTICLE, which story_append_beat replaces.
 static void fill_sentence(Story *s, const char *sentence, char *out, size_t capacity) {
     size_t n = 0;
     for (const char *p = sentence; *p;) {

@@ -49,8 +49,8 @@ class BadInput(Exception):
     """Ends the program with a message."""
 
 
-# ---- tokenizers: name, separator id, vocabulary size, encode(list of texts) -> lists of ids, table() -> bytes of each
-# id
+# ---- tokenizers. Each has: name; separator, an id; vocabulary, the number of ids; encode(texts): the ids of each text;
+# table(): the bytes of each id
 
 
 class ByteTokenizer:
@@ -384,8 +384,8 @@ class TableFile(OutputFile):
 
 
 class Progress:
-    """A line on stderr. On a terminal it is rewritten; elsewhere new lines are at least ten seconds apart, but the
-    last."""
+    """A line on stderr. A terminal shows one line that is rewritten. Elsewhere a new line comes at most every ten
+    seconds, and one at the end."""
 
     def __init__(self, title):
         self.title, self.start, self.shown, self.first = title, time.monotonic(), time.monotonic(), None
@@ -475,7 +475,7 @@ def prepare(options):
             )
         if not val_shard.stories:
             raise BadInput(
-                f"no story is left for validation: give --val-text FILE"
+                f"no story for validation: give --val-text FILE with at least one story"
                 + ("" if val else f", or at least {VAL_EVERY} stories")
             )
         for output in outputs:

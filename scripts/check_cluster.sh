@@ -45,7 +45,7 @@ await() {
 }
 
 # ---- The cluster: its own key, sockets, ports and folders. No accounting, and no cgroups, which a container may lack.
-# A job that is put back into the queue waits for cred_expire seconds (120 by default).
+# A job that is put back into the queue waits for cred_expire seconds, so these are 5 here instead of 120.
 
 export SLURM_CONF=$tmp/slurm.conf OMP_NUM_THREADS=1
 port=$((17000 + 3 * ($$ % 5000)))
@@ -121,7 +121,7 @@ build/synth_stories --out "$tmp/s" --bytes 200000 --seed 3 >/dev/null
 steps=120 every=20
 common=(tiny --train-data "$tmp/s_train.bin" --sequence-length 128 --batch-size 4 --deterministic --num-steps $steps)
 
-# Submits job $1, which saves every $every steps. Sets `job` to Slurm's number of it.
+# Submits job $1, which saves every $every steps. Sets `job` to its job id.
 submit() {
     job=$(TRAINER=./train_fp8 sbatch --parsable --nodes 2 --ntasks-per-node 1 --gpus-per-node 1 --time 10 \
         --output "$tmp/$1.out" scripts/slurm.sbatch "${common[@]}" --checkpoint-dir "$tmp/$1" \

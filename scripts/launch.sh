@@ -1,5 +1,5 @@
 # Functions that start a trainer, sourced by sweep.sh, run_recipes.sh, run_common.sh and tests. The sourcing script sets
-# the variable `trainer` and, if the command is not plain mpirun, `mpirun`.
+# the variable `trainer`. If another command than mpirun starts several ranks, the script sets `mpirun` to it.
 
 export LC_ALL=C  # with a decimal comma, awk, printf and sort -n would read and write other numbers
 

@@ -81,7 +81,7 @@ check_memory() {
 }
 
 # Prints an estimate of the run's GPU hours, and of their price if PRICE is set, then the disk space that checkpoints
-# need. Ends the script if the free space and the checkpoints that are there together are less, except with --dry-run.
+# need. Without --dry-run, ends the script if they need more than the free space plus that of the checkpoints there.
 # The hours are those of an H200 at an MFU of 50%; large models in FP8 are faster.
 print_cost() {
     # awk's output goes into $text because awk fails on a closed pipe, and its status means "too little space".
@@ -140,7 +140,7 @@ start_trainer() {
     child=$!
     set +m
     while kill -0 "$child" 2>/dev/null; do wait "$child" 2>/dev/null; done
-    # bash keeps the child's status. The loop's wait may have returned a signal's status, or not have run at all.
+    # The loop's wait may have returned a signal's status, or the child may have ended before it. bash keeps the status.
     wait "$child" 2>/dev/null
     status=$?
     child=""

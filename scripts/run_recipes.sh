@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains one model in BF16 and in FP8 recipes, all or some, with FP8 audits. Ends with a table of losses and speeds.
-# See --help.
+# Trains one model in BF16 and in FP8 recipes (all, or those of --recipes), with FP8 audits. Ends with a table of losses
+# and speeds. See --help.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/launch.sh

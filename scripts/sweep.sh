@@ -214,7 +214,7 @@ recall() {
     if [ -f "$dir/result" ]; then IFS=$'\t' read -r kind seconds message <"$dir/result"; fi
 }
 
-# Runs the command and records how it ended. It has its own process group, so that only stop() passes Ctrl-C to it.
+# Runs the command and records how it ended. The command has its own process group: only stop() passes Ctrl-C to it.
 run_one() {
     local begin=$SECONDS status
     rm -f "$dir/result" "$dir/log.jsonl"
@@ -342,8 +342,8 @@ settings() {
         "trainer options ${extra[*]-}"
 }
 
-# Writes the settings to settings.txt. They may change until a run has finished: then the results of earlier runs, which
-# did not finish, are removed. After that, other settings end the script.
+# Writes the settings to settings.txt. If an earlier start had other settings: ends the script if one of its runs has
+# finished; else removes the results of its runs.
 note_settings() {
     if [ -e "$out/settings.txt" ] && ! settings | cmp -s - "$out/settings.txt"; then
         settings | diff "$out/settings.txt" - >&2

@@ -132,7 +132,7 @@ def detectable_difference(standard_error, degrees):
         return 0.0
     factor = _t_factor(degrees)
 
-    # The other tail holds nothing at this power. A root is known to lie in the bracket for all degrees from 1 on.
+    # Intervals that exclude 0 on the other side are too rare to count. The bracket holds the root for all degrees >= 1.
     shift = optimize.brentq(lambda shift: stats.nct.sf(factor, degrees, shift) - POWER, 0, 1.4 * factor + 1)
     return float(standard_error * shift)
 

@@ -54,7 +54,7 @@ import hf_train
 import torch
 from accelerate import Accelerator
 
-# Values as in hf_train.MODELS.
+# The fields of hf_train.MODELS, in its order.
 hf_train.MODELS["small"] = (hf_train.LLAMA, 256, 768, 4, 8, VOCABULARIES["small"], 32, True, 1e4, 1e-5, None)
 
 

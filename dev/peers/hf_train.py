@@ -28,7 +28,7 @@ MASTERS = ("bf16", "fp32", "sr", "sr_mv32", "sr_mvplain")
 LLAMA, QWEN = ("LlamaConfig", "LlamaForCausalLM"), ("Qwen3Config", "Qwen3ForCausalLM")
 
 # Classes, hidden size, intermediate size, layers, heads, vocabulary, head size, tied embeddings, RoPE theta, eps, and
-# the factor of Llama 3's RoPE scaling.
+# the factor of Llama 3's RoPE scaling (None: no scaling).
 MODELS = {
     "llama3.2-1b": (LLAMA, 2048, 8192, 16, 32, 128256, 64, True, 5e5, 1e-5, 32.0),
     "llama3.2-3b": (LLAMA, 3072, 8192, 28, 24, 128256, 128, True, 5e5, 1e-5, 32.0),
@@ -62,9 +62,9 @@ def parse_arguments():
     p.add_argument("--lr", type=float, default=1e-5, help="learning rate (1e-5)")
     p.add_argument("--clip", type=float, default=0.0, help="largest gradient norm; 0: off (0)")
     p.add_argument("--masters", choices=MASTERS, default="bf16",
-                   help="master weights: bf16 rounded to nearest; fp32 (with autocast, or FSDP2's mixed precision); "
-                   "bf16 rounded stochastically, with Adam states in bf16 rounded stochastically (sr), in fp32 "
-                   "(sr_mv32) or in bf16 rounded to nearest (sr_mvplain) (bf16)")
+                   help="master weights (bf16). bf16: rounded to nearest; fp32: with autocast, or FSDP2's mixed "
+                   "precision; sr, sr_mv32, sr_mvplain: bf16 rounded stochastically, with Adam states in bf16 rounded "
+                   "stochastically (sr), in fp32 (sr_mv32) or in bf16 rounded to nearest (sr_mvplain)")
     p.add_argument("--compile", choices=("layer", "none"), default="layer", help="torch.compile each layer, or nothing")
     p.add_argument("--ac", action="store_true", help="activation checkpointing: recompute each layer in backward")
     p.add_argument("--data", metavar="SHARD", help="training shard (data/README.md); without: random token ids")

@@ -156,7 +156,7 @@ def test_bad_inputs(folder):
         (["--tokenizer", "bytes", "--text", f"{folder}/none.txt", *to], "none.txt: no such text file"),
         (["--tokenizer", "bytes", "--text", f"{folder}/empty.txt", "--val-text", text, *to], "no whole story in"),
         (["--tokenizer", "bytes", "--text", text, "--val-text", f"{folder}/empty.txt", *to],
-         "no story is left for validation"),
+         "no story for validation"),
         (["--tokenizer", "bytes", "--text", text, *to], "at least 50 stories"),
         (["--tokenizer", "bytes", "--text", text, "--fraction", "0.001", "--val-text", text, *to], "no whole story in"),
         ([*good, "--fraction", "0"], "a number above 0 and at most 1 is expected"),

@@ -1,6 +1,6 @@
 // Messages between the watcher threads of all ranks (watch.h), in rows of a fixed size.
-// At most one row is on its way to each rank. Rows use an MPI communicator of their own, or the second connections of
-// mesh.h. No call blocks, except beats_open.
+// A row is one message. At most one row of this rank is on its way to each other rank. Rows use an MPI communicator of
+// their own, or the second connections of mesh.h. Only beats_open blocks.
 #ifndef LLMC_BEATS_H
 #define LLMC_BEATS_H
 
@@ -16,7 +16,7 @@ typedef struct {
     bool parts;             // beats_part was called
 } Beats;
 
-// Opens messages of `bytes` between all ranks. All ranks call it. Returns false if the MPI of a rank does not allow
+// Opens rows of `bytes` between all ranks. All ranks call it. Returns false if the MPI of a rank does not allow
 // several threads to call it at the same time. *comm must stay where it is until beats_free.
 static inline bool beats_open(Beats *b, const Comm *comm, int64_t bytes) {
     int provided = MPI_THREAD_SINGLE, lowest = MPI_THREAD_SINGLE;
@@ -36,7 +36,7 @@ static inline bool beats_open(Beats *b, const Comm *comm, int64_t bytes) {
     return true;
 }
 
-// True if no row to a rank is on its way.
+// True if no row of this rank to `rank` is on its way.
 static inline bool beats_sent(Beats *b, int64_t rank) {
     int done = 1;
     if (b->comm->mesh) return mesh_flush_to(b->comm->mesh, rank);
@@ -44,7 +44,7 @@ static inline bool beats_sent(Beats *b, int64_t rank) {
     return done;
 }
 
-// Sends a row to a rank, or drops it if the row before is still on its way.
+// Sends a row to a rank. Drops this row if an earlier row to that rank is still on its way.
 static inline void beats_send(Beats *b, int64_t rank, const void *row) {
     if (!beats_sent(b, rank)) return;
     if (b->comm->mesh) {
@@ -71,8 +71,8 @@ static inline int64_t beats_receive(Beats *b, void *row) {
 // Returns a rank whose process was lost, or -1. With MPI it is always -1: mpirun itself ends the other ranks.
 static inline int64_t beats_gone(const Beats *b) { return b->comm->mesh ? mesh_gone(b->comm->mesh) : -1; }
 
-// Ends the messages of all ranks. Call it, and beats_receive, until it returns true. From then on no rank sends a row,
-// and this thread does not call MPI.
+// Ends the rows of all ranks. On each rank the watcher calls beats_receive and beats_part in turn until beats_part
+// returns true. From then on no rank sends a row, and this thread does not call MPI.
 static inline bool beats_part(Beats *b) {
     if (b->comm->mesh) return mesh_part(b->comm->mesh);
     bool sent = true;

@@ -1,8 +1,8 @@
 // --check-links on GPUs: the collectives of FSDP, pairs of GPUs by copy engines or NCCL, and each GPU alone.
 //
-// All of it uses memory that is zero before and after. The collectives gather and sum zeros. Pairs, and each GPU alone,
-// use this rank's sums of gradients. NCCL's pairs have a communicator of their own, since NCCL keeps buffers for each
-// pair of ranks until the communicator is destroyed.
+// The measurements use the trainer's memory, which is zero before and after them. The collectives gather and sum zeros.
+// Pairs, and the copies and GEMMs of one GPU, use the memory of this rank's sums of gradients. NCCL's pairs have a
+// communicator of their own: NCCL keeps buffers for each pair of ranks until the communicator is destroyed.
 #ifndef LLMC_CHECK_LINKS_CUH
 #define LLMC_CHECK_LINKS_CUH
 
@@ -18,15 +18,15 @@
 
 enum { GPU_LINKS_GEMM_SIZE = 8192, GPU_LINKS_GEMM_ALIGNMENT = 256, GPU_LINKS_GEMM_RUNS = 20 };
 
-// Smaller GEMMs and copies take some microseconds, as their launches do, and say nothing of the GPU: with a model of
-// 36M parameters two equal GPUs differed by 34%.
+// Smaller GEMMs and copies are not measured. They take some microseconds, about as long as their launches, so their
+// times say little about the GPU: with a model of 36M parameters, two equal GPUs differed by 34%.
 enum { GPU_LINKS_LEAST_GEMM = 2048, GPU_LINKS_LEAST_COPY = 64 << 20 };
 enum { NVML_P2P_READ = 0, NVML_P2P_NVLINK = 2 };  // nvmlGpuP2PCapsIndex_t; the status 0 means that it works
 
 // Each rank sends this to all ranks.
 typedef struct {
     char pci_bus_id[32];
-    char nccl_host[64];  // NCCL takes ranks with different ones for ranks of different hosts
+    char nccl_host[64];  // NCCL_HOSTID, or the host's name: if two ranks' differ, NCCL connects them as two hosts
 } LinkCard;
 
 typedef struct {
@@ -134,7 +134,7 @@ static inline LinkPath gpu_links_path(void *context, int64_t peer, bool same_hos
     return gpu_links_can(&g->nvml, from, to, NVML_P2P_READ) ? LINK_PCIE : LINK_HOST_MEMORY;
 }
 
-// LinkOps.open_pairs. Pairs in one shard group need no communicator if copy engines serve them.
+// LinkOps.open_pairs. Opens no communicator if copy engines connect all ranks.
 static inline bool gpu_links_open_pairs(void *context, char *reason, size_t capacity) {
     GpuLinks *g = (GpuLinks *)context;
     const Comm *c = g->comm;
@@ -217,7 +217,7 @@ static inline void gpu_links_gather_cards(GpuLinks *g) {
 }
 
 // Returns what --check-links needs of FSDP. All ranks call it, after trainer_create and before the weights have values.
-// `gemm`: of the compute stream.
+// `gemm` runs on the compute stream.
 static inline LinkOps gpu_links(Fsdp *f, const Comm *c, const Gemm *gemm) {
     GpuLinks *g = (GpuLinks *)xcalloc(1, sizeof *g);
     const Transport *t = &f->transport;

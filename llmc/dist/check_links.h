@@ -8,9 +8,11 @@
 // with the data on arrival, such as sums of gradients.
 //
 // Then ranks exchange data in pairs, several pairs at once. Rank number k of a host (k is its place) meets all ranks of
-// its host, and number k of each other host, but at most LINKS_PARTNERS of either kind. A rank is slow if its best pair
-// over one path is below LINKS_SLOW of the median of the other ranks. A pair of two ranks that are not slow is slow if
-// it is below LINKS_SLOW of the median of all pairs over its path. If a path has only one pair, it has no slow rank.
+// its host, and number k of each other host, but at most LINKS_PARTNERS of either kind. A rank is slow over a path
+// (NVLink, PCIe, ...) if its best pair over that path is below LINKS_SLOW of the median of the other ranks' best pairs
+// over it. A pair of two ranks that are not slow is slow if it is below LINKS_SLOW of the median of all pairs over its
+// path. A path with one pair has no slow rank and no slow pair. A rank is also slow if its GPU copies or computes GEMMs
+// at less than LINKS_SLOW_GPU of the median of the other ranks.
 #ifndef LLMC_CHECK_LINKS_H
 #define LLMC_CHECK_LINKS_H
 
@@ -28,7 +30,7 @@
 
 enum {
     LINKS_RUNS = 50,      // the most repetitions
-    LINKS_PARTNERS = 31,  // the most partners of a rank on its host, and on other hosts
+    LINKS_PARTNERS = 31,  // the most partners of a rank on its own host; and the most on other hosts
     LINKS_FAULTS = 16     // slow ranks and links that are named; more are counted
 };
 
@@ -56,19 +58,21 @@ typedef struct {
     double gemm;  // FLOP/s of a BF16 GEMM; 0: not measured
 } LinkGpu;
 
-// The functions and sizes of a trainer. `context` is their first argument. Each of them returns when this rank is done.
+// The functions and sizes that a trainer gives to links_measure. `context` is the first argument of each function. A
+// function returns when this rank's part of the work is done.
 typedef struct {
     void *context;
     const char *within, *across;         // names of what moves data within shard groups, and over replicas
     double bytes[NUM_LINK_COLLECTIVES];  // size of the array that a collective gathers or reduces; 0: the run lacks it
     int64_t pair_bytes;                  // the message of a pair, each way
-    // Runs a collective `runs` times, with all ranks of its group. Returns the seconds.
+    // Runs a collective `runs` times, with all ranks of its group. Returns the seconds of all runs together.
     double (*collective)(void *context, LinkCollective c, int64_t runs);
-    // Exchanges messages with another rank `runs` times (copy engines: only reads its memory). Returns the seconds.
+    // Exchanges messages with rank `peer` `runs` times. With copy engines, each of the two ranks reads the other's
+    // memory. Returns the seconds of all runs together.
     double (*pair)(void *context, int64_t peer, int64_t runs);
     LinkPath (*path)(void *context, int64_t peer, bool same_host);
-    // Prepares the pairs. All ranks call it, and it returns the same on all: false, with the reason, if a rank cannot.
-    // May be NULL.
+    // Prepares the pairs. All ranks call it. If a rank cannot, it returns false with the reason on all ranks. NULL:
+    // nothing must be prepared.
     bool (*open_pairs)(void *context, char *reason, size_t capacity);
     LinkGpu (*gpu)(void *context);  // measures this rank's GPU alone; NULL: the CPU trainer
     void (*close)(void *context);   // frees the context
@@ -77,7 +81,7 @@ typedef struct {
 typedef char LinkHost[64];
 
 typedef struct {
-    int64_t count;  // including those without room
+    int64_t count;  // number of faults, also of those for which `text` has no room
     char text[LINKS_FAULTS][256];
 } LinkFaults;
 

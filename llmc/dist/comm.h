@@ -16,8 +16,8 @@
 
 #include "mesh.h"
 
-// Ranks other than 0 wait at least this long before they print an error. Rank 0 ends all ranks in that time if it has
-// the same error, for example a wrong option: the error is then printed once.
+// A rank other than 0 waits at least this long before it prints an error. If rank 0 has the same error, for example a
+// wrong option, rank 0 prints it and ends all ranks in that time. So the error is printed once.
 #define COMM_SILENCE_SECONDS 5
 
 typedef enum { COMM_WORLD, COMM_SHARD, COMM_REPLICAS, COMM_NUM_GROUPS } CommGroup;
@@ -65,7 +65,7 @@ static inline Mesh **comm_mesh(void) {
     return &mesh;
 }
 
-// Called by die() before it prints the error (die_hook()->before) if MPI started the ranks.
+// Called by die() before it prints the error (die_hook()->before) if MPI started the ranks. Rank 0 does not wait.
 static inline void comm_wait_before_dying(void) {
     int rank = 0;
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
@@ -73,8 +73,8 @@ static inline void comm_wait_before_dying(void) {
     while (rank > 0 && seconds_now() - start < COMM_SILENCE_SECONDS) usleep(50000);  // a signal may interrupt usleep
 }
 
-// Called instead of comm_wait_before_dying if there is a mesh. If rank 0 was lost, rank 1 prints the error, and the
-// others end when they hear of it.
+// Called instead of comm_wait_before_dying if there is a mesh. If a rank other than 0 gets another rank's notice of an
+// error meanwhile, it ends and does not print its own. Higher ranks wait longer: if rank 0 was lost, rank 1 prints.
 static inline void comm_wait_for_notice(void) {
     Mesh *m = *comm_mesh();
     if (m->rank > 0) mesh_await_notice(m, COMM_SILENCE_SECONDS + 0.25 * (double)min_i64(m->rank - 1, 40));
@@ -88,9 +88,8 @@ extern "C" int ompi_mpi_abort(MPI_Comm comm, int code) __attribute__((weak));
 int ompi_mpi_abort(MPI_Comm comm, int code) __attribute__((weak));
 #endif
 
-// Ends all ranks; mpirun exits with the status `code` of the first rank that calls it. Over a mesh it only tells the
-// other ranks to end, and Open MPI's function returns to a second thread that calls it. So the caller must exit
-// afterwards.
+// Ends all ranks. mpirun exits with the `code` of the first rank that calls it. The caller must exit afterwards: over a
+// mesh this only tells the other ranks to end, and Open MPI's function returns if another thread has called it before.
 static inline void comm_end_all(int code) {
     if (*comm_mesh()) mesh_end_all(*comm_mesh(), code);
     else if (ompi_mpi_abort) ompi_mpi_abort(MPI_COMM_WORLD, code);
@@ -104,8 +103,8 @@ static inline void comm_abort(int code) {
     if (*comm_mesh()) _exit(code);  // functions of atexit would wait for other ranks
 }
 
-// Called by comm_close, or at exit if neither it nor die() was called, for example after --help: MPI requires
-// MPI_Finalize of each rank.
+// Called by comm_close and at exit, for example after --help: MPI requires MPI_Finalize of each rank. The second call
+// does nothing.
 static inline void comm_finalize(void) {
     int done = 1;
     MPI_Finalized(&done);
@@ -155,7 +154,7 @@ static inline void comm_open_mpi(Comm *c, int *argc, char ***argv) {
     die_hook()->end = comm_abort;
 }
 
-// Joins ranks that only know their numbers and where to meet.
+// Joins ranks that MPI has not started: each knows its number, the number of ranks, and where they meet (--init-from).
 static inline void comm_open_mesh(Comm *c, const InitFrom *init) {
     c->world = init->world, c->rank = init->rank;
     comm_name_rank(c);

@@ -20,8 +20,8 @@
 #include "../cuda/cuda_utils.cuh"
 
 // Largest number of multiprocessors (SMs) for a collective. Each block of NCCL occupies one SM, also while it waits for
-// data, and GEMMs that run at the same time lose it. More blocks move data faster. 16 are about an eighth of an H200's
-// SMs; NCCL's default may be up to 32.
+// data; GEMMs that run at the same time cannot use that SM. More blocks move data faster. 16 are about an eighth of an
+// H200's SMs; NCCL's default may be up to 32.
 #define NCCL_MAX_CTAS 16
 
 // Largest number of pending operations (collectives or copies); the host waits before it enqueues more.
@@ -103,7 +103,7 @@ static inline void nccl_watch(Nccl *n) {
         nccl_publish(n, true);
     }
     if (n->finished < n->enqueued && !nccl_has_happened(n->operations[n->finished % NCCL_PENDING].begun))
-        activity_moved();  // earlier work on the stream still runs
+        activity_moved();  // it waits for this rank's own earlier work, which counts as progress
     const ncclResult_t state = nccl_state(n);
     if (state == ncclSuccess || state == ncclInProgress) return;
     char reason[512];
@@ -133,7 +133,7 @@ static inline void nccl_settle(Nccl *n, const char *what) {
 // Work enqueued on n->stream between nccl_begin_operation and nccl_end_operation is one operation for nccl_watch.
 // `layer` may be ROOT or NO_LAYER.
 static inline void nccl_begin_operation(Nccl *n, const char *what, int64_t layer) {
-    nccl_watch(n);  // for operations that are copies: nccl_end, which also watches, ends collectives only
+    nccl_watch(n);  // nccl_end watches too, but operations that are copies do not call it
     if (n->enqueued - n->finished == NCCL_PENDING) nccl_wait(n, n->operations[n->finished % NCCL_PENDING].done);
     NcclOperation *o = &n->operations[n->enqueued % NCCL_PENDING];
     o->what = what, o->layer = layer, o->step = n->step;
@@ -201,8 +201,8 @@ static inline void nccl_receive(Nccl *n, CommGroup g, int64_t from, uint8_t *byt
     if (count) NCCL_CHECK(ncclRecv(bytes, (size_t)count, ncclUint8, (int)from, n->comms[g], n->stream));
 }
 
-// received [ranks - 1][part] = the other ranks' codes of part `rank`, this rank's, in the order of ranks. codes [total]
-// has this rank's codes of all parts.
+// Sends each other rank of the group its part of this rank's codes [total]. received [ranks - 1][part] = the other
+// ranks' codes of this rank's part, in the order of ranks. `rank` is this rank's index in the group.
 static inline void nccl_scatter_codes(Nccl *n, CommGroup g, const CodeParts *p, int64_t rank, const uint8_t *codes,
                                       uint8_t *received) {
     for (int64_t r = 0; r < p->ranks; r++) {
@@ -212,7 +212,7 @@ static inline void nccl_scatter_codes(Nccl *n, CommGroup g, const CodeParts *p, 
     }
 }
 
-// codes [total]: each rank has the codes of its own part, and receives those of the other parts.
+// codes [total]: each rank has the codes of its own part, and receives the codes of the other parts.
 static inline void nccl_gather_codes(Nccl *n, CommGroup g, const CodeParts *p, int64_t rank, uint8_t *codes) {
     for (int64_t r = 0; r < p->ranks; r++) {
         if (r == rank) continue;

@@ -41,14 +41,14 @@ static inline void require_own_gpus(const RankGpu *gpus, int64_t world) {
     format_uuid(uuid, sizeof uuid, &gpus[j].uuid);
     die_with(
         EXIT_USAGE,
-        "ranks %lld and %lld on %s have the same GPU, %s: rank %lld sees %d there and rank %lld sees %d; every rank "
-        "needs its own GPU: use mpirun -np %d, or set CUDA_VISIBLE_DEVICES to another GPU for each rank (for tests, "
-        "--share-gpu lets them share it)",
+        "ranks %lld and %lld on %s have the same GPU, %s (visible GPUs: rank %lld has %d, rank %lld has %d); every "
+        "rank needs its own GPU: start at most %d on this host, or set CUDA_VISIBLE_DEVICES to another GPU for each "
+        "rank (for tests, --share-gpu lets them share it)",
         (long long)i, (long long)j, gpus[j].host, uuid, (long long)i, gpus[i].visible, (long long)j, gpus[j].visible,
         gpus[j].visible);
 }
 
-// Lets NCCL connect ranks that share a GPU: it refuses two ranks of one host on one GPU, and NCCL_HOSTID makes every
+// Lets NCCL connect ranks that share a GPU. NCCL refuses two ranks of one host on one GPU, so NCCL_HOSTID gives every
 // rank a host of its own.
 static inline void nccl_hosts_apart(const Comm *comm) {
     char host[96];
@@ -114,7 +114,8 @@ static inline int64_t nccl_overhead(const Comm *comm) {
 // Estimates the bytes of GPU memory in use outside the arena, for the memory plan.
 static inline int64_t memory_overhead(const Comm *comm) { return CUDA_OVERHEAD_BYTES + nccl_overhead(comm); }
 
-// Returns the bytes that this rank may take: what is free, plus CUDA's part of memory_overhead, which is in use by now.
+// Returns the bytes that the memory plan may take: free memory, plus CUDA_OVERHEAD_BYTES, which the plan counts and
+// CUDA has already allocated.
 static inline int64_t memory_available(const Comm *) {
     size_t available = 0, total = 0;
     CUDA_CHECK(cudaMemGetInfo(&available, &total));

@@ -4,30 +4,32 @@
 //
 // With one rank in the shard group (a single GPU, or --sharding none), the shard is the whole model, and units are
 // views of the flat arrays. FP8 weights are cast in each pass; with --fp8-weight-cache on, once when the weights
-// change. Each unit's gradient is all-reduced over replicas after its last micro-step. With one micro-step a step,
-// backward writes gradients directly into the gradient array. With several, the first micro-step does so too if the
-// sums are bf16. All other micro-steps, and every one if the sums are fp32, write into a buffer of one unit, which is
-// then added to the sums (gradient_sum.h).
+// change. Each unit's gradient is all-reduced over replicas after its last micro-step. If the sums of gradients are
+// bf16, the first micro-step of a step writes gradients directly into the gradient array. All later micro-steps, and
+// the first one too if the sums are fp32, write a unit's gradient into a buffer, which is then added to the sums
+// (gradient_sum.h). Gradients of layers that are stored in FP8 always go through the buffer.
 //
 // With several ranks in the shard group, a layer's matrices are gathered into one of `num_slots` slots while the layer
-// before it computes. There are 2 slots, or one for each layer if its gathered data is kept for the whole step. Recipes
+// before it computes. There are 2 slots, or one for each layer if the slots keep their data for the whole step. Recipes
 // with one scale per tensor gather FP8, which each rank casts from its shard once a step, with scales common to all
 // ranks. Without FP8 all-gather they gather bf16 and cast it on arrival with these scales, to the same bytes. Forward
-// reads rowwise data; backward reads columnwise data, which this rank transposes from the rowwise data (and rowwise
-// data too if it recomputes the layer). Recipes with finer scales gather bf16 and cast it on arrival, rowwise for
-// forward and columnwise for backward. A layer that has a bf16 linear layer is gathered in bf16. The root unit and all
-// vectors are gathered once a step, as soon as the optimizer has changed them.
+// reads rowwise data. Backward reads columnwise data, which each rank transposes from the rowwise data. Recipes with
+// finer scales gather bf16 and cast it on arrival, rowwise for forward and columnwise for backward. If backward
+// recomputes GEMMs of a layer, it reads rowwise data too. A layer that has a bf16 linear layer is gathered in bf16. The
+// root unit and all vectors are gathered once a step, as soon as the optimizer has changed them.
 //
 // Backward writes a layer's whole gradient into one of two buffers. Its reduce-scatter overlaps with the backward pass
 // of the layer below. The root's gradient has its own buffer. A batch touches few rows of the embedding. So if the
-// input gradients of all ranks (dx [R, C], the gradient of the embedding's output) are smaller than the embedding's
-// table, they are gathered at the end of backward, and each rank adds them to its part of the table's gradient. The
-// root's gradient then lacks the embedding, and is reduced right after the loss. Otherwise the whole root gradient is
-// reduced at the end.
+// input gradients (dx [R, C], the gradient of the embedding's output) of all ranks of the group are together no larger
+// than the embedding's table, they are gathered at the end of backward, and each rank adds them to its part of the
+// table's gradient. The buffer of the root's gradient then lacks the embedding, and is reduced right after the loss.
+// Otherwise the whole root gradient is reduced at the end.
 //
-// With --optimizer-in-backward, AdamW updates a layer in the backward pass, with several ranks one layer later, when
-// its gradient is reduced. Every rank has then finished its last gather of the layer. The sums of layers take turns in
-// the memory of one layer, or of two. With --grad-clip the squares of a layer's sums are summed behind its reduction.
+// With --optimizer-in-backward, AdamW updates a layer in the backward pass. With one rank, it does so right after the
+// layer's backward, and the layers' sums take turns in the memory of one layer. With several ranks, it does so one
+// layer later, when the layer's gradient is reduced, and the sums take turns in the memory of two layers. Every rank
+// has then finished its last gather of the layer. With --grad-clip, a layer's squares are summed right after its
+// reduction.
 //
 // Copy engines read other ranks' memory, so two orders must hold:
 //   before a layer's gather   every rank has updated its shard: the gather of the vectors, which comes first, waits for
@@ -92,8 +94,9 @@ static inline void fsdp_begin_step(Fsdp *f, int64_t step) {
     if (f->in.nccl) f->in.nccl->step = step;
 }
 
-// Begins micro-step `micro` of the step, counted from 0. Each replica uses its own random bits to round gradients, so
-// that rounding errors are independent. The embedding's gradient and a tied lm_head's use different bits, too.
+// Begins micro-step `micro` of the step, counted from 0. Each micro-step of each replica has its own random bits to
+// round sums, so that rounding errors are independent. The embedding's gradient has its own bits too: a tied lm_head's
+// gradient is added to the same sums.
 static inline void fsdp_begin_micro_step(Fsdp *f, int64_t micro) {
     const int64_t part = 2 * (micro * f->replicas + f->replica);
     f->sum.add = f->sum.stochastic = micro > 0;
@@ -104,14 +107,15 @@ static inline void fsdp_begin_micro_step(Fsdp *f, int64_t micro) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Weights
 
-// True if the layer's rowwise data is still valid from an earlier pass, so that its bf16 need not be gathered again.
+// True if layer l's rowwise data is still valid from an earlier pass and replaces a gather of its bf16 weights:
+// backward transposes it (only with one scale per tensor and without FP8 all-gather).
 static inline bool fsdp_rowwise_is_cached(const Fsdp *f, int64_t l) {
     return fsdp_tensor_scales(f) && f->weights != FSDP_WEIGHTS_GATHER_FP8 && precision_layer_is_fp8(f->precision, l) &&
            f->rowwise_layer[l % f->num_rowwise] == l;
 }
 
-// Starts the gather of layer l, unless it is already gathered or l is no layer. Call it before the work that is to
-// overlap with the gather.
+// Starts the gather of layer l, unless it is already gathered, needs no gather (fsdp_rowwise_is_cached), or l is no
+// layer. Call it before the work that is to overlap with the gather.
 static inline void fsdp_prefetch(Fsdp *f, int64_t l) {
     if (!fsdp_is_sharded(f) || l < 0 || l >= f->table->num_layers || fsdp_rowwise_is_cached(f, l)) return;
     const int64_t index = l % f->num_slots, slice = f->plan.layer_slices[SEGMENT_MATRICES];
@@ -146,8 +150,9 @@ static inline void fsdp_make_casts(Fsdp *f, int64_t l, bool backward) {
     if (columnwise) f->columnwise_layer[l % f->num_columnwise] = l;
 }
 
-// Makes the compute stream wait for layer l's weights and casts them. Work enqueued afterwards may read them; with
-// `backward`, also columnwise FP8 data.
+// Makes the compute stream wait for layer l's weights, and makes the FP8 casts that the pass reads. Work enqueued
+// afterwards may read the weights: in forward rowwise FP8 data; in backward columnwise FP8 data, and rowwise data only
+// if backward recomputes GEMMs.
 static inline void fsdp_unshard(Fsdp *f, int64_t l, bool backward) {
     if (fsdp_is_sharded(f) && !fsdp_rowwise_is_cached(f, l)) {
         fsdp_prefetch(f, l);
@@ -194,7 +199,7 @@ static inline void fsdp_gather_vectors(Fsdp *f) {
     nccl_end(f->in.nccl);
 }
 
-// Replaces the amaxes of all tensors by their maxima over a group of ranks, including slots that are still zero.
+// Replaces the amaxes of all tensors by their maxima over a group of ranks. Amaxes that are not known yet are zero.
 static inline void fsdp_reduce_amaxes(Fsdp *f, CommGroup group) {
     if (!f->in.nccl || (group == COMM_SHARD && !fsdp_is_sharded(f))) return;
     comm_waits_compute(&f->transport);
@@ -206,7 +211,7 @@ static inline void fsdp_reduce_amaxes(Fsdp *f, CommGroup group) {
 }
 
 // Makes all later work read the new weights of the layers, whose shards have changed. If fsdp_tensor_scales, in.scales
-// must hold the amaxes of this rank's part of each weight; else the amaxes must be zero.
+// must hold the amaxes of this rank's part of each weight; else the amaxes of the weights must be zero there.
 static inline void fsdp_publish_layers(Fsdp *f) {
     const int64_t L = f->table->num_layers;
     if (fsdp_tensor_scales(f)) fsdp_reduce_amaxes(f, COMM_SHARD);
@@ -315,8 +320,9 @@ static inline int64_t fsdp_reduce_scatter(Fsdp *f, int64_t l) {
     return 0;
 }
 
-// Call it when the unit's reductions in the communication stream are enqueued, after its last micro-step:
-// fsdp_await_sums waits for them. A layer's squares are summed there too, so that no other wait is needed.
+// Call it after the unit's last micro-step, when its reductions are enqueued in the communication stream. If AdamW runs
+// in the backward pass, records the event that fsdp_await_sums waits for. With grad_clip, the communication stream sums
+// the layer's squares before the event, so that AdamW needs no other wait.
 static inline void fsdp_complete_sums(Fsdp *f, int64_t l) {
     if (!f->in.nccl || l == ROOT || !f->optimizer_in_backward) return;
     if (f->grad_clip > 0) fsdp_sum_squares(f, l, f->transport.nccl->stream);
@@ -342,8 +348,9 @@ static inline void fsdp_reduce_replicas(Fsdp *f, int64_t l, bool last) {
     fsdp_complete_sums(f, l);
 }
 
-// Gathers the input gradients `dx` of all ranks and returns them as [fsdp_input_ranks][input_elements]. Work enqueued
-// afterwards may read them, may write dx, and runs after the reduction of the root's gradient. Every rank's dx is
+// Returns the input gradients [fsdp_input_ranks][input_elements]. Without FSDP_EMBEDDING_FROM_INPUTS these are this
+// rank's own, `dx`. Else gathers those of the shard group: the compute stream then waits for the gather and for the
+// reduction of the root's gradient, so later work may overwrite dx and add to the root's sums. Every rank's dx is
 // complete before the gather: it was complete at the last fsdp_reduce_scatter, which waits for all ranks.
 static inline const bf16 *fsdp_gather_input_gradients(Fsdp *f, const bf16 *dx) {
     if (f->embedding != FSDP_EMBEDDING_FROM_INPUTS) return dx;

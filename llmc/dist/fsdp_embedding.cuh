@@ -17,8 +17,8 @@ static inline EmbeddingPart fsdp_embedding_part(const Fsdp *f) {
 // gradient, and the embedding's is added to it.
 static inline bool fsdp_embedding_is_untied(const Fsdp *f) { return embedding_segment(f->table) == SEGMENT_EMBEDDING; }
 
-// Adds the gradient to this rank's sums (fsdp_embedding_joins). If the embedding is untied, the first micro-step zeroes
-// the embedding's sums before that. Returns the bytes that it moves.
+// Adds the embedding's gradient to this rank's sums (fsdp_embedding_joins). If the embedding is untied, the first
+// micro-step zeroes the embedding's sums before that. Returns the bytes that it moves.
 static inline int64_t fsdp_embedding_join(Fsdp *f, const int32_t *index, const bf16 *dx, int64_t rows, int64_t C) {
     const ShardSegment g = fsdp_segment(f, ROOT, embedding_segment(f->table));
     const EmbeddingPart part = fsdp_embedding_part(f);
@@ -32,8 +32,8 @@ static inline int64_t fsdp_embedding_join(Fsdp *f, const int32_t *index, const b
                 : embedding_backward((bf16 *)sum, part, dx, index, rows, C, rounding, stream);
 }
 
-// Computes the gradient of the whole table in the buffer of the root's gradient, or adds it to a tied lm_head's there.
-// Returns the bytes that it moves.
+// Computes the gradient of the whole table in the buffer of the root's gradient. If the embedding is tied, adds it to
+// lm_head's gradient in that buffer. Returns the bytes that it moves.
 static inline int64_t fsdp_embedding_whole(Fsdp *f, const int32_t *index, const bf16 *dx, int64_t rows, int64_t C) {
     const EmbeddingPart part = fsdp_embedding_part(f);
     const GradientSum nearest = {};

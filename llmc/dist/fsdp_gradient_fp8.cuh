@@ -3,7 +3,7 @@
 // All of it runs on the communication stream. With --reduce-dtype fp8 each rank casts its whole gradient of a layer,
 // with scales common to the shard group, and receives the other ranks' codes of its slice; a kernel adds them in the
 // order of ranks. Over replicas each rank sums one part of its slice and then sends that part to the other replicas.
-// Copy engines and NCCL give equal bits. With --reduce-dtype bf16 gradients are summed in bf16 and then cast.
+// Copy engines and NCCL then give equal bits. With --reduce-dtype bf16, gradients are reduced to bf16 and then cast.
 #ifndef LLMC_FSDP_GRADIENT_FP8_CUH
 #define LLMC_FSDP_GRADIENT_FP8_CUH
 
@@ -26,8 +26,8 @@ static inline void fsdp_join_reduced_fp8(Fsdp *f, int64_t l, GradientFp8Source f
     gradient_fp8_cast(to, &f->fp8_layout, from, add, 1, stream);
 }
 
-// Adds this rank's slice of the sum over the shard group of layer l's gradients, in FP8, to its sums. `whole` is this
-// rank's gradient of the layer's matrices.
+// Sums layer l's gradients of matrices over the shard group in FP8, and adds this rank's slice to its FP8 sums; the
+// first micro-step stores the slice there instead. `whole` is this rank's gradient of the layer's matrices.
 static inline void fsdp_reduce_scatter_codes(Fsdp *f, int64_t l, const bf16 *whole) {
     Transport *t = &f->transport;
     const cudaStream_t stream = t->nccl->stream;

@@ -22,8 +22,8 @@ static inline int64_t fsdp_times_counted(const Fsdp *f) { return fsdp_is_sharded
 // Returns the slot of unit l's sum of squares.
 static inline int64_t fsdp_clip_slot(const Fsdp *f, int64_t l) { return l == ROOT ? 0 : l % f->sum_layers; }
 
-// Only with grad_clip: adds up the squares of unit l's gradients, which are summed and complete in `stream`. If
-// gradients are sharded, it adds up the squares of all ranks. Returns the bytes that this rank's kernel moves.
+// Only with grad_clip: adds up the squares of unit l's gradients, whose sums must be complete in `stream`. If gradients
+// are sharded, it adds up the squares of all ranks. Returns the bytes that this rank's kernel moves.
 static inline int64_t fsdp_sum_squares(Fsdp *f, int64_t l, cudaStream_t stream) {
     const Transport *t = &f->transport;
     const int64_t at = fsdp_sums_begin(f, l);

@@ -41,14 +41,14 @@ typedef enum {
 // The memory in which backward computes gradients.
 typedef enum {
     FSDP_GRADIENTS_IN_PLACE,  // the gradient array itself
-    FSDP_GRADIENTS_CAST,      // as above; but layers use a buffer, whose matrices are then cast to FP8 in the array
+    FSDP_GRADIENTS_CAST,      // the root: in place; a layer: a buffer, whose matrices are then cast to FP8 sums
     FSDP_GRADIENTS_BUFFERED,  // a buffer, which is then added to this rank's sums (exception: fsdp_in_place)
     FSDP_GRADIENTS_SCATTERED  // a buffer, which is then reduce-scattered over the shard group
 } FsdpGradients;
 
 // The way in which the embedding's gradient is computed.
 typedef enum {
-    FSDP_EMBEDDING_OWN,         // this rank adds its gradient to its sums, which hold the whole table
+    FSDP_EMBEDDING_OWN,         // this rank adds the embedding's gradient to its sums, which hold the whole table
     FSDP_EMBEDDING_REDUCED,     // this rank computes the whole gradient, which is reduced with the rest of the root
     FSDP_EMBEDDING_FROM_INPUTS  // this rank adds the input gradients of all ranks to its part of the table
 } FsdpEmbedding;
@@ -61,8 +61,8 @@ typedef enum {
 
 // Views of a unit's weights or gradients: each pointer is the start of a segment.
 typedef struct {
-    bf16 *vectors, *matrices;  // matrices is NULL for weights of a layer that has FP8 weights alone
-    bf16 *embedding;  // only in the root; also lm_head if tied. NULL if the gradient is added directly to the sums
+    bf16 *vectors, *matrices;  // matrices is NULL for weights of a layer whose matrices are in FP8 only
+    bf16 *embedding;  // only in the root; also lm_head if tied. NULL in a buffer that the embedding's gradient bypasses
 } FsdpUnit;
 
 // Byte offsets of a weight's scales in the rowwise and in the columnwise scales of its layer.
@@ -82,7 +82,7 @@ typedef struct {
     TensorScales *scales;        // amaxes and scales of the weights
     Nccl *nccl;                  // connected; NULL if there is one rank
     StepLog *log;                // the compute stream's
-    const AdamwScaled *masters;  // with precision->casts_masters: FP16 masters, of which FP8 weights are cast
+    const AdamwScaled *masters;  // with precision->casts_masters: FP16 masters, from which FP8 weights are cast
 } FsdpInputs;
 
 typedef struct {
@@ -95,7 +95,7 @@ typedef struct {
     FsdpEmbedding embedding;
     FsdpKept kept;
     bool recomputes_gemms;        // backward repeats GEMMs of a layer's forward pass, so it reads rowwise data too
-    bool embedding_is_transient;  // only one forward pass a step reads the gathered embedding: it lies in root_grads
+    bool embedding_is_transient;  // one forward pass a step reads the gathered embedding, which is kept in root_grads
     Transport transport;
     FsdpInputs in;
 
@@ -115,11 +115,11 @@ typedef struct {
     GradientFp8 fp8_sent;   // one whole layer's gradients in FP8; only if they are reduced in FP8 over a shard group
     uint8_t *fp8_received;  // codes of other ranks, of the shard group or of the replicas
     bf16 *fp8_reduced;      // a layer's gradients while replicas sum them in bf16
-    // Gradient memory that activations may use until gradients are written there, once a step: that of layers, and of
-    // the embedding, which is written last. Empty if nothing may use it.
+    // Memory of the layers' and the embedding's gradients that activations may use until backward writes gradients
+    // there. Backward writes each place once a step, the embedding's last. Empty if activations may not use it.
     ArenaRange late_layers, late_embedding;
     int64_t late_layer_bytes;  // bytes of one layer in late_layers
-    uint64_t embedding_key;    // key of the random rounding of an embedding's gradient, added after a tied lm_head's
+    uint64_t embedding_key;    // key of the random bits for sums with the embedding's gradient; sum.key: for the others
     bool *amaxes_known;        // [L] true if the amaxes of the layer's weights are known (scales finer than per tensor)
 
     Fp16Weights masters;   // with precision->casts_masters
@@ -138,8 +138,8 @@ typedef struct {
     bf16 *root_grads;  // holds in turn the transient embedding, the root's gradient and the input gradients
     bf16 *layer_grads[FSDP_GRADIENT_BUFFERS];
     cudaEvent_t reduced[1 + FSDP_GRADIENT_BUFFERS];  // one of root_grads, one of each layer_grads
-    cudaEvent_t summed[FSDP_GRADIENT_BUFFERS];       // with optimizer_in_backward: of the sums of layers
-    double grad_clip;  // with optimizer_in_backward, and above 0: gradients are clipped unit by unit
+    cudaEvent_t summed[FSDP_GRADIENT_BUFFERS];       // with optimizer_in_backward: [l % sum_layers] layer l's sums
+    double grad_clip;  // above 0 only with optimizer_in_backward: gradients are then clipped unit by unit
     AdamwClip clip;    // for grad_clip
     int64_t root_elements[NUM_SEGMENTS], layer_elements[NUM_SEGMENTS];  // number of parameters, without padding
     int64_t input_elements;  // elements of a rank's input gradients: dx [R, C], the gradient of the embedding's output
@@ -352,7 +352,8 @@ static inline void fsdp_place_fp8_reduction(Fsdp *f, Arena *a) {
     else if (f->replicas > 1) f->fp8_reduced = (bf16 *)arena_take(a, kept->matrices * (int64_t)sizeof(bf16));
 }
 
-// Places everything except this rank's shard and sums, and transient casts (fsdp_place_casts).
+// Places the memory of FSDP except this rank's shard and sums, transient casts (fsdp_place_casts), and, without
+// sharding, buffers of gradients (the next two functions).
 static inline void fsdp_place(Fsdp *f, Arena *a) {
     const int64_t *slices = f->plan.layer_slices, L = f->table->num_layers;
     arena_group(a, fsdp_is_sharded(f) ? "FP8 weights (shard and layers)" : "FP8 weights and their transposes");
@@ -374,7 +375,8 @@ static inline void fsdp_place_root_buffer(Fsdp *f, Arena *a) {
     f->root_grads = (bf16 *)arena_take(a, fsdp_root_gradient(f) * (int64_t)sizeof(bf16));
 }
 
-// Places the gradient buffer for FSDP_GRADIENTS_BUFFERED and FSDP_GRADIENTS_CAST that all layers share, one at a time.
+// Places the gradient buffer that the layers use one after another, for FSDP_GRADIENTS_BUFFERED and
+// FSDP_GRADIENTS_CAST.
 static inline void fsdp_place_layer_buffer(Fsdp *f, Arena *a) {
     arena_group(a, "gradient buffers");
     f->layer_grads[0] = (bf16 *)arena_take(a, gathered_elements(&f->plan, 0) * (int64_t)sizeof(bf16));
@@ -409,7 +411,7 @@ static inline void fsdp_place_gradients(Fsdp *f, Arena *a) {
     f->late_embedding = of_embedding, f->late_layers = of_layers;
     f->late_layer_bytes = fp8 ? f->fp8_layout.matrices : f->table->layer_size * element;
     if (of_layers.begin % ARENA_ALIGNMENT || of_embedding.begin % ARENA_ALIGNMENT)
-        die("gradients do not begin where activations can");  // parameters.h: multiples of 128 elements
+        die("the memory of gradients is not aligned for activations");  // parameters.h aligns all parameters
 }
 
 #endif

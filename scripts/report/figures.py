@@ -3,7 +3,7 @@ from report import figures_gemms, figures_loss, figures_speed, figures_step
 
 
 def draw_all(found, names, comparisons, data, price):
-    """(drawings, {part: tables}, words on what is left out). data: report.json."""
+    """Returns (drawings, {part: tables}, words on what is left out). data: the numbers of report.json."""
     drawings, left_out = figures_loss.draw(found.runs, names, comparisons, price)
     speed, why = figures_speed.draw(data, found)
     step, tables, why_step = figures_step.draw(found.runs, names)

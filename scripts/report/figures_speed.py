@@ -14,7 +14,7 @@ METRICS = (  # name, title, axis, caption
 
 
 def values_of(metric, cells):
-    """{place: {recipe: value}} of one metric. cells: {place: {recipe: runs as in report.json}}."""
+    """Returns {place: {recipe: value}} of one metric. cells: {place: {recipe: runs, as report.json has them}}."""
     def mean(runs, key):
         numbers = [run[key] for run in runs if run[key] is not None]
         return sum(numbers) / len(numbers) if numbers else None
@@ -97,7 +97,7 @@ def short_reason(reason):
 
 
 def draw(data, found):
-    """(drawings, words on what is left out). data: report.json."""
+    """Returns (drawings, words on what is left out). data: the numbers of report.json."""
     cells = collections.defaultdict(lambda: collections.defaultdict(list))
     for run in data["runs"]:
         cells[run["model"], run["sequence_length"], run["gpus"]][run["recipe"]].append(run)

@@ -1,7 +1,7 @@
 """Reads the log.jsonl of a run. A line that cannot be right raises Damaged, with its file and number.
 
-A resumed run appends a settings record and may repeat steps, because its checkpoint is older than its last line. Then
-everything that the log says of these steps before is replaced.
+A resumed run appends a settings record. It may repeat steps, because its checkpoint may be older than the log's last
+line. Then all earlier records from the first repeated step on are dropped.
 """
 import dataclasses
 import fcntl

@@ -1,4 +1,4 @@
-"""Everything that the page says, as numbers: report.json, and the tables of the page."""
+"""Everything that the page says, as numbers: the content of report.json."""
 import dataclasses
 import math
 

@@ -19,7 +19,7 @@ IGNORED = {"log-every", "val-every", "sample-every", "sample-tokens", "log-dir",
 FACTS = ("program", "version", "versions", "device", "model", "parameters", "vocab_size", "world_size")
 DATA = (("train-data", "training_fingerprint", ("training_tokens", "training_sequences")),
         ("val-data", "validation_fingerprint", ()))
-LEAST_SHARE = 0.5  # if no pair is done, pairs count that have this share of the steps of the longest pair
+LEAST_SHARE = 0.5  # if no pair is done, a pair counts if it has at least this share of the longest pair's steps
 
 
 def recipe_of(run):
