@@ -557,7 +557,7 @@ def main():
     except OSError as e:
         sys.exit(f"error: {e.filename or 'reading text or writing to ' + options.out}: {e.strerror or e}")
     except KeyboardInterrupt:
-        sys.exit("stopped; no shard was written")
+        sys.exit("stopped; no unfinished shard is left")
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def number(option, text, kind=int, low=1):
     except ValueError:
         value = None
     if value is None or not low <= value < 1e15:
-        fail(f"{option}: \"{text}\" is not a {'whole ' if kind is int else ''}number of at least {low}")
+        fail(f"{option}: \"{text}\" is not a {'whole ' if kind is int else ''}number from {low} on and below 1e15")
     return value
 
 

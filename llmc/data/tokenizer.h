@@ -1,4 +1,4 @@
-// The tokenizer table beside a shard: it turns sampled tokens into text (no encoding).
+// The tokenizer table beside a shard: it turns sampled tokens into text, and cannot encode text.
 //
 // File (little-endian): uint32 magic 20251121, version 1, count, separator; then for each id 0 ... count - 1: uint32
 // length, bytes. The separator is the token before each document: samples start with it, and end where the model emits
