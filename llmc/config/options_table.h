@@ -203,7 +203,7 @@ enum { FREE, MUST_MATCH };
     CHOICE(copy_engines, "copy-engines", AUTO, AUTO_SWITCHES, FREE, \
          "GPUs of one host read each other's weights and gradients with their copy engines, so that all SMs " \
          "are free for GEMMs; off: NCCL moves them; auto: NCCL moves them if copy engines cannot be used; on: " \
-         "the run ends if they cannot be used") \
+         "a run on several GPUs ends if they cannot be used") \
     FLAG(share_gpu, "share-gpu", \
          "let several ranks use one GPU, to test on one GPU how several train: slow, because NCCL then moves data " \
          "between ranks by TCP") \

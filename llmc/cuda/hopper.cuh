@@ -54,9 +54,9 @@ static inline TensorMapEncode tensor_map_encoder(void) {
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
     if (error != cudaSuccess || found != cudaDriverEntryPointSuccess || !function)
         die_with(EXIT_UNSUPPORTED,
-                 "the CUDA driver has no cuTensorMapEncodeTiled (%s): Hopper kernels need driver 525 "
+                 "the CUDA driver has no cuTensorMapEncodeTiled (%s, query result %d): Hopper kernels need driver 525 "
                  "or newer",
-                 cudaGetErrorString(error));
+                 cudaGetErrorString(error), (int)found);
     return (TensorMapEncode)function;
 }
 
