@@ -1,5 +1,5 @@
-// Checks llmc/cuda/adamw.cuh and llmc/cuda/initialize.cuh bit for bit against the CPU's functions, but sums of squares
-// with a tolerance. Times the gradient norm and AdamW's update.
+// Checks llmc/cuda/adamw.cuh and llmc/cuda/initialize.cuh against the CPU's functions: sums of squares and norms within
+// a tolerance, all else bit for bit. Times the gradient norm and AdamW's update.
 // Build and run: make build/bench_adamw && build/bench_adamw
 #include "../../llmc/cuda/adamw.cuh"
 #include "../../llmc/cuda/initialize.cuh"
@@ -7,7 +7,7 @@
 #include "../../llmc/reference/quantize_reference.h"
 #include "bench.cuh"
 
-// Returns a small model with every kind of parameter of its family; hidden size 40 leaves padding behind most tensors.
+// Returns a small model with every kind of parameter of its family. Hidden size 40 leaves padding behind some tensors.
 static ModelConfig small_model(const char *preset) {
     ModelConfig m;
     if (!model_config_preset(&m, preset)) die("no preset %s", preset);
@@ -16,13 +16,14 @@ static ModelConfig small_model(const char *preset) {
     return m;
 }
 
-// Host arrays of the optimizer, with values as stored.
+// The optimizer's arrays on the host: floats, rounded to bf16 where the GPU stores bf16 alone. With fp32 master
+// weights, `weights` are those.
 typedef struct {
     int64_t n;
     float *weights, *exp_avg, *exp_avg_sq, *gradients;
 } State;
 
-// Returns a power of two from 2^-low to 2^0, so that rare operands (denormals, zeros) occur beside common ones.
+// Returns a factor, a power of two from 2^-low to 1. It makes values very small, so that denormals occur too.
 static float spread(uint64_t key, int64_t i, int low) {
     return ldexpf(1, -(int)(rng_u64(key, (uint64_t)i) % (uint64_t)(low + 1)));
 }
@@ -165,7 +166,7 @@ static void arrays_free(AdamwArrays *a) {
 }
 
 // Runs the step of the rank at plan->shard_rank. Its new arrays must equal `want`, which holds the old arrays if the
-// step is skipped. Also checks that flag, and the largest and the first large gradient of a skipped step.
+// step is skipped. Also checks `nonfinite`, the largest gradient, and the position of the first large one.
 static void check_rank(const char *label, const ParameterTable *t, const ShardPlan *plan, Variant v,
                        const State *before, const State *want, const double *squares, AdamwStep step, uint32_t *amax) {
     AdamwArrays a = arrays_upload(before, v);
@@ -240,7 +241,7 @@ static void check_located(const char *label, const AdamwUpdate *w, const double 
         }
     const bool here = first != ADAMW_NONE && is_refused(v);
     CHECK(c->nonfinite == here && (!here || c->position == first),
-          "%s: flag %u and position %llu of the first ADAMW_BLOCK elements with a large gradient, want %llu", label,
+          "%s: got flag %u and position %llu; the first block of elements with a large gradient begins at %llu", label,
           c->nonfinite, c->position, first);
     free(c), bench_free(control);
 }
@@ -282,7 +283,8 @@ static double *sum_squares(const ParameterTable *t, int64_t shard_size, const St
     return squares;
 }
 
-// Restores in `state`, after an unconditional step, the elements with a non-finite gradient: they must be unchanged.
+// Gives the elements of `state` with a non-finite gradient their old values: the GPU's unconditional step, unlike the
+// CPU's, leaves such elements unchanged.
 static void keep_nonfinite(State *state, const State *old) {
     for (int64_t i = 0; i < state->n; i++) {
         if (isfinite(state->gradients[i])) continue;
@@ -343,8 +345,8 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
     }
     if (v.clip == 0)
         CHECK(bad ? !adamw_accepts(sqrt(taken_along)) : fabs(taken_along / *sum - 1) < 1e-6,
-              "%s: the update's sum of squares is that of adamw_squares, or a refused one: %.9g, and %.9g", label,
-              taken_along, *sum);
+              "%s: the update's sum of squares %.9g is close to that of adamw_squares, %.9g, or both refuse the step",
+              label, taken_along, *sum);
     uint32_t *slots = (uint32_t *)bench_download(amax, m.num_layers * AMAX_STRIDE * 4, label),
              *slots_unconditional =
                  (uint32_t *)bench_download(amax_unconditional, m.num_layers * AMAX_STRIDE * 4, label);
@@ -360,8 +362,8 @@ static __global__ void random_kernel(AdamwRandom *random, AdamwStep step, int64_
     random[threadIdx.x] = adamw_random(&step, first + threadIdx.x);
 }
 
-// Checks the random bits for stochastic rounding of elements around number 2^8, 2^9, ... 2^44; other tests' arrays are
-// smaller than most of these.
+// Checks the random bits for stochastic rounding of elements with flat indices around 2^8, 2^9, ... 2^44. Most of them
+// are beyond the arrays of the other tests.
 static void check_random(void) {
     enum { N = 256 };
     const AdamwStep step = adamw_step(9, 1e-3, 0.9, 0.999, 1e-8, 0.1, false, 42);
@@ -399,7 +401,8 @@ static void check_units(const char *preset, int64_t shard_size) {
                         int at = 0;
                         while (at < u.num_runs - 1 && e / PARAMETER_ALIGNMENT >= u.runs[at].end) at++;
                         const AdamwRun *run = &u.runs[at];
-                        // `flat` is the flat index of the run's element 0; the kernel counts groups of 8 from there.
+                        // flat + e must be the element's flat index. The kernel divides it by 8, so `flat` must be a
+                        // multiple of 8.
                         const int64_t flat = u.flat + unit * u.flat_size + run->shift;
                         wrong += flat + e != p->offset + r.first + i || flat % 8 != 0 || e < 0 || e >= u.size ||
                                  e / PARAMETER_ALIGNMENT >= run->end || run->decay != ((p->flags & PARAM_DECAY) != 0) ||
@@ -412,8 +415,8 @@ static void check_units(const char *preset, int64_t shard_size) {
         }
     }
     CHECK(wrong == 0 && seen == t.num_parameters,
-          "%s, %lld ranks: all elements are in the run of their parameter; %lld of %lld (%lld seen) are not", preset,
-          (long long)shard_size, (long long)wrong, (long long)t.num_parameters, (long long)seen);
+          "%s, %lld ranks: each element is in its parameter's run; %lld of %lld are not, and %lld are in a shard",
+          preset, (long long)shard_size, (long long)wrong, (long long)t.num_parameters, (long long)seen);
     parameter_table_free(&t);
 }
 
@@ -441,9 +444,9 @@ static void check_initialize(const char *preset, bool with_master, int64_t shard
     parameter_table_free(&t);
 }
 
-// Checks factors and norms of four steps that are clipped in the backward pass against adamw_math.h: equal bits. The
-// second step has norms about ten times larger. In the fourth a norm becomes infinite, and the flag must then skip the
-// updates.
+// Checks clip factors and norms of four steps that are clipped in the backward pass: their bits must equal those of
+// adamw_math.h. The second step's norms are about ten times larger. In the fourth step a norm becomes infinite;
+// `nonfinite`, by which updates are skipped, must be set from then on.
 static void check_clip_in_backward(void) {
     enum { LAYERS = 3, REPLICAS = 2 };
     const float clip_value = 0.5f;
@@ -531,8 +534,8 @@ static void model_free(Model *x) {
     parameter_table_free(&x->t);
 }
 
-// Runs one step of 8 billion parameters. Checks the norm, and against the CPU the last WINDOW new weights of every
-// tensor.
+// Runs one step of 8 billion parameters. Checks the norm. Compares the last WINDOW new weights of every tensor with the
+// CPU's.
 static void check_large(void) {
     Model x = model_create("llama3.1-8b", false, false, false);
     const AdamwStep step = adamw_step(1, 1e-3, 0.9, 0.95, 1e-8, 0.1, false, 7);
@@ -605,9 +608,10 @@ int main(int argc, char **argv) {
         for (const char *preset : presets)
             for (int kind = 0; kind < 4; kind++) {
                 const bool master = kind & 1, moments = kind & 2;
-                // The first six have ordinary gradients. The others have: a NaN and an infinity, with and without
-                // clipping; a gradient whose square overflows fp32, and one with which the second moment overflows too;
-                // one just below the largest accepted norm; fp32 gradients, ordinary ones and with NaN and infinity.
+                // Rows 0 to 5 have ordinary gradients. 6 and 7: a NaN and an infinity, with and without clipping.
+                // 8: a gradient whose square overflows fp32. 9: one with which the second moment overflows too.
+                // 10: one just below the largest accepted norm. 11 and 12: ordinary fp32 gradients.
+                // 13 and 14: fp32 gradients with a NaN and an infinity.
                 const Variant variants[] = {{master, moments, 0, 1e-8, 1e-3, -1, false, 0, false},
                                             {master, moments, 1e-3f, 1e-8, 1e-5, -1, false, 0, false},
                                             {master, moments, 0, 1e-15, 1e-2, -1, false, 0, false},

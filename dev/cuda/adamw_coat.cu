@@ -1,5 +1,6 @@
 // Checks AdamW with FP8 moments (llmc/cuda/adamw_coat.cuh) byte for byte against the CPU's functions, over several
-// steps on 1 to 4 ranks, and the inverses and powers that it computes. Times the update.
+// steps of 1 to 4 ranks, one after the other on this GPU. Also checks the inverses that it computes, and its powers
+// within a tolerance. Times the update.
 // Build and run: make build/bench_adamw_coat && build/bench_adamw_coat
 #include "../../llmc/reference/adamw.h"
 #include "adamw_parts.cuh"
@@ -33,8 +34,8 @@ static void state_free(State *s) {
     for (float *g : s->gradients) free(g);
 }
 
-// Fills weights and the gradients of all steps, with groups of every kind: common, spread over 2^80, half zero, all
-// zero, equal, and far below COAT_SMALLEST.
+// Fills the weights and the gradients of all steps. The gradients have groups of every kind: common, spread over a
+// factor of 2^80, half zero, all zero, equal, and far below COAT_SMALLEST.
 static State state_fill(const ParameterTable *t, bool fp32_weights, bool fp32_gradients) {
     State s = state_create(t->total);
     for (int64_t k = 0; k < t->count; k++) {
@@ -90,7 +91,7 @@ static void step_on_cpu(const ParameterTable *t, State *s, Variant v, int step) 
 
 static CoatTables *upload_tables(void) { return (CoatTables *)bench_upload(coat_tables(), sizeof(CoatTables)); }
 
-// Takes all steps of one rank on the GPU. Its arrays must equal `want` then.
+// Takes all steps of one rank on the GPU. Its arrays must then equal `want`.
 static void check_rank(const char *label, const ParameterTable *t, const ShardPlan *plan, Variant v,
                        const State *before, const State *want) {
     const int64_t n = before->n, words = n / COAT_GROUP * 4;
@@ -149,15 +150,16 @@ static void check_steps(const char *preset, Variant v, int64_t shard_size) {
     parameter_table_free(&t);
 }
 
-// Counts the maxima for which coat_inverse is not 1 / max: of all exponents from 2^-100 on, and every 256th mantissa.
+// Counts the tested maxima for which coat_inverse is not 1 / max. Tested are all exponents from 2^-100 on, and every
+// 256th mantissa.
 static __global__ void count_inverses(int *wrong) {
     const uint32_t bits = (uint32_t)(27 + blockIdx.y) << 23 | (blockIdx.x * blockDim.x + threadIdx.x) << 8;
     const float max = float_from_bits(bits);
     if (coat_inverse(max) != 1 / max) atomicAdd(wrong, 1);
 }
 
-// Writes the largest relative error of coat_expand for k = (row + 1) / 16, over every 7th fp32 number of the range that
-// k is for.
+// Writes the largest relative error of coat_expand for k = (row + 1) / 16, over every 7th fp32 number from
+// 2^(-COAT_SPAN / k) to 1.
 static __global__ void find_expand_error(double *worst, int row) {
     const float k = (float)(row + 1) * 0.0625f, smallest = exp2f(-(float)COAT_SPAN / k);
     double error = 0;

@@ -1,5 +1,6 @@
 // Checks AdamW with one scale for each tensor (llmc/cuda/adamw_msamp.cuh, fp16_masters.cuh) byte for byte against the
-// CPU's functions, over several steps on 1 to 3 ranks; sums of squares with a tolerance. Times the update.
+// CPU's functions, over several steps of 1 to 3 ranks that share this GPU. Sums of squares have a tolerance. Times the
+// update.
 // Build and run: make build/bench_adamw_msamp && build/bench_adamw_msamp
 #include "../../llmc/cuda/fp16_masters.cuh"
 #include "../../llmc/reference/adamw.h"
@@ -13,8 +14,8 @@ typedef struct {
     bool alone;  // FP16 masters without bf16 weights of the layers' matrices (ShardPlan.masters_alone)
 } Variant;
 
-// A rank's optimizer on the host, or the whole model's (n: elements of the flat arrays). Moments have the bytes that
-// the GPU stores.
+// A rank's optimizer on the host, or the whole model's (n: elements of the flat arrays). exp_avg and exp_avg_sq hold
+// the GPU's bytes: fp32 numbers, or FP8 codes (exp_avg) and FP16 codes (exp_avg_sq).
 typedef struct {
     int64_t n, tensors;
     float *weights;     // values of the (master) weights
@@ -41,8 +42,8 @@ static void state_free(State *s) {
     for (float *g : s->gradients) free(g);
 }
 
-// Returns a gradient of a tensor of this kind: common, spread over 2^80, half zero, all zero, equal, denormal, or huge
-// beside tiny.
+// Returns a gradient of a tensor of this kind: common, spread over a factor of 2^80, half zero, all zero, equal,
+// denormal, or huge beside tiny.
 static float gradient_of(int64_t kind, uint64_t key, int64_t i) {
     const uint64_t u = rng_u64(key, (uint64_t)(i + (1ll << 40)));
     const float g = rng_normal(key, (uint64_t)i) * 1e-3f;
@@ -129,7 +130,8 @@ typedef struct {
     double *squares;  // workspace, and behind it the sum of squares
 } Rank;
 
-// Writes a rank's masters as a load does: in halves, or as codes of tensors that have a scale.
+// Writes a rank's masters as the load of a checkpoint does: as codes if their tensor has a scale, else as fp32 numbers
+// in two halves (fp16_masters.cuh).
 static void write_masters(const ParameterTable *t, Rank *r, const float *weights) {
     for (int64_t k = 0; k < t->count; k++) {
         const ShardRange part = shard_parameter(t, &r->plan, &t->entries[k]);
@@ -221,8 +223,8 @@ static void step_on_gpu(const ParameterTable *t, Rank *ranks, State *parts, int6
     }
 }
 
-// Compares the amaxes of FP8 weights with those of `weights`, which are bf16 (alone: of the masters), and the sum of
-// squared gradients.
+// Checks the amaxes of the FP8 weights: those of `weights`, in bf16, or with masters_alone those of the numbers that
+// the masters stand for. Also checks the sum of squared gradients, unless the step was skipped.
 static void check_found(const char *label, const ParameterTable *t, const Rank *r, const State *want,
                         const bf16_bits *weights, int step) {
     uint32_t *got = (uint32_t *)bench_download(r->amax, t->num_layers * AMAX_STRIDE * 4, label);
@@ -249,7 +251,7 @@ static void check_found(const char *label, const ParameterTable *t, const Rank *
     free(got), free(amax), free(sum);
 }
 
-// Compares the bf16 weights, as far as they exist, with flat shard arrays.
+// Compares the bf16 weights that the rank has with `weights`, a flat shard array of all of them.
 static void check_bf16(const char *label, const ParameterTable *t, const Rank *r, const bf16_bits *weights) {
     const int64_t n = weights_begin(&r->plan, t->num_layers);
     bf16_bits *want = (bf16_bits *)xcalloc((size_t)n, sizeof *want);
@@ -263,7 +265,7 @@ static void check_bf16(const char *label, const ParameterTable *t, const Rank *r
     free(want);
 }
 
-// Compares a rank's arrays with those of the CPU after `step`.
+// Compares a rank's arrays with those of the CPU after `step`; -1: before the first step.
 static void check_rank(const char *label, const ParameterTable *t, const Rank *r, const State *want, Variant v,
                        int step) {
     const int64_t n = want->n, scales = MSAMP_STATES * want->tensors;
@@ -297,7 +299,7 @@ static void check_ranks(const char *label, const ParameterTable *t, const Rank *
     }
 }
 
-// The FP16 masters of all ranks that are in halves get their scales and codes.
+// Gives the masters of all ranks that are in halves (write_masters) their scales and FP16 codes.
 static void encode_masters(const ParameterTable *t, Rank *ranks, int64_t n) {
     for (int64_t r = 0; r < n; r++) fp16_masters_amaxes(&ranks[r].a, t, &ranks[r].plan, 0);
     reduce_amaxes(ranks, n);
@@ -335,21 +337,21 @@ static void check_steps(const char *preset, Variant v, int64_t n) {
     parameter_table_free(&t);
 }
 
-// Checks that masters that are read and written back get the same codes if their tensors keep their scales. Writing and
-// encoding them must then leave the second moments as they are: the moments' memory takes upper halves of masters only
-// for tensors without a scale.
+// Encodes masters, reads them, and writes and encodes them again. They must get the same codes, because their tensors
+// have scales by then. The second moments must be zero at the end: their memory held the upper halves of the masters,
+// but only until the first encoding.
 static void check_masters_access(void) {
     const ModelConfig m = small_model("qwen3-8b");
     const Variant v = {MSAMP_WEIGHTS_FP16, false, false, false};
     ParameterTable t = parameter_table(&m);
     const ShardPlan plan = shard_plan(&t, 1, 0);
     State flat = state_fill(&t, v);
-    flat.scales[MSAMP_MASTER * t.count] = 0x1p-3f;  // a checkpoint's, not that of the amax
+    flat.scales[MSAMP_MASTER * t.count] = 0x1p-3f;  // as from a checkpoint; the amax would give another scale
     Rank r = rank_create(&t, &plan, v, &flat);
     encode_masters(&t, &r, 1);
     float *scales = (float *)bench_download(r.a.scaled.scales, MSAMP_STATES * t.count * 4, "scales");
     CHECK(scales[MSAMP_MASTER * t.count] == 0x1p-3f && scales[MSAMP_MASTER * t.count + 1] > 1,
-          "a scale that is set stays, and another follows from the amax: %g, %g",
+          "tensor 0 keeps the scale that it had, and tensor 1 gets one from its amax: %g, %g",
           (double)scales[MSAMP_MASTER * t.count], (double)scales[MSAMP_MASTER * t.count + 1]);
     fp16_bits *before = (fp16_bits *)bench_download(r.a.scaled.master, plan.total * 2, "masters");
     for (int64_t k = 0; k < t.count; k++) {

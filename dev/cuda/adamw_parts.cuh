@@ -8,7 +8,7 @@
 
 enum { AMAX_STRIDE = 12 };
 
-// Returns a small model with every kind of parameter of its family. Hidden size 40 leaves padding behind most tensors,
+// Returns a small model with every kind of parameter of its family. Hidden size 40 leaves padding behind some tensors,
 // and makes some COAT groups span two joined tensors.
 static inline ModelConfig small_model(const char *preset) {
     ModelConfig m;

@@ -1,9 +1,10 @@
-// Checks and times every attention implementation. Arguments restrict the program: mma or sm90, fwd or bwd, check or
-// bench; without either word of a pair it runs both. `deterministic` leaves out the non-deterministic backward, but not
-// forward. The check compares outputs on fresh random data with a plain fp64 computation, and detects writes outside
-// the outputs. The bench prints medians of single calls on random data as TFLOP/s of the causal half (4*NH*HD*T^2/2
-// forward, 2.5 times that backward) and as share of the dense bf16 peak. It also times the memory-bound kernels before
-// and after backward's GEMMs.
+// Checks and times every attention implementation. Arguments select what runs: mma or sm90, fwd or bwd, check or bench.
+// If both or neither of a pair are given, both run. `deterministic` leaves out the backward pass that is not
+// deterministic; the forward pass still runs.
+// The check compares outputs on fresh random data with a plain fp64 computation, and detects writes outside the
+// outputs. The bench prints medians of single calls on random data as TFLOP/s of the causal half (4*NH*HD*T^2/2
+// forward, 2.5 times that backward) and as a share of the dense bf16 peak. It also times the memory-bound kernels that
+// run before and after the GEMMs of the backward pass.
 // Build and run: make build/bench_attention && build/bench_attention
 #include "../../llmc/cuda/attention.cuh"
 #include "bench.cuh"
@@ -87,9 +88,9 @@ static int64_t count_differences(Tensor a, Tensor b) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The reference: fp64 sums, with the T x T matrices P and dS in memory. `rounded` rounds to bf16 at the points where an
-// implementation on tensor cores must: P and dS before their GEMMs, the output, and the output that delta is computed
-// from.
+// The reference: fp64 sums, with the T x T matrices P and dS in memory. `rounded` rounds to bf16 where an
+// implementation on tensor cores must: P and dS before their GEMMs, and the results out, dQ, dK and dV. It computes
+// delta from the rounded out.
 
 __device__ static double round_bf16(double x, bool rounded) {
     return rounded ? (double)__bfloat162float(__float2bfloat16((float)x)) : x;
@@ -227,8 +228,9 @@ static void reference_free(Reference r) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Comparison
 
-// ||a - b|| and ||b|| over columns [first, end) of rows of `row` elements; the number of elements of `a` that are not
-// finite; the index of the first of these, or without any that of the largest difference.
+// Over columns [first, end) of rows of `row` elements: ||a - b|| (difference), ||b|| (norm), and the number of elements
+// of `a` that are not finite. `worst` is the index of the first of these or, if there are none, of the largest
+// difference.
 typedef struct {
     double difference, norm;
     int64_t worst, not_finite;
@@ -485,10 +487,10 @@ static void check_case(const Choice *o, Case c, uint64_t key) {
     setup_free(&s);
 }
 
-// Covers tails of every kind, groups of 1, 4 and 8 query heads, two sequences, and scores of standard deviation 1 and
-// 30 (softmax almost one-hot). With many short sequences, one thread block of the sm90 backward computes a whole GQA
-// group and writes dK and dV directly in bf16. At head_dim 128 without `deterministic` there are then two sections
-// (attention_backward_plan.cuh).
+// Covers tails of every kind, groups of 1, 4 and 8 query heads, one and two sequences, and scores of standard deviation
+// 1 and 30 (softmax almost one-hot). `many` has many short sequences: a thread block of the sm90 backward computes a
+// whole GQA group there, and writes dK and dV directly in bf16. At head_dim 128, its backward that is not deterministic
+// also has two sections (attention_backward_plan.cuh).
 static void check_all(const Choice *o) {
     const int64_t lengths[] = {1, 63, 113, 128, 1000, 2048}, groups[] = {1, 4, 8, 4};
     const uint64_t seed = (uint64_t)time(NULL);
@@ -586,8 +588,8 @@ static void bench_one(Bench *b, const Implementation *im, AttentionDims d, int p
     for (int i = 0; i < 6; i++) tensor_free(all[i]);
 }
 
-// Times the kernels of backward before and after its GEMMs: sums of dout * out before them (both implementations), and
-// the rows of dq after Hopper's.
+// Times the backward kernels that run before the GEMMs and compute delta, the row sums of dout * out (one kernel for
+// each implementation), and sm90's kernel that runs after them and casts dQ to bf16.
 template <int HD>
 static void bench_beside_gemms(Bench *b, const Choice *o) {
     // T is whole tiles, and so long that a thread block sums the whole GQA group.
@@ -615,7 +617,7 @@ static void bench_beside_gemms(Bench *b, const Choice *o) {
                      "short blocks: a thread loads 16 bytes of each tensor once");
         us = bench_time_us(b, [&] { attention_backward_rows<HD><<<rows_grid, 256>>>(dqkv, dq, NULL, T, NH, NKV, 1); });
         bench_report(b, "attention sm90 backward, dQ to bf16", shape, us, 6.0 * (double)n,
-                     "reads fragments: 16 of every 64 bytes at a time, the rest later from L1");
+                     "a load reads 16 of every 64 bytes of a fragment; later loads find the rest in L1");
     }
     CUDA_CHECK_LAUNCH();
     void *device[] = {dout, out, dqkv, dq, lse, stats};

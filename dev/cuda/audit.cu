@@ -21,7 +21,7 @@ static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
     return x;
 }
 
-// Source of one tensor x [R, 2C] as two outputs: columns [0, C) and [C, 2C), like SwiGLU's gradients of gate and up.
+// A source with two outputs, like SwiGLU's gradients of gate and up: columns [0, C) and [C, 2C) of a tensor x [R, 2C].
 struct PairSource {
     enum { ROLES = 1 << TENSOR_DY, OUTPUTS = 2, MIN_BLOCKS = 2, GROUPS_AHEAD = 1, AMAX = 0 };
     struct Raw {
@@ -274,7 +274,8 @@ static void run_checks(void) {
         for (int tensor = 0; tensor < NUM_TENSORS; tensor++) check_cast(recipe, (TensorRole)tensor);
 }
 
-// Checks 2^31 + 524288 elements: rowwise data, columnwise data and audit_part have equal codes, so equal sums.
+// Audits 2^31 + 524288 elements: their rowwise data, their columnwise data, and rowwise data by audit_part. The codes
+// are equal, so the sums must be.
 static void check_large(void) {
     const int64_t R = 524416, C = 4096;
     bf16 *x = bench_random(R * C, 3, 1);

@@ -15,8 +15,8 @@
 #define CUDA_CHECK_LAUNCH() cuda_check(cudaGetLastError(), "kernel launch", __FILE__, __LINE__)
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Buffers. Each has a guard behind it. bench_alloc fills it with bytes that no kernel writes by chance, so that an
-// element that a kernel leaves out is detected.
+// Buffers. Each has a guard behind it. bench_alloc fills both with bytes that no kernel writes by chance. So two faults
+// are detected: an element that a kernel leaves out, and a write behind the buffer.
 
 enum { BENCH_GUARD_BYTES = 256, BENCH_POISON = 0xa5 };
 
@@ -223,7 +223,7 @@ static inline void bench_clock_begin(Bench *b) {
     CUDA_CHECK_LAUNCH();
 }
 
-// Returns the mean clock of the SMs since bench_clock_begin in GHz; 0 if the counters do not tell. Waits for the
+// Returns the mean clock of the SMs since bench_clock_begin in GHz; 0 if no SM has counts from both ends. Waits for the
 // device.
 static inline double bench_clock_end(Bench *b) {
     const int n = b->num_sms;
@@ -242,24 +242,26 @@ static inline double bench_clock_end(Bench *b) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Result lines. A kernel that a training step launches has a line, of its own or of its caller, with its share of its
-// ceiling. The ceiling is the copy rate of this GPU in this run for memory-bound kernels, and the dense peak in
-// llmc/config/flops.h for GEMMs and attention. Below BENCH_PERCENT the line must give a reason; without a reason it is
-// a failed check. So a kernel that has no reason to be slow is noticed when it becomes slow.
+// Result lines. A kernel that a training step launches has a line that gives its share of its ceiling. The ceiling is
+// the copy rate of this GPU in this run for memory-bound kernels, and the dense peak in llmc/config/flops.h for GEMMs
+// and attention. A line below BENCH_PERCENT must give a reason; without one, a check fails. So a kernel that has no
+// reason to be slow is noticed when it becomes slow.
 //
 // Exceptions:
-//  - kernels of a few bytes: adamw_sum, adamw_norm, adamw_largest and adamw_find_large (which return at once if the
-//    norm is accepted), msamp_scales, gradient_fp8_scales and column_sums_finish are part of the lines of their
-//    callers; loss_accumulate, gemm_alpha, adamw_clip, fp16_factors, delayed_begin, delayed_update and delayed_restore
-//    have no line
-//  - kernels that run before or between steps, in audited steps, or if a norm is not accepted, have no line:
-//    initialize_parameter, auto_filter_fill, fill_for_timing, round_weights, fp16_amax, fp16_masters_amax,
-//    fp16_masters_encode, fp16_audit and adamw_find_block
-//  - transport_sum, for which several GPUs exchange gradients, has no line.
+//  - These kernels of a few bytes are part of their callers' lines: adamw_sum, adamw_norm, adamw_largest and
+//    adamw_find_large (both return at once if the norm is accepted), msamp_scales, gradient_fp8_scales and
+//    column_sums_finish.
+//  - These kernels of a few bytes have no line: loss_accumulate, gemm_alpha, adamw_clip, fp16_factors, delayed_begin,
+//    delayed_update and delayed_restore.
+//  - gradient_fp8_decode, for replicas that reduce FP8 gradients in bf16, has no line.
+//  - These kernels run before or between steps, in audited steps, or after a norm that is not accepted. They have no
+//    line: initialize_parameter, auto_filter_fill, fill_for_timing, round_weights, fp16_amax, fp16_masters_amax,
+//    fp16_masters_encode, fp16_audit and adamw_find_block.
+//  - transport_sum, which adds gradients that several GPUs have exchanged, has no line.
 
-// A call that moves at most BENCH_RAMP_BYTES, and takes at most BENCH_RAMP_US longer than a copy of these bytes, has
-// "launch and ramp" as its reason: to launch a kernel, and to fill the SMs with thread blocks and empty them again,
-// costs 4 to 6 us on an H200.
+// A call that moves at most BENCH_RAMP_BYTES, and takes at most BENCH_RAMP_US longer than these bytes take at the copy
+// rate, has "launch and ramp" as its reason: to launch a kernel, and to fill the SMs with thread blocks and empty them
+// again, costs 4 to 6 us on an H200.
 #define BENCH_RAMP_BYTES (64ll << 20)
 enum { BENCH_PERCENT = 85, BENCH_RAMP_US = 15 };
 
@@ -306,8 +308,8 @@ static inline void bench_report(const Bench *b, const char *name, const char *sh
     bench_line(name, shape, us, bytes / us * 1e-3, "GB/s", b->copy_rate * 1e-9, "a copy's", reason);
 }
 
-// Reports GEMMs and attention. ghz is the clock during the run; 0: unknown. The power limit lowers it, and the peak
-// holds at one clock, so a reason is extended by both.
+// Reports GEMMs and attention. ghz is the clock during the run; 0: unknown. The power limit may lower it below the
+// clock at which the peak holds; a reason then also names both clocks.
 static inline void bench_report_flops(const Bench *b, const char *name, const char *shape, double us, double flops,
                                       bool fp8, double ghz, const char *reason) {
     const double rate = flops / us * 1e-6, peak = b->peak_bf16 * (fp8 ? 2 : 1) * 1e-12;

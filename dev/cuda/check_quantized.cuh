@@ -12,8 +12,8 @@
     "transposed tiles go through shared memory: a barrier between a block's loads and half of its stores"
 #define AMAX_REASON "every block loads only briefly, then ends in a reduction and a read of the amax"
 
-// Returns a tensor with poisoned scales, cleared amaxes, and poisoned rowwise and columnwise data, each unless its
-// granularity is NO_SCALE.
+// Returns a tensor that a cast can fill: its data and scales are poisoned, its amaxes are zero. A usage whose
+// granularity is NO_SCALE has neither data nor scales.
 static inline QTensor qtensor_of(int64_t R, int64_t C, ScaleGranularity row_granularity,
                                  ScaleGranularity col_granularity, ScaleRule rule, Fp8Format format) {
     QTensor t = {};

@@ -29,8 +29,8 @@ static int32_t *make_targets(uint64_t seed, int64_t R, int64_t V) {
     return targets;
 }
 
-// Tolerance of the loss: fp32 sums of exponentials, whose arguments (up to 2^8 after scaling by log2(e)) are rounded to
-// 2^-17 at worst.
+// Tolerance of the loss, which follows from fp32 sums of exponentials. Their arguments are up to about 2^8 after
+// scaling by log2(e), so rounding changes them by about 2^-17.
 #define LOSS_TOLERANCE 2e-5
 // Tolerance of the gradient against the exact value: one bf16 rounding (2^-8 of the value) and the error of the sum.
 // The floor is for the target's gradient, softmax - 1, if the softmax is near 1.
@@ -106,7 +106,8 @@ static void bench_case(Bench *b, int64_t R, int64_t V, const char *shape) {
                        "last wave of rows is not full";
     const char *reason = cross_entropy_row_fits(V)
                              ? held
-                             : "a row that does not fit on an SM is read three times, 2 bytes per thread at a time";
+                             : "a row that does not fit on an SM is read three times (for the loss alone, twice), "
+                               "2 bytes per thread at a time";
     bf16 *logits = bench_random(R * V, 1, 2.0f);
     int32_t *targets = make_targets(2, R, V), *device_targets = (int32_t *)bench_upload(targets, R * 4);
     float *losses = (float *)bench_alloc(R * 4);

@@ -19,8 +19,8 @@ static int32_t *make_tokens(uint64_t seed, int64_t R, int64_t V, int kind) {
     return tokens;
 }
 
-// Checks that the index holds every row of x whose token is in the part once, grouped by token id, with ids and rows
-// ascending.
+// Checks that the index holds exactly the rows of x whose token has elements in the part, each once. They are grouped
+// by token id, and ids and rows ascend.
 static void check_index(const char *label, const int32_t *index, const int32_t *tokens, int64_t R, int64_t C,
                         EmbeddingPart part) {
     const int32_t *rows = index + 1, *begins = index + R + 1, *ids = index + 2 * R + 2, n = index[0];
@@ -42,7 +42,7 @@ static void check_index(const char *label, const int32_t *index, const int32_t *
 // the device, like dx [R, C].
 static void check_parts(const char *label, const bf16 *table, const bf16 *want, const bf16 *dx, const int32_t *tokens,
                         int64_t R, int64_t C, int64_t V, int64_t shard_size) {
-    // This is the slice size of shard_plan.h.
+    // shard_plan.h gives a rank a slice of this size.
     const int64_t slice = round_up(round_up(V * C, 128), shard_size * 128) / shard_size;
     bf16 *parts = (bf16 *)bench_alloc(shard_size * slice * 2);
     CUDA_CHECK(cudaMemcpy(parts, table, (size_t)(V * C * 2), cudaMemcpyDeviceToDevice));
@@ -137,7 +137,7 @@ static void bench_case(Bench *b, int64_t R, int64_t C, int64_t V, const char *sh
                  "one short block per token, of a few KB; rows that are read again from L2 are not counted");
     us = bench_time_us(b, [&] { embedding_backward(table, whole, dx, d_index, R, C, GradientSum{}, 0); });
     bench_report(b, "embedding backward", shape, us, 2.0 * (double)(R * C) + 4.0 * (double)(index[0] * C),
-                 "latency: one block per distinct id and 256 columns, and the rows of an id are added in order");
+                 "latency: a block takes one id and 256 columns at a time, and adds up the id's rows in a fixed order");
     bench_free(table), bench_free(dx), bench_free(x), bench_free(d_tokens), bench_free(d_index);
     free(tokens), free(index);
 }

@@ -1,5 +1,5 @@
-// Checks casts of FP16 master weights to FP8 (llmc/cuda/fp16_weights.cuh) byte for byte against the CPU's functions, on
-// 1, 2, 3 and 8 ranks, and their audits. Times the casts.
+// Checks casts of FP16 master weights to FP8 (llmc/cuda/fp16_weights.cuh) byte for byte against the CPU's functions,
+// for 1, 2, 3 and 8 ranks that share this GPU. Also checks the audits of these casts. Times the casts.
 // Build and run: make build/bench_fp16_weights && build/bench_fp16_weights
 #include "../../llmc/cuda/fp16_weights.cuh"
 #include "../../llmc/config/precision.h"
@@ -19,7 +19,8 @@ typedef struct {
     uint8_t *codes;
 } Model;
 
-// Returns a model of these sizes. Most of them leave ragged tiles: rows are multiples of 4, columns multiples of 16.
+// Returns a model of these sizes. Most weights do not fill their last tiles: they have a multiple of 4 rows and of 16
+// columns.
 static ModelConfig odd_model(int64_t C, int64_t F, int64_t HD, int64_t L) {
     ModelConfig m;
     if (!model_config_preset(&m, "qwen2.5-0.5b")) die("no preset qwen2.5-0.5b");
@@ -95,7 +96,7 @@ typedef struct {
     fp16_bits *masters;  // [plan.total]
     float *scales, *scale_inv;
     uint32_t *amax;
-    int64_t first, n;  // in a layer's matrices: this rank's slice, and its elements
+    int64_t first, n;  // this rank's slice of a layer's matrices: its first element, and how many it has
 } Rank;
 
 static Rank rank_create(const Model *m, int64_t ranks, int64_t rank) {
@@ -248,7 +249,7 @@ static void check_model(ModelConfig config, uint64_t seed, int64_t ranks) {
 }
 
 // Times casts of the fused gate and up weight of a real model from FP16 masters, and from bf16 for comparison. Then
-// times the cast of a whole layer as a slice.
+// times the cast of a slice that holds all matrices of a layer.
 static void bench_casts(Bench *b, const char *preset) {
     ModelConfig config;
     if (!model_config_preset(&config, preset)) die("no preset %s", preset);
@@ -271,10 +272,10 @@ static void bench_casts(Bench *b, const char *preset) {
         out.rowwise = kinds & 1 ? row : NULL, out.columnwise = kinds & 2 ? col : NULL;
         const double bytes = (double)n * (kinds == 3 ? 4 : 3);
         double us = bench_time_us(b, [&] { fp16_cast(out, &w, 0, s->offset, s->N, s->K, 0); });
-        format_checked(name, sizeof name, "FP16 gate, up to FP8, %s", names[kinds]);
+        format_checked(name, sizeof name, "gate_up from FP16 to FP8, %s", names[kinds]);
         bench_report(b, name, preset, us, bytes, "tiles are transposed in shared memory");
         us = bench_time_us(b, [&] { quantize_transpose(out, (const bf16 *)w.masters, s->N, s->K, 0); });
-        format_checked(name, sizeof name, "bf16 gate, up to FP8, %s", names[kinds]);
+        format_checked(name, sizeof name, "gate_up from bf16 to FP8, %s", names[kinds]);
         bench_report(b, name, preset, us, bytes, "tiles are transposed in shared memory");
     }
     const double us = bench_time_us(b, [&] { fp16_cast_slices(row, &w, 1, matrices, 0); });

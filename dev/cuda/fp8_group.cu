@@ -9,8 +9,8 @@ static Fp8Groups groups_create(int64_t n) {
     return g;
 }
 
-// Fills x with groups of every kind: common, spread over 2^60, denormal, largest, zero, half zero, one infinity, one
-// NaN.
+// Fills x with groups of every kind: common, spread over a factor of 2^60, denormal, largest, zero, half zero, one
+// infinity, one NaN.
 static void fill(float *x, int64_t n, uint64_t seed) {
     for (int64_t i = 0; i < n; i++) {
         const uint64_t u = rng_u64(rng_key(seed, 1), (uint64_t)i);

@@ -53,16 +53,16 @@ static void set_sum(Transport *t, void *device, bool fp32) {
     else t->sums = (bf16 *)device;
 }
 
-// Returns all ways to add gradients to a sum: they replace it, or are added and rounded to nearest (an embedding in the
-// first micro-step), or are added and rounded stochastically (later micro-steps).
+// Returns the three ways in which gradients join a sum. They replace it; or they are added and rounded to nearest, as
+// those of an embedding in the first micro-step; or they are added and rounded stochastically, as in later micro-steps.
 static const GradientSum *sum_kinds(void) {
     static const GradientSum kinds[] = {
         {false, false, 0, 0}, {true, false, 0, 0}, {true, true, 0x123456789abcdef1ull, (1ll << 35) + 4096}};
     return kinds;
 }
 
-// `from` is bf16, or fp32 with values that bf16 cannot represent. The gradients are added from element `at` of the sum
-// on.
+// Adds n gradients to a sum, from its element `at` on. The gradients are bf16, or fp32 with values that bf16 cannot
+// represent.
 static void check_add(int64_t at, int64_t n, bool fp32_from, bool fp32, GradientSum how) {
     char label[128];
     format_checked(label, sizeof label, "%lld elements of %s to %s%s%s", (long long)n, fp32_from ? "fp32" : "bf16",
@@ -85,7 +85,8 @@ static void check_add(int64_t at, int64_t n, bool fp32_from, bool fp32, Gradient
     free(before), free(from_bits), free(from), free(want);
 }
 
-// Checks the sum over ranks that copy engines use. The ranks' values are added in rank order, in fp32.
+// Checks the kernel that sums the gradients of all ranks after copy engines have brought them. It adds in rank order,
+// in fp32.
 static void check_rank_sum(int64_t ranks, int64_t shard_rank, int64_t n, bool fp32, GradientSum how) {
     char label[128];
     format_checked(label, sizeof label, "%lld elements summed on rank %lld of %lld, to %s%s%s", (long long)n,
@@ -211,8 +212,8 @@ static void bench_joins(Bench *b, Transport *t, const bf16 *gradients, int64_t n
     }
 }
 
-// Times a layer of llama3.1-8b on 4 ranks. With gradients reduced in fp32, it times one piece of
-// TRANSPORT_STAGING_ELEMENTS.
+// Times one rank's kernels for a layer of llama3.1-8b on 4 ranks. Gradients that are reduced in fp32 go through the
+// staging buffer, so these lines time one piece of TRANSPORT_STAGING_ELEMENTS elements.
 static void bench_kernels(Bench *b) {
     const int64_t shard_size = 4, slice = 218112000 / shard_size, part = TRANSPORT_STAGING_ELEMENTS / shard_size;
     const char *reason = "128 blocks, by design: the other SMs are left to the concurrent GEMMs";

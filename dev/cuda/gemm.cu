@@ -7,9 +7,9 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Inputs
 
-// Makes normal values times powers of two that depend on the row, the column, and the block of 32 and of 128 rows or
-// columns. So the scales of every granularity differ from block to block, and transposed, shifted or wrong scales are
-// detected. There are at most 16 powers, which E4M3's range holds.
+// Makes normal values times powers of two. The power depends on the row, on the column, and on blocks of 32 or 128 rows
+// or columns. So the scales of every granularity differ from block to block, and transposed, shifted or wrong scales
+// are detected. The powers are 16 consecutive ones, which fit in E4M3's range.
 static float *make_matrix(uint64_t seed, int64_t rows, int64_t cols) {
     const uint64_t key = rng_key(seed, 0);
     float *x = (float *)xcalloc((size_t)(rows * cols), sizeof(float));
@@ -78,7 +78,8 @@ static void operand_free(Operand o) {
     free(o.scales);
 }
 
-// Doubles the largest of an operand's scales on the device. check_spoiled() checks that the result is then wrong.
+// Doubles the largest of an operand's scales, on the device alone. check_spoiled() then checks that the GEMM's result
+// is wrong.
 static void operand_spoil(const Operand *o, ScaleGranularity granularity) {
     const int64_t width = granularity == BLOCK_1X32 ? 1 : 4, count = o->num_scale_bytes / width;
     int64_t largest = 0;
@@ -110,14 +111,15 @@ static __global__ void truth_kernel(double *sum, double *norm, const float *a, c
 
 // The error of a GEMM's sum before rounding to bf16 is given in units of
 //    2^-bits sqrt(span) * norm.
-// The tensor cores add terms at the exponent of the largest one, the running sum among them, and cut the bits below.
-// Each term loses up to 2^-bits of the running sum, with either sign. The running sum is about the norm (terms of
-// random sign), and the losses of `span` terms add up as a random walk. After `span` terms, the sum is added to an fp32
-// sum:
-//    FP8 on Hopper   bits 13 (DeepSeek-V3, arXiv:2412.19437 section 3.5.2, and its cuBLAS experiments: 14 with the
-//                    leading one). The span is the whole depth with fast_accum, and 128 without.
-//    BF16, emulated  bits 23, the span is the whole depth
-// Terms of one sign can lose more, by a factor sqrt(span); these tests have none. LIMIT_UNITS is the limit of a check.
+// The tensor cores shift the terms and the running sum to the exponent of the largest of them, and cut the bits below.
+// So each term loses up to 2^-bits of the running sum, with either sign. Terms of random sign have a running sum of
+// about the norm, and the losses of `span` terms add up as a random walk. After `span` terms, the sum is added to an
+// fp32 sum:
+//    FP8 on Hopper   bits is 13 (DeepSeek-V3, arXiv:2412.19437 section 3.5.2, and its cuBLAS experiments: 14 with the
+//                    leading one). span is the whole depth with fast_accum, and 128 without.
+//    BF16, emulated  bits is 23, span is the whole depth.
+// Terms that all have one sign can lose more, by a factor of sqrt(span). These tests have no such terms. A check allows
+// LIMIT_UNITS units.
 static const double LIMIT_UNITS = 4;
 
 static double error_unit(const GemmPlan *p) {
@@ -133,8 +135,8 @@ typedef struct {
     double want;
 } Comparison;
 
-// Compares `got` with sum * scale_inv's + bias + old. The rounding of the result is subtracted first: half a unit in
-// the last place of bf16, and an fp32 rounding for each of scale, bias and the sum with the old value.
+// Compares `got` with sum * inverse + bias + old. Each difference may contain the rounding of the result, which does
+// not count: half a unit in the last place of bf16, and fp32 roundings of the product and of both additions.
 static Comparison compare(const GemmPlan *p, const bf16_bits *got, const double *sum, const double *norm,
                           double inverse, const bf16_bits *bias, const bf16_bits *old) {
     Comparison c = {};
@@ -212,8 +214,9 @@ static bool same_algorithm(const cublasLtMatmulAlgo_t *a, const cublasLtMatmulAl
     return memcmp(a->data, b->data, sizeof a->data) == 0;
 }
 
-// Deterministic plans take the first candidate, unless cuBLASLt calls it unusable or refuses to launch it (here: an
-// algorithm of all zeros). Then any other candidate is allowed. `taken` is -1 if none is usable.
+// Checks that a deterministic plan takes the first candidate. If cuBLASLt calls that unusable, or refuses to launch it
+// (here it is an algorithm of all zeros), another candidate must be taken; `taken` is -1 if there is none. gemm_fastest
+// must pass over an algorithm of all zeros too.
 static void check_first_usable(const Case *c, const char *label, GemmKind kind, int64_t R, int64_t N, int64_t K,
                                GemmSpec spec) {
     cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES];
@@ -259,7 +262,7 @@ static void check_ways(Case *c, int recipe, GemmKind kind, int64_t R, int64_t N,
         const GemmSpec spec = {r, FP8_E4M3, kind == GEMM_FPROP ? FP8_E4M3 : dy, way == WAY_FAST, way == WAY_EMULATED};
         check_way(c, label, kind, R, N, K, spec, &worst_units[recipe][kind][way]);
         check_first_usable(c, label, kind, R, N, K, spec);
-        // WAY_SLOW has run cuBLASLt's fastest algorithm; the ways after it run the first.
+        // WAY_SLOW has just run cuBLASLt's fastest algorithm. The ways after it run the first.
         if (way == WAY_SLOW) c->gemm.deterministic = !c->gemm.deterministic;
     }
     if (!recipe_is_fp8(r, kind)) return;
@@ -457,8 +460,8 @@ static void bench_recipe(Bench *b, Rates *rates, int recipe, int64_t R, int64_t 
     }
 }
 
-// Times the linear layers of llama3.1-8b, R x N x K, in every recipe, and its lm_head over a chunk of rows. Bursts are
-// long enough for the power limit to lower the clock.
+// Times the GEMMs of llama3.1-8b's linear layers, R x N x K, in every recipe, and in BF16 those of its lm_head over a
+// chunk of rows. Bursts are so long that the power limit can lower the clock.
 static void bench_rates(void) {
     const int64_t layers[][2] = {{6144, 4096}, {4096, 4096}, {28672, 4096}, {4096, 14336}}, rows[] = {2048, 8192},
                   V = 128256;
@@ -475,7 +478,7 @@ static void bench_rates(void) {
     fill_codes_kernel<<<2048, 256>>>(r.codes_a, widest, 3);
     fill_codes_kernel<<<2048, 256>>>(r.codes_b, widest, 4);
     CUDA_CHECK_LAUNCH();
-    // This is enough for every granularity; its bytes are small finite scales of every kind.
+    // The scales of every granularity fit in this. Its bytes are set to 0x3c below: small finite scales of each type.
     r.scales = bench_alloc(widest / 32 + 4096);
     CUDA_CHECK(cudaEventCreate(&r.begin));
     CUDA_CHECK(cudaEventCreate(&r.end));

@@ -1,7 +1,7 @@
 // Checks gradients in FP8 (llmc/cuda/gradient_fp8.cuh) byte for byte against the CPU's functions, over several
-// micro-steps and over ranks, all of which this program plays. The gradient norm, the search for large gradients and
-// AdamW must give the results that they give for the decoded values in fp32. Times the casts, the sums over ranks, the
-// norm and the update. Build and run: make build/bench_gradient_fp8 && build/bench_gradient_fp8
+// micro-steps, and over ranks that share this GPU. The search for large gradients and AdamW must give the results that
+// they give for the decoded values in fp32; the gradient norm has a tolerance. Times the casts, the sums over ranks,
+// the norm and the update. Build and run: make build/bench_gradient_fp8 && build/bench_gradient_fp8
 #include "../../llmc/cuda/adamw_msamp.cuh"
 #include "../../llmc/reference/adamw.h"
 #include "adamw_parts.cuh"
@@ -15,12 +15,12 @@ typedef struct {
     GradientFp8Layout layout;
     float *gradients;         // [total] in the flat order, of the current micro-step
     uint8_t *codes;           // [layers, matrices]
-    float *scale_inv, *sums;  // [entries]; [total] values of the codes, other gradients as they are
+    float *scale_inv, *sums;  // [entries]; [total] decoded codes, and the gradients that are not FP8
     GradientFp8 device;       // FP8 gradients on the GPU
-    bf16 *others;             // device: [root + layers * vectors]
+    bf16 *others;             // device: [root + layers * vectors] the gradients that are not FP8
 } Gradients;
 
-// A model whose matrices end within the work of a block.
+// Returns a model with matrices that do not fill the last thread block of a cast.
 static ModelConfig model_of(int large) {
     ModelConfig m;
     if (!model_config_preset(&m, "qwen2.5-0.5b")) die("no preset");
@@ -51,8 +51,8 @@ static void gradients_free(Gradients *g) {
     parameter_table_free(&g->t);
 }
 
-// A gradient of a tensor of this kind: common, spread over 2^80, half zero, all zero, equal, denormal, huge beside
-// tiny, and one with outliers.
+// Returns a gradient of a tensor of this kind: common, spread over a factor of 2^80, half zero, all zero, equal,
+// denormal, huge beside tiny, or with outliers.
 static float gradient_of(int64_t kind, uint64_t key, int64_t i) {
     const uint64_t u = rng_u64(key, (uint64_t)(i + (1ll << 40)));
     const float g = rng_normal(key, (uint64_t)i) * 1e-3f;
@@ -78,7 +78,8 @@ static void fill(Gradients *g, int micro, bool huge) {
     }
 }
 
-// Adds the gradients on the CPU.
+// Joins the gradients to the FP8 sums on the CPU: adds them with `add`, else they replace the sums. Gradients that are
+// not FP8 always replace theirs.
 static void join_on_cpu(Gradients *g, bool add) {
     for (int64_t k = 0; k < g->t.count; k++) {
         const Parameter *p = &g->t.entries[k];
@@ -96,7 +97,7 @@ static void join_on_cpu(Gradients *g, bool add) {
     }
 }
 
-// Adds the gradients on the GPU, and uploads those that are not FP8.
+// Joins the gradients to the FP8 sums on the GPU, and uploads the gradients that are not FP8.
 static void join_on_gpu(Gradients *g, bool add) {
     const GradientFp8Layout *a = &g->layout;
     bf16 *all = (bf16 *)upload_floats(g->gradients, g->t.total, false);
@@ -127,7 +128,8 @@ static AdamwGradients fp8_gradients(const Gradients *g) {
     return AdamwGradients{g->others, NULL, g->device.codes, g->device.scale_inv, &g->layout};
 }
 
-// Checks the norm, and which gradient is found if it is not accepted: that of the fp32 numbers.
+// Checks the norm. If it is not accepted, the search in FP8 gradients must find the gradient that it finds in their
+// fp32 values.
 static void check_norm(const char *label, const Gradients *g) {
     double *workspace = (double *)bench_alloc(adamw_workspace_bytes(&g->t, &g->plan));
     double *squares = (double *)bench_alloc(sizeof(double));
@@ -153,7 +155,8 @@ static void check_norm(const char *label, const Gradients *g) {
     for (void *p : device) bench_free(p);
 }
 
-// Micro-steps of gradients of all kinds; the last has gradients that are not finite.
+// Checks two sums over MICRO_STEPS micro-steps, with gradients of all kinds. Only the second has huge gradients, and
+// the last micro-step has some that are not finite.
 static void check_casts(int large) {
     const ModelConfig m = model_of(large);
     Gradients g = gradients_create(&m);
@@ -248,7 +251,7 @@ static void reduce_amaxes(GradientFp8 *layers, int64_t ranks, int64_t entries) {
     free(most);
 }
 
-// Casts `from` of each rank to its `to`, with common amaxes.
+// Casts each rank's `from` to its `to`. All ranks use the maxima of their amaxes.
 static void cast_all(const SharedLayer *s, GradientFp8 *to, const GradientFp8Layout *layouts, bool one_layout,
                      const GradientFp8Source *from, bool add, float headroom) {
     for (int64_t r = 0; r < s->ranks; r++) gradient_fp8_amaxes(to[r], &layouts[one_layout ? 0 : r], from[r], add, 0);
@@ -257,7 +260,7 @@ static void cast_all(const SharedLayer *s, GradientFp8 *to, const GradientFp8Lay
         gradient_fp8_cast(to[r], &layouts[one_layout ? 0 : r], from[r], add, headroom, 0);
 }
 
-// Sums elements begin .. begin + n - 1 of the codes of all ranks to `sum`, as rank `rank` does.
+// Sums elements begin .. begin + n - 1 of all ranks' codes to `sum`, as rank number `rank` would.
 static void sum_part(const SharedLayer *s, uint8_t *sum, const GradientFp8 *from, int64_t rank, int64_t begin,
                      int64_t n) {
     const int64_t stride = round_up(n, 16) + 16;  // longer than n
@@ -436,7 +439,7 @@ static Optimizer optimizer_create(const Gradients *g, Variant v) {
     return o;
 }
 
-// Updates all units. first_layer: the first gradient of the layers, in the array that has those of vectors.
+// Updates all units. first_layer: index of the layers' first gradient in its array, fp32_data or bf16_data.
 static void update(const Optimizer *o, const Gradients *g, AdamwGradients gradients, int64_t first_layer, int step,
                    const AdamwControl *control) {
     AdamwUpdate w = {o->a,
@@ -459,7 +462,8 @@ static void update(const Optimizer *o, const Gradients *g, AdamwGradients gradie
     }
 }
 
-// Updates with FP8 gradients, and with fp32 gradients of equal values: all arrays must be equal, byte for byte.
+// Updates one optimizer with FP8 gradients, and another with fp32 gradients of equal values. All their arrays must be
+// equal, byte for byte.
 static void check_update(int large, Variant v) {
     const ModelConfig m = model_of(large);
     Gradients g = gradients_create(&m);

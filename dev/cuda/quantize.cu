@@ -74,8 +74,8 @@ static void check_all_numbers(Fp8Format format, float amax) {
     free(host);
 }
 
-// Checks every length up to 40, then lengths up to 40000 in steps of 1777, with the largest value last, then in the
-// middle. A slot with a larger value must keep it.
+// Checks the amax for every length up to 40, and for lengths up to 40000 in steps of 1777: each with the largest
+// magnitude at the end, and once more with it in the middle. A slot that holds a larger value must keep it.
 static void check_amax_lengths(void) {
     uint32_t *slot = (uint32_t *)bench_zeros(sizeof(uint32_t));
     for (int64_t n = 1; n < 40000; n += n < 40 ? 1 : 1777)

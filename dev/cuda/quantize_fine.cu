@@ -93,7 +93,7 @@ static void check_same_data(const char *label, const QTensor *got, const QTensor
                              scale_bytes(got->col_granularity, C, R), 4);
 }
 
-// Checks the slots that the amax pass raised.
+// Compares the amaxes that tensor_quantize has found with the CPU's.
 static void check_amaxes(const char *label, const QTensor *t, const float *x, int64_t R, int64_t C) {
     const int64_t count = tensor_amaxes(t->row_granularity, t->col_granularity, R, C),
                   rows = usage_amaxes(t->row_granularity, R);
@@ -140,7 +140,8 @@ static void check_dequantized(const char *label, const QTensor *t, TensorUsage u
     bench_free(out);
 }
 
-// Checks casts of rowwise and columnwise data together and of each alone, with the amaxes of one pass.
+// Checks the cast of rowwise and columnwise data together, and then the cast of each alone, with the amaxes that the
+// first cast found. `back`: also checks the decoding of the codes to bf16.
 static void check_tensor(const Case *c, const char *what, const bf16 *device_x, const float *x, int64_t R, int64_t C,
                          bool back) {
     char label[160];
@@ -176,8 +177,8 @@ static void check_shape(int64_t R, int64_t C, Fill fill) {
     free(host), free(x);
 }
 
-// Checks one pass with a scale of earlier amaxes: exact, too large (values saturate), too small. The pass must find the
-// largest magnitude, ignoring NaN.
+// Checks a delayed cast: one pass, with a scale that is known before. This is the scale of the tensor itself, one that
+// is too large (values saturate), or one that is too small. The pass must also find the tensor's amax, ignoring NaN.
 static void check_delayed(int64_t R, int64_t C, Fill fill, Fp8Format format, float factor) {
     char label[128];
     format_checked(label, sizeof label, "delayed, %lld x %lld %s %s, scale x %g", (long long)R, (long long)C,
@@ -250,8 +251,8 @@ static void check_sources(int64_t R, int64_t C, Fill fill) {
     free(x_host), free(dy_host);
 }
 
-// With the dy of each recipe whose scales are finer than a tensor: checks the last rows of a large tensor against a
-// cast of those rows alone, for data whose scales depend on no other rows. Checks a second run against the first.
+// Casts a large dy with each recipe whose scales are finer than a tensor. Its last rows must equal a cast of those rows
+// alone, but not in data whose scales depend on other rows too. A second run must equal the first.
 static void check_large(int64_t R, int64_t C) {
     const int64_t slab = 2048, first = R - slab;
     Case cases[MAX_CASES];
@@ -362,7 +363,7 @@ static void bench_cast(Bench *b, const char *name, const char *shape, const Case
 }
 
 // Times the amax pass of one tensor, if it needs one (the delayed recipe does not), and its cast; for x also the
-// rowwise and the columnwise cast alone. `read` is bytes read per element of the source.
+// rowwise and the columnwise cast alone. `read` is the bytes read per value that is cast.
 template <class Source>
 static void bench_source(Bench *b, const char *what, const Case *c, Source source, int64_t R, int64_t C, double read) {
     enum { OUTPUTS = Source::OUTPUTS };

@@ -68,7 +68,7 @@ static void check_forward(const Case *k) {
     format_checked(label, sizeof label, "%s: residual + delta", k->label);
     check_close(label, xf, k->sum, n, C, 0, 0);
     format_checked(label, sizeof label, "%s: rstd", k->label);
-    // A few fp32 roundings: the sum is a tree of depth about C / 128.
+    // A few fp32 roundings: a thread adds up to 32 squares one by one, and then the block adds up the threads' sums.
     check_close(label, got_rstd, want_rstd, R, 1, 2e-6, 0);
     format_checked(label, sizeof label, "%s: y", k->label);
     check_close(label, yf, want_y, n, C, BF16_ROUNDING, 1e-40);
@@ -198,7 +198,8 @@ static void check_large(void) {
           *want = (float *)xcalloc((size_t)C, 4), r;
     rmsnorm_forward_reference(dyf, &r, xf, wf, 1, C, EPS, ROUND_BF16);
     rmsnorm_backward_reference(want, dwf, NULL, dyf, xf, &r, wf, 1, C, ROUND_NONE);
-    // a y that rounds differently on the CPU is off by 2^-8 of a value of order 1 to 10, times the weight
+    // dy is y. Where y rounds differently on the CPU, it is off by 2^-8 of a value of order 1 to 10, and dx by that
+    // times the weight.
     check_close("2^31 elements, last row of dx", got, want, C, C, BF16_ROUNDING, 0.2);
     // 4e-3 is about 2^-8.
     CHECK(check_relative_error(got, want, C) < 4e-3, "the last row of dx is right; relative error %g",

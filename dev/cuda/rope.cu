@@ -96,7 +96,7 @@ static void check_backward(const Case *c, bool special) {
               *got_dw_bits = (bf16_bits *)bench_download(dw[0], 2 * HD * 2, c->label);
     float *got = bf16_to_floats(got_bits, c->n), *got_dw = bf16_to_floats(got_dw_bits, 2 * HD);
     check_close(c->label, got, want, c->n, c->heads * HD, TOLERANCE, FLOOR);
-    // fp32 sums of rows * heads terms near 1
+    // An element of dw is an fp32 sum of rows * heads terms near 1.
     if (norm)
         check_close(c->label, got_dw, want_dw, 2 * HD, HD, TOLERANCE, 2e-6 * sqrt((double)(c->rows * c->d.NH)) + FLOOR);
     uint32_t *got_amax = (uint32_t *)bench_download(amax[0], 4, c->label);
@@ -190,7 +190,7 @@ static void bench_case(Bench *b, const char *shape, int64_t T, int64_t NH, int64
         bench_report(b, "RoPE backward", shape, us, 4.0 * (double)rotated + 2.0 * (double)(n - rotated), rotation);
         us = bench_time_us(b, [&] { bias_backward(in, out, T, (NH + 2 * NKV) * HD, workspace, 0); });
         bench_report(b, "bias backward", shape, us, 2.0 * (double)n,
-                     "two launches: the second adds up the parts of the rows");
+                     "two launches: the second adds up the sums of groups of rows");
     }
     void *device[] = {table, in, out, q_norm, k_norm, dw, amax, workspace};
     for (void *p : device) bench_free(p);

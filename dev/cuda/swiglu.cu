@@ -75,9 +75,10 @@ static void check_case(int64_t R, int64_t F, Fill fill) {
     swiglu_forward_reference(want_h, xf, R, F, ROUND_NONE);
     swiglu_backward_reference(want_d, dhf, xf, R, F, ROUND_NONE);
     format_checked(label, sizeof label, "%s: h", base);
-    check_close(label, hf, want_h, n, F, BF16_ROUNDING, 1e-35);  // a sigmoid below 2^-126 is 0 here
+    check_close(label, hf, want_h, n, F, BF16_ROUNDING, 1e-35);  // the kernel takes a sigmoid below 2^-126 as 0
     format_checked(label, sizeof label, "%s: d_gate_up", base);
-    // the slope of silu is 0 at -1.278; there 1 + g (1 - s) has the fp32 error of its terms of order 1, times dh * up
+    // silu's slope s (1 + g (1 - s)) is 0 at g = -1.278. The terms in it are of order 1 there, and so their fp32 error
+    // remains, times dh * up.
     check_close(label, df, want_d, 2 * n, 2 * F, BF16_ROUNDING, fill == FILL_WIDE ? 2e-5 : 1e-6);
     free(gate_up_host), free(dh_host), free(got_h), free(got_d), free(xf), free(dhf), free(hf), free(df), free(want_h),
         free(want_d);
