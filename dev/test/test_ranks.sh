@@ -63,8 +63,9 @@ train() {
     steps "$tmp/$name" >"$tmp/$name.steps"
 }
 
-# ---- A global batch of 12 sequences on one rank without mpirun, and on 1 to 4 ranks with every sharding strategy; the
-# variant "clipped" splits it into 2 or 3 micro-steps there. $1 family, $2 name of the variant, then its options.
+# ---- A global batch of 12 sequences on one rank without mpirun, and on 1 to 4 ranks with every sharding strategy.
+# Under mpirun, the variant "clipped" splits it into 2 or 3 micro-steps. $1 family, $2 name of the variant, then its
+# options.
 against_one() {
     local family=$1 variant=$2
     shift 2
@@ -592,8 +593,8 @@ for other in turned other_train; do
         [ "$(grep -c "$message" "$tmp/differ.out")" -eq 1 ]
 done
 
-# ---- A save fails on rank 1, which sees an empty folder in place of that of the checkpoints after the first save. All
-# ranks stop, the error gives that rank's reason, and the earlier checkpoints stay.
+# ---- After the first save, rank 1 sees an empty folder in place of the checkpoint folder, so a save fails there. All
+# ranks stop, the error gives rank 1's reason, and the earlier checkpoints stay.
 if unshare -m true 2>/dev/null; then
     common="$tmp/qwen2 $data --batch-size 2 --checkpoint-dir $tmp/half"
     again="./train_fp8 $common --num-steps 1000 --checkpoint-every 1 --keep-checkpoints 1000 --on-save-error stop"
