@@ -94,7 +94,7 @@ typedef struct {
     ncclComm_t communicator;
     bool sends;
     const char *at;
-    int64_t bytes, rank;  // rank: the other one
+    int64_t bytes, rank;  // rank: the receiver of a sent message, the sender of a received one
 } Message;
 
 static Message messages[2 * ORDER_MAX_RANKS];
@@ -103,7 +103,8 @@ static int num_messages;
 // Returns the content that stands for the weights of a layer or ROOT, of version `step`.
 static int64_t weights_of(int64_t step, int64_t l) { return order_content(2 + step * 1000 + l, 0); }
 
-// Numbers in place of a layer's, for gradients_of: gradients of logits and inputs, and a step's loss and norm.
+// Numbers that gradients_of takes in place of a layer's: for gradients of logits, for gradients of inputs, and for the
+// loss and norm of a step.
 enum { LOGITS = 996, INPUTS = 997, STATISTICS = 998 };
 // Returns the content that stands for gradients of a layer or ROOT in a micro-step, summed over `over` ranks.
 static int64_t gradients_of(int64_t step, int64_t micro, int64_t l, int64_t over) {
@@ -256,7 +257,7 @@ static void note_messages(void) {
     num_messages = 0;
 }
 
-// True if an address is one of the arrivals in any rank's memory. All ranks have them at equal offsets.
+// True if an address is that of an element of `arrivals` in any rank's memory. All ranks have them at equal offsets.
 static bool is_arrival(const Rank *r, const char *at) {
     const int64_t offset = (int64_t)((uintptr_t)at % ORDER_MEMORY_STRIDE) -
                            (int64_t)((uintptr_t)r->f->transport.arrivals % ORDER_MEMORY_STRIDE);

@@ -329,8 +329,8 @@ check "gone: a lost host ends all ranks with status 6 within 60 s ($((SECONDS - 
     equal "$statuses$((SECONDS - began <= 60))" "6 6 6 1"
 check "gone: rank 0 prints one error with the lost rank and host, rank 2 none: $(cat "$ROOM/gone.0.err")" \
     equal "$(grep -c '^error: rank 1 on b has not responded' "$ROOM/gone.0.err")$(cat "$ROOM/gone.2.err")" 1
-check "gone: the run goes on on the 2 hosts that are left" meet gone-fewer "a c" --batch-size 3 --num-steps 6 \
-    --checkpoint-dir "$ROOM/killed-copy" --resume
+check "gone: a run goes on from step 2 on the 2 hosts that are left" meet gone-fewer "a c" --batch-size 3 \
+    --num-steps 6 --checkpoint-dir "$ROOM/killed-copy" --resume
 check "gone: these 2 hosts have the losses and norms of the 2 hosts that went on with mpirun" \
     equal "$(steps gone-fewer)" "$(steps fewer)"
 finish

@@ -180,8 +180,8 @@ done
 # Scales of rows and blocks do not depend on the rows of other ranks. So the forward pass equals that of one rank,
 # except for the order in which losses are added (1e-6). In the backward pass each rank rounds its gradients to bf16
 # before they are added, as without FP8 (1e-3). In wgrad, a scale of a block covers the same tokens on any number of
-# ranks. A rowwise scale there covers all tokens of one rank, so it may be another power of two than that of one rank
-# with all tokens. That changes only subnormal codes.
+# ranks. A rowwise scale there covers the tokens of its rank. So it may differ by a power of two from the scale in a run
+# on one rank, which covers all tokens. That changes only subnormal codes.
 for recipe in rowwise rowwise_with_gw_hp blockwise mxfp8; do
     fp8="$tmp/fp8-wide $data --precision fp8 --fp8-recipe $recipe --num-steps 4"
     train 0 one-$recipe $fp8 --batch-size 8 && train 2 two-$recipe $fp8 --batch-size 4 || continue
