@@ -61,9 +61,10 @@ typedef struct {
     int64_t step;                  // version of the weights
     int64_t gradient_step, micro;  // weights' version, and micro-step, from which the gradients come
     int64_t operation, barriers;   // numbers of the operation being enqueued and of the barrier in it
-    int64_t unit;                  // the unit whose gradient was reduced last, or is being reduced
-    int64_t call;                  // number of the first operation of that reduction; -1: no reduction is going on
-    bool to_replicas;              // the sum over replicas is being enqueued
+    // unit: its gradient is being reduced, or was reduced last. call: number of the first operation of the reduction
+    // that is being enqueued; -1: none is.
+    int64_t unit, call;
+    bool to_replicas;  // the sum over replicas is being enqueued
 } Rank;
 
 // An omission: a barrier, a collective, a wait for an event, or a call is left out each time it comes.
