@@ -2,11 +2,12 @@
 // steps, a sample and a validation for one rank after the other, with copy engines and with NCCL, with --offload and
 // without. This file answers its calls: the linker puts functions of this file in place of CUDA and NCCL (--wrap, see
 // the Makefile), and macros replace launchers, functions of Fsdp and others that train_fp8.cu and its headers call.
-// These record the operations of all streams of each rank. Then the streams of all ranks run (order_model.h).
-// Operations on the same memory must be ordered by events, barriers and collectives, a read must find the content that
-// the model needs there, and no stream may wait for ever. check_omissions() omits one barrier, collective, event or
-// call of the trainer at a time, and the test must detect each. Other checks are of the embedding's input ranks, the
-// watcher, and of copy engines: when they are used, and their self-test (peer_memory.cuh).
+// The replacements record the operations of all streams of each rank. Then the streams of all ranks run in a model
+// (order_model.h). Operations on the same memory must be ordered by events, barriers and collectives, a read must find
+// the content that the model needs there, and no stream may wait for ever. check_omissions() and
+// check_fp8_gradient_omissions() repeat this, each time without one kind of barrier, collective, wait for an event or
+// call of the trainer. The test must detect each omission. Other checks are of fsdp_input_ranks(), of the watcher
+// thread, and of copy engines: when they are used, and their self-test (peer_memory.cuh).
 //
 // linear.cuh, batches.cuh, step_stats.cuh, fsdp_report.cuh and train.h come behind the macros, with train_fp8.cu.
 #define TESTING
@@ -50,7 +51,7 @@ typedef struct {
     double *squares;
     float *loss;
     const struct Offload *offload;
-    const KeptSpan *slots;  // [L] activations in slots; NULL: not offloaded
+    const KeptSpan *slots;  // [L] activations in slots; NULL without --offload activations
     bool copies_kept;       // some layers' activations leave the GPU
     int64_t kept_layer;     // the layer that the model is in
     bool kept_backward;     // in its backward pass
@@ -60,17 +61,19 @@ typedef struct {
     int64_t step;                  // version of the weights
     int64_t gradient_step, micro;  // weights' version, and micro-step, from which the gradients come
     int64_t operation, barriers;   // numbers of the operation being enqueued and of the barrier in it
-    int64_t unit, call;            // a unit whose gradient is being reduced, and the first operation of that; -1: none
-    bool to_replicas;              // the sum over replicas is being enqueued
+    // unit: its gradient is being reduced, or was reduced last. call: number of the first operation of the reduction
+    // that is being enqueued; -1: none is.
+    int64_t unit, call;
+    bool to_replicas;  // the sum over replicas is being enqueued
 } Rank;
 
-// An omitted operation. The test must detect that it is missing.
+// An omission: a barrier, a collective, a wait for an event, or a call is left out each time it comes.
 typedef struct {
-    const char *what;  // the operation that a barrier or collective is part of, an event, or a call
-    // Number of the barrier in the operation. If a gradient's reduction has several operations of this name: number of
-    // the barrier in all of them, or of the collective's operation.
+    const char *what;  // name of the event or call, or of the operation that has the barrier or collective
+    // Events and calls: 0. Barriers and collectives: a number, from 0. The reduction of one gradient may have several
+    // operations of this name. Then the number counts the barriers, or the collectives, of all of them.
     int64_t number;
-    int64_t rank;  // -1: all
+    int64_t rank;  // that leaves it out; -1: all ranks do
 } Omission;
 
 static Rank ranks[ORDER_MAX_RANKS], *now;             // the rank whose trainer runs
@@ -92,7 +95,7 @@ typedef struct {
     ncclComm_t communicator;
     bool sends;
     const char *at;
-    int64_t bytes, rank;  // rank: the other one
+    int64_t bytes, rank;  // rank: the receiver of a sent message, the sender of a received one
 } Message;
 
 static Message messages[2 * ORDER_MAX_RANKS];
@@ -101,15 +104,16 @@ static int num_messages;
 // Returns the content that stands for the weights of a layer or ROOT, of version `step`.
 static int64_t weights_of(int64_t step, int64_t l) { return order_content(2 + step * 1000 + l, 0); }
 
-// Numbers in place of a layer's, for gradients_of: gradients of logits and inputs, and a step's loss and norm.
+// Numbers that gradients_of takes in place of a layer's: for gradients of logits, for gradients of inputs, and for the
+// loss and norm of a step.
 enum { LOGITS = 996, INPUTS = 997, STATISTICS = 998 };
 // Returns the content that stands for gradients of a layer or ROOT in a micro-step, summed over `over` ranks.
 static int64_t gradients_of(int64_t step, int64_t micro, int64_t l, int64_t over) {
     return order_content((step * 100 + micro) * 1000 + 1 + l, over);
 }
 
-// Returns the content of an offloaded array from an element of the shard on, after the update that made the weights of
-// version `step`. Version 1 is loaded, not made by an update.
+// Returns the content that stands for a part of an offloaded array, after the update that made the weights of version
+// `step`. The part begins at `element` of the shard. No update makes version 1: its weights are loaded.
 static int64_t offloaded_of(int64_t step, int array, int64_t element) {
     return step == 1 ? ORDER_UNWRITTEN
                      : order_content((1ll << 46) + (step << 40) + ((int64_t)array << 38) + element, 0);
@@ -218,7 +222,7 @@ static ncclResult_t note_collective(const char *name, bool sums, cudaStream_t s,
     return ncclSuccess;
 }
 
-// Returns the rank that has an index in a communicator of this rank.
+// Returns which rank of the run has number `index` in one of this rank's communicators.
 static int64_t rank_in(const Rank *r, ncclComm_t communicator, int64_t index) {
     const Comm *c = &r->comm;
     if (communicator == r->nccl->comms[COMM_WORLD]) return index;
@@ -254,7 +258,7 @@ static void note_messages(void) {
     num_messages = 0;
 }
 
-// True if an address is one of the arrivals in any rank's memory. All ranks have them at equal offsets.
+// True if an address is that of an element of `arrivals` in any rank's memory. All ranks have them at equal offsets.
 static bool is_arrival(const Rank *r, const char *at) {
     const int64_t offset = (int64_t)((uintptr_t)at % ORDER_MEMORY_STRIDE) -
                            (int64_t)((uintptr_t)r->f->transport.arrivals % ORDER_MEMORY_STRIDE);
@@ -388,14 +392,15 @@ static bool note_sum_kernel(cudaStream_t s, const void *function, void **argumen
     return false;
 }
 
-// ---- FP8 gradients. Amaxes have the content of the gradients, and their all-reduce counts the ranks once more. Scales
-// have the content of the gradients too, but count no ranks. Padding counts as gradient.
+// ---- FP8 gradients. Content includes a number of ranks (gradients_of). Amaxes get the content of their gradients, and
+// an all-reduce of amaxes multiplies the number by the ranks of its group. The content of scales is that of their
+// gradients, with 0 ranks. Padding counts as gradient.
 
 static int64_t stored_gradients(int64_t micro, int64_t over) {
     return gradients_of(now->gradient_step, micro, now->unit, over);
 }
 
-// Returns how many ranks the amaxes must count with which a kernel casts to `to`.
+// Returns the number of ranks in the content of the amaxes for a cast to `to`.
 static int64_t cast_amaxes_over(const GradientFp8 *to) {
     const int64_t shards = now->comm.shard_size;
     return to->codes == now->f->fp8_sent.codes ? shards : shards * (now->to_replicas ? now->comm.world : shards);
@@ -435,8 +440,8 @@ static void note_fp8_decode(cudaStream_t s, const bf16 *to, const GradientFp8 *f
     note_write(s, to, a->matrices * (int64_t)sizeof *to, ORDER_CARRIED);
 }
 
-// Records a pass that finds amaxes or casts. Returns false if it is another kernel. Amaxes must be zero before they are
-// found, and those of a cast must be over all ranks that share its scales.
+// Records a kernel that finds amaxes, or one that casts. Returns false if it is another kernel. Amaxes must be zero
+// before they are found. The amaxes for a cast must be over all ranks that share its scales.
 static bool note_fp8_pass(cudaStream_t s, const void *function, void **arguments) {
     const void *const amaxes[2][2] = {
         {(const void *)gradient_fp8_amax_kernel<false, false>, (const void *)gradient_fp8_amax_kernel<false, true>},
@@ -476,8 +481,8 @@ static bool note_fp8_kernel(cudaStream_t s, const void *function, void **argumen
     return true;
 }
 
-// Records a kernel that sums the squares of a unit, or clips the unit by them. Returns false if it is another kernel.
-// Squares have the content of the gradients; their all-reduce counts the ranks once more.
+// Records a kernel that sums the squares of a unit, or finds the unit's clip factor from them. Returns false if it is
+// another kernel. Squares get the content of the gradients. Their all-reduce multiplies its number of ranks again.
 static bool note_clip_kernel(cudaStream_t s, const void *function, void **arguments) {
     const bool fp32 = function == (const void *)adamw_squares_kernel<float>;
     if (fp32 || function == (const void *)adamw_squares_kernel<bf16>) {
@@ -524,7 +529,7 @@ cudaError_t __wrap_cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) {
     return cudaSuccess;
 }
 cudaError_t __wrap_cudaEventCreate(cudaEvent_t *e) { return __wrap_cudaEventCreateWithFlags(e, 0); }
-// All cases use this memory in turn and leave it unchanged. Heap memory would be cleared thousands of times.
+// All cases use this memory in turn and leave it unchanged. Heap memory would have to be cleared for each case.
 cudaError_t __wrap_cudaMallocHost(void **memory, size_t bytes) {
     static char all[HOST_BYTES];
     *memory = all + host_used;
@@ -598,7 +603,8 @@ cudaError_t __wrap_cudaGetDriverEntryPointByVersion(const char *, void **functio
     *function = (void *)pend_memory_operations, *found = cudaDriverEntryPointSuccess;
     return cudaSuccess;
 }
-// Two ranks: the other one offers memory like this rank's, and cannot open this rank's memory.
+// The MPI functions act as if there were two ranks: the other one offers memory like this rank's (all-gather), and
+// cannot open this rank's memory (all-reduce).
 int __wrap_MPI_Allgather(const void *, int, MPI_Datatype, void *all, int, MPI_Datatype, MPI_Comm) {
     ((PeerOffer *)all)[1] = ((PeerOffer *)all)[0];
     return MPI_SUCCESS;
@@ -772,7 +778,8 @@ static int64_t left_in_slot(const void *at) {
     return 0;
 }
 
-// Record an access of a kernel to the first bytes of a tensor, if it is in a slot. Copies must not go on meanwhile.
+// Record an access of a kernel to the first bytes of a tensor, if it is in a slot. So the model finds copies that race
+// with the access.
 static void note_kept_read(const void *at) {
     if (left_in_slot(at)) note_read(computing(), at, min_i64(ARENA_ALIGNMENT, left_in_slot(at)), ORDER_ANY);
 }
@@ -803,7 +810,7 @@ static void tensor_write(const void *at) {
 }
 
 // Records what a launcher does with an argument, by its declared type. Activations belong to one stream and are not
-// recorded, but for those in slots that are copied.
+// recorded, except in slots.
 template <class T>
 struct Argument {
     static void read(T) {}
@@ -901,7 +908,7 @@ static int64_t called_embedding(Sum *to, EmbeddingPart part, const bf16 *dx, con
                                 GradientSum, cudaStream_t) {
     const Fsdp *f = now->f;
     const bool tied = embedding_segment(f->table) == SEGMENT_MATRICES;
-    // The padding behind a tied embedding is zero, and counts as gradient only when it is reduced.
+    // The padding behind a tied embedding is zero until the gradient is reduced. From then on it counts as gradient.
     const int64_t count = tied && !fsdp_embedding_joins(f) ? f->root_elements[SEGMENT_MATRICES] : part.count;
     const int64_t over = fsdp_input_ranks(f), bytes = count * (int64_t)sizeof(Sum);
     note_read(computing(), dx, R * C * (int64_t)sizeof(bf16), gradients_now(INPUTS, 1));
@@ -1102,7 +1109,7 @@ static void trainer_publish_layers(Fsdp *f) {
     if (!call_is_omitted("fsdp_publish_layers")) fsdp_publish_layers(f);
 }
 
-// Creates the groups' communicators, shared where nccl_open shares them.
+// Creates the communicators of the groups, as nccl_open does: a group of all ranks uses the world's.
 static void trainer_nccl_open(Nccl *n, const Comm *c) {
     const int64_t sizes[] = {c->world, c->shard_size, c->replicas}, numbers[] = {0, c->replica, c->shard_rank};
     memset(n, 0, sizeof *n);
@@ -1448,8 +1455,8 @@ static void check_noticed(const Case *c, Omission left_out, uint64_t seed) {
           omission.what, (long long)omission.number);
 }
 
-// Checks --offload. With more layers the slots of arrays hold a layer and two more parts, with fewer there is one slot.
-// With 6 layers, 6 - KEPT_SLOTS of them copy their activations to the host; with 1 and 2, none does.
+// Checks --offload. With 6 layers there are slots for the parts of a layer and two more parts. With 1 and 2 layers
+// there is one slot. With 6 layers, 6 - KEPT_SLOTS of them copy their activations to the host; with 1 and 2, none does.
 static void check_offload(int64_t world) {
     for (const char *offload : {"moments", "master", "moments,master", "activations", "moments,activations"})
         for (int sharding = SHARDING_FULL; sharding <= (world == 4 ? SHARDING_HYBRID : SHARDING_NONE); sharding++)
@@ -1478,7 +1485,7 @@ static void check_offload(int64_t world) {
                     }
 }
 
-// Checks that the test detects each of these omissions, in each of three orders of running.
+// Checks that the test detects each of these omissions in each of three orders in which the streams run.
 static void check_omissions(void) {
     const struct {
         Omission omission;
@@ -1583,10 +1590,9 @@ static void check_omissions(void) {
     memset(&omission, 0, sizeof omission);
 }
 
-// check_omissions with FP8 gradients. Some barriers of copy engines are not needed beside others, so these omissions by
-// all ranks are not here: those of the barriers after reads of gradients, numbers 1 and 3, since an all-reduce of
-// amaxes comes before anything is overwritten; and with bf16 that of number 2, since number 0 has waited for matrices
-// too.
+// check_omissions with FP8 gradients. Beside other waits, some barriers of copy engines are not needed, so the list
+// does not omit them on all ranks. Numbers 1 and 3 come after reads of gradients, and an all-reduce of amaxes comes
+// before anything is overwritten. With REDUCE_BF16 number 2 is not needed, since number 0 has waited for matrices too.
 static void check_fp8_gradient_omissions(void) {
     const struct {
         Omission omission;
@@ -1725,7 +1731,7 @@ static CUresult act_memory_operations(CUstream, unsigned count, CUstreamBatchMem
     return CUDA_SUCCESS;
 }
 
-// Replaces PeerMemory.enqueue if no write arrives.
+// Replaces PeerMemory.enqueue: writes are lost, waits are kept for cudaStreamQuery.
 static CUresult lose_memory_operations(CUstream s, unsigned count, CUstreamBatchMemOpParams *operations, unsigned) {
     for (unsigned i = 0; i < count; i++)
         if (operations[i].operation == CU_STREAM_MEM_OP_WAIT_VALUE_32) act_memory_operations(s, 1, &operations[i], 0);
@@ -1861,7 +1867,7 @@ static void check_proof_of_barrier(void) {
                 (long long)place, proof_memory[place].arrivals[from], (long long)from, peers[place].barriers);
     proof_begin(peers);
     peer_barrier(&peers[1], NULL);  // place 2 does not come
-    num_awaited = 0;                // waits on the stream of place 0
+    num_awaited = 0;                // from here on, the waits are those of place 0
     CHECK(!peer_prove_barrier(&peers[0], PROOF_FIRST, 0.01, NULL, reason, sizeof reason) &&
               strstr(reason, "did not complete on rank 6 within 0.01 s"),
           "a barrier that one rank misses is reported: %s", reason);

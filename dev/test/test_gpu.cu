@@ -44,7 +44,7 @@ static void test_casts(Fp8Format format, const char *tensor) {
         wrong += is_nan ? !isnan(fp8_to_float(row[i], format)) : row[i] != expected[i];
         wrong_transpose += row[i] != col[i % 256 * 256 + i / 256];
     }
-    CHECK(wrong == 0, "%s: all bytes equal torch's, except that any NaN stands for NaN; %d of 65536 differ", tensor,
+    CHECK(wrong == 0, "%s: all bytes equal torch's, or are NaN where the input is NaN; %d of 65536 differ", tensor,
           wrong);
     CHECK(wrong_transpose == 0, "%s: the columnwise bytes are the rowwise ones, transposed; %d differ", tensor,
           wrong_transpose);

@@ -1,5 +1,5 @@
 // Tests the readings of a GPU (gpu_monitor.h) with functions of our own in place of NVML's. Between readings the
-// energy is extrapolated. It never falls. A value that the GPU does not report is NAN; throttle reasons are then 0.
+// energy is extrapolated. It never falls. A value that the GPU does not report is NAN, or 0 for throttle reasons.
 #define GPU_MONITOR_SECONDS 0.1  // so that the test is short
 #include "../../llmc/dist/gpu_monitor.h"
 #include "lib/check.h"
@@ -79,7 +79,7 @@ static void test_readings(void) {
     CHECK(fake_readings >= 3 && fake_readings <= 12, "the GPU is read 3 to 12 times in half a second; found %lld",
           (long long)fake_readings);
 
-    // The counter now has less energy than was already reported. The reported energy stands still.
+    // The counter now has less energy than was already reported. The reported energy must not fall.
     fake_joules_from = seconds_now() - 9;
     sleep_seconds(0.25);
     CHECK(gpu_monitor_read(&m).joules >= before, "energy never falls");

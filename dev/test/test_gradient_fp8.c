@@ -36,7 +36,7 @@ static void check_array(const Golden *g, const char *name, SafetensorsType type,
     free(want);
 }
 
-// Adds up the gradients of rank 0. The sums are kept as values too: the CPU trainer rounds these.
+// Adds up the gradients of rank 0 as codes and, like the CPU trainer, as rounded values. Both must agree.
 static void test_added(const Golden *g) {
     uint8_t codes[MOST];
     float scale[TENSORS], values[MOST], sums[MOST];

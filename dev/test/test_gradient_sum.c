@@ -89,8 +89,8 @@ static void test_sums(void) {
         const double off = (double)sum[i] - exact[i];
         exact_squares += (double)exact[i] * exact[i], noise += off * off, error += off, mean += drift[i];
     }
-    // The noise of an element's sum has a standard deviation of 0.043 of that sum: the root of 1,024 times two thirds
-    // of 2.7e-6. The bound is 5 standard deviations of the mean of N sums.
+    // The noise of an element's sum has a standard deviation of 0.043 of that sum: sqrt(1024 * 2/3 * 2.7e-6). The bound
+    // is 5 standard deviations of the mean of N sums.
     CHECK(fabs(mean / N / PARTS - 1) < 5 * 0.043 / sqrt(N),
           "the mean of %d sums of %d ones is near their number; found %.4f", N, PARTS, mean / N);
     CHECK(fabs(error / N) < 5 * sqrt(noise / N) / sqrt(N), "sums have no bias; they are off by %g on average",

@@ -1,5 +1,5 @@
-// Tests hf_config.h: config.json of the three classes in both RoPE styles, defaults, refusals, and the round trip of
-// every preset.
+// Tests hf_config.h: config.json of Llama, Qwen2 and Qwen3 models in both RoPE styles, defaults, refusals, and the
+// round trip of every preset.
 #include "../../llmc/config/hf_config.h"
 #include "lib/check.h"
 #include "lib/scratch.h"
@@ -200,8 +200,8 @@ static void test_round_trip(void) {
           "a missing folder is refused: %s", output);
 }
 
-// The config.json files of transformers 5 and 4 for the golden models (dev/reference) give equal models. Run it from
-// the root of the repository.
+// The config.json files of transformers 5 and 4 for the golden models (dev/reference) give equal models. Run the
+// test from the root of the repository.
 static void test_goldens(void) {
     static const char *const names[] = {"llama_tiny", "llama31_tiny", "qwen2_tiny", "qwen3_tiny"};
     for (int i = 0; i < 4; i++) {

@@ -23,8 +23,8 @@ fi
 build/synth_stories --out "$ROOM/s" --bytes 60000 --seed 3 >/dev/null
 common="tiny --train-data $ROOM/s_train.bin --sequence-length 32 --deterministic --stall-timeout 10 --num-steps 6"
 
-# Runs a command with mpirun of host a on the hosts $1 (a,b,c), one rank on each; "a:3" runs 3 ranks on host a. Ranks
-# yield their core while they wait.
+# Starts mpirun on host a. It runs a command on the hosts $1: "a,b,c" means one rank on each, "a:3" means 3 ranks on
+# host a. Ranks yield their core while they wait.
 launch() {
     local hosts=$1
     shift
@@ -170,8 +170,8 @@ plan() {
     ./train_fp8 $common --dry-run --json --world-size "$hosts" --ranks-per-host 1 "$@" |
         grep -o "\"$key\": [0-9.e+]*" | awk '{ sum += $2 } END { print sum }'
 }
-# received: prints the bytes that host $1 has received since it was made. step_time: prints the mean time of the steps
-# of run $1 in milliseconds, without the first two steps.
+# received: prints the bytes that host $1 has received in its lifetime. step_time: prints the mean time of the steps of
+# run $1 in milliseconds, without the first two steps.
 received() { on "$1" awk '/eth0:/ { print $2 }' /proc/net/dev; }
 step_time() {
     sed -n 's/.*"type": "step", "step": [0-9]*,.*"ms": \([0-9.]*\),.*/\1/p' "$ROOM/$1/log.jsonl" | tail -n +3 |
@@ -329,8 +329,8 @@ check "gone: a lost host ends all ranks with status 6 within 60 s ($((SECONDS - 
     equal "$statuses$((SECONDS - began <= 60))" "6 6 6 1"
 check "gone: rank 0 prints one error with the lost rank and host, rank 2 none: $(cat "$ROOM/gone.0.err")" \
     equal "$(grep -c '^error: rank 1 on b has not responded' "$ROOM/gone.0.err")$(cat "$ROOM/gone.2.err")" 1
-check "gone: the run goes on on the 2 hosts that are left" meet gone-fewer "a c" --batch-size 3 --num-steps 6 \
-    --checkpoint-dir "$ROOM/killed-copy" --resume
+check "gone: a run goes on from step 2 on the 2 hosts that are left" meet gone-fewer "a c" --batch-size 3 \
+    --num-steps 6 --checkpoint-dir "$ROOM/killed-copy" --resume
 check "gone: these 2 hosts have the losses and norms of the 2 hosts that went on with mpirun" \
     equal "$(steps gone-fewer)" "$(steps fewer)"
 finish

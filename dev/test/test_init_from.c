@@ -41,7 +41,7 @@ static const char *const variables[] = {"OMPI_COMM_WORLD_RANK",
                                         "MASTER_ADDR",
                                         "MASTER_PORT"};
 
-// Returns how a process joins whose environment is `environment` ("A=1 B=2") and whose arguments are `arguments`.
+// Returns how a process with the variables `environment` ("A=1 B=2") and the command line `arguments` joins the ranks.
 static InitFrom join(const char *environment, const char *arguments) {
     char text[1024], *argv[16] = {(char *)"train_fp8"};
     int argc = 1;
@@ -118,8 +118,8 @@ static void check_arguments(void) {
     CHECK(i.kind == INIT_ONE, "with WORLD_SIZE=1 the rank needs no connection");
 }
 
-// Ranks of rank 0's host use its loopback addresses, and ranks of other hosts the others. A reader of the file finds
-// both kinds, however many addresses the host has.
+// Ranks on rank 0's host use the loopback addresses in the file. Ranks on other hosts use the other addresses. The file
+// has some of both kinds, however many addresses rank 0's host has.
 static void check_addresses(void) {
     const InitFrom init = join("RANK=0 WORLD_SIZE=2", "--init-from file:/shared/a");
     RankCard card = meet_card(&init, CARD_RANK);

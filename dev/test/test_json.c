@@ -176,7 +176,7 @@ static void test_numbers(void) {
     json_free(&json);
 }
 
-// Every shorter prefix of a document is refused. Documents with 1 to 3 random bytes are refused or parsed, and none of
+// Every shorter prefix of `document` is refused. Copies in which 1 to 3 bytes are random are refused or parsed. None of
 // 20,000 crashes the parser.
 static void test_damage(void) {
     const size_t size = strlen(document);

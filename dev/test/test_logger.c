@@ -75,8 +75,8 @@ static void test_step_line(void) {
     Logger l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
     StepRecord s = make_step(12, 0.20512);
     char *line = captured(log_step, &l, &s);
-    // 2048 tokens on a GPU in 205.12 ms are 9984 tok/s. 46.639 GFLOP per token give 465.7 TFLOP/s, 47.1% of 989.5. FP8
-    // GEMMs count half in sol.
+    // 2048 tokens on a GPU in 205.12 ms are 9984 tok/s. 46.639 GFLOP per token give 465.7 TFLOP/s, 47.1% of 989.5. In
+    // sol, FP8 GEMMs count half, because their peak is twice as high.
     const char *expected = "step   12/1000 | loss 9.123456 | norm 1.2345 | lr 1.000e-05 | 205.12 ms | 9984 tok/s/gpu | "
                            "39938 tok/s | 465.7 TFLOP/s/gpu | mfu 47.1% | sol 25.9% | mem 59.9 GiB\n";
     CHECK(strcmp(line, expected) == 0, "the step line is\n%sexpected\n%s", line, expected);
@@ -113,8 +113,8 @@ static void test_file(void) {
     CHECK(strstr(printed, "31 steps, 1 skipped") && strstr(printed, "median of the last 21 steps: 110.00 ms") &&
               strstr(printed, "mean of the last 20 2.000000"),
           "the summary counts all steps, and has median time and mean loss of the last ones: %s", printed);
-    // 10 steps of 5 s and 21 of 2.31 s in all take 52.31 s. One step of 5 s was skipped. 97% of the other time (compute
-    // and optimizer) counts as goodput.
+    // 10 steps take 5 s each, and 21 steps take 2.31 s together: 52.31 s. One step of 5 s was skipped. Of the other
+    // 47.31 s, 97% (compute and optimizer) count as goodput.
     CHECK(strstr(printed, "time: 100.0 s, goodput 45.9%: compute 47.1%, data 0.5%, communication 1.0%, "
                           "optimizer 3.7%, start 30.0%, validation 0.2%, sampling 2.0%, saving 0.8%, other 14.6%\n") &&
               seconds_now() - before < 100.05,
@@ -218,10 +218,10 @@ static void test_failures(void) {
     const char *path = scratch_path("log.jsonl");
     char output[1024];
     CHECK(check_dies(open_log, (void *)"/proc/no/such", "--log-dir", output, sizeof output),
-          "a --log-dir that does not exist is refused: %s", output);
+          "logger_open() refuses a folder that does not exist: %s", output);
     if (mkdir(path, 0777)) die("mkdir: %s", strerror(errno));
     CHECK(check_dies(open_log, scratch, "cannot write", output, sizeof output),
-          "a log.jsonl that is a folder is refused: %s", output);
+          "logger_open() refuses a log.jsonl that is a folder: %s", output);
     rmdir(path);
     // A log that can neither be written nor cut is given up, and the run goes on.
     if (symlink("/dev/full", path)) die("symlink: %s", strerror(errno));

@@ -4,11 +4,11 @@
 
 #define GIB ((int64_t)1 << 30)
 
-// A stand-in for the memory plan, in GiB. Weights, gradients and moments take 40. fp32 moments add 4, fp32 masters 8,
-// FP16 masters 4. coat-stochastic moments take away 8, --offload moments 3 and master 6, --optimizer-in-backward 2.
-// With
-// --sharding full, the ranks of a shard group divide this sum. Each sequence of a batch takes 10, or 9, 7, 5 and 1 with
-// --recompute norm, attention, mlp and layer; --fp8-activations takes away 3 from each. An FP8 weight cache takes 6.
+// A stand-in for the memory plan. Its numbers are GiB. Weights, gradients and moments take 40. fp32 moments add 4, fp32
+// masters 8, FP16 masters 4. coat-stochastic moments take away 8, --offload moments 3, --offload master 6, and the
+// option --optimizer-in-backward 2. With --sharding full, this sum is divided by the ranks of a shard group. Each
+// sequence of a batch takes 10, or 9, 7, 5 and 1 with --recompute norm, attention, mlp and layer; --fp8-activations
+// takes away 3 from each. An FP8 weight cache takes 6.
 static int64_t needed(const Options *o, const ModelConfig *m, const Comm *c) {
     static const int64_t sequence[] = {10, 9, 7, 5, 1};  // indexed by o->recompute
     (void)m;

@@ -17,7 +17,7 @@ TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "integer
 
 
 def skip(reason):
-    print(f"skipped: the schema of MPIJob: {reason}")
+    print(f"skipped: checks of scripts/mpijob.yaml: {reason}")
     finish()
 
 

@@ -44,8 +44,8 @@ static void encode(State *s, int64_t k, const float *weights) {
     fp16_weights_encode(s->master + first, weights + first, s->scale[2][k], n);
 }
 
-// Takes a step for tensor k: with fp32 masters at once, then with FP16 masters in two parts, as two ranks would. `step`
-// is counted from 1.
+// Takes a step for tensor k: with fp32 masters as a whole, then with FP16 masters in two parts, as two ranks would.
+// `step` is counted from 1.
 static void take_step(State *s, int64_t k, const float *gradients, int64_t step) {
     const int64_t first = s->begin[k], n = s->begin[k + 1] - first, third = n / 3;
     fp16_weights_decode(s->weights + first, s->master + first, s->scale[2][k], n);
@@ -214,7 +214,7 @@ static void test_casts(void) {
     safetensors_close(&st);
 }
 
-// bf16 masters are rounded with the random bits that adamw_reference has for the step and the flat element.
+// bf16 weights are rounded with the random bits that adamw_reference uses for the step and the flat element.
 static void test_bf16_weights(void) {
     enum { N = 64 };
     const MsampStep msamp = msamp_step(3, 1e-3, 0.9, 0.95, 1e-8, 0.1);

@@ -1,6 +1,5 @@
 // Tests options.h and options_rules.h: every row of the table, parsing, wrong values, conflicts, what `auto` stands
-// for,
-// --help, and the printed settings.
+// for, the text of --help, and the printed settings.
 #include "../../llmc/config/options_rules.h"
 #include "lib/check.h"
 
@@ -308,8 +307,8 @@ static void test_backward_conflicts(void) {
     }
 }
 
-// Lists of --offload: the parts that are read, up to an unknown word, and a part of the message that refuses the list,
-// or "" if it is accepted.
+// Each case has --offload with a list, the parts that are read from the list (those before the first unknown word), and
+// a part of the message that refuses the list, or "" if it is accepted.
 static void test_offload(void) {
     static const struct {
         const char *options;

@@ -25,7 +25,7 @@ from energy import EnergyCounter
 counts = {"passed": 0, "failed": 0}
 
 # Stands for ./train_fp8cu, alone or as rank 0 of mpirun. Writes a log.jsonl with settings, a step and a summary. With
-# llama3.2-3b in FP8 it fails with an error line instead, with qwen3-4b it sleeps for a minute before.
+# qwen3-4b it first sleeps for a minute. With llama3.2-3b in FP8 it prints an error line and fails.
 TRAINER = r'''#!/usr/bin/env python3
 import json, os, sys, time
 of = dict(zip(sys.argv[2::2], sys.argv[3::2]))

@@ -8,7 +8,8 @@
 
 #include "lib/check.h"
 
-// Moments of a step are numbered in order. The forward pass of layer l is moment l. Functions give the later moments.
+// Moments of a step are numbered in order. The forward pass of layer l is moment l. The functions below return the
+// numbers of the later moments in a model of L layers.
 typedef struct {
     int64_t L;
 } Moments;
@@ -108,8 +109,8 @@ static void list_state(const Trainer *t, Moments m) {
     needed_always(m, "alpha of emulated GEMMs", ln->gemm.alpha, 4);
 }
 
-// Adds FP8 gradients of matrices, and bf16 gradients of all else. The buffer of a layer is listed elsewhere if layers
-// are sharded or micro-steps add to its sum.
+// Adds FP8 gradients of matrices, and bf16 gradients of all else. The buffer in which a layer's gradient is computed is
+// listed here only if the gradient is then cast, without a sum over micro-steps or ranks.
 static void list_fp8_gradients(const Trainer *t, Moments m) {
     const Fsdp *f = &t->fsdp;
     const bool cast = f->gradients == FSDP_GRADIENTS_CAST;
@@ -150,7 +151,7 @@ static void list_fp8_reduction(const Fsdp *f, Moments m) {
     needed_always(m, "gradients while replicas sum them", f->fp8_reduced, f->fp8_reduced ? slice * 2 : 0);
 }
 
-// Adds the gradients: each is needed from the moment it is written, or always if micro-steps add to it.
+// Adds the gradients. One that backward writes in place is needed from that moment on. Sums are needed always.
 static void list_gradients(const Trainer *t, Moments m) {
     const Fsdp *f = &t->fsdp;
     const int64_t *root = t->table.root_segments;
@@ -177,7 +178,8 @@ static void list_gradients(const Trainer *t, Moments m) {
            optimizer(m));
     needed("gradient of the embedding", embedding, root[SEGMENT_EMBEDDING] * 2, embedding_backward_moment(m),
            optimizer(m));
-    for (int64_t l = 0; l < f->sum_layers; l++)  // if layers take turns, the last layer is the first to use any place
+    // If layers take turns at few places, each place may be in use from backward of the last layer on.
+    for (int64_t l = 0; l < f->sum_layers; l++)
         needed("gradient of a layer", f->transport.sums + layer_offset(&t->table, l), t->table.layer_size * 2,
                backward(m, f->sum_layers < t->d.L ? t->d.L - 1 : l), optimizer(m));
 }
@@ -220,8 +222,8 @@ static void list_fsdp(const Trainer *t, Moments m) {
     needed_always(m, "arrivals", transport->arrivals, PEER_MAX_RANKS * 4);
 }
 
-// Returns the input of linear layer `id` of layer l. If layers share one, it belongs to the first layer that reads it
-// in bf16.
+// Returns the input of linear layer `id` of layer l. If layers share the input and layer l has no bf16 data of it, the
+// result has those of the first layer that has some.
 static QTensor kept_input(const Trainer *t, int64_t l, bool shared, LinearId id) {
     QTensor x = *layer_input(&t->acts.layer[l], id);
     for (int64_t other = 0; shared && !x.data && other < t->d.L; other++)
@@ -543,7 +545,7 @@ static void call_check_supported(void *run) {
     check_supported(&s->m, &s->o, s->world, options_shard_group(&s->o, s->world));
 }
 
-// Gradients in FP8 are refused where the trainer cannot keep them.
+// FP8 gradients are refused with offloaded optimizer state, and with --reduce-dtype fp32 on several ranks.
 static void test_fp8_gradients_refused(void) {
     char output[512];
     Supported s = {options_default(), {}, 1};

@@ -139,8 +139,8 @@ static void test_sizes(void) {
               x.p.recipe->name, text);
         free_plan(&x);
     }
-    // An intermediate size that does not fit the recipe keeps its linear layers in bf16; others stay FP8. The fused
-    // gate_up has twice as many rows: 1552 = 16 x 97 fits, though 776 does not.
+    // If the intermediate size does not fit the recipe, down is bf16. The fused gate_up has twice as many rows, so it
+    // may fit nevertheless: 1552 = 16 x 97 fits, though 776 does not.
     static const struct {
         int64_t intermediate;
         const char *expected;
@@ -349,7 +349,7 @@ static void test_table_notes(void) {
     free(text), free_plan(&x);
 }
 
-// FP8 weights are cast from FP16 masters where nothing reads bf16 weights of the layers' matrices.
+// FP8 weights are cast from FP16 masters if all linear layers are FP8, with tensor scales from current amaxes.
 static void test_casts_masters(void) {
     static const struct {
         int recipe, masters;

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests that scripts do not rely on the words of the trainer's messages. Builds a CPU trainer whose messages have
-# reversed words (reword.py). Runs test_run_recipes.sh and the first parts of test_sweep.sh (QUICK=1) with it, and a run
-# script's estimates. Needs mpirun and python3. Ends with "N passed, N failed".
+# reversed words (reword.py). With this trainer, runs test_run_recipes.sh and the first parts of test_sweep.sh
+# (QUICK=1), and checks the estimates of a run script. Needs mpirun and python3. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1

@@ -63,8 +63,9 @@ train() {
     steps "$tmp/$name" >"$tmp/$name.steps"
 }
 
-# ---- A global batch of 12 sequences on one rank without mpirun, and on 1 to 4 ranks with every sharding strategy; the
-# variant "clipped" splits it into 2 or 3 micro-steps there. $1 family, $2 name of the variant, then its options.
+# ---- A global batch of 12 sequences on one rank without mpirun, and on 1 to 4 ranks with every sharding strategy.
+# Under mpirun, the variant "clipped" splits it into 2 or 3 micro-steps. $1 family, $2 name of the variant, then its
+# options.
 against_one() {
     local family=$1 variant=$2
     shift 2
@@ -179,8 +180,8 @@ done
 # Scales of rows and blocks do not depend on the rows of other ranks. So the forward pass equals that of one rank,
 # except for the order in which losses are added (1e-6). In the backward pass each rank rounds its gradients to bf16
 # before they are added, as without FP8 (1e-3). In wgrad, a scale of a block covers the same tokens on any number of
-# ranks. A rowwise scale there covers all tokens of one rank, so it may be another power of two than that of one rank
-# with all tokens. That changes only subnormal codes.
+# ranks. A rowwise scale there covers the tokens of its rank. So it may differ by a power of two from the scale in a run
+# on one rank, which covers all tokens. That changes only subnormal codes.
 for recipe in rowwise rowwise_with_gw_hp blockwise mxfp8; do
     fp8="$tmp/fp8-wide $data --precision fp8 --fp8-recipe $recipe --num-steps 4"
     train 0 one-$recipe $fp8 --batch-size 8 && train 2 two-$recipe $fp8 --batch-size 4 || continue
@@ -592,8 +593,8 @@ for other in turned other_train; do
         [ "$(grep -c "$message" "$tmp/differ.out")" -eq 1 ]
 done
 
-# ---- A save fails on rank 1, which sees an empty folder in place of that of the checkpoints after the first save. All
-# ranks stop, the error gives that rank's reason, and the earlier checkpoints stay.
+# ---- After the first save, rank 1 sees an empty folder in place of the checkpoint folder, so a save fails there. All
+# ranks stop, the error gives rank 1's reason, and the earlier checkpoints stay.
 if unshare -m true 2>/dev/null; then
     common="$tmp/qwen2 $data --batch-size 2 --checkpoint-dir $tmp/half"
     again="./train_fp8 $common --num-steps 1000 --checkpoint-every 1 --keep-checkpoints 1000 --on-save-error stop"
