@@ -51,7 +51,7 @@ typedef struct {
     pthread_cond_t ends;
     bool running, ending;
     GpuReading latest;
-    double read_at;      // seconds_now() of the latest reading
+    double read_at;      // seconds_now() at which latest.joules was read
     double reported;     // joules that the last gpu_monitor_read returned: the next one does not return less
     double reported_at;  // seconds_now() of that call; 0: there was none
 } GpuMonitor;
@@ -83,12 +83,14 @@ static inline bool nvml_load(Nvml *n, const char *library) {
     return true;
 }
 
-// Reads the GPU. Values that it does not report become NAN, or 0 for `throttle`.
-static inline GpuReading gpu_reading(const Nvml *n, void *device) {
+// Reads the GPU. Values that it does not report become NAN, or 0 for `throttle`. *read_at: seconds_now() at which the
+// energy was read; the other calls may take milliseconds.
+static inline GpuReading gpu_reading(const Nvml *n, void *device, double *read_at) {
     unsigned long long energy = 0, throttle = 0;
     unsigned power = 0, clock = 0, temperature = 0;
     GpuReading r = {true, (double)NAN, (double)NAN, (double)NAN, (double)NAN, 0};
     if (n->energy(device, &energy) == 0) r.joules = (double)energy * 1e-3;
+    *read_at = seconds_now();
     if (n->power(device, &power) == 0) r.watts = power * 1e-3;
     if (n->clock(device, NVML_SM_CLOCK, &clock) == 0) r.sm_mhz = clock;
     if (n->temperature(device, NVML_GPU_TEMPERATURE, &temperature) == 0) r.celsius = temperature;
@@ -98,9 +100,10 @@ static inline GpuReading gpu_reading(const Nvml *n, void *device) {
 
 // Reads the GPU and stores the result.
 static inline void gpu_monitor_update(GpuMonitor *m) {
-    const GpuReading r = gpu_reading(&m->nvml, m->device);
+    double read_at;
+    const GpuReading r = gpu_reading(&m->nvml, m->device, &read_at);
     pthread_mutex_lock(&m->mutex);
-    m->latest = r, m->read_at = seconds_now();
+    m->latest = r, m->read_at = read_at;
     pthread_mutex_unlock(&m->mutex);
 }
 
@@ -158,10 +161,10 @@ static inline GpuReading gpu_monitor_read(GpuMonitor *m) {
     const double now = seconds_now(), age = now - m->read_at;
     pthread_mutex_unlock(&m->mutex);
     if (!isfinite(r.joules)) return r;
+    if (isfinite(r.watts)) r.joules += r.watts * age;
     if (isfinite(r.watts) && m->reported_at > 0) {
-        const double counted = r.joules + r.watts * age, passed = now - m->reported_at;
-        const double expected = m->reported + r.watts * passed;
-        r.joules = expected + (counted - expected) * (1 - exp(-passed / GPU_MONITOR_SLEW_SECONDS));
+        const double passed = now - m->reported_at, expected = m->reported + r.watts * passed;
+        r.joules = expected + (r.joules - expected) * (1 - exp(-passed / GPU_MONITOR_SLEW_SECONDS));
     }
     if (r.joules < m->reported) r.joules = m->reported;
     m->reported = r.joules, m->reported_at = now;
