@@ -219,7 +219,7 @@ static void test_golden_scales(void) {
         CHECK(wrong_pow2 == 0 && wrong_mx == 0, "%s: scales equal torchao's; %d powers of two and %d E8M0 bytes differ",
               fp8_format_name(format), wrong_pow2, wrong_mx);
         CHECK(saturated == 0 && unlike == 0,
-              "%s: no amax saturates in MX (%d do), and from an amax of 1e-12 on Transformer Engine's scales are "
+              "%s: no amax saturates in MX (%d do), and Transformer Engine's scale of each amax of 1e-12 or more is "
               "torchao's (%d are not)",
               fp8_format_name(format), saturated, unlike);
         CHECK(fp8_rule_scale(SCALE_TORCHAO_POW2, INFINITY, format) == 0 &&

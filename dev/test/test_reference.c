@@ -551,7 +551,7 @@ static void test_adamw(void) {
     CHECK(fabs(mean - 0.001) < 6e-5,
           "weights that are rounded stochastically change by %g on average; the step is 0.001",
           mean);  // standard deviation of the mean: sqrt(0.001 * 2^-7 / N) = 9e-6
-    // Rounding uses the upper 16 bits of the element's random word for its weight, exp_avg and exp_avg_sq.
+    // An element's weight, exp_avg and exp_avg_sq are each rounded with the upper 16 bits of a random word of its own.
     int64_t wrong = 0;
     for (int i = 0; i < N; i++) {
         const AdamwElement e = adamw_update((AdamwElement){1, 0, 0}, -1, false, &s1);

@@ -106,7 +106,7 @@ check "log.jsonl of the resumed run has complete lines" \
 kill -TERM $long
 sleep 0.3
 kill -TERM $long
-check "a SIGTERM that is repeated within 0.3 s, as mpirun does, counts once" kill -0 $long
+check "a SIGTERM that is repeated 0.3 s later, as by mpirun, counts once" kill -0 $long
 sleep 2
 kill -TERM $long
 wait $long 2>/dev/null

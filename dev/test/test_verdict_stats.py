@@ -5,8 +5,8 @@ usage: test_verdict_stats.py [--trials N] [--seed N]. With 1000 trials or more, 
 the truth (up to 99% for validation with two pairs), and without a difference 93 to 100% of the verdicts must be "cannot
 be told apart". With fewer trials (120 by default) these limits are wider, so that chance fails a correct interval at
 most once in 1,000 times, and the bootstrap draws fewer replicates. If this Python lacks the libraries,
-build/report-venv (scripts/setup_report.sh) runs the test, and without that it is skipped. Ends with "N passed, N
-failed".
+build/report-venv (scripts/setup_report.sh) runs the test; without build/report-venv the test is skipped. Ends with "N
+passed, N failed".
 """
 import argparse
 import math
