@@ -48,8 +48,8 @@ static void copy_free(Copy *c) {
 
 static bool same_float(float a, float b) { return float_bits(a) == float_bits(b) || (isnan(a) && isnan(b)); }
 
-// Returns the place of element (i, k)'s scale_inv in a golden, which has them in natural order, [outer / height, depth
-// / width].
+// Returns the place of element (i, k)'s scale_inv in a golden, whose scales are row-major: [outer / height, depth /
+// width].
 static int64_t natural_place(const Copy *c, ScaleGranularity granularity, int64_t width, int64_t i, int64_t k) {
     const int64_t height = granularity == BLOCK_128X128 ? 128 : 1;
     return is_per_tensor(granularity) ? 0 : i / height * ceil_div(c->depth, width) + k / width;

@@ -748,8 +748,8 @@ static StepRecord run_one_step(Run *run, DataLoader *data, int64_t step) {
     return run_report_step(run, step);
 }
 
-// Infinities in one column of the embedding: the step must be skipped, and all bits of weights and state must stay. The
-// message names the place where a gradient that is not finite, or too large, begins.
+// Infinities in one column of the embedding: the step must be skipped, and all bits of weights and state must stay. If
+// gradients are not finite or too large, the message names the place of the first one in backward order.
 static void test_nonfinite(int sums) {
     Options o = small_options(PRECISION_BF16, 2, 16);
     o.grad_accum_dtype = sums;
