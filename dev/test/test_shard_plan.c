@@ -151,7 +151,7 @@ int main(void) {
         for (int tied = 0; tied < 2; tied++) {
             ModelConfig m = model((ModelFamily)family, tied);
             ParameterTable t = parameter_table(&m);
-            const int64_t groups[] = {1, 2, 3, 4, 7, 64};  // of 64 ranks, most have only padding in slices of vectors
+            const int64_t groups[] = {1, 2, 3, 4, 7, 64};  // with 64, most slices of vectors are only padding
             for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++) {
                 check_sizes(&t, groups[i]), check_cover(&t, groups[i]);
                 check_weights(&t, groups[i], false), check_weights(&t, groups[i], true);
