@@ -1,6 +1,6 @@
-// Tests recipes.h, scales of fp8.h, delayed.h and quantize_reference.h: codes and scales of every recipe's FP8 data
-// compared byte for byte with those of torchao and Transformer Engine (dev/reference), the layout of scales, and errors
-// and special values of casts. Run it from the root of the repository.
+// Tests recipes.h, delayed.h, quantize_reference.h and the scales of fp8.h. FP8 codes and scales must equal those of
+// torchao and Transformer Engine (goldens of dev/reference), and so must the scales of delayed scaling. Also tests the
+// layout of scales, and the rounding and special values of casts. Run it from the root of the repository.
 #include "../../llmc/reference/delayed.h"
 #include "../../llmc/reference/quantize_reference.h"
 #include "../../llmc/base/rng.h"
@@ -48,8 +48,8 @@ static void copy_free(Copy *c) {
 
 static bool same_float(float a, float b) { return float_bits(a) == float_bits(b) || (isnan(a) && isnan(b)); }
 
-// Returns the place of element (i, k)'s scale_inv in a golden, which has them in natural order, [outer / height, depth
-// / width].
+// Returns the place of element (i, k)'s scale_inv in a golden, whose scales are row-major: [outer / height, depth /
+// width].
 static int64_t natural_place(const Copy *c, ScaleGranularity granularity, int64_t width, int64_t i, int64_t k) {
     const int64_t height = granularity == BLOCK_128X128 ? 128 : 1;
     return is_per_tensor(granularity) ? 0 : i / height * ceil_div(c->depth, width) + k / width;
@@ -219,7 +219,7 @@ static void test_golden_scales(void) {
         CHECK(wrong_pow2 == 0 && wrong_mx == 0, "%s: scales equal torchao's; %d powers of two and %d E8M0 bytes differ",
               fp8_format_name(format), wrong_pow2, wrong_mx);
         CHECK(saturated == 0 && unlike == 0,
-              "%s: no amax saturates in MX (%d do), and from an amax of 1e-12 on Transformer Engine's scales are "
+              "%s: no amax saturates in MX (%d do), and Transformer Engine's scale of each amax of 1e-12 or more is "
               "torchao's (%d are not)",
               fp8_format_name(format), saturated, unlike);
         CHECK(fp8_rule_scale(SCALE_TORCHAO_POW2, INFINITY, format) == 0 &&
@@ -262,7 +262,8 @@ static void test_te_scales(void) {
           "a margin divides the scale by a power of two");
 }
 
-// Tests sequences of passes over one tensor. Before the first pass the scale is 0 here, and 1 in Transformer Engine.
+// Tests the scale after each pass of a sequence of passes over one tensor. The scale before the first pass is not
+// compared: it is 0 here, and 1 in Transformer Engine.
 static void test_golden_delayed(void) {
     Safetensors st = fp8_golden_open("dev/reference/goldens/recipe_te.safetensors");
     int seen = 0;
@@ -414,8 +415,9 @@ static void check_product(const Safetensors *st, const char *key, const float *a
     free(golden.x);
 }
 
-// Returns an operand of a GEMM as values [outer, depth]. If one scale_inv holds for the whole tensor, it is multiplied
-// into *factor instead, by which the GEMM's result must be multiplied. Checks codes and scales against torchao's.
+// Returns an operand of a GEMM as values [outer, depth]. A scale_inv of the whole tensor is left out: *factor is
+// multiplied by it, and the caller multiplies the GEMM's result by *factor. Checks FP8 codes and scales against
+// torchao's.
 static float *linear_operand(const Safetensors *st, const Recipe *r, const Matrix *m, TensorRole tensor,
                              TensorUsage kind, double *factor) {
     static const char *const names[NUM_TENSORS] = {"w", "x", "dy"};

@@ -277,8 +277,8 @@ static void test_attention(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_
               (long long)T, slope, norm);
         free(x), free(out), free(expected);
     }
-    // Compares operands and results in bf16 with fp32. bf16 has 8 significant bits: P and the result are each off by at
-    // most 2^-8 of their value, about 2^-9 in root mean square.
+    // Compares attention that rounds operands and results to bf16 with attention in fp32. bf16 has 8 significant bits:
+    // P and the result are each off by at most 2^-8 of their value, about 2^-9 in root mean square.
     float *yr = zeros(num_out), *gr = zeros(n);
     attention_forward_reference(yr, lse, in, &d, ROUND_BF16);
     double error = check_relative_error(yr, y, num_out);
@@ -470,8 +470,8 @@ static void test_bf16_recipe(void) {
     linear_case_free(&c);
 }
 
-// A given scale is used unchanged, and values beyond the range saturate. An operand that is made from the codes and
-// this scale is equal, rowwise and columnwise.
+// A given scale is used unchanged, and values beyond the range saturate. An operand made from these codes and this
+// scale has the values of the operand that was cast, with rowwise and with columnwise data.
 static void test_given_scales(void) {
     LinearCase c = linear_case(9, 13, 20);
     const Recipe *r = recipe_row(RECIPE_DELAYED);
@@ -551,7 +551,7 @@ static void test_adamw(void) {
     CHECK(fabs(mean - 0.001) < 6e-5,
           "weights that are rounded stochastically change by %g on average; the step is 0.001",
           mean);  // standard deviation of the mean: sqrt(0.001 * 2^-7 / N) = 9e-6
-    // Rounding uses the upper 16 bits of the element's random word for its weight, exp_avg and exp_avg_sq.
+    // An element's weight, exp_avg and exp_avg_sq are each rounded with the upper 16 bits of a random word of its own.
     int64_t wrong = 0;
     for (int i = 0; i < N; i++) {
         const AdamwElement e = adamw_update((AdamwElement){1, 0, 0}, -1, false, &s1);

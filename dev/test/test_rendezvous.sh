@@ -118,8 +118,8 @@ by_variables single 1 RANK=0 WORLD_SIZE=1 -- --init-from tcp:nowhere:1
 check "a single rank does not need the address of --init-from" \
     equal "$statuses$(steps "$tmp/single.0.out" | wc -l)" "0 2"
 
-# ---- hybrid sharding takes the ranks of one host as its shard group. Ranks with different host names count as ranks of
-# different hosts.
+# ---- without --shard-size, hybrid sharding takes the ranks of one host as a shard group. Ranks with different host
+# names count as ranks of different hosts.
 
 # Runs 4 ranks with --sharding hybrid, and waits for them. $1 name, $2 the host names of ranks 0 to 3.
 on_hosts() {
@@ -173,7 +173,7 @@ wrong no-slurm '--init-from slurm: SLURM_PROCID, SLURM_STEP_NUM_TASKS and SLURM_
 wrong timeout '--init-timeout soon: must be a number of seconds' RANK=0 WORLD_SIZE=2 -- \
     --init-from file:/x --init-timeout soon
 
-# ---- a start that cannot succeed
+# ---- starts that must fail, a file that an earlier run left, two runs at one place
 
 pids=()
 for r in 0 1 3; do rank missing $r 4 "file:$tmp/missing.meet" --init-timeout 3; done
@@ -214,13 +214,15 @@ check "stale: the run trains" equal "$statuses$(steps "$tmp/stale.0.out" | wc -l
 check "stale: a warning says that the file is replaced" \
     grep -q "^warning: .*an earlier run on $host left the file; it is replaced" "$tmp/stale.errors"
 
-# Two runs that would meet at one file, and at one port.
+# A second rank 0 at the place of another run is refused: first the place is a file, then a port.
 free_port
-for place in "file:$tmp/both.meet" "tcp:localhost:$port"; do
+free_port
+for places in "file:$tmp/both.meet file:$tmp/other.meet" "tcp:localhost:$((port - 1)) tcp:localhost:$port"; do
+    read -r place other <<<"$places"
     pids=()
     rank first 0 2 "$place" --init-timeout 20
     sleep 0.5
-    rank second 1 2 "$place-" --init-timeout 3 2>/dev/null  # this rank goes to another place and must not disturb
+    rank second 1 2 "$other" --init-timeout 3  # it waits at another place, and must not disturb
     pids=("${pids[0]}")
     RANK=0 WORLD_SIZE=2 timeout 20 ./train_fp8 $data --init-from "$place" >/dev/null 2>"$tmp/second.err"
     check "${place%%:*}: a second rank 0 ends with status 1" equal $? 1
@@ -229,7 +231,7 @@ for place in "file:$tmp/both.meet" "tcp:localhost:$port"; do
     kill "${pids[0]}"
     wait "${pids[0]}" 2>/dev/null
 done
-# A rank that comes twice, and ranks of two Slurm jobs at one file.
+# Rank 1 of a run is started twice. Then rank 0 of one Slurm job and rank 1 of another come to one file.
 pids=()
 rank twice 0 3 "file:$tmp/twice.meet" --init-timeout 20
 rank twice 1 3 "file:$tmp/twice.meet" --init-timeout 20

@@ -2,8 +2,8 @@
 """Tests scripts/report.py on logs that this test makes: with known differences, damaged, and half-written.
 
 The numbers of report.json are compared with computations in this file. If this Python lacks the libraries of the
-report, build/report-venv (scripts/setup_report.sh) runs the test, and without that it is skipped. Ends with "N passed,
-N failed".
+report, build/report-venv (scripts/setup_report.sh) runs the test; without build/report-venv the test is skipped. Ends
+with "N passed, N failed".
 """
 import contextlib
 import html
@@ -170,7 +170,7 @@ def test_numbers(tmp):
 
 
 def test_same(tmp):
-    """No difference: cannot be told apart. One pair: its words say that noise from run to run is missing."""
+    """Runs without a difference cannot be told apart. With one pair, the verdict says which noise it does not cover."""
     folder = tmp / "same"
     for seed in (42, 43, 44):
         write(folder / f"bf16.{seed}", records_of("bf16", seed))
@@ -344,7 +344,7 @@ def two_runs(folder, seed=42, **changes):
 
 
 def test_refused(tmp):
-    """A BF16 and an FP8 run that make no pair: no number, and the reason."""
+    """A BF16 run and an FP8 run that make no pair: the report gives the reason, and no number."""
     for name, changes, reason in (
             ("lr", {"learning-rate": 0.002}, "learning-rate is 0.001 and 0.002"),
             ("data", {"training_fingerprint": "ffffffffffffffff"}, "the data of --train-data differs"),

@@ -76,7 +76,7 @@ for row in rows:
             assert 10 < min(values) < 60, (gemm, min(values))
     print(recipe, *words, *["emulated"] * emulated)
 END
-# $1 folder, $2 what table.py must print, with ";" between its lines.
+# Runs table.py on folder $1. It must print the lines $2, which have ";" between them here.
 table() {
     python3 "$tmp/table.py" "$1" >"$tmp/table.log" 2>&1 && equal "$(paste -sd';' "$tmp/table.log")" "$2" ||
         { cat "$tmp/table.log"; false; }

@@ -316,8 +316,8 @@ static void test_rounding(void) {
           "ties go to the even bf16 number; found %x and %x", out[0], out[1]);
 }
 
-// A valid file that is cut, at many places, is refused. If a random one of its first 560 bytes is changed, it is
-// refused or read within bounds.
+// A valid file that is cut (to any of many lengths) is refused. If one random byte of the first 560 is changed, the
+// file is refused or read within bounds.
 static void test_damage(void) {
     Safetensors st;
     Failure failure;
@@ -428,7 +428,8 @@ static void test_folders(void) {
           "a missing folder can be neither removed nor synced: %s", failure.text);
 }
 
-// Links, their targets, and folders that hold files but no mark are not removed.
+// folder_remove() removes neither a link nor its target, nor a folder that holds files but no mark. If it cannot read a
+// folder to the end, the mark stays.
 static void test_foreign_folders(void) {
     Failure failure = {"", false};
     char home[PATH_CAPACITY], link[PATH_CAPACITY], loop[PATH_CAPACITY];

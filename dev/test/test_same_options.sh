@@ -97,7 +97,7 @@ for seed in 1 2; do
         >/dev/null
 done
 cp "$tmp/weights1/model.safetensors" "$tmp/model/"
-differs "$zero" "what MODEL's folder holds is no weights here, weights on rank 0; give all hosts the same model"
+differs "$zero" "MODEL's folder is without weights here, with weights on rank 0; give all hosts the same model"
 cp "$tmp/weights2/model.safetensors" "$tmp/host/model/"
 both "$zero"
 message="file 1 of MODEL's weights is [0-9]+ bytes with fingerprint .* here, .* on rank 0; give all hosts"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests gpu_sanitize.sh without a GPU, with stand-ins for compute-sanitizer, nvidia-smi and the trainer. All programs
-# must run, at most six at a time, spread over all GPUs. A program that fails or hangs must count as failed, but one
-# whose only hazards are in cuBLASLt's kernels must pass. Ends with "N passed, N failed".
+# must run, at most six of them at a time, and must be spread over all GPUs. A program that fails or hangs must count as
+# failed, but one whose only hazards are in cuBLASLt's kernels must pass. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . scripts/tally.sh

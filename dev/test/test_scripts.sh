@@ -34,8 +34,8 @@ check "the test finds a variable that is no longer set" \
     equal "$(unset_in "$tmp/gpu_runs.sh" dev/test/lib/gpu_lines.sh)" \
     common
 
-# This make kills the script that calls it. With --help, or with an argument that they refuse, these scripts may not
-# call it.
+# A stand-in for make kills the script that calls it. These scripts must not call make if they get --help or an argument
+# that they refuse.
 printf '#!/bin/sh\nkill "$PPID"\n' >"$tmp/make"
 chmod +x "$tmp/make"
 for script in scripts/quickstart.sh scripts/test.sh scripts/check_gpu.sh scripts/check_cluster.sh; do
@@ -57,7 +57,8 @@ for word in update install; do
 done
 check "after apt-get has installed, the script goes on" equal "$(install_gcc none | tail -n 1)" next
 
-# The losses that check_cluster.sh compares: a step that ran twice counts once, but not if its losses differ.
+# check_cluster.sh compares losses. A step that ran twice with equal losses counts once; with different losses both
+# count.
 eval "$(grep '^lines() ' scripts/check_cluster.sh)"
 printf 'step %s/3 | loss %s | %s ms | 1 tok/s\n' 1 5.1 9.1 2 5.2 9.2 10 5.3 9.3 2 5.2 8.2 >"$tmp/again.out"
 check "check_cluster.sh counts a repeated step once" \

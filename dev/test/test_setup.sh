@@ -91,8 +91,8 @@ check "a run exports where a kill left an earlier export under another name" tra
     --export-hf "$tmp/e/hf"
 check "the run prints that it renames the earlier export back" holds "$out" \
     "an earlier export that an interrupted run left there, back to $tmp/e/hf"
-check "a run takes log and checkpoint folders beside the export" trains tiny $data --num-steps 1 --log-dir "$tmp/all" \
-    --checkpoint-dir "$tmp/all/steps" --export-hf "$tmp/all/hf"
+check "a run accepts log and checkpoint folders beside the export" \
+    trains tiny $data --num-steps 1 --log-dir "$tmp/all" --checkpoint-dir "$tmp/all/steps" --export-hf "$tmp/all/hf"
 check "an export over the model that the run starts from is refused" \
     refuses 1 "would replace $tmp/e/hf, the model that the run starts from" "$tmp/e/hf" \
     $data --export-hf "$tmp/e/./hf/"
@@ -164,7 +164,7 @@ for _ in $(seq 600); do grep -q '^step ' "$tmp/long.out" && break; sleep 0.2; do
 kill -INT $long
 sleep 0.3
 kill -INT $long
-check "a Ctrl-C that is repeated within half a second, as mpirun does, counts once" kill -0 $long
+check "a Ctrl-C that is repeated 0.3 s later, as by mpirun, counts once" kill -0 $long
 sleep 2
 kill -INT $long
 wait $long

@@ -1,5 +1,5 @@
-// Tests shard_plan.h: the slices of a group cover every parameter once, fit their arrays, and gather back to the
-// segments of the flat array; and the order of a rank's elements in the backward pass.
+// Tests shard_plan.h. The slices of a group must cover every parameter once, fit their arrays, and gather back to the
+// segments of the flat array. A rank's elements, sorted by position, must follow the backward pass.
 #include "../../llmc/config/shard_plan.h"
 #include "lib/check.h"
 
@@ -13,7 +13,7 @@ static ModelConfig model(ModelFamily family, bool tied) {
     return m;
 }
 
-// Checks sizes and offsets without allocating memory, so also for the largest models.
+// Checks sizes and offsets. It allocates no memory, so it can check the largest models too.
 static void check_sizes(const ParameterTable *t, int64_t group) {
     const ShardPlan s = shard_plan(t, group, group - 1);
     int64_t end = 0;
@@ -104,14 +104,14 @@ static void check_cover(const ParameterTable *t, int64_t group) {
     free(shards);
 }
 
-// Returns the part of the backward pass that makes the tensor: 0 before the layers, then one per layer, then the
-// embedding.
+// Returns the part of the backward pass that makes the tensor's gradient: 0 is the part before the layers, then each
+// layer is a part, and the embedding is the last one.
 static int64_t backward_turn(const ParameterTable *t, const Parameter *p) {
     return p->layer >= 0 ? t->num_layers - p->layer : p->offset == t->root.embedding ? t->num_layers + 1 : 0;
 }
 
-// If a rank's elements are sorted by position, the parts of the backward pass that make them never go back. Every
-// element has one position, and every position has one element.
+// Sorted by position, a rank's elements are in the order in which the parts of the backward pass make their gradients.
+// Every element has one position, and every position has one element.
 static void check_backward_order(const ParameterTable *t, int64_t group, int64_t place) {
     const ShardPlan s = shard_plan(t, group, place);
     const BackwardOrder order = shard_backward_order(t, &s);
@@ -131,7 +131,8 @@ static void check_backward_order(const ParameterTable *t, int64_t group, int64_t
     }
     CHECK(own, "group of %lld, shard_rank %lld: positions and elements are a bijection", (long long)group,
           (long long)place);
-    CHECK(forward, "group of %lld, shard_rank %lld: elements are in the order in which the backward pass makes them",
+    CHECK(forward,
+          "group of %lld, shard_rank %lld: elements are in the order in which the backward pass makes gradients",
           (long long)group, (long long)place);
     free(turn);
 }
@@ -150,7 +151,7 @@ int main(void) {
         for (int tied = 0; tied < 2; tied++) {
             ModelConfig m = model((ModelFamily)family, tied);
             ParameterTable t = parameter_table(&m);
-            const int64_t groups[] = {1, 2, 3, 4, 7, 64};  // with 64 ranks, most ranks keep only padding of vectors
+            const int64_t groups[] = {1, 2, 3, 4, 7, 64};  // with 64, most slices of vectors are only padding
             for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++) {
                 check_sizes(&t, groups[i]), check_cover(&t, groups[i]);
                 check_weights(&t, groups[i], false), check_weights(&t, groups[i], true);

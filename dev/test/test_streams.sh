@@ -79,8 +79,9 @@ fresh; mpirun --allow-run-as-root --oversubscribe -np 2 \
 check "2 ranks stop with --on-output-lost stop if stdout is on a full disk" equal "$? $(cat "$tmp/err")" \
     "0 warning: stdout cannot be written: No space left on device$off"
 
-# ---- Files that may not grow (ulimit -f). If it is the log, the run prints one warning and goes on to its end. If it
-# is every checkpoint, the run ends with an error. A resumed run appends to a log after its last complete line.
+# ---- Files that may not grow past a limit (ulimit -f). If the log reaches it, the run prints one warning and goes on
+# to its end. If every checkpoint reaches it, the run ends with an error. A resumed run appends to a log after its last
+# complete line.
 
 fresh; (ulimit -f 12; exec $run --num-steps 60 --checkpoint-dir "") 2>"$tmp/err" | cat >"$tmp/out"
 check "the run goes on with one warning if log.jsonl may not grow" \
@@ -105,7 +106,7 @@ check "log.jsonl of the resumed run has complete lines" \
 kill -TERM $long
 sleep 0.3
 kill -TERM $long
-check "a SIGTERM that is repeated within 0.3 s, as mpirun does, counts once" kill -0 $long
+check "a SIGTERM that is repeated 0.3 s later, as by mpirun, counts once" kill -0 $long
 sleep 2
 kill -TERM $long
 wait $long 2>/dev/null
@@ -204,7 +205,7 @@ kill -HUP $script
 wait $script
 check "a run script that gets SIGHUP, as from a closed terminal, saves" \
     equal "$? $(grep -c "^stopped after $(ls "$tmp/hup/steps" | tail -n 1); run the same command" "$tmp/hup.out")" "0 1"
-# This trainer saves another checkpoint at each start, none later than step 2.
+# At each start this stand-in for the trainer leaves one checkpoint, of step 2 or of step 1 in turn, and kills itself.
 mkdir "$tmp/bin" "$tmp/stuck"
 cat >"$tmp/bin/train_fp8" <<END
 #!/usr/bin/env bash

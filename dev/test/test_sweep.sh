@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Tests scripts/sweep.sh, scripts/sweep_table.py and the loop of the run scripts, on the CPU trainer with a tiny model,
 # 1 and 2 ranks. Needs ./train_fp8 (or TRAINER), build/synth_stories, mpirun and python3. QUICK=1 ends before the
-# interrupts: it leaves out interrupts, changed settings, numbers of GPUs, refused options and the run scripts. If the
-# trainer prints other words (test_prose.sh), the filter REWORD puts a message's text into these words. Ends with "N
-# passed, N failed".
+# interrupts: it leaves out interrupts, changed settings, numbers of GPUs, refused options and the run scripts. If
+# TRAINER prints other words than train_fp8 (test_prose.sh), the filter REWORD must turn train_fp8's words into those of
+# TRAINER. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
@@ -425,7 +425,7 @@ PATH=$tmp/bin:$PATH GPUS=1 STEPS=800 OUT=$tmp/unbroken_1 bash "$tmp/run.sh" >"$t
 check "the disk space of the run's own checkpoints counts as free" \
     equal "$? $(grep -c '^done: ' "$tmp/cramped.log")" "0 1"
 
-# A stand-in for a trainer, which the stop finds before its first checkpoint.
+# A stand-in for a trainer that saves no checkpoint: the run script is stopped before the first one.
 mkdir "$tmp/slow"
 printf '#!/bin/sh\ncase "$*" in *--dry-run*) exec "%s" "$@" ;; esac\ntouch "%s"\nexec sleep 60\n' \
     "$(realpath "$trainer")" "$tmp/slow/begun" >"$tmp/slow/train_fp8"
@@ -440,7 +440,7 @@ wait_for_sweep
 check "a run script that is stopped before the first checkpoint says so" \
     equal "$(tail -n 1 "$tmp/early.log")" "stopped before the first checkpoint; run the same command to continue"
 
-# A GPU trainer, with a stand-in for nvidia-smi that lists a GPU of 80 GiB and one of 1 MiB, which is too small.
+# Stand-ins for the GPU trainer and for nvidia-smi, which lists a GPU of 80 GiB and one of 1 MiB. 1 MiB is too small.
 printf '#!/bin/sh\nexec "%s" "$@"\n' "$(realpath "$trainer")" >"$tmp/bin/gpu_trainer"
 printf '#!/bin/sh\necho "0, GPU-aa11, 81920"\necho "1, GPU-bb22, 1"\n' >"$tmp/bin/nvidia-smi"
 chmod +x "$tmp/bin/gpu_trainer" "$tmp/bin/nvidia-smi"

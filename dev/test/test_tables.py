@@ -1,8 +1,9 @@
 """Tests scripts/sweep_table.py and scripts/recipes_table.py on a sweep's folder with damaged files.
 
-It tries known faults, and 400 at random. There must be no traceback. The tables name a damaged run with its file and
-the reason, and all other runs keep their rows. Also starts sweep_table.py with other encodings, with a reader that goes
-away, and where it cannot read or write. Ends with "N passed, N failed".
+It tries known faults, and 400 at random. There must be no traceback. The tables must name a damaged run with its file
+and the reason. The other runs must keep their rows, unless the damage is random and in runs.txt. Also starts
+sweep_table.py with other encodings, with a reader that goes away, and where it cannot read or write. Ends with "N
+passed, N failed".
 """
 import contextlib
 import csv

@@ -45,7 +45,7 @@ static void test_full(void) {
     Traffic t = traffic_for(&p, false, 8, 8, 8);
     const double part = 7.0 / 8;  // share of all bytes that a rank receives
     check_bytes("FP8 forward", t.received[TRAFFIC_FORWARD], part * 32 * matrices);
-    check_bytes("FP8 backward: two layers are still there", t.received[TRAFFIC_BACKWARD], part * 30 * matrices);
+    check_bytes("FP8 backward: two layers are still gathered", t.received[TRAFFIC_BACKWARD], part * 30 * matrices);
     check_bytes("root and norms", t.received[TRAFFIC_ROOT], part * 2 * (2 * table + 4096 + 32 * norms));
     check_bytes("gradients without the embedding's", t.received[TRAFFIC_GRADIENTS],
                 part * 2 * (32 * (matrices + norms) + table + 4096));

@@ -54,7 +54,7 @@ static void initialize_weights(Trainer *t) {
     weights_refresh(t);
 }
 
-// Returns the largest relative error of any tensor of `array` against golden `prefix`. *worst is its name.
+// Returns the largest relative error of a tensor of `array` against golden `prefix`. *worst is that tensor's name.
 static double worst_tensor(const Trainer *t, const Golden *g, const char *prefix, const float *array,
                            const char **worst) {
     double largest = -1;
@@ -185,7 +185,8 @@ static void test_slope(ModelFamily family, int64_t B, int64_t T) {
         loss[side] = batch_loss(&t);
     }
     const double slope = (loss[1] - loss[0]) / (2 * h);
-    // fp32 losses of about 4 resolve 5e-7 / 2h = 1e-4 of the slope. The third derivative adds h^2.
+    // Losses of about 4 in fp32 are off by 5e-7, so the slope is off by 5e-7 / 2h, about 1e-4. The third derivative of
+    // the loss adds an error of order h^2.
     CHECK(fabs(slope / norm - 1) < 2e-3, "family %d, B %lld, T %lld: the slope of the loss is %g, the gradient norm %g",
           (int)family, (long long)B, (long long)T, slope, norm);
     free(start);
@@ -479,7 +480,8 @@ static void test_blocks(ModelFamily family, int precision, int recompute, int ma
     // A forward pass alone, as in validation, does not search for the origin.
     t.bad_norm = NONFINITE_NONE;
     model_forward(&t, &t.batch);
-    CHECK(t.bad_norm == NONFINITE_NONE, "a forward pass alone reports no norm; found %lld", (long long)t.bad_norm);
+    CHECK(t.bad_norm == NONFINITE_NONE, "a forward pass alone records no norm as the origin; found %lld",
+          (long long)t.bad_norm);
     trainer_free(&t);
 }
 
@@ -602,8 +604,8 @@ static void compute_gradients(Trainer *t, uint64_t seed, int64_t micro) {
     micro_step(t, (float)(1.0 / (double)t->d.R), 0, micro);
 }
 
-// FP8 gradients of one and of two micro-steps are those of bf16 runs, rounded by gradient_fp8.h; other gradients stay
-// bf16. A gradient of a layer that is infinite makes the norm not finite, and is located.
+// After each micro-step, FP8 gradients must be the sum before it plus the micro-step's bf16 gradients, rounded by
+// gradient_fp8.h. Other gradients must stay bf16. An infinite gradient of a layer makes the norm NaN, and is located.
 static void test_fp8_gradients(void) {
     Options o = small_options(PRECISION_BF16, 2, 16), o_fp8 = o;
     ModelConfig m = odd_model(FAMILY_QWEN3);
@@ -653,7 +655,8 @@ typedef struct {
 } Factors;
 
 // --grad-clip with --optimizer-in-backward, in plain code: clips the units of `gradients` in the order of backward.
-// norms [1 + L]: those of the last step, which this step's replace; 0: there is none.
+// norms [1 + L]: for each unit, the norm of the units done so far, the unit's included. It holds those of the last step
+// (0: there was none), and gets those of this step.
 static Factors clip_plainly(const ParameterTable *table, float *gradients, int64_t L, double clip, double *norms) {
     const double whole_before = norms[0];
     double squares = 0;
@@ -768,8 +771,8 @@ static void test_find_large_by_units(Trainer *t) {
     }
 }
 
-// Infinities in one column of the embedding: the step must be skipped, and all bits of weights and state must stay. The
-// message names the place where a gradient that is not finite, or too large, begins.
+// Infinities in one column of the embedding: the step must be skipped, and all bits of weights and state must stay. If
+// gradients are not finite or too large, the message names the place of the first one in backward order.
 static void test_nonfinite(int sums) {
     Options o = small_options(PRECISION_BF16, 2, 16);
     o.grad_accum_dtype = sums;
@@ -1092,7 +1095,7 @@ static void test_filters(void) {
     free(bf16), free(tensorwise);
 }
 
-// --fp8-audit writes one line for each FP8 operand of each layer in each audited step, and prints a table at the end.
+// --fp8-audit writes one line for each operand of each FP8 GEMM in each audited step, and prints a table at the end.
 static void test_audit(void) {
     char *output;
     const char *const audited = SMALL_RUN "--num-steps 5 --precision fp8 --fp8-recipe rowwise --fp8-filter last "
@@ -1116,8 +1119,8 @@ static void test_audit(void) {
     free(text);
 }
 
-// Takes 6 steps with each batch as 1, 2 and 4 micro-batches. The steps read equal data, so losses differ only by the
-// order of sums.
+// Three runs of 6 steps split each batch into 1, 2 and 4 micro-batches. They read equal data, so their losses differ
+// only by the order of sums.
 static void test_accumulation(void) {
     static const char *const splits[] = {"--batch-size 4", "--batch-size 2 --grad-accumulation-steps 2",
                                          "--batch-size 1 --grad-accumulation-steps 4"};
@@ -1226,7 +1229,8 @@ static void test_many_micro_steps(void) {
         double tolerance;
     } cases[] = {
         {"--precision fp32 --grad-accumulation-steps 512", 1e-4},  // precision of the printed digits
-        // auto: fp32. Each micro-step's gradient is rounded to bf16, at random.
+        // auto: sums in fp32. Each micro-step's gradient is rounded to the nearest bf16; these errors have random
+        // signs.
         {"--grad-accumulation-steps 512", 1e-3},
         // Noise of 0.14% of the squared norm, and chance: few elements make up most of the norm of so small a model.
         {"--grad-accumulation-steps 512 --grad-accum-dtype bf16", 1e-2},

@@ -5,8 +5,8 @@ usage: test_verdict_stats.py [--trials N] [--seed N]. With 1000 trials or more, 
 the truth (up to 99% for validation with two pairs), and without a difference 93 to 100% of the verdicts must be "cannot
 be told apart". With fewer trials (120 by default) these limits are wider, so that chance fails a correct interval at
 most once in 1,000 times, and the bootstrap draws fewer replicates. If this Python lacks the libraries,
-build/report-venv (scripts/setup_report.sh) runs the test, and without that it is skipped. Ends with "N passed, N
-failed".
+build/report-venv (scripts/setup_report.sh) runs the test; without build/report-venv the test is skipped. Ends with "N
+passed, N failed".
 """
 import argparse
 import math
@@ -29,8 +29,8 @@ try:
 except ImportError as missing:
     go_on_with_report_libraries(missing, "statistics of the verdict")
 
-# Lag-1 autocorrelation and standard deviation of curves/hf_1000_repeated.csv, last half, without the trend: of the
-# loss itself, and of FP8 minus BF16. Differences on data that does not repeat have 0 to 0.37 and 0.004 to 0.02.
+# Lag-1 autocorrelation and standard deviation of the real curves in CURVES, last half, without the trend: of BF16's
+# loss, and of FP8's loss minus BF16's. If data does not repeat, such differences have 0 to 0.37 and 0.004 to 0.02.
 LOSS_NOISE, PAIR_NOISE = (0.62, 0.18), (0.55, 0.05)
 RUN_NOISE = 0.005  # two runs of one seed: FP8 and BF16 are 0.005 to 0.009 apart after 1,800 steps
 STEPS = 1800
@@ -254,7 +254,7 @@ def test_real_curves():
 
 
 def report_coverage(name, hits, low=0.93, high=0.97):
-    """Checks that the share of true `hits` is in [low, high]; with few trials, in limits that chance widens."""
+    """Checks that the share of true `hits` is in [low, high]. With fewer than 1000 trials it allows for chance."""
     count, trials = int(np.sum(hits)), len(hits)
     if trials < 1000:
         good = stats.binom.cdf(count, trials, low) > 0.001 and stats.binom.sf(count - 1, trials, high) > 0.001

@@ -200,7 +200,7 @@ static inline void run_setup_same_model(const RunSetup *s, const Comm *c, bool f
         format_checked(name, sizeof name, "MODEL's %s", path);
         run_setup_describe(&text, name, json.nodes[i].text);
     }
-    run_setup_describe(&text, "what MODEL's folder holds", from_weights ? "weights" : "no weights");
+    run_setup_describe(&text, "MODEL's folder", from_weights ? "with weights" : "without weights");
     if (from_weights) run_setup_describe_weights(&text, s->model_folder);
     json_free(&json);
     json_text_free(&config);

@@ -5,7 +5,7 @@
 #include <dirent.h>
 #include <errno.h>
 
-static int readable_entries = -1;  // after so many entries of folders, the disk fails; -1: it does not
+static int readable_entries = -1;  // readdir() fails after this many entries; -1: it does not
 
 static inline struct dirent *readdir_or_fail(DIR *dir) {
     if (readable_entries < 0) return readdir(dir);
