@@ -84,8 +84,8 @@ silent() {
 }
 small="small $endless"
 ending="$small --num-steps 1 --export-hf $tmp/stall_model"
-# Before the first step a rank calls pread 18 times on each data file (rank 0: 19 times), and 12 times or more on a
-# model's file.
+# Before the first step a rank calls pread 18 times on each data file (rank 0: 19 or 20 times), and 12 times or more on
+# a model's file.
 silent start 1 start-up pread 3 synth_train.bin $small
 silent training 1 'step [0-9]*, training' pread 40 synth_train.bin $small
 silent training0 0 'step [0-9]*, training' pread 40 synth_train.bin $small

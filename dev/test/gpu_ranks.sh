@@ -248,9 +248,9 @@ done
 echo "($SECONDS s)"
 
 # ---- An untied embedding whose slices end in the middle of a row, and vectors that do not fill their slices. With one
-# micro-step per step, gathered weights, logits and gradients share memory; with two they do not. With T 64 all ranks
-# together have fewer tokens than the embedding has rows, so each rank computes its part of the embedding's gradient
-# from the input gradients of all ranks; with T 256 the embedding's gradient is reduced.
+# micro-step per step, the gathered embedding lies in the memory of the root's gradient; with two it does not. With
+# T 64 all ranks together have fewer tokens than the embedding has rows, so each rank computes its part of the
+# embedding's gradient from the input gradients of all ranks; with T 256 the embedding's gradient is reduced.
 mkdir "$tmp/untied"
 cat >"$tmp/untied/config.json" <<'END'
 {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 328, "hidden_size": 80,
