@@ -9,7 +9,7 @@ cd "$(dirname "$0")/../.."
 
 # ---- A rank that is killed or interrupted.
 # Starts an endless run in the background that saves to $tmp/$1 every 20 steps, and waits for the first checkpoint. Sets
-# `launched` to the process id of mpirun, and `ranks` to those of the ranks.
+# `launched` to the process id of mpirun, and `ranks` to the process ids of the ranks.
 start_endless() {
     $launcher -np $W ./train_fp8cu $common --precision bf16 --num-steps 1000000 $(split $W) --checkpoint-dir "$tmp/$1" \
         --checkpoint-every 20 >"$tmp/$1.log" 2>&1 </dev/null &
@@ -20,7 +20,8 @@ start_endless() {
 }
 alive() { for pid in "${ranks[@]}"; do kill -0 $pid 2>/dev/null && echo $pid; done; }
 # Waits at most 60 seconds for the run and all its ranks to end (mpirun may return before the last rank has gone). Sets
-# `took`, and `status` to mpirun's exit status. If mpirun has not ended, kills it and sets `status` to "running".
+# `took`, and `status` to mpirun's exit status. If mpirun is still there, kills it and the ranks, and sets `status` to
+# "running".
 await_end() {
     local start=$SECONDS
     while { kill -0 $launched 2>/dev/null || [ -n "$(alive)" ]; } && [ $((SECONDS - start)) -lt 60 ]; do sleep 0.2; done
@@ -63,16 +64,16 @@ else
         "$(tail -n 5 "$tmp/stopped.log")"
 fi
 
-# ---- A rank that hangs. On 2 GPUs one rank is stopped in each phase. With --stall-timeout 5 all ranks end, and the
-# error names the stopped rank.
+# ---- A rank that hangs. Each run has 2 ranks, of which one is stopped in one phase of the run. With --stall-timeout 5
+# all ranks end, and the error names the stopped rank.
 host=$(hostname)
 stall_run() { exec $launcher -np 2 -x LD_PRELOAD="$tmp/shim.so" ./train_fp8cu "$@"; }
 . dev/test/lib/stall_cases.sh
 data="--train-data $tmp/synth_train.bin --sequence-length 256 --deterministic --precision bf16 $share"
 endless="$data --num-steps 1000000 --stall-timeout 5"
 # Stops a rank and checks the error. $1 run, $2 rank, $3 phase, then the call on which the rank stops (as for
-# stall_start) and the trainer's arguments. The limit of 25 s is for the timeout, for detecting it, and for ending two
-# GPU processes.
+# stall_start) and the trainer's arguments. The run must end within 25 s: after the timeout of 5 s the other rank must
+# notice it, and two GPU processes must end.
 silent() {
     local name=$1 rank=$2 phase=$3 speaker=$(($2 == 0))
     shift 3
@@ -83,7 +84,8 @@ silent() {
 }
 small="small $endless"
 ending="$small --num-steps 1 --export-hf $tmp/stall_model"
-# Before the first step a rank reads each data file 18 times (rank 0: 19 times), and a model's file 12 times or more.
+# Before the first step a rank calls pread 18 times on each data file (rank 0: 19 or 20 times), and 12 times or more on
+# a model's file.
 silent start 1 start-up pread 3 synth_train.bin $small
 silent training 1 'step [0-9]*, training' pread 40 synth_train.bin $small
 silent training0 0 'step [0-9]*, training' pread 40 synth_train.bin $small
@@ -97,7 +99,8 @@ run stall_model 2 $ending
 silent loading 1 loading pread 12 model.safetensors "$tmp/stall_model" $endless
 echo "($SECONDS s)"
 
-# A rank that goes on before the timeout changes no result. It is stopped for 20 s, or one of its reads takes 60 s.
+# A rank that is held, but goes on before the timeout, changes no result. It is stopped for 20 s, or one of its reads
+# takes 60 s.
 goes_on() {  # $1 run
     stall_end "$1" 60
     if [ "$status" = 0 ]; then same "$1" undisturbed "$1"; else bad "$1: status $status: $(tail -n 4 "$tmp/$1.log")"; fi

@@ -14,7 +14,7 @@ refuses_with() {
     return 1
 }
 
-# ---- Strategies against one GPU. A batch has one sequence. Every rank computes a sequence with equal bits, so only the
+# ---- Strategies against one GPU. A batch has one sequence. All ranks compute a sequence with equal bits, so only the
 # order in which gradients are added differs (a bf16 sum is rounded by up to 2^-9). The first loss does not depend on
 # gradients: it differs only by the rounding of the fp32 sum over sequences. In the first gradient, each element may
 # differ by 2^-9, and its norm by much less. The last loss comes after $steps steps with such differences.
@@ -55,8 +55,8 @@ for options in "full" "full --copy-engines off" "grad_op" "none --reduce-dtype f
     run late $W $run && run early $W $run --optimizer-in-backward &&
         same "$options: without and with --optimizer-in-backward" late early
 done
-# With --grad-clip it clips by equal norms on any number of GPUs, up to the order of sums. The clip value of 1000000 is
-# above all norms.
+# --optimizer-in-backward with --grad-clip: the norms by which W GPUs and one GPU clip differ only by the order of sums.
+# The clip value of 1000000 is above all norms.
 early="${common/--grad-clip 1/} --precision bf16 --num-steps $steps --optimizer-in-backward"
 run one_clipped 1 $early --batch-size $W --grad-clip 0.2
 for sharding in full "full --copy-engines off" grad_op "none" "hybrid --shard-size $((W / 2))"; do
@@ -73,8 +73,8 @@ for ((r = 0; r < W; r++)); do
 done
 wait
 same "ranks with and without mpirun" bf16_full met0
-# ---- Copy engines and NCCL. The runs above without --copy-engines off use copy engines if the GPUs can. Both give
-# equal fp32 sums for two ranks; for more ranks they add in different orders.
+# ---- Copy engines and NCCL. The runs above without --copy-engines off use copy engines if the GPUs can. For two
+# ranks, copy engines and NCCL give equal fp32 sums; for more ranks they add in different orders.
 if grep -q "^transport copy engines" "$tmp/bf16_full.log"; then
     ok "copy engines are used"
     run copies $W $common --precision bf16 --num-steps $steps $(split $W) --copy-engines on &&
@@ -96,7 +96,7 @@ if grep -q "^transport NCCL" "$tmp/nccl_bf16_full.log"; then
 else
     bad "--copy-engines off: $(grep -m1 '^transport' "$tmp/nccl_bf16_full.log")"
 fi
-# With NCCL_P2P_DISABLE=1 the GPUs may not access each other's memory directly. Then copy engines are off, and
+# With NCCL_P2P_DISABLE=1 the GPUs do not access each other's memory directly. Then copy engines are off, and
 # --copy-engines on is an error. In fp32, sums of two ranks are equal with every transport.
 pair="$common --precision bf16 --num-steps $steps $(split 2) --reduce-dtype fp32"
 run pair 2 $pair
@@ -113,8 +113,9 @@ run links $W $common --precision bf16 --num-steps $steps $(split $W) --check-lin
     same "with --check-links" bf16_full links
 [ -n "$share" ] || check "--check-links: no GPU and no link is slow: $(sed -n '/^links/,/^$/p' "$tmp/links.log")" \
     holds "$tmp/links.log" "no rank and no link is slow"
-# As on two hosts: NCCL takes ranks with different NCCL_HOSTID for ranks of different hosts and moves data by TCP. A
-# shard group of one rank only reduces over replicas; copy engines work inside a group, and NCCL across.
+# Runs as on two hosts: NCCL takes ranks with different NCCL_HOSTID for ranks of different hosts and moves data by TCP.
+# With shard groups of one rank, gradients are only reduced over replicas. Otherwise copy engines move data inside a
+# shard group, and NCCL between groups.
 as_hosts='NCCL_HOSTID=host$((2 * OMPI_COMM_WORLD_RANK / OMPI_COMM_WORLD_SIZE)) exec ./train_fp8cu "$@"'
 for size in $(printf '%s\n' 1 $((W / 2)) | uniq); do
     name=apart_$size
@@ -160,7 +161,7 @@ elif run hybrid_memory $W $common --precision fp8 --num-steps 2 $(split $W) --sh
     echo "hybrid: ${used:-no} bytes are in use after a step, and ${planned:-no} planned"
     check "hybrid uses no more memory than planned" [ "${used:-$((1 << 62))}" -le "${planned:-0}" ]
 fi
-# ---- log.jsonl says where time went: ranks wait for each other.
+# ---- log.jsonl says where time went, also how long ranks waited for each other.
 run times $W $common --precision fp8 --num-steps 12 $(split $W) --log-dir "$tmp/times" &&
     check "the times and losses in log.jsonl add up; the last validation's losses: $(
         python3 dev/test/lib/check_log.py "$tmp/times/log.jsonl" $W 2>&1)" \
@@ -193,8 +194,8 @@ for more in "--fp8-recipe delayed --fp8-amax-history 3" "--fp8-filter first,down
     same "$more: --fp8-all-gather on and off" gather_on gather_off
 done
 
-# ---- Gradients in FP8. On one GPU a micro-step joins the sum in fp32 before the cast; over ranks codes are added. An
-# addition rounds a gradient by up to 2^-4 of it, with random sign.
+# ---- Gradients in FP8. On one GPU the gradient of a micro-step is added to the sum in fp32, and the result is cast.
+# Over ranks, codes are added: each addition rounds a gradient by up to 2^-4 of it, up or down.
 run one_fp8_gradients 1 $common --precision fp8 --num-steps $steps $(split 1) --grad-accum-dtype fp8
 codes="$common --precision fp8 --num-steps $steps $(split $W) --reduce-dtype fp8"
 for sharding in full grad_op none "hybrid --shard-size $((W / 2))"; do
@@ -223,8 +224,8 @@ run codes_tiny $W ${codes/small/tiny} --fp8-recipe tensorwise &&
         near "--reduce-dtype fp8: loss $step of $W GPUs and of $W CPU ranks" \
             "$(field codes_tiny loss $step)" "$(field codes_cpu loss $step)" 1e-3
     done
-# Copy engines and NCCL add codes in the order of ranks. Gradients of vectors and of the root stay bf16: with one
-# micro-step a sum of two is rounded once.
+# Copy engines and NCCL add codes in the order of ranks, so their sums are equal. Gradients of vectors and of the root
+# stay bf16. On two ranks with one micro-step their sum is one addition, rounded once, and so is equal too.
 for options in "--reduce-dtype fp8" "--msamp O1" "--msamp O2" "--msamp O3"; do
     [ $W -eq 2 ] || break
     one_micro="$common --precision fp8 --num-steps $steps --val-steps 16 $options"
@@ -247,9 +248,9 @@ done
 echo "($SECONDS s)"
 
 # ---- An untied embedding whose slices end in the middle of a row, and vectors that do not fill their slices. With one
-# micro-step per step, gathered weights, logits and gradients share memory; with two they do not. With T 64 all ranks
-# together have fewer tokens than the embedding has rows, so each rank computes its part of the embedding's gradient
-# from the input gradients of all ranks; with T 256 the embedding's gradient is reduced.
+# micro-step per step, the gathered embedding lies in the memory of the root's gradient; with two it does not. With
+# T 64 all ranks together have fewer tokens than the embedding has rows, so each rank computes its part of the
+# embedding's gradient from the input gradients of all ranks; with T 256 the embedding's gradient is reduced.
 mkdir "$tmp/untied"
 cat >"$tmp/untied/config.json" <<'END'
 {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 328, "hidden_size": 80,

@@ -56,9 +56,9 @@ against_cpu "blockwise, hybrid" "--precision fp8 --fp8-recipe blockwise --fp8-fo
 against_cpu "tensorwise, FP8 from FP16 masters" "--precision fp8 --master-weights fp16" 1e-3 1e-1
 against_cpu "tensorwise, filtered" "--precision fp8 --fp8-filter first,down" 1e-3 1e-1
 
-# With CUDA_MODULE_LOADING=EAGER all kernels are loaded at start-up, so no load delays the first launch of a kernel.
-# Clearing the memory of this model takes milliseconds, longer than the host needs to enqueue the next operation. An
-# operation that does not wait until the memory is cleared would change the result.
+# Results do not depend on when kernels are loaded. With CUDA_MODULE_LOADING=EAGER all are loaded at start-up, and
+# loading does not delay a launch. Clearing the memory of this model takes milliseconds, longer than the host needs to
+# enqueue the next operation. An operation that does not wait until the memory is cleared would change the result.
 run="llama3.2-1b $data --precision bf16 --sequence-length 64 --num-steps 2 --deterministic"
 if ! ./train_fp8cu $run >"$tmp/a.log" 2>&1 && grep -q "GiB are free" "$tmp/a.log"; then
     echo "skipped: llama3.2-1b needs more memory than is free on this GPU"
@@ -227,9 +227,9 @@ else
     bad "times, energy and losses of validation sequences: $problem"
 fi
 
-# Layer gradients reuse memory of activations. Norm weights of 80 values leave gaps between vectors, and a model of one
-# layer has no other layers' activations. An untied embedding's gradient has room for the activations of a layer, and
-# for the logits of 64 tokens, but not for those of 512.
+# Models whose buffers share memory in different ways. Layer gradients reuse memory of activations. Norm weights of 80
+# values leave gaps between vectors, and a model of one layer has no other layers' activations. An untied embedding's
+# gradient has room for the activations of a layer, and for the logits of 64 tokens, but not for those of 512.
 mkdir "$tmp/odd"
 for shape in "1 320 true" "5 320 true" "1 16384 false" "5 16384 false"; do
     read -r layers vocabulary tied <<<"$shape"
@@ -271,7 +271,7 @@ for case in "bf16 auto 1e-3" "bf16 bf16 4e-3" "fp8 auto 1e-2"; do
     same "$precision, 256 micro-steps, sums in $dtype: two runs" b c
 done
 # FP8 gradients: two runs have equal bits, and so has a resumed one. The norms are close to those with bf16 gradients,
-# and losses and norms to those of the CPU: GEMMs sum in another order, which moves some gradients to other codes.
+# and losses and norms to those of the CPU, whose GEMMs sum in another order: that moves some gradients to other codes.
 for options in "bf16" "fp8 --optimizer-state msamp --master-weights fp16" "bf16 --grad-clip 0.5 --master-weights fp32" \
     "fp8 --optimizer-state coat-stochastic --grad-accumulation-steps 3" \
     "bf16 --optimizer-state fp32 --grad-accumulation-steps 2"; do

@@ -11,7 +11,7 @@ limit=${SANITIZE_SECONDS:-900}
 logs=build/sanitize
 names=() pids=()
 
-# The programs take turns on the GPUs that this process may use.
+# The programs are spread over the GPUs that this process may use.
 if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then gpus=(${CUDA_VISIBLE_DEVICES//,/ })
 else gpus=($(nvidia-smi -L 2>/dev/null | sed -n 's/^GPU \([0-9]*\):.*/\1/p'))
 fi
@@ -19,8 +19,8 @@ fi
 trap 'kill $(jobs -rp) 2>/dev/null' EXIT
 trap 'exit 130' INT TERM
 
-# Waits until fewer than $at_once programs run, then starts one. $1 tool, $2 what the trainer does, for the name of the
-# check, $3 trainer; then model and options.
+# Waits until fewer than $at_once programs run, then starts one. $1 tool, $2 what the trainer does (for the name of the
+# check), $3 trainer, then the model and options.
 start() {
     local tool=$1 trainer=$3 number=${#names[@]}
     names+=("compute-sanitizer $tool, $2")

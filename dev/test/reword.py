@@ -11,7 +11,7 @@ import re
 import sys
 
 SPEAKERS = {"printf", "fprintf", "puts", "die", "die_with", "warn", "fail", "json_syntax_error", "arena_group"}
-# Literals in these calls are changed if they are sentences: two words follow each other.
+# Literals in these calls are changed only if they are sentences, in which two words follow each other.
 WRITERS = {"format_checked", "snprintf", "GROUP", "INT", "REAL", "TEXT", "CHOICE", "FLAG", "X"}
 KEPT = (r"\\.|%[-+ #0]*(?:\*|\d+)?(?:\.(?:\*|\d+))?(?:hh|ll|[hlzjt])?[a-zA-Z%]|"  # escapes and format specifiers
         r"--?[a-z][\w-]*|\w*[\d_]\w*|\w+(?:[/.]\w+)+|(?:error|warning): ")

@@ -1,6 +1,6 @@
-// Tests the rounding bits of adamw_math.h. Some are pinned. The 48 bits of each element must look independent and
-// uniform, and sums of rounded values must be unbiased. All seeds are fixed. Every statistical bound is at least five
-// standard deviations of truly random bits, so a failed check shows a flaw, not chance.
+// Tests the rounding bits of adamw_math.h. Some must have pinned values. The 48 bits of each element must look
+// independent and uniform, and sums of rounded values must be unbiased. All seeds are fixed. Every statistical bound is
+// at least five standard deviations of truly random bits, so a failed check shows a flaw, not chance.
 #include "../../llmc/reference/adamw_math.h"
 #include "lib/check.h"
 
@@ -79,8 +79,8 @@ static void check_distribution(const char *label, const AdamwStep *s, int64_t fi
           worst_bit);
 }
 
-// Compares each field of element i of step s with each field of element i + lag of step t, but no field with itself:
-// correlation, and chi-square over 16 x 16 bins.
+// Compares each field of element i of step s with each field of element i + lag of step t: correlation, and chi-square
+// over 16 x 16 bins. Leaves out a field and itself, which meet if lag is 0 and s is t.
 static void check_independence(const char *label, const AdamwStep *s, const AdamwStep *t, int64_t first, int64_t lag) {
     static int32_t bins[FIELDS][FIELDS][256];
     double product[FIELDS][FIELDS] = {{0}}, worst = 0, worst_chi = 0;

@@ -58,7 +58,7 @@ static void test_headings(void) {
           (long long)a.groups[1].bytes);
 }
 
-// Takes `bytes` twice from an arena without memory.
+// Takes two buffers of *bytes bytes each from an arena without memory.
 static void take_twice(void *bytes) {
     Arena a;
     memset(&a, 0, sizeof a);

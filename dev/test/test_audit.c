@@ -79,8 +79,8 @@ static void test_edge(void) {
 // the next there are 16 numbers, with errors of 0, 1, ..., 7, 8 (a tie), 7, ..., 1 in units of 1/128. The errors'
 // squares sum to (2 (1 + 4 + ... + 49) + 64) / 128^2 = 344 / 2^14. E5M2 keeps 2 bits: from each of 4 codes to the next
 // the sum is (2 (1 + ... + 225) + 256) / 2^14 = 2736 / 2^14. Values and errors from continuous uniform distributions
-// would give 10 log10((7/3) / (spacing^2 / 12)), which is 32.53 dB for E4M3 and 26.51 dB for E5M2. These numbers come
-// near.
+// would give 10 log10((7/3) / (spacing^2 / 12)), which is 32.53 dB for E4M3 and 26.51 dB for E5M2. The 128 numbers
+// come near that.
 static void test_uniform(void) {
     const double squares[] = {8 * 344.0 / 16384, 4 * 2736.0 / 16384}, spacing[] = {0.125, 0.25};
     double signal = 0;

@@ -1,5 +1,5 @@
 // Tests --check-links with made-up rates: which ranks meet in which round, what is called slow, the bus bandwidth, and
-// the JSON report of one rank. dev/test/test_hosts.sh measures links.
+// the JSON report of one rank. dev/test/test_hosts.sh measures real links.
 #include "../../llmc/dist/check_links.h"
 #include "lib/check.h"
 
@@ -25,7 +25,7 @@ static void test_rounds(void) {
                 CHECK(met[i][j] == (i != j),
                       "%lld members: %lld and %lld meet once, unless they are one member; found %lld times",
                       (long long)n, (long long)i, (long long)j, (long long)met[i][j]);
-        CHECK(links_partner(n, links_rounds(n), 0) == -1, "%lld members: after the last round 0 meets none",
+        CHECK(links_partner(n, links_rounds(n), 0) == -1, "%lld members: after the last round, member 0 meets none",
               (long long)n);
     }
 }
@@ -121,7 +121,7 @@ static void test_slow(void) {
     r = report_of(40, 5e10);
     for (int64_t i = 0; i < 40; i++) r.gpus[i].copy = i < 19 ? 1e12 : 4e12;
     links_name_slow(&r);
-    CHECK(r.faults.count == 19, "19 slow ranks are counted, more than are named; found %lld",
+    CHECK(r.faults.count == 19, "all 19 slow ranks are counted, though fewer are named; found %lld",
           (long long)r.faults.count);
     link_report_free(&r);
 }

@@ -488,7 +488,7 @@ static void test_keep(void) {
     }
     format_checked(path, sizeof path, "%s/step-00000096.1/thesis", dir);
     CHECK(path_exists(path) && checkpoint_is_leftover("step-00000096.1") == false,
-          "that folder is no leftover and keeps its file %s", path);
+          "step-00000096.1 is no leftover and keeps its file %s", path);
     remove_tree(dir);
     free((char *)dir);
     trainer_free(t);
@@ -655,12 +655,11 @@ static void test_mismatch(void) {
               strstr(output, "--shuffle is on in the checkpoint, off now") &&
               strstr(output, "--precision is bf16 in the checkpoint, fp8 now"),
           "the error also names seed, shuffle and precision: %s", output);
-    CHECK(
-        strstr(output, "--train-data has 1000 tokens in the checkpoint, 1001 now\n  --train-data has 2 shards in the "
-                       "checkpoint, 4 now") &&
-            !strstr(output, "but other tokens"),
-        "the error names the numbers of tokens and shards, and does not say that tokens of an equal number differ: %s",
-        output);
+    CHECK(strstr(output, "--train-data has 1000 tokens in the checkpoint, 1001 now\n  --train-data has 2 shards in the "
+                         "checkpoint, 4 now") &&
+              !strstr(output, "but other tokens"),
+          "the error names the numbers of tokens and shards, and does not say that the tokens are other ones: %s",
+          output);
     CHECK(!strstr(output, "learning-rate") && !strstr(output, "moved"),
           "the error names neither the learning rate nor the path of the training data, which may differ: %s", output);
     t->run.data.tokens--, t->run.data.shards = 2;
@@ -928,8 +927,8 @@ static void test_failing_save(void) {
     signal(SIGXFSZ, SIG_IGN);
     struct rlimit before, small;
     getrlimit(RLIMIT_FSIZE, &before);
-    // The limit on file sizes is reached in config.json, in the weights' header, in the weights and in the optimizer
-    // state.
+    // The four limits on file sizes are reached in config.json, in the weights' header, in the weights and in the
+    // optimizer state.
     static const rlim_t limits[] = {100, 1000, 5000, 40000};
     for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++) {
         const TrainerProgress progress = {2, 2};
@@ -1089,7 +1088,8 @@ static void test_load_nonfinite(void) {
     trainer_free(t);
 }
 
-// A run does not resume from a scale that is zero or negative. Zero would make its tensor infinite.
+// A run does not resume from a checkpoint with a scale that is zero or negative. A scale of zero would make its tensor
+// infinite.
 static void test_load_scale(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, true, MOMENTS_MSAMP);
     char output[4096], path[PATH_CAPACITY], file[PATH_CAPACITY];
@@ -1430,8 +1430,8 @@ static void test_export_refusals(void) {
 }
 
 // If export_try is killed between its two exchanges, the earlier export is in NAME.old.tmp, and NAME is an empty
-// folder, one with only the marker file, or absent. The next start puts the export back. Anything else at NAME.old.tmp
-// or NAME.tmp is named and stays.
+// folder, one with only the marker file, or absent. The next start puts the export back. A link, or a folder
+// of another program, at NAME.old.tmp or NAME.tmp stays, and the start ends with an error that names it.
 static void test_export_restore(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     Failure failure = {"", false};
@@ -1524,7 +1524,7 @@ static void test_verify(void) {
                   strstr(failure.text, "is damaged"),
               "%s: a changed byte is detected: %s", path, failure.text);
         CHECK(model_verify(folder, 1000, &failure) != cases[i].small,
-              "%s: with a limit of 1000 bytes, a changed byte is not detected in a file of more bytes: %s", path,
+              "%s: with a limit of 1000 bytes, a changed byte is detected exactly in smaller files: %s", path,
               failure.text);
         flip_byte(path, 1);
     }
@@ -1541,8 +1541,8 @@ static void test_verify(void) {
     trainer_free(t);
 }
 
-// folder_replace() puts a folder in the place of another, which it then removes. If it cannot, because there is a
-// folder inside, the old folder stays under the new one's first name.
+// folder_replace(new, old) exchanges the names of two folders, then removes the old one. It does not remove a folder
+// without the marker file, as here: the old folder stays, under the name `new`.
 static void test_replace(void) {
     char old[PATH_CAPACITY], new[PATH_CAPACITY];
     Failure failure = {"", false};

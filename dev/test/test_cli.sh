@@ -201,7 +201,7 @@ check "a resumed run prints at most 25 lines before its first step" \
     equal "$(($(sed '/^step /Q' "$tmp/resumed" | wc -l) <= 25))" 1
 check "a resumed run prints the checkpoint that it continues from" \
     holds "$tmp/resumed" "resume: continuing from $tmp/started/steps/step-00000002"
-# Sets most options whose value is neither empty nor on or off, each to the value that it has anyway.
+# Sets most options to the values that they have anyway. Options that are empty, on or off are left out.
 many=$($trainer tiny $data --precision fp8 --fp8-recipe delayed --dry-run --json | python3 -c '
 import json, sys
 left_out = ("train-data", "val-data", "sequence-length", "num-steps", "fp8-filter", "shard-size", "world-size",

@@ -97,7 +97,7 @@ static void test_groups(void) {
         const char *label;
         double low, high;
         int zeros;
-        double bound;  // the smallest values take codes from 2 on; rounding by half a code is an error of about 1/(4 k)
+        double bound;  // the smallest values have codes from 2 on, where half a code changes a value by about 1/(4 k)
     } cases[] = {
         {"all magnitudes 2^3", 3, 3, 0, 0x1p-15},       {"magnitudes within 2", -1, 0, 0, 0.0157},
         {"magnitudes within 2^4", -20, -16, 0, 0.0625}, {"magnitudes within 2^4 and zeros", -20, -16, 3, 0.0625},

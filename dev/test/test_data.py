@@ -348,7 +348,7 @@ def test_tokenizer_json(folder):
         os.makedirs(f"{folder}/my {kind}", exist_ok=True)
         path = f"{folder}/my {kind}/tokenizer.json"
         subprocess.run([VENV_PYTHON, "-c", MAKE_TOKENIZER, kind, text, path, special], check=True)
-        # With this name the third case replaces the shards of the first.
+        # The third case has the name of the first, and so replaces its shards.
         extra = ["--separator", special, "--name", f"tinystories_my_{kind}"] if special == "<sep>" else []
         status, output = run("--tokenizer", os.path.dirname(path), "--text", text, "--val-text", text, "--out", folder,
                              *extra, python=VENV_PYTHON)

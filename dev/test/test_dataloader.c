@@ -156,8 +156,8 @@ static void test_permutation(void) {
           "without shuffling the order is file order");
 }
 
-// Early and late sequences are equally likely in the first half of an epoch. Tests the mean of its sequence numbers
-// over 200 seeds.
+// Early and late sequences are equally likely in the first half of an epoch. Tests the mean of the sequence numbers in
+// that half, over 200 seeds.
 static void test_permutation_is_even(void) {
     DataLoader dl;
     memset(&dl, 0, sizeof dl);

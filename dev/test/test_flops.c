@@ -2,8 +2,8 @@
 #include "../../llmc/config/flops.h"
 #include "lib/check.h"
 
-// Returns the FLOPs per token of a preset with sequences of T tokens. `recipe` is an index of recipe_row; RECIPE_BF16
-// means --precision bf16.
+// Returns the FLOPs per token of a preset with sequences of T tokens. `recipe` is a number for recipe_row();
+// RECIPE_BF16 means --precision bf16.
 static TokenFlops preset_flops(const char *name, int64_t T, int recipe, const char *filter, bool emulate) {
     ModelConfig m;
     CHECK(model_config_preset(&m, name), "there is a preset %s", name);

@@ -156,7 +156,7 @@ static void test_nearest(void) {
             }
             if (fp8_from_float(x, format) != nearest_code(x, format) && wrong++ == 0) first = x;
         }
-        CHECK(wrong == 0, "%s: all casts give the nearest code; %d of 20000 do not, first %.9g",
+        CHECK(wrong == 0, "%s: all casts give the nearest code; %d do not, the first of them %.9g",
               fp8_format_name(format), wrong, first);
     }
 }
@@ -263,7 +263,7 @@ static void test_normal(void) {
         for (int t = -3; t <= 3; t++) below[t + 3] += x < t;
         largest = fmax(largest, fabs(x));
     }
-    // The bounds are five sigma of each estimate. For n numbers, sigma is the square root of 1/n, 2/n, 15/n and 96/n.
+    // The bounds are five sigma. For the moments 1 to 4 of n numbers, sigma is the root of 1/n, 2/n, 15/n and 96/n.
     const double s = 5 / sqrt((double)n);
     CHECK(fabs(moment[1]) < s && fabs(moment[2] - 1) < s * sqrt(2) && fabs(moment[3]) < s * sqrt(15) &&
               fabs(moment[4] - 3) < s * sqrt(96),

@@ -17,7 +17,8 @@ def close(a, b, tolerance):
 def check_steps(steps, ranks, energy):
     for step in steps:
         parts = [step[key] for key in ("data_ms", "communication_ms", "optimizer_ms")]
-        # Parts are means over all ranks and "ms" is the time of rank 0, so the parts of several ranks may take longer.
+        # Parts are means over all ranks and "ms" is the time of rank 0, so with several ranks the parts may add up to
+        # more than "ms".
         assert min(parts) >= 0 and sum(parts) <= (1.001 if ranks == 1 else 1.5) * step["ms"], step
         assert step["optimizer_ms"] > 0, step
         assert not energy or step["joules"] > 0, step

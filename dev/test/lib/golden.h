@@ -17,7 +17,7 @@ static inline const Safetensor *golden_tensor(const Golden *g, const char *prefi
     char full[160];
     format_checked(full, sizeof full, "%s%s", prefix, name);
     const Safetensor *t = safetensors_find(&g->st, full);
-    if (!t) die("golden without %s", full);
+    if (!t) die("the golden has no tensor %s", full);
     return t;
 }
 
@@ -53,7 +53,7 @@ static inline Golden golden_open(const char *goldens, const char *scratch, const
     char *config = read_file(path, &size);
     if (!config || !folder_create(folder, true, &failure) ||
         !file_write(folder, "config.json", config, (int64_t)size, NULL, &failure))
-        die("golden %s: no config", name);
+        die("golden %s: its config cannot be copied", name);
     free(config);
     hf_config_read(&g.m, folder);
     const Safetensor *t = golden_tensor(&g, "", "tokens");

@@ -50,7 +50,7 @@ infinities() { cat "$1"/optimizer*.safetensors | od -An -v -tx2 -w2 | grep -cE '
 cpu() { trains "$1" ./train_fp8 "${@:2}"; }
 gpu() { trains "$1" ./train_fp8cu "${@:2}"; }
 # lines: the step and validation lines of log $1, without the times and what follows them. field: value $2 (loss, norm)
-# in the $3-th step line of log $1, counted from its first one. validation: the last validation loss in log $1.
+# of step line number $3 of log $1, whose first step line is number 1. validation: the last validation loss in log $1.
 lines() { grep -E '^(step|validation) ' "$tmp/$1.log" | sed 's/ | [0-9.]* ms.*//'; }
 field() { grep '^step ' "$tmp/$1.log" | sed -n "$3p" | sed "s/.*$2 \([^ ]*\) .*/\1/"; }
 validation() { grep '^validation ' "$tmp/$1.log" | tail -n 1 | sed 's/.*loss //'; }
@@ -63,8 +63,8 @@ near() {
         bad "$1: $2 and $3 differ by more than $4 of their value"
     fi
 }
-# Checks that two runs printed equal step and validation lines. $1 name of the check, $2 and $3 the logs. With $4, log
-# $3 must equal the last $4 of these lines of log $2.
+# Checks that two runs printed equal step and validation lines. $1 name of the check, $2 and $3 the logs. With $4, these
+# lines of log $3 must equal the last $4 of these lines of log $2.
 same() {
     local want got
     want=$(lines "$2" | tail -n "${4:-+1}") got=$(lines "$3")

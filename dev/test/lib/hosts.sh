@@ -39,7 +39,7 @@ enter_room() {
 declare -A holder  # the process that holds the namespaces of a host
 
 # Makes the hosts $*, with the addresses 10.77.0.1, 10.77.0.2, ... The kernel gives up a connection to a lost host after
-# 5 retransmissions (about 15 s; by default 15 of them, which take 15 minutes).
+# 5 retransmissions (about 13 s; by default 15 of them, which take 15 minutes).
 make_hosts() {
     local host number=0
     ip link set lo up && ip link add br0 type bridge && ip link set br0 up
@@ -97,7 +97,7 @@ start_sshd() {
     return 1
 }
 
-# Sets `agent` to a command that enters a host's namespaces and so does without sshd.
+# Sets `agent` to a command that enters a host's namespaces, and so needs no sshd.
 make_agent() {
     agent=$ROOM/agent
     printf '%s\n' '#!/bin/sh' 'host=$1' 'shift' \
@@ -106,8 +106,8 @@ make_agent() {
 }
 
 # Makes the network between the hosts $3... slow: each frame from one host to another takes $1 ms, and $2 percent of
-# frames are lost. The kernel does it (netem) where it can, else slow_link.c. Sets `shaper` to the one that does it.
-# fast_network undoes it.
+# frames are lost. The kernel's netem does this, or slow_link.c where the kernel has no netem. Sets `shaper` to netem or
+# slow_link. fast_network undoes it.
 slow_network() {
     local delay=$1 loss=$2 host ports=()
     shift 2

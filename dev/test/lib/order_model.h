@@ -89,7 +89,7 @@ typedef struct {
     int64_t reads[ORDER_MAX_STREAMS];  // number of each stream's last read
 } OrderPiece;
 
-// A piece ends where the next one begins. Their addresses are sorted and apart from other fields, for fast searches.
+// A piece ends where the next one begins. `begins` is sorted, and apart from the other fields for fast searches.
 typedef struct {
     const char *begins[ORDER_MAX_PIECES];
     OrderPiece pieces[ORDER_MAX_PIECES];
@@ -98,7 +98,7 @@ typedef struct {
     int64_t found[ORDER_PLACES];
 } OrderMemory;
 
-// Values written to one address, on which one stream waits.
+// Values written to one address. One stream waits for them.
 typedef struct {
     const char *address;
     int64_t count, seen;
@@ -210,8 +210,8 @@ static inline void order_collective(int stream, const char *name, const int *gro
 }
 
 // order_send sends memory to a rank. order_receive waits for the next message from a rank, which must have as many
-// bytes, and writes it to memory. order_sent waits until a rank has received all messages sent to it so far, and orders
-// nothing: a message may be read before its receiver comes.
+// bytes, and writes it to memory. order_sent waits until a rank has received all messages sent to it so far. It carries
+// no clock back from the receiver: a message may leave the sender's memory before the receiver asks for it.
 static inline void order_send(int stream, const int *group, const void *from, int64_t bytes, int64_t to_rank) {
     OrderOperation *o = order_note(stream, ORDER_SEND, to_rank);
     o->name = "a message", o->group = group, o->from = (const char *)from, o->bytes = bytes;
@@ -337,8 +337,9 @@ static inline void order_run_signal(const OrderStream *s, const OrderOperation *
     at->clock[at->count++] = s->clock;
 }
 
-// Later operations of this stream see everything before the first write of the awaited value or a later one. Writes of
-// other values may follow at any time. Only one stream writes to an address, and only one waits for its values.
+// Finds the first value, in the order of writing, that is the awaited one or later in cyclic order. Later operations of
+// this stream see everything before that write. Only one stream writes to an address, and only one waits for its
+// values.
 static inline bool order_run_await(OrderStream *s, const OrderOperation *o) {
     OrderSignal *at = order_signal_at(o->to);
     while (at->seen < at->count && (int32_t)(at->value[at->seen] - (uint32_t)o->value) < 0) at->seen++;
@@ -347,7 +348,8 @@ static inline bool order_run_await(OrderStream *s, const OrderOperation *o) {
     return true;
 }
 
-// Counts the streams that have reached this operation's collective. Returns 0 if their arguments differ.
+// Lists in `members` the streams whose next operation is a collective of the same group, and returns their number.
+// Returns 0 if the collectives or their sizes differ.
 static inline int order_members(const OrderOperation *o, int members[ORDER_MAX_STREAMS]) {
     int count = 0;
     for (int i = 0; i < order.ranks * ORDER_STREAMS; i++) {
@@ -392,7 +394,7 @@ static inline void order_run_send(int stream, const OrderOperation *o) {
     m->clock = order.streams[stream].clock;
 }
 
-// Returns false if the message has not been sent, or is not the one that this rank receives.
+// Returns false if the next message has not been sent, or has another group or size than this rank receives.
 static inline bool order_run_receive(int stream, const OrderOperation *o) {
     OrderChannel *c = &order.channels[o->value][stream / ORDER_STREAMS];
     const OrderMessage *m = &c->messages[c->received];
