@@ -1414,7 +1414,7 @@ static void test_export_refusals(void) {
         refused(dir, NULL, be_nobody, "it cannot be replaced: Operation not permitted");
         CHECK(safetensors_is_own(weights), "the earlier export stays");
     } else {
-        printf("SKIPPED: an export over a folder of another user: only root can become another user\n");
+        printf("skipped: an export over a folder of another user: only root can become another user\n");
     }
 
     // A model that another program wrote is not an earlier export of this program. A folder that has files of a model
@@ -1548,14 +1548,16 @@ static void test_replace(void) {
     Failure failure = {"", false};
     format_checked(old, sizeof old, "%s", scratch_path("old"));
     format_checked(new, sizeof new, "%s", scratch_path("new"));
-    if (!folder_create(scratch_path("old/nested"), true, &failure) || !folder_create(new, false, &failure) ||
-        !file_write(new, "x", "x", 1, NULL, &failure))
-        die("%s", failure.text);
-    CHECK(folder_replace(new, old, &failure), "folder_replace succeeds: %s", failure.text);
-    CHECK(path_exists(scratch_path("old/x")) && path_exists(scratch_path("new/nested")),
-          "the two folders are exchanged");
-    remove_tree(old);
-    remove_tree(new);
+    for (int marked = 0; marked < 2; marked++) {
+        if (!folder_create(scratch_path("old/nested"), true, &failure) || !folder_create(new, false, &failure) ||
+            !file_write(new, "x", "x", 1, NULL, &failure) || (marked && !folder_mark(old, &failure)))
+            die("%s", failure.text);
+        CHECK(folder_replace(new, old, &failure), "folder_replace succeeds: %s", failure.text);
+        CHECK(path_exists(scratch_path("old/x")) && path_exists(scratch_path("new/nested")),
+              "the two folders are exchanged");
+        remove_tree(old);
+        remove_tree(new);
+    }
 }
 
 static void test_resolve(void) {

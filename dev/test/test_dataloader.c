@@ -385,7 +385,7 @@ static void test_bad_inputs(void) {
     check_refused("vocabulary.bin", 8, 250, "token 0 has id 3000000000");
 
     write_shard("unreadable.bin", SHARD_MAGIC_U32, 7, 100, 100, 0);
-    if (geteuid() == 0) printf("SKIPPED: a shard without read permission: root may read everything\n");
+    if (geteuid() == 0) printf("skipped: a shard without read permission: root may read everything\n");
     else if (chmod(scratch_path("unreadable.bin"), 0) == 0)
         check_refused("unreadable.bin", 8, 0, "cannot be opened: Permission denied");
 }

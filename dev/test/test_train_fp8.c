@@ -1375,7 +1375,7 @@ static void test_refusals(void) {
     Failure failure;
     if (!folder_room(scratch, &room, &failure)) die("%s", failure.text);
     if (room > 700ll << 30) {
-        printf("SKIPPED: a disk that is too small for a checkpoint: %s has room\n", scratch);
+        printf("skipped: a disk that is too small for a checkpoint: %s has room\n", scratch);
         return;
     }
     char *output;
