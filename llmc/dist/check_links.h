@@ -365,11 +365,13 @@ static inline void links_print_gpus(const LinkReport *r) {
         least.copy = fmin(least.copy, r->gpus[i].copy), most.copy = fmax(most.copy, r->gpus[i].copy);
         least.gemm = fmin(least.gemm, r->gpus[i].gemm), most.gemm = fmax(most.gemm, r->gpus[i].gemm);
     }
-    if (least.copy <= 0 || least.gemm <= 0)
-        printf("  GPUs: this model is too small to measure their copies and GEMMs\n");
-    else
-        printf("  GPUs: copies in their memory at %.4g to %.4g GB/s, GEMMs at %.4g to %.4g TFLOP/s\n",
-               least.copy * 1e-9, most.copy * 1e-9, least.gemm * 1e-12, most.gemm * 1e-12);
+    char copies[64] = "no copies (this model is too small)", gemms[64] = "no GEMMs (this model is too small)";
+    if (least.copy > 0)
+        format_checked(copies, sizeof copies, "copies in their memory at %.4g to %.4g GB/s", least.copy * 1e-9,
+                       most.copy * 1e-9);
+    if (least.gemm > 0)
+        format_checked(gemms, sizeof gemms, "GEMMs at %.4g to %.4g TFLOP/s", least.gemm * 1e-12, most.gemm * 1e-12);
+    printf("  GPUs measured: %s, %s\n", copies, gemms);
 }
 
 // Prints the report: at most 13 lines, and one for each slow rank or link that is named.
