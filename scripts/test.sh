@@ -23,13 +23,24 @@ for program in build/test_*; do
     case $program in *test_gpu | *test_fsdp_order | *test_placement) continue ;; esac  # GPU code: below
     [ -x "$program" ] && tally "${program#build/}" "$program"
 done
-say "unit tests under address and undefined-behaviour sanitizers (test_train_fp8 takes minutes)"
+say "unit tests under address and undefined-behaviour sanitizers (test_train_fp8 takes a minute)"
 for program in build/asan/test_*; do
     [ -x "$program" ] && tally "${program#build/}" env ASAN_OPTIONS=detect_leaks=0 "$program"
 done
 say "Python tests"
 install_report
-for script in dev/test/test_*.py; do tally "${script#dev/test/}" python3 "$script"; done
+outputs=$(mktemp -d)
+export outputs
+# Writes the output of Python test $1, and its status.
+run_python() {
+    python3 "$1" >"$outputs/${1##*/}" 2>&1
+    echo $? >"$outputs/${1##*/}.status"
+}
+export -f run_python
+printf '%s\n' dev/test/test_*.py | xargs -P 2 -I {} bash -c 'run_python {}'
+replay() { cat "$outputs/$1" && return "$(cat "$outputs/$1.status")"; }
+for script in dev/test/test_*.py; do tally "${script##*/}" replay "${script##*/}"; done
+rm -rf "$outputs"
 say "whole programs"
 for script in dev/test/test_*.sh; do [ -e "$script" ] && tally "${script#dev/test/}" bash "$script"; done
 
