@@ -39,7 +39,7 @@ count_gpus() {
 make_launch() {
     launch=()
     [ "$1" -gt 1 ] || return 0
-    # by default, mpirun binds all threads of a rank to one core
+    # by default, Open MPI binds all threads of a rank to one core (2 ranks) or to one socket (more ranks)
     launch=(${mpirun:-mpirun} -np "$1" --bind-to none)
     [ "$(id -u)" -ne 0 ] || launch+=(--allow-run-as-root)
     is_cpu_trainer || return 0

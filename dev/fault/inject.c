@@ -375,11 +375,13 @@ static int open_at(int folder, const char *path, int flags, mode_t mode) {
     return (int)fault_done(verdict, fd);
 }
 
-// Defines `mode`: the argument after the flags if the call may create a file, else 0.
-#define OPEN_MODE(flags, mode)                                                           \
-    va_list args;                                                                        \
-    va_start(args, flags);                                                               \
-    const mode_t mode = (flags) & (O_CREAT | O_TMPFILE) ? (mode_t)va_arg(args, int) : 0; \
+// Defines `mode`: the argument after the flags if the call may create a file, else 0. O_TMPFILE has several bits, and
+// O_DIRECTORY is one of them.
+#define OPEN_MODE(flags, mode)                                                    \
+    va_list args;                                                                 \
+    va_start(args, flags);                                                        \
+    const bool creates = (flags) & O_CREAT || ((flags) & O_TMPFILE) == O_TMPFILE; \
+    const mode_t mode = creates ? (mode_t)va_arg(args, int) : 0;                  \
     va_end(args)
 
 int open(const char *path, int flags, ...) {

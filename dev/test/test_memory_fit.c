@@ -89,7 +89,7 @@ static void test_single(void) {
     check_says("FP16 masters", &c, "with --master-weights bf16 it needs 50.0 GiB");
 }
 
-// FP8 activations cost less than recomputation that saves as much.
+// The advice prefers --fp8-activations to recomputation that saves as much memory: it adds less time to a step.
 static void test_fp8_activations(void) {
     Case c = case_of(1, 47);
     c.options.precision = PRECISION_FP8, c.options.grad_clip = 1;
@@ -134,7 +134,7 @@ static void test_combinations(void) {
     c.available = 0;
     char output[4096];
     CHECK(check_dies(require_action, &c, "smaller model", output, sizeof output) && !strstr(output, "ranks (mpirun"),
-          "if no number of ranks up to 1024 is enough, the message names none: %s", output);
+          "if no number of ranks up to 1024 is enough, the message advises none: %s", output);
 }
 
 static void test_backward(void) {
@@ -186,7 +186,7 @@ static void test_ranks(void) {
     char output[4096];
     c.ranks_help = false;
     CHECK(check_dies(require_action, &c, "smaller model", output, sizeof output) && !strstr(output, "ranks (mpirun"),
-          "if more ranks do not help, the message names none: %s", output);
+          "if more ranks do not help, the message advises no number of ranks: %s", output);
 }
 
 int main(void) {

@@ -224,8 +224,8 @@ for precision in fp32 bf16; do
     resumed 0 one 1e-6 --batch-size 12
     resumed 4 hybrid 1e-6 --batch-size 3 --sharding hybrid --shard-size 2
     resumed 4 none 1e-6 --batch-size 3 --sharding none
-    # The checkpoint of one rank after these steps has files of equal names and sizes. Its tensors differ only by the
-    # order of sums. AdamW's division magnifies that difference where a gradient is nearly zero.
+    # The checkpoint of one rank after these 4 steps has files of equal names, and tensor files of equal sizes. Its
+    # tensors differ only by the order of sums. AdamW's division magnifies that difference where a gradient is nearly 0.
     train 0 alone $common --num-steps 4 --batch-size 12 --checkpoint-dir "$tmp/ck-alone"
     check "checkpoints of 4 ranks and of one rank have equal file names" \
         [ "$(ls "$tmp/ck/step-00000004")" = "$(ls "$tmp/ck-alone/step-00000004")" ]

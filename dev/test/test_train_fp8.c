@@ -998,7 +998,8 @@ static void test_clip_resume(void) {
     free(output);
 }
 
-// A run resumes only with the --fp8-amax-history of its checkpoint. Its export has no fp8_state.safetensors.
+// A run with delayed scaling resumes only with the --fp8-amax-history of its checkpoint. The checkpoint has
+// fp8_state.safetensors; the export that the resumed run writes has no such file.
 static void test_delayed_resume(void) {
     char *output, state[PATH_CAPACITY];
     const char *const common = SMALL_RUN "--precision fp8 --fp8-recipe delayed --num-steps 9 --grad-accumulation-steps "

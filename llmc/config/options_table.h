@@ -216,7 +216,7 @@ enum { FREE, MUST_MATCH };
          "without MPI (--init-from slurm, file or tcp): seconds until all ranks must have found each other") \
     FLAG(check_links, "check-links", \
          "before the first step, measure the bandwidth of the collectives that the run uses (all-gather, reduce-scatter, " \
-         "all-reduce) and of pairs of ranks, and name slow links, ranks and GPUs") \
+         "all-reduce), of pairs of ranks, and of each GPU's copies and GEMMs; name slow links, ranks and GPUs") \
     INT(stall_timeout, "stall-timeout", 300, 5, 86400, FREE, \
          "with several ranks: the run ends, and names the stuck rank, if for this many seconds all ranks wait for each " \
          "other, or a rank's call on a file does not return (4 times as many while loading, saving or exporting); a rank " \
@@ -308,7 +308,7 @@ typedef struct {
     OptionKind kind;
     const char *name;           // without the dashes; a group's title
     size_t field;               // offset in Options
-    double initial, low, high;  // numbers; a choice has its initial index
+    double initial, low, high;  // a number's default and range; initial of a choice: the index of its default
     const char *text;           // a text's default; a choice's "a|b|c"
     int match;                  // MUST_MATCH or FREE
     const char *help;

@@ -40,7 +40,7 @@ typedef struct {
     cudaStream_t stream;  // the compute stream
     // Latest step that came after a pause; its time starts at `begin`.
     int64_t first;
-    // Bytes in use on the GPU, by all processes, when the first step had ended; 0: not yet known.
+    // Bytes in use on the GPU, by all processes, when the first step of this process had ended; 0: not yet known.
     int64_t memory;
 } StepLog;
 

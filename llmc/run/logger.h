@@ -170,8 +170,9 @@ static inline bool logger_is_lost_link(const char *path) {
     return lstat(path, &link) == 0 && S_ISLNK(link.st_mode) && (stat(path, &target) || S_ISDIR(target.st_mode));
 }
 
-// Renames an earlier log.jsonl to the first free name of log.1.jsonl, log.2.jsonl, ...: a file that is not empty, or a
-// lost link. Anything else with the name stays. False on failure, with errno set.
+// Renames an earlier log.jsonl to the first free name of log.1.jsonl, log.2.jsonl, ... It does so if the log is a file
+// that is not empty, or a link that logger_is_lost_link finds. An empty file or a pipe keeps its name. Returns false on
+// failure, with errno set.
 static inline bool logger_step_aside(const char *dir, const char *path) {
     char aside[PATH_CAPACITY];
     struct stat info;

@@ -242,7 +242,8 @@ static inline int64_t run_setup_largest_token(DataLoader *dl) {
     const int64_t largest = dataloader_max_token(dl);
     if (largest < VOCABULARY_LARGEST) return largest;
     const TokenPlace place = dataloader_scan(dl, VOCABULARY_LARGEST);
-    die("%s: token %lld has id %lld, but a vocabulary has at most %d; make the shard again",
+    die("%s: token %lld has id %lld, but a vocabulary has at most %d tokens, with ids from 0; "
+        "make the shard again",
         dl->shards[place.shard].path, (long long)place.position, (long long)place.token, VOCABULARY_LARGEST);
 }
 

@@ -8,7 +8,8 @@ if [ "$gpus" -lt 1 ]; then
     exit 0
 fi
 W=$((gpus >= 4 ? 4 : 2))
-# With --share-gpu NCCL connects the ranks by TCP, as on different hosts; copy engines work as between GPUs.
+# With --share-gpu NCCL connects the ranks by TCP, as on different hosts. Copy engines still copy between the ranks, as
+# they do between GPUs.
 share=$([ "$gpus" -gt 1 ] || echo --share-gpu)
 [ -z "$share" ] || echo "one GPU: $W ranks share it, so speeds and links between GPUs are not tested"
 # There may be more ranks than cores. mpirun must not bind all threads of a rank to one core.
@@ -21,5 +22,6 @@ build/synth_stories --out "$tmp/synth" --bytes 400000 --seed 3 >/dev/null || bad
 steps=8
 common="small --train-data $tmp/synth_train.bin --val-data $tmp/synth_val.bin --sequence-length 256 --batch-size 1"
 common="$common --deterministic --learning-rate 1e-3 --grad-clip 1 $share"
-# Any number of ranks uses the same 2 W sequences in each step, and the same 16 for validation.
+# Prints the options for $1 ranks. In each step all ranks together train on 2 W sequences, and they validate on 16. The
+# sequences are the same for any number of ranks.
 split() { echo "--grad-accumulation-steps $((2 * W / $1)) --val-steps 16"; }
