@@ -70,5 +70,5 @@ find_nccl() {
     return 1
 }
 
-# True if a GPU can be used: the driver lists one, and nvcc is installed.
-have_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU && find_nvcc; }
+# True if the driver lists a GPU, whatever CUDA_VISIBLE_DEVICES says, and nvcc is installed.
+have_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && find_nvcc; }

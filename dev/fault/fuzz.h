@@ -20,13 +20,15 @@
 
 #define FUZZ_MAX_BLOCKS (1 << 20)
 
+enum { FUZZ_FILES = 16 };  // files with a lower descriptor than this one are checked and closed
+
 typedef struct {
     sigjmp_buf back;
     bool running;
     void **blocks;  // memory that this run has allocated and not freed
     size_t num_blocks;
-    int first_descriptor;
-    char folder[200];  // this process's folder for files that targets write
+    bool open_before[FUZZ_FILES];  // descriptors that were open before the target ran, libFuzzer's among them
+    char folder[200];              // this process's folder for files that targets write
 } Fuzz;
 
 static inline Fuzz *fuzz(void) {
@@ -134,22 +136,20 @@ static inline void fuzz_write(const char *name, const void *data, size_t size) {
 static inline void fuzz_run(void (*target)(const uint8_t *, size_t), const uint8_t *data, size_t size) {
     Fuzz *f = fuzz();
     fuzz_begin();
-    f->first_descriptor = dup(2);
-    close(f->first_descriptor);
+    for (int fd = 0; fd < FUZZ_FILES; fd++) f->open_before[fd] = fcntl(fd, F_GETFD) >= 0;
     f->num_blocks = 0;
     if (sigsetjmp(f->back, 0) == 0) {
         f->running = true;
         target(data, size);
         f->running = false;
         FUZZ_CHECK(f->num_blocks == 0);  // all memory is freed
-        const int next = dup(2);
-        FUZZ_CHECK(next == f->first_descriptor);  // all files are closed
-        close(next);
+        for (int fd = 0; fd < FUZZ_FILES; fd++) FUZZ_CHECK((fcntl(fd, F_GETFD) >= 0) == f->open_before[fd]);
         return;
     }
     f->running = false;
     for (size_t i = 0; i < f->num_blocks; i++) free(f->blocks[i]);
-    for (int fd = f->first_descriptor; fd < f->first_descriptor + 8; fd++) close(fd);
+    for (int fd = 0; fd < FUZZ_FILES; fd++)
+        if (!f->open_before[fd]) close(fd);
 }
 
 // ---- input

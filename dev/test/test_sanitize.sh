@@ -67,7 +67,7 @@ check "33 programs print their summary" equal "$(grep -c '^compute-sanitizer .*E
 check "the first program's summary is printed first" equal "$(head -n 1 "$out")" \
     "compute-sanitizer memcheck, bf16: ========= ERROR SUMMARY: 0 errors"
 check "every program has a log" equal "$(ls "$tmp/build/sanitize" | wc -l)" 33
-check "two GPUs take turns" equal "$(cut -d' ' -f1 "$tmp/seen" | sort | uniq -c | xargs)" "17 0 16 1"
+check "two GPUs get 17 and 16 programs" equal "$(cut -d' ' -f1 "$tmp/seen" | sort | uniq -c | xargs)" "17 0 16 1"
 most=$(cut -d' ' -f2 "$tmp/seen" | sort -n | tail -n 1)
 check "2 to 6 programs run at a time ($most)" [ "$most" -gt 1 -a "$most" -le 6 ]
 sanitize CUDA_VISIBLE_DEVICES=3,5,GPU-7

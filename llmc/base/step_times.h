@@ -5,8 +5,8 @@
 typedef enum {
     TIME_COMPUTE,        // forward and backward pass; on the CPU also AdamW within it (--optimizer-in-backward)
     TIME_DATA,           // computation waits for the batch, which the host reads and sends
-    TIME_COMMUNICATION,  // computation waits for weights, gradients or sums of other ranks
-    TIME_OPTIMIZER,      // gradient norm and AdamW
+    TIME_COMMUNICATION,  // computation waits for weights, gradients, sums or amaxes of other ranks
+    TIME_OPTIMIZER,      // gradient norm, AdamW, and casts of the new weights that follow it
     NUM_STEP_TIMES
 } StepTime;
 

@@ -263,8 +263,8 @@ enum { FREE, MUST_MATCH };
          "early; 0: only the last step") \
     INT(keep_checkpoints, "keep-checkpoints", 2, 1, 1000000, FREE, "number of newest checkpoints to keep") \
     FLAG(resume, "resume", \
-         "continue from the newest undamaged checkpoint in --checkpoint-dir; start at step 1 if it has no checkpoint; end " \
-         "with an error if all are damaged") \
+         "continue from the newest checkpoint in --checkpoint-dir that is not damaged, renamed or of another format " \
+         "version; start at step 1 if there is no checkpoint; end with an error if there are only such ones") \
     CHOICE(on_save_error, "on-save-error", SAVE_ERROR_RETRY, SAVE_ERRORS, FREE, \
          "what to do when a checkpoint cannot be saved; retry: try again once, at once, then train on to the next save; " \
          "stop: end the run; the run ends with an error in any case if its last save fails, or if a value to be saved is " \

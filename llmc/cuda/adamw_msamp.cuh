@@ -354,7 +354,7 @@ static inline void msamp_runs(MsampUnits *u, const ParameterTable *t, const Shar
             const ShardRange r = shard_parameter(t, plan, p);
             const int64_t begin = r.shard - u->units.first;
             if (!r.count || begin < 0 || begin >= u->units.size) continue;
-            if (begin % 8 || r.count % 8) die("tensor %s does not begin and end at multiples of 8", p->name);
+            if (begin % 8 || r.count % 8) die("a rank's part of tensor %s is not aligned to 8 elements", p->name);
             u->runs[u->num_runs++] = MsampRun{(uint32_t)begin,
                                               (uint32_t)(begin + r.count),
                                               (p->flags & PARAM_DECAY) != 0,

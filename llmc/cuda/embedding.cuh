@@ -25,7 +25,7 @@ typedef struct {
 //    [1 .. R]          rows, sorted by id and within an id by row
 //    [R+1 .. 2R+1]     start of each id's rows in that list, and the end of the last
 //    [2R+2 .. 3R+1]    the ids
-// The entries behind these have no meaning.
+// A list may be shorter than its place here: the rest of the place has no meaning.
 
 static inline int64_t embedding_index_size(int64_t R) { return 3 * R + 2; }
 

@@ -10,7 +10,7 @@
 typedef enum {
     AMAX_UNUSED,         // no amax needed: the tensor is not cast, or its scales are per block and found by the cast
     AMAX_FROM_PRODUCER,  // the kernel that produces the tensor raises its amax
-    AMAX_FROM_PASS,      // a separate pass over the tensor raises its amaxes before the cast
+    AMAX_FROM_PASS,      // a separate pass over what the cast reads raises the amaxes before it
     AMAX_DELAYED         // the scale follows from amaxes of earlier casts (for the first cast, from its own amax)
 } AmaxSource;
 
