@@ -15,8 +15,8 @@ if ! have_gpu; then
 fi
 find_nccl || exit 1
 
-# Runs the bench $1. Appends the lines that bench_record (dev/cuda/bench.cuh) writes to $lines, each after the bench's
-# name, for the list at the end.
+# Runs the bench $1. Puts the bench's name in front of each line that bench_record (dev/cuda/bench.cuh) writes, and
+# appends these lines to $lines, for the list at the end.
 lines=build/kernel_lines.txt
 bench() {
     local own=$lines.one status

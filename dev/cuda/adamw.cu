@@ -109,7 +109,8 @@ typedef struct {
     bool fp32_gradients;
 } Variant;
 
-// True if the norm refuses the step. The norm is that of the bad element, because the others are small beside it.
+// True if the norm refuses the step. The norm is about |bad_value|, because the other gradients are small beside it;
+// with NaN it is NaN.
 static bool is_refused(Variant v) { return v.bad_element >= 0 && !adamw_accepts(fabs(v.bad_value)); }
 
 enum { AMAX_STRIDE = 12 };
@@ -197,9 +198,9 @@ static void check_rank(const char *label, const ParameterTable *t, const ShardPl
     arrays_free(&a);
 }
 
-// Updates all units of a rank (its layers, and the root, which holds the other parameters). With by_unit it does so
-// like --optimizer-in-backward: the last layer first, the root at the end. All layers' gradients then share one place,
-// which is behind the root's gradient.
+// Updates all units of a rank: the root (the parameters outside layers) and all layers in one call. With by_unit there
+// is one call for each unit, as with --optimizer-in-backward: the last layer first, the root at the end. The layers'
+// gradients then take turns in one place, behind the root's gradient.
 static void update_all(const AdamwUpdate *whole, const ParameterTable *t, const ShardPlan *plan, bool by_unit) {
     const int64_t element = whole->arrays.gradients.fp32_data ? 4 : 2, layer = shard_elements(plan, 0);
     const char *all = (const char *)gradients_memory(whole->arrays.gradients);
@@ -241,8 +242,10 @@ static void check_located(const char *label, const AdamwUpdate *w, const double 
         }
     const bool here = first != ADAMW_NONE && is_refused(v);
     CHECK(c->nonfinite == here && (!here || c->position == first),
-          "%s: got flag %u and position %llu; the first block of elements with a large gradient begins at %llu", label,
-          c->nonfinite, c->position, first);
+          "%s: got flag %u and position %llu, want flag %d; the first block with a gradient of 2^60 or more, or NaN, "
+          "begins "
+          "at %llu",
+          label, c->nonfinite, c->position, (int)here, first);
     free(c), bench_free(control);
 }
 
@@ -266,7 +269,8 @@ static double check_rank_unconditional(const char *label, const ParameterTable *
     return sum;
 }
 
-// Returns the sum of the squared gradients of all ranks, computed by the kernel. It is in device memory.
+// Returns the sum of the squared gradients of all ranks, in device memory. The kernel computes each rank's sum, and the
+// CPU adds them up.
 static double *sum_squares(const ParameterTable *t, int64_t shard_size, const State *flat, bool fp32) {
     double *squares = (double *)bench_alloc(sizeof(double)), sum = 0;
     for (int64_t rank = 0; rank < shard_size; rank++) {
@@ -415,7 +419,9 @@ static void check_units(const char *preset, int64_t shard_size) {
         }
     }
     CHECK(wrong == 0 && seen == t.num_parameters,
-          "%s, %lld ranks: each element is in its parameter's run; %lld of %lld are not, and %lld are in a shard",
+          "%s, %lld ranks: AdamwRuns have each element's index, decay and amax slot; %lld errors in %lld elements; "
+          "shards "
+          "have %lld",
           preset, (long long)shard_size, (long long)wrong, (long long)t.num_parameters, (long long)seen);
     parameter_table_free(&t);
 }

@@ -344,7 +344,7 @@ static void run_checks(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 
 // Reports the cast of n values to the data that `t` has. `outputs` is OUTPUTS of the source, `read` the bytes read per
-// value.
+// value that is cast.
 static void bench_cast(Bench *b, const char *name, const char *shape, const Case *c, int outputs, double us,
                        const QTensor *t, double read, double n) {
     const double bytes = (read + (t->rowwise ? 1 : 0) + (t->columnwise ? 1 : 0)) * n;

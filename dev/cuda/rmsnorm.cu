@@ -209,7 +209,8 @@ static void check_large(void) {
     qtensor_free(fused), qtensor_free(plain);
 }
 
-// Refusals run first: they fork, which is not possible once CUDA is initialized.
+// Refusals run before the first CUDA call of this process: a check runs in a forked child, which cannot use its
+// parent's CUDA context.
 static void call_forward(void *context) {
     rmsnorm_forward(NULL, NULL, NULL, (const bf16 *)16, (const bf16 *)16, 1, *(const int64_t *)context, EPS, NO_WATCH,
                     0);

@@ -34,8 +34,8 @@ TARGETS = ["json", "safetensors", "config", "index", "shard", "tokenizer", "trai
 SECTIONS = ["save", "ranks", "export", "log", "damage", "resume", "fuzz"]
 SAVE_STEPS, SAVE_EVERY = 6, 2
 MSAMP = ["--optimizer-state", "msamp", "--master-weights", "fp16"]
-# A run with these options saves state of every kind: moments and FP16 masters of MS-AMP with their scales, and the
-# amax histories and scales of delayed scaling.
+# A run with these options saves moments and FP16 masters of MS-AMP with their scales, and the amax histories and scales
+# of delayed scaling. It has no state of COAT, and no norms of clipping in the backward pass.
 ALL_STATES = ["--precision", "fp8", "--fp8-recipe", "delayed", "--fp8-amax-history", 16, *MSAMP]
 
 Call = collections.namedtuple("Call", "number name path")
@@ -273,7 +273,7 @@ class Export:
         found = content_of(files_of(folder / "out/x"))
         require(not found or found in self.wholes, "the export's folder holds an incomplete export")
         require(found == self.wholes[1] or not (well or "exported the weights" in run.out),
-                "the run succeeded or reported its export, but the export is incomplete")
+                "the run succeeded or reported its export, but the folder has no export or the earlier one")
         earlier = any(content_of(files_of(p)) == self.wholes[0] for p in (folder / "out").iterdir())
         require(not over or found or earlier, "neither the earlier export nor the new one is complete")
         run = self.trainer.run(folder, options)

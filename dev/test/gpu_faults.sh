@@ -19,9 +19,9 @@ start_endless() {
     [ ${#ranks[@]} -eq $W ] || bad "$1: ${#ranks[@]} ranks are running: $(tail -n 3 "$tmp/$1.log")"
 }
 alive() { for pid in "${ranks[@]}"; do kill -0 $pid 2>/dev/null && echo $pid; done; }
-# Waits at most 60 seconds for the run and all its ranks to end (mpirun may return before the last rank has gone). Sets
-# `took`, and `status` to mpirun's exit status. If mpirun is still there, kills it and the ranks, and sets `status` to
-# "running".
+# Waits at most 60 seconds until the run and all its ranks have ended (mpirun may return before the last rank has gone).
+# Sets `took` to the seconds waited, and `status` to mpirun's exit status. If mpirun still runs, kills it and the ranks,
+# and sets `status` to "running". If mpirun has ended, ranks that are left are not killed.
 await_end() {
     local start=$SECONDS
     while { kill -0 $launched 2>/dev/null || [ -n "$(alive)" ]; } && [ $((SECONDS - start)) -lt 60 ]; do sleep 0.2; done

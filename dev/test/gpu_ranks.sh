@@ -15,9 +15,9 @@ refuses_with() {
 }
 
 # ---- Strategies against one GPU. A batch has one sequence. All ranks compute a sequence with equal bits, so only the
-# order in which gradients are added differs (a bf16 sum is rounded by up to 2^-9). The first loss does not depend on
+# order in which gradients are added differs (a bf16 sum is rounded by up to 2^-8). The first loss does not depend on
 # gradients: it differs only by the rounding of the fp32 sum over sequences. In the first gradient, each element may
-# differ by 2^-9, and its norm by much less. The last loss comes after $steps steps with such differences.
+# differ by 2^-8, and its norm by much less. The last loss comes after $steps steps with such differences.
 for precision in bf16 fp8; do run "one_$precision" 1 $common --precision $precision --num-steps $steps $(split 1); done
 against_one() {
     local name=$1 precision=$2

@@ -27,7 +27,7 @@ fails() {
 refused() { fails "$@" && check "a refused run ends before step 1" no_step "$tmp/refused.log"; }
 
 # Compares one step with the CPU trainer. Both start from equal weights and round at equal places. They differ in the
-# order of sums, which changes some bf16 roundings (2^-9 each), and with FP8 some FP8 roundings (2^-4 and 2^-3). To
+# order of sums, which changes some bf16 roundings (by about 2^-8), and with FP8 some FP8 roundings (2^-4 and 2^-3). To
 # measure that effect alone, the CPU trainer was compiled with -Ofast, which reorders its sums: the worst gradient of
 # this step was off by 5.2e-3 with bf16 and 6.4e-2 with fp8 (q and k projections, whose gradients are differences of
 # nearly equal terms). The bounds of gradients are 1.5 to 2 times that. $1 name, $2 options, $3 largest relative error

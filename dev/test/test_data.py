@@ -135,7 +135,8 @@ def test_split_and_fraction(folder):
         status, output = run("--tokenizer", "bytes", "--text", one, two, "--val-text", one, "--out", folder, "--name",
                              "part", "--fraction", str(fraction))
         got = read("part_train.bin")
-        # The limit may lie within a story, which is then left out. All stories before it must be there.
+        # The limit may lie within a story or in the separator after it. Then that story is left out. All stories before
+        # it must be there.
         length = sum(len(s) + 15 for s in got)
         check(status == 0 and got == stories[:len(got)] and -40 < length - fraction * size <= 0,
               f"--fraction {fraction}: {len(got)} stories, {length} of {size} bytes")
@@ -348,7 +349,8 @@ def test_tokenizer_json(folder):
         os.makedirs(f"{folder}/my {kind}", exist_ok=True)
         path = f"{folder}/my {kind}/tokenizer.json"
         subprocess.run([VENV_PYTHON, "-c", MAKE_TOKENIZER, kind, text, path, special], check=True)
-        # The third case has the name of the first, and so replaces its shards.
+        # The third tokenizer lies in the first one's folder. --name gives its shards the first one's name: they replace
+        # them.
         extra = ["--separator", special, "--name", f"tinystories_my_{kind}"] if special == "<sep>" else []
         status, output = run("--tokenizer", os.path.dirname(path), "--text", text, "--val-text", text, "--out", folder,
                              *extra, python=VENV_PYTHON)

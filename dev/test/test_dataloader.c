@@ -186,8 +186,8 @@ static void test_huge_count(void) {
     }
     // 28.4% of 3000000001 numbers lie above 2^31: 2840 of 10000, with a standard deviation of 45.
     CHECK(wrong == 0 && above > 2600 && above < 3100,
-          "no sequence is out of range (%lld are), and about 2840 are above 2^31; found %lld", (long long)wrong,
-          (long long)above);
+          "no sequence number is out of range (%lld are), and about 2840 are 2^31 or more; found %lld",
+          (long long)wrong, (long long)above);
 }
 
 // Counts in `marks` how often a step reads each sequence. The split into accumulation x world x B must not matter.

@@ -170,7 +170,8 @@ static void list_gradients(const Trainer *t, Moments m) {
         needed_always(m, "gradients", sums, sums ? n * 2 : 0);
         needed_always(m, "fp32 gradients", sums_fp32, fp32 ? n * 4 : 0);
         CHECK(fp32 ? sums_fp32 && !sums : sums && !sums_fp32,
-              "gradients have one place, of the sums' dtype; found %s place", sums ? "more than one" : "no");
+              "gradients have one place, of the sums' dtype (%s); bf16 sums have %s, fp32 sums %s",
+              fp32 ? "fp32" : "bf16", sums ? "one" : "none", sums_fp32 ? "one" : "none");
         return;
     }
     const bf16 *embedding = f->transport.sums + segment_begin(root, SEGMENT_EMBEDDING);
@@ -567,9 +568,9 @@ static void test_fp8_gradients_refused(void) {
     call_check_supported(&s);
 }
 
-// Counts in `updated` [elements of the shard / 128] how often a launch updates each group of 128 elements. Returns how
-// many faults it finds: a gradient at a wrong address, a wrong index in the flat array, a tensor (and so a scale) that
-// is not the group's. codes, sums: addresses of all gradients of a rank.
+// Adds 1 to updated[i] for each group i of 128 elements of the shard that a launch updates. Returns how many faults it
+// finds: a gradient at a wrong address or of a wrong dtype, a wrong index in the flat array, an FP8 group with the
+// scale of another tensor. codes, sums: addresses of all gradients of a rank.
 static int64_t wrong_groups(const AdamwLaunch *launch, const ParameterTable *t, const ShardPlan *plan,
                             const GradientFp8Layout *a, const uint8_t *codes, const bf16 *sums, int *updated) {
     const AdamwUnits *u = &launch->units;

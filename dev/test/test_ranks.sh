@@ -95,8 +95,8 @@ against_one qwen3 clipped --grad-clip 0.5
 check "clipping changes the losses" \
     [ "$(cut -d' ' -f2 "$tmp/qwen2-plain-one.steps")" != "$(cut -d' ' -f2 "$tmp/qwen2-clipped-one.steps")" ]
 
-# In bf16 each rank rounds its gradients before they are summed (2^-9). In 4 steps that moves a loss of about 6 by well
-# under 1e-3 of it.
+# In bf16 each rank rounds its gradients before they are summed (by up to 2^-8). In 4 steps that moves a loss of about 6
+# by well under 1e-3 of it.
 train 0 bf16-one "$tmp/qwen3" $data --num-steps 4 --batch-size 12
 for dtype in bf16 fp32; do
     train 4 "bf16-$dtype" "$tmp/qwen3" $data --num-steps 4 --batch-size 3 --reduce-dtype $dtype &&

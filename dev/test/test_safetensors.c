@@ -131,9 +131,9 @@ static void test_round_trip(void) {
               strstr(failure.text, "tensor a.weight has shape [4, 3]; the model needs [3, 4]"),
           "another shape is an error: %s", failure.text);
     CHECK(!safetensors_require(&st, "a.weight", 12, 0, &failure) && strstr(failure.text, "needs [12]"),
-          "a vector in place of a matrix is an error: %s", failure.text);
+          "a matrix where the model needs a vector is an error: %s", failure.text);
     CHECK(!safetensors_require(&st, "one", 1, 1, &failure) && strstr(failure.text, "has shape [1]"),
-          "a matrix in place of a vector is an error: %s", failure.text);
+          "a vector where the model needs a matrix is an error: %s", failure.text);
     safetensors_close(&st);
     file_list_free(&list);
     unlink(scratch_path("model.safetensors"));
@@ -153,7 +153,7 @@ static void test_sharded(void) {
     CHECK(list.records[2].bytes > list.records[1].bytes,
           "the file of the large tensor is larger than the file before it");
     file_list_free(&list);
-    // A quote in a name must be escaped in the index too. The third tensor has one.
+    // The third tensor's name has quotes. They must be escaped in the index, as they are in the header of a file.
     CHECK(safetensors_open_folder(&st, scratch, "set", &failure), "the files are opened by their index: %s",
           failure.text);
     CHECK(st.num_files == 3, "the index names 3 files; found %d", st.num_files);
@@ -269,7 +269,7 @@ static void test_hostile_headers(void) {
 static void test_foreign_files(void) {
     Safetensors st;
     Failure failure = {"", false};
-    // Valid: metadata, an empty tensor, a scalar, tensors out of order in the header, spaces after it.
+    // Valid: metadata, an empty tensor, a scalar, tensors out of order in the header, spaces at its end.
     write_header("x.safetensors",
                  "{\"__metadata__\":{\"format\":\"pt\"},\"h\":{\"dtype\":\"F16\",\"shape\":[4],\"data_offsets\":[8,16]}"
                  ",\"e\":{\"dtype\":\"F32\",\"shape\":[0,5],\"data_offsets\":[8,8]},"

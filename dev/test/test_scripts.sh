@@ -17,7 +17,8 @@ sets() {
 }
 unset_in() { comm -23 <(reads "$1") <(sets "$@"); }
 
-for script in scripts/*.sh scripts/*.sbatch dev/test/*.sh dev/test/lib/*.sh dev/reference/*.sh data/*.sh .ci/run; do
+for script in scripts/*.sh scripts/*.sbatch dev/*.sh dev/test/*.sh dev/test/lib/*.sh dev/reference/*.sh data/*.sh \
+    .ci/run; do
     [ -e "$script" ] || continue
     check "$script parses" bash -n "$script"
     others=$(grep -lE "(^|[ ;])(\.|source) .*$(basename "$script")" scripts/*.sh dev/test/*.sh; for name in \

@@ -165,7 +165,7 @@ int main(void) {
             for (int64_t i = 0; i < t.count; i++)
                 CHECK(shard_parameter(&t, &one, &t.entries[i]).shard == t.entries[i].offset,
                       "with one rank, %s keeps its offset", t.entries[i].name);
-            CHECK(check_dies(bad_range, &t, "are outside segment", output, sizeof output),
+            CHECK(check_dies(bad_range, &t, "do not all lie in segment", output, sizeof output),
                   "a range outside its segment dies: %s", output);
             CHECK(check_dies(bad_place, &t, "no shard_rank 2 in a shard group of 2", output, sizeof output),
                   "a shard_rank outside its group dies: %s", output);

@@ -80,8 +80,8 @@ check "2 ranks stop with --on-output-lost stop if stdout is on a full disk" equa
     "0 warning: stdout cannot be written: No space left on device$off"
 
 # ---- Files that may not grow past a limit (ulimit -f). If the log reaches it, the run prints one warning and goes on
-# to its end. If every checkpoint reaches it, the run ends with an error. A resumed run appends to a log after its last
-# complete line.
+# to its last step. If every checkpoint reaches it, the run trains to its last step and ends with an error. Also: a
+# resumed run appends to a log after its last complete line.
 
 fresh; (ulimit -f 12; exec $run --num-steps 60 --checkpoint-dir "") 2>"$tmp/err" | cat >"$tmp/out"
 check "the run goes on with one warning if log.jsonl may not grow" \
@@ -95,13 +95,15 @@ warning="^warning: saving checkpoint $at/step-.* failed: .*: File too large: .*;
 error="^error: saving checkpoint .*: File too large: .* No other save follows: no step"
 check "a run whose checkpoints may not grow warns three times and ends with an error" \
     equal "$status $(grep -c "$warning" "$tmp/err") $(grep -c "$error" "$tmp/err")" "1 3 1"
+fresh; $run --checkpoint-every 10 >"$tmp/out"
 printf '{"type": "step", "st' >>"$at/log.jsonl"
-check "a run with half a line in log.jsonl resumes" $run --resume >/dev/null
-check "log.jsonl of the resumed run has complete lines" \
-    python3 -c "import json, sys; assert [json.loads(line)['type'] for line in open(sys.argv[1])][-1] == 'summary'" \
-    "$at/log.jsonl"
+check "a run with half a line in log.jsonl resumes" $run --num-steps 40 --resume >/dev/null
+check "log.jsonl of the resumed run has complete lines: 40 steps, and a summary of each run" \
+    python3 -c "import collections, json, sys; found = [json.loads(line)['type'] for line in open(sys.argv[1])]
+assert found.count('step') == 40 and found.count('summary') == 2 and found[-1] == 'summary', found" "$at/log.jsonl"
 
-# ---- The second SIGTERM to the run above.
+# ---- Three SIGTERMs to the run with the long step: the first, a repeat after 0.3 s, which does not count, and one 2 s
+# later, which ends the run at once.
 
 kill -TERM $long
 sleep 0.3

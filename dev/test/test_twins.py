@@ -27,7 +27,9 @@ KERNELS = "the CPU computes with llmc/reference/, the GPU launches kernels"
 DIFFERENT = {
     "layer_weights": "the CPU finds views of a gathered layer, the GPU asks fsdp",
     "layer_gradients": "the CPU finds views of its gradient buffer, the GPU asks fsdp",
-    "layer_output_gradients": "only the GPU keeps FP8 versions and amaxes of these tensors",
+    "layer_output_gradients": "on the GPU these tensors also point to FP8 versions, scales and amaxes",
+    "keep_gate_up": "the CPU rounds in place, the GPU stores FP8 codes",
+    "restore_gate_up": "the CPU has nothing to do",
     "qtensor_ready": "the GPU casts a tensor once it is complete, on the CPU each GEMM casts its operands",
     "linear": "the CPU casts operands and multiplies, the GPU runs a cuBLASLt plan",
     "linear_dgrad": "as linear",

@@ -62,10 +62,15 @@ static inline Words error_words(void) {
     return w;
 }
 
-// Call it first in main. It raises the limit of open files to the hard limit, since each shard is an open file. It also
-// ignores the signal SIGXFSZ: a write past `ulimit -f` then fails with EFBIG, and does not kill the process.
+// Call it first in main. It opens /dev/null for closed standard streams, so that no file or socket gets descriptor 0, 1
+// or
+// 2. It raises the limit of open files to the hard limit, since each shard is an open file. It also ignores the signal
+// SIGXFSZ: a write past `ulimit -f` then fails with EFBIG, and does not kill the process.
 static inline void process_prepare(void) {
     struct rlimit limit;
+    for (int fd = 0; fd <= 2; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDWR) != fd)
+            die("cannot open /dev/null: %s", strerror(errno));
     if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < limit.rlim_max) {
         limit.rlim_cur = limit.rlim_max;
         if (setrlimit(RLIMIT_NOFILE, &limit)) warn("cannot raise the limit of open files: %s", strerror(errno));

@@ -129,10 +129,11 @@ enum { FREE, MUST_MATCH };
          "auto: bf16, or fp32 with --precision fp32") \
     CHOICE(grad_accum_dtype, "grad-accum-dtype", SUM_AUTO, SUM_STORAGES, FREE, \
          "dtype in which gradients of micro-steps are added up; bf16: each sum is rounded stochastically, " \
-         "which makes the gradient norm 0.00014% too large per micro-step; fp32: 2 more bytes per parameter; fp8: as in " \
-         "MS-AMP, gradients of the layers' weight matrices in E4M3 with a scale for each tensor, 1 byte less per " \
-         "parameter, also with one micro-step; auto: fp8 if --reduce-dtype is fp8; fp32 from 256 micro-steps on, or " \
-         "if --master-weights, --reduce-dtype or --precision is fp32; else bf16") \
+         "which makes the gradient norm 0.00014% too large per micro-step; fp32: 2 more bytes per parameter, with " \
+         "several micro-steps or --reduce-dtype fp32; fp8: as in MS-AMP, gradients of the layers' weight matrices in E4M3 " \
+         "with a scale for each tensor, 1 byte less for each of their parameters, also with one micro-step; auto: fp8 if " \
+         "--reduce-dtype is fp8; fp32 if --grad-accumulation-steps is 256 or more, or if --master-weights, --reduce-dtype " \
+         "or --precision is fp32; else bf16") \
     CHOICE(msamp, "msamp", MSAMP_OFF, MSAMP_LEVELS, FREE, \
          "a level of MS-AMP, short for several options; options after it on the command line may change them; O1: " \
          "--precision fp8 --master-weights fp16 --optimizer-state fp32 --grad-accum-dtype fp8 --reduce-dtype fp8; O2: " \
@@ -276,7 +277,8 @@ enum { FREE, MUST_MATCH };
          "folder for the final weights in Hugging Face's format; nothing is exported if a signal ends the run early") \
     GROUP("run") \
     FLAG(dry_run, "dry-run", \
-         "print settings, memory plan, GEMM table, traffic of a step and an estimate of its time, then stop; needs no GPU") \
+         "print settings, memory plan, GEMM table, with several ranks the traffic of a step, and an estimate of its time or " \
+         "why there is none; then stop; needs no GPU") \
     FLAG(json, "json", "with --dry-run: print one JSON object and nothing else, for programs") \
     CHOICE(list, "list", LIST_NOTHING, LISTS, FREE, \
          "print the names of all models, FP8 recipes or options, one per line, then stop") \

@@ -16,7 +16,7 @@ typedef struct {
     Fp8Format dy_format;
     int64_t num_layers;
     bool *keeps_bf16;        // [num_layers, NUM_LINEARS]
-    bool any_bf16, any_fp8;  // at least one linear layer is not FP8; at least one is FP8
+    bool any_bf16, any_fp8;  // a linear layer is not FP8 (none is without --precision fp8); one is FP8
     bool casts_masters;      // precision_casts_masters
     bool emulated;           // --fp8-emulate: FP8 operands, multiplied in bf16
     bool filter_open;        // --fp8-filter auto, and the run has not decided yet
@@ -86,7 +86,7 @@ static inline bool filter_word(Precision *p, const char *word) {
         }
         if (!known) return false;
     }
-    if (first < 0 || last >= L)
+    if (min_i64(first, last) < 0 || max_i64(first, last) >= L)
         die_with(EXIT_USAGE, "--fp8-filter: \"%s\" names layers that the model does not have; it has 0 to %lld", word,
                  (long long)L - 1);
     if (first > last)
@@ -188,7 +188,8 @@ static inline bool precision_layer_is_fp8(const Precision *p, int64_t l) {
     return true;
 }
 
-// True if a GEMM in recipe r uses fast accumulation.
+// True if a GEMM in recipe r asks for fast accumulation. gemm_choose falls back to full accumulation if cuBLASLt has no
+// fast algorithm.
 static inline bool precision_fast_accum(const Precision *p, const Recipe *r, GemmKind gemm) {
     if (!r->fast_accum || !recipe_is_fp8(r, gemm)) return false;
     return p->fast_accum == FAST_ACCUM_ALL || (p->fast_accum == FAST_ACCUM_FPROP && gemm == GEMM_FPROP);
@@ -258,7 +259,7 @@ static inline bool precision_note(const Precision *p, int id, bool fp8, char *ou
     out[0] = 0;
     if (layers < p->num_layers) format_checked(out, capacity, "layers %s", list);
     else if (precision_is_fp8(p) && !fp8 && !linear_fits(s, p->recipe))
-        format_checked(out, capacity, "[%lld, %lld] are not multiples of %d", (long long)s->N, (long long)s->K,
+        format_checked(out, capacity, "[%lld, %lld] are not both multiples of %d", (long long)s->N, (long long)s->K,
                        p->recipe->multiple);
     return layers > 0;
 }

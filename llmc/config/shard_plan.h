@@ -161,8 +161,8 @@ static inline ShardRange segment_range(const ParameterTable *t, const ShardPlan 
                                        int64_t flat, int64_t count) {
     const ShardSegment g = segment_slice(t, s, l, segment);
     if (flat < g.flat || count < 0 || flat + count > g.flat + g.size)
-        die("shard plan: elements %lld..%lld are outside segment %d of unit %lld", (long long)flat,
-            (long long)(flat + count), segment, (long long)l + 1);
+        die("shard plan: %lld elements from %lld on do not all lie in segment %d of layer %lld (-1: the root)",
+            (long long)count, (long long)flat, segment, (long long)l);
     const int64_t slice_begin = g.flat + s->shard_rank * g.slice, begin = max_i64(flat, slice_begin),
                   end = min_i64(flat + count, slice_begin + g.slice);
     ShardRange r = {begin - flat, end - begin, g.shard + begin - slice_begin};

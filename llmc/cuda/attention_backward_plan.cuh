@@ -13,8 +13,9 @@ typedef struct {
     // Query heads that one block sums into its dK and dV; a divisor of the GQA group size. If it is less than the group
     // size, partial sums go through memory.
     int heads_per_block;
-    // How many (sequence, key/value head, part of the group) triples form a section. Thread blocks take the sections
-    // one after the other, so that most of a section's Q, dO and dQ stays in L2.
+    // How many (sequence, key/value head, part of the group) triples form a section; the last may have fewer. Thread
+    // blocks take the sections one after the other, so that most of a section's Q, dO and dQ stays in L2. In
+    // deterministic order sections may be larger than L2.
     int section;
 } AttentionBackwardPlan;
 
@@ -39,7 +40,7 @@ static inline AttentionBackwardPlan attention_backward_plan(AttentionDims d) {
     return plan;
 }
 
-// Byte offset of each part of the workspace.
+// Byte offset of each part of the workspace; total: its size.
 typedef struct {
     int64_t dq, order, ticket, stats, partial, total;
 } AttentionBackwardLayout;
@@ -50,7 +51,7 @@ static inline AttentionBackwardLayout attention_backward_layout(AttentionDims d,
     at.dq = 0;                                          // dQ fragments, zeroed and then added to
     at.order = at.dq + d.B * d.NH * padded * d.HD * 4;  // int [B*NH][query tile][2] adds to dQ so far, zeroed
     at.ticket = at.order + d.B * d.NH * (padded / attention_backward_queries(d.HD)) * 2 * 4;  // int, zeroed
-    at.stats = round_up(at.ticket + 4, 256);                             // float [B*NH][lse, delta][padded]
+    at.stats = round_up(at.ticket + 4, 256);                             // float [B*NH][lse * log2(e), delta][padded]
     at.partial = round_up(at.stats + d.B * d.NH * 2 * padded * 4, 256);  // fragments of dK, dV per part of a group
     at.total = at.partial + (parts > d.NKV ? d.B * parts * padded * d.HD * 2 * 4 : 0);
     return at;

@@ -18,7 +18,8 @@
 #error "wgmma needs the sm_90a target: build with -gencode=arch=compute_90a,code=sm_90a"
 #endif
 
-// For other targets the Hopper kernels compile to an empty body. The host calls hopper_available() before a launch.
+// For targets other than sm_90a the Hopper kernels only wait for earlier work (plain sm_90 is refused above). The host
+// calls hopper_available() before a launch.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HOPPER_DEVICE_CODE 1
 #else

@@ -176,7 +176,7 @@ static inline int64_t fsdp_sums_begin(const Fsdp *f, int64_t l) {
     return shard_begin(&f->plan, l == ROOT ? l : l % f->sum_layers);
 }
 
-// Elements of a layer in transport.sums.
+// Elements that a layer has in transport.sums or sums_fp32: its shard, or with FP8 gradients only the vectors of that.
 static inline int64_t fsdp_sum_elements(const Fsdp *f) {
     return f->fp8_gradients ? f->fp8_layout.vectors : shard_elements(&f->plan, 0);
 }

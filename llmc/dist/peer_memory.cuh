@@ -193,8 +193,8 @@ static inline bool peer_check_pattern(const PeerMemory *p, int64_t from, int64_t
     const cudaError_t status = peer_copy(p, from, scratch, scratch + bytes, bytes, stream);
     if (status != cudaSuccess) {
         (void)cudaGetLastError();  // clears the error: the run goes on without copy engines
-        format_checked(reason, capacity, "the memory of rank %lld's GPU cannot be copied from another GPU (%s)",
-                       (long long)its_rank, cudaGetErrorString(status));
+        format_checked(reason, capacity, "rank %lld's GPU cannot copy from the memory of rank %lld's GPU (%s)",
+                       (long long)(its_rank - from + p->rank), (long long)its_rank, cudaGetErrorString(status));
         return false;
     }
     CUDA_CHECK(cudaMemcpyAsync(words, scratch + bytes, (size_t)bytes, cudaMemcpyDeviceToHost, stream));
@@ -270,7 +270,7 @@ static inline bool peer_memory_prove(PeerMemory *p, const Comm *c, char *scratch
                                      cudaStream_t stream, char *reason, size_t capacity) {
     const int64_t bytes = min_i64(PEER_PROOF_BYTES, scratch_bytes / 32 * 16);
     peer_write_pattern(c->rank, scratch, bytes, stream);
-    comm_barrier(c, COMM_SHARD);  // all ranks have written
+    comm_barrier(c, COMM_SHARD);  // all ranks of the group have written
     const bool reads = peer_check_patterns(p, c->rank, scratch, bytes, stream, reason, capacity);
     const bool all_read = comm_min(c, COMM_WORLD, reads) != 0;
     CUDA_CHECK(cudaMemsetAsync(scratch, 0, (size_t)(2 * bytes), stream));

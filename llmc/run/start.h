@@ -205,8 +205,7 @@ static inline void start_print_memory(const Arena *a, int64_t other_bytes) {
     char item[128];
     int64_t rest = total;
     StartText t = start_begin("memory", START_LINES);
-    format_checked(item, sizeof item, "%.1f %s a %s:", (double)total / unit, total < 1 << 30 ? "MiB" : "GiB",
-                   other_bytes ? "GPU" : "rank");
+    format_checked(item, sizeof item, "%.1f %s a rank:", (double)total / unit, total < 1 << 30 ? "MiB" : "GiB");
     start_add(&t, item);
     for (int n = 0; n < START_MEMORY_PARTS; n++) {
         int largest = -1;

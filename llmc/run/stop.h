@@ -57,7 +57,8 @@ static inline bool *output_loss_stops(void) {
     return &stops;
 }
 
-// Warns on stderr, once, if printed lines are lost, and appends `consequence`. True if this call warned.
+// If lines printed to stdout or stderr are lost, warns on stderr, with `consequence` at the end. Warns once in a run.
+// Returns true if this call warned.
 static inline bool output_lost(const char *consequence) {
     static bool said;
     if (said) return false;
@@ -70,14 +71,10 @@ static inline bool output_lost(const char *consequence) {
 
 static inline void output_end(void) { output_lost(""); }
 
-// Ignores SIGPIPE, before any work: writing to a closed pipe then fails, but does not end the run. A dry run does not
-// ignore it: a closed pipe ends it, as is usual for output piped to head. Opens /dev/null for closed standard streams,
-// so that no file gets descriptor 0, 1 or 2.
+// Ignores SIGPIPE: writing to a closed pipe then fails, but does not end the run. A dry run does not ignore it: a
+// closed pipe ends it, as is usual for output piped to head.
 static inline void output_survive(const Options *o) {
     *output_loss_stops() = o->on_output_lost == OUTPUT_LOST_STOP;
-    for (int fd = 0; fd <= 2; fd++)
-        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDWR) != fd)
-            die("cannot open /dev/null: %s", strerror(errno));
     if (!o->dry_run && signal(SIGPIPE, SIG_IGN) == SIG_ERR) die("cannot ignore SIGPIPE: %s", strerror(errno));
     if (atexit(output_end)) die("atexit failed");
 }
