@@ -322,8 +322,8 @@ static void test_tables(void) {
 static void test_table_notes(void) {
     Plan x = make_plan("tiny", RECIPE_BLOCKWISE, "");
     char *text = printed(&x);
-    CHECK(strstr(text, "x bf16          [256, 64] are not both multiples of 128\n") && strstr(text, "no GEMM runs in FP8") &&
-              !strstr(text, "recipe"),
+    CHECK(strstr(text, "x bf16          [256, 64] are not both multiples of 128\n") &&
+              strstr(text, "no GEMM runs in FP8") && !strstr(text, "recipe"),
           "the table says why no GEMM is FP8: %s", text);
     free(text), free_plan(&x);
     x = make_plan("small", RECIPE_TENSORWISE, "auto");
