@@ -90,8 +90,8 @@ enum { FREE, MUST_MATCH };
          "value of --seed") \
     GROUP("precision") \
     CHOICE(precision, "precision", PRECISION_BF16, PRECISIONS, MUST_MATCH, \
-         "dtype of GEMMs; fp8: the layers' linear layers by --fp8-recipe, lm_head and attention bf16; fp32: CPU " \
-         "trainer only") \
+         "dtype of GEMMs; fp8: the layers' linear layers by --fp8-recipe, unless --fp8-filter or their sizes keep " \
+         "them bf16; lm_head and attention are bf16; fp32: CPU trainer only") \
     CHOICE(fp8_recipe, "fp8-recipe", RECIPE_TENSORWISE, RECIPES, MUST_MATCH, \
          "which values share a scale; tensorwise: a tensor, scaled by its current amax; delayed: a tensor, scaled " \
          "by its past amaxes; rowwise: a row; rowwise_with_gw_hp: a row, but dgrad reads weights with one scale for the " \
@@ -105,13 +105,14 @@ enum { FREE, MUST_MATCH };
          "mlp, qkv, attn_out, gate_up, down; lm_head always stays bf16; auto: at the start, time qkv, attn_out, gate_up " \
          "and down in FP8 and bf16, and keep the faster in all layers (GPU trainer; a resumed run keeps its filter)") \
     INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, MUST_MATCH, \
-         "recipe delayed: length of a tensor's amax history; inputs and gradients add one amax per micro-step, weights " \
-         "one per optimizer step (in Transformer Engine, by default, one per micro-step); the first cast of a tensor uses " \
-         "its current amax: for an input or gradient the rank's own, for a weight that over all ranks that share it") \
+         "recipe delayed: length of a tensor's amax history; inputs and gradients add one amax per micro-step, " \
+         "weights one per optimizer step (in Transformer Engine, by default, one per micro-step), except amaxes that " \
+         "are 0 or NaN; the first cast of a tensor uses its current amax: for an input or gradient the rank's own, " \
+         "for a weight that over all ranks that share it") \
     INT(fp8_margin, "fp8-margin", 0, 0, 16, MUST_MATCH, "recipe delayed: scales are divided by 2 to this power") \
     CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, FAST_ACCUMS, MUST_MATCH, \
-         "FP8 GEMMs that use fast accumulation (Hopper): fprop, all or none; recipes blockwise and mxfp8, " \
-         "--fp8-emulate and the CPU trainer never use it") \
+         "FP8 GEMMs that use fast accumulation (Hopper), where cuBLASLt has it: fprop, all or none; recipes " \
+         "blockwise and mxfp8, --fp8-emulate and the CPU trainer never use it") \
     FLAG(fp8_emulate, "fp8-emulate", \
          "quantize to FP8, then multiply in bf16: the recipe's rounding without its speed, also on GPUs without FP8") \
     INT(fp8_audit, "fp8-audit", 0, 0, 1000000000, FREE, \
@@ -128,12 +129,13 @@ enum { FREE, MUST_MATCH };
          "--beta2 0.999 needs; msamp: MS-AMP's E4M3 and FP16 with a scale for each tensor; " \
          "auto: bf16, or fp32 with --precision fp32") \
     CHOICE(grad_accum_dtype, "grad-accum-dtype", SUM_AUTO, SUM_STORAGES, FREE, \
-         "dtype in which gradients of micro-steps are added up; bf16: each sum is rounded stochastically, " \
-         "which makes the gradient norm 0.00014% too large per micro-step; fp32: 2 more bytes per parameter, with " \
-         "several micro-steps or --reduce-dtype fp32; fp8: as in MS-AMP, gradients of the layers' weight matrices in E4M3 " \
-         "with a scale for each tensor, 1 byte less for each of their parameters, also with one micro-step; auto: fp8 if " \
-         "--reduce-dtype is fp8; fp32 if --grad-accumulation-steps is 256 or more, or if --master-weights, --reduce-dtype " \
-         "or --precision is fp32; else bf16") \
+         "dtype in which gradients of micro-steps are added up; bf16: each sum is rounded stochastically, which " \
+         "makes the gradient norm up to 0.00014% too large per micro-step; fp32: on the GPU 2 more bytes per " \
+         "gradient kept, with several micro-steps, or with several ranks and --reduce-dtype fp32; fp8: as in MS-AMP, " \
+         "gradients of the layers' weight matrices in E4M3 with a scale for each tensor, on the GPU 1 byte less per " \
+         "gradient kept, also with one micro-step; auto: fp8 if --reduce-dtype is fp8; fp32 if " \
+         "--grad-accumulation-steps is 256 or more, or if --master-weights, --reduce-dtype or --precision is fp32; " \
+         "else bf16") \
     CHOICE(msamp, "msamp", MSAMP_OFF, MSAMP_LEVELS, FREE, \
          "a level of MS-AMP, short for several options; options after it on the command line may change them; O1: " \
          "--precision fp8 --master-weights fp16 --optimizer-state fp32 --grad-accum-dtype fp8 --reduce-dtype fp8; O2: " \
@@ -145,13 +147,13 @@ enum { FREE, MUST_MATCH };
          "input; the GPU trainer computes SwiGLU's output again in any case, also with none; auto: the first of none, " \
          "norm, attention, mlp, layer with which the run fits its memory") \
     CHOICE(fp8_activations, "fp8-activations", OFF, SWITCHES, FREE, \
-         "on: keep the outputs of gate and up for backward in FP8 (E4M3, a power-of-two scale for 128 values), which on " \
-         "the GPU saves about a quarter of the memory of kept activations; off: in bf16") \
+         "on: keep the outputs of gate and up for backward in FP8 (E4M3, a power-of-two scale for 128 values), which " \
+         "on the GPU takes about half as many bytes; off: in bf16") \
     FLAG(optimizer_in_backward, "optimizer-in-backward", \
-         "update each layer's weights in the backward pass, as soon as its gradient is complete: gradients of one layer " \
-         "(two with several ranks) and of the embedding and lm_head take memory, not those of the whole model; the " \
-         "numbers stay the same, except with --grad-clip; not with --on-nonfinite skip, several micro-steps or FP8 " \
-         "gradients (--grad-accum-dtype fp8)") \
+         "update each layer's weights in the backward pass, as soon as its gradient is complete: gradients of one or " \
+         "two layers, of the embedding and of lm_head take memory, not those of the whole model; the weights stay " \
+         "the same, except with --grad-clip; not with --on-nonfinite skip, several micro-steps or FP8 gradients " \
+         "(--grad-accum-dtype or --reduce-dtype fp8)") \
     TEXT(offload, "offload", "none", FREE, \
          "what to keep in pinned host memory, separated by commas: moments (AdamW's), master (fp32 master weights), " \
          "activations (what all layers but the last three keep for backward), or none; moments and master are copied to " \
@@ -159,19 +161,19 @@ enum { FREE, MUST_MATCH };
          "to the host while forward computes, and back while backward does; the numbers stay the same; GPU trainer only") \
     REAL(memory_limit, "memory-limit", 0, 0, 1e6, FREE, \
          "GiB of memory that each rank may use, on a GPU including CUDA's own memory: a run that needs more ends " \
-         "before it starts, and names options with which it needs less; 0: all that the GPU has free (CPU trainer: the " \
-         "rank's part of the machine's memory); a dry run with 0 has no limit") \
+         "before it starts, and says how it would need less; 0: all that the GPU has free (CPU trainer: the rank's " \
+         "part of the machine's memory); a dry run with 0 has no limit") \
     CHOICE(fp8_weight_cache, "fp8-weight-cache", OFF, SWITCHES, FREE, \
-         "for the GPU trainer where each rank has all weights (one GPU, or --sharding none); on: cast all FP8 weights once " \
-         "in a step and keep them, which takes 2 more bytes of memory per FP8 weight; off: cast a layer's weights again in " \
-         "each forward and backward pass") \
+         "for the GPU trainer where each rank has all weights (one rank, --sharding none, or hybrid with --shard-size 1); " \
+         "on: cast all FP8 weights once in a step and keep them, which takes about 2 more bytes per weight of all " \
+         "layers' linear layers; off: cast a layer's weights again in each forward and backward pass") \
     GROUP("optimizer") \
     REAL(learning_rate, "learning-rate", 1e-5, 0, 1e3, FREE, \
          "learning rate after warm-up; --lr-schedule may lower it from there") \
     CHOICE(lr_schedule, "lr-schedule", SCHEDULE_CONSTANT, SCHEDULES, FREE, \
          "how the learning rate goes on after warm-up; cosine and linear fall, and reach 0 one step after the last; " \
-         "wsd is constant, then falls linearly in the last fifth of the steps (not before the end of warm-up), to 0 one " \
-         "step after the last") \
+         "wsd is constant, then falls linearly in the last fifth of the steps (rounded down; not before the end of " \
+         "warm-up), to 0 one step after the last") \
     INT(warmup_steps, "warmup-steps", 0, 0, 1000000000, FREE, \
          "number of first steps in which the learning rate grows linearly: of N such steps, step k has k/N of " \
          "--learning-rate") \
@@ -195,19 +197,22 @@ enum { FREE, MUST_MATCH };
          "with --sharding hybrid: ranks that share one replica of the model; must divide the number of ranks; 0: the " \
          "ranks of one host") \
     CHOICE(reduce_dtype, "reduce-dtype", REDUCE_BF16, REDUCES, FREE, \
-         "dtype in which gradients are reduced over ranks; fp32: with --grad-accum-dtype auto, gradients are also added up " \
-         "over micro-steps and read by AdamW in fp32; fp8: as in MS-AMP, gradients of the layers' weight matrices are " \
-         "summed in E4M3, rank after rank (needs --grad-accum-dtype auto or fp8); --precision fp32 always reduces in fp32") \
+         "dtype in which gradients are reduced over ranks; bf16: NCCL adds in bf16, copy engines and the CPU trainer " \
+         "add more exactly; fp32: with several ranks and --grad-accum-dtype auto, gradients are also added up over " \
+         "micro-steps and read by AdamW in fp32; fp8: as in MS-AMP, gradients of the layers' weight matrices are " \
+         "summed in E4M3, rank after rank (needs --grad-accum-dtype auto or fp8); --precision fp32 always reduces in " \
+         "fp32") \
     CHOICE(fp8_all_gather, "fp8-all-gather", AUTO, AUTO_SWITCHES, FREE, \
-         "all-gather weights in FP8, in layers whose linear layers are all FP8; the bits are those of an all-gather in " \
-         "bf16 and a cast after it; auto: on if the recipe has one scale per tensor") \
+         "all-gather weights in FP8, in layers whose linear layers are all FP8; except with --master-weights fp16, " \
+         "the bits are those of an all-gather in bf16 and a cast after it; auto: on if the recipe has one scale per " \
+         "tensor") \
     CHOICE(copy_engines, "copy-engines", AUTO, AUTO_SWITCHES, FREE, \
-         "GPUs of one host read each other's weights and gradients with their copy engines, so that all SMs " \
-         "are free for GEMMs; off: NCCL moves them; auto: NCCL moves them if copy engines cannot be used; on: " \
-         "a run on several GPUs ends if they cannot be used") \
+         "GPUs that share one replica of the model, on one host, read each other's weights and gradients with their " \
+         "copy engines, which leaves SMs to GEMMs; off: NCCL moves them; auto: NCCL moves them if copy engines " \
+         "cannot be used; on: a run on several GPUs ends if they cannot be used") \
     FLAG(share_gpu, "share-gpu", \
-         "let several ranks use one GPU, to test on one GPU how several train: slow, because NCCL then moves data " \
-         "between ranks by TCP") \
+         "let several ranks use one GPU, to test on one GPU how several train: slow, because NCCL then takes each " \
+         "rank for a host of its own") \
     TEXT(init_from, "init-from", "auto", FREE, \
          "how the ranks find each other; mpi: by mpirun or srun --mpi=pmix; slurm: srun without PMIx; file:PATH: rank 0 " \
          "writes its address to a file that all ranks can read; tcp:HOST:PORT: rank 0, on HOST, listens on PORT (with " \
@@ -216,13 +221,15 @@ enum { FREE, MUST_MATCH };
     INT(init_timeout, "init-timeout", 300, 1, 86400, FREE, \
          "without MPI (--init-from slurm, file or tcp): seconds until all ranks must have found each other") \
     FLAG(check_links, "check-links", \
-         "before the first step, measure the bandwidth of the collectives that the run uses (all-gather, reduce-scatter, " \
-         "all-reduce), of pairs of ranks, and of each GPU's copies and GEMMs; name slow links, ranks and GPUs") \
+         "before the first step, measure the bandwidth of the collectives that the run uses (all-gather, " \
+         "reduce-scatter, all-reduce), of pairs of ranks and of each GPU's copies, and the FLOP/s of its GEMMs; name " \
+         "slow ranks and links") \
     INT(stall_timeout, "stall-timeout", 300, 5, 86400, FREE, \
-         "with several ranks: the run ends, and names the stuck rank, if for this many seconds all ranks wait for each " \
-         "other, or a rank's call on a file does not return (4 times as many while loading, saving or exporting); a rank " \
-         "that does not respond at all is stuck sooner: after a sixth of this time, or after 10 seconds if that is longer " \
-         "(never later than --stall-timeout); a rank that computes is never stuck") \
+         "with several ranks: the run ends, and names the stuck rank if it can, if for this many seconds all ranks " \
+         "wait for each other, or a rank's call on a file does not return (4 times as many while loading, saving or " \
+         "exporting); a rank that does not respond at all is stuck sooner: after a sixth of this time, or after 10 " \
+         "seconds if that is longer (never later than --stall-timeout); a rank that computes, and waits for no NCCL " \
+         "operation, is never stuck") \
     GROUP("plan (--dry-run)") \
     INT(world_size, "world-size", 0, 0, 1 << 20, FREE, \
          "with --dry-run: number of ranks to plan for, without mpirun; 0: the ranks that were started") \
@@ -246,7 +253,7 @@ enum { FREE, MUST_MATCH };
          "number of validation sequences: the first N of --val-data (all if it has fewer), for any number of ranks and " \
          "any batch size") \
     INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, \
-         "steps between printed samples of text; the last step prints one too; 0: none") \
+         "steps between printed samples of text; the last step prints one too, unless a signal ends the run; 0: none") \
     INT(sample_tokens, "sample-tokens", 64, 1, 65536, FREE, \
          "largest number of tokens that the model generates for a sample; a separator token ends it earlier") \
     TEXT(log_dir, "log-dir", "", FREE, "folder for log.jsonl, which has every step") \
@@ -265,7 +272,8 @@ enum { FREE, MUST_MATCH };
     INT(keep_checkpoints, "keep-checkpoints", 2, 1, 1000000, FREE, "number of newest checkpoints to keep") \
     FLAG(resume, "resume", \
          "continue from the newest checkpoint in --checkpoint-dir that is not damaged, renamed or of another format " \
-         "version; start at step 1 if there is no checkpoint; end with an error if there are only such ones") \
+         "version; start at step 1 if there is no checkpoint; end with an error if there are checkpoints, but none " \
+         "to continue from") \
     CHOICE(on_save_error, "on-save-error", SAVE_ERROR_RETRY, SAVE_ERRORS, FREE, \
          "what to do when a checkpoint cannot be saved; retry: try again once, at once, then train on to the next save; " \
          "stop: end the run; the run ends with an error in any case if its last save fails, or if a value to be saved is " \
@@ -277,8 +285,8 @@ enum { FREE, MUST_MATCH };
          "folder for the final weights in Hugging Face's format; nothing is exported if a signal ends the run early") \
     GROUP("run") \
     FLAG(dry_run, "dry-run", \
-         "print settings, memory plan, GEMM table, with several ranks the traffic of a step, and an estimate of its time or " \
-         "why there is none; then stop; needs no GPU") \
+         "print settings, memory plan, GEMM table, with several ranks the traffic of a step (or why it is not " \
+         "counted), and an estimate of its time or why there is none; then stop; needs no GPU") \
     FLAG(json, "json", "with --dry-run: print one JSON object and nothing else, for programs") \
     CHOICE(list, "list", LIST_NOTHING, LISTS, FREE, \
          "print the names of all models, FP8 recipes or options, one per line, then stop") \
