@@ -70,7 +70,7 @@ static inline void option_set(Options *o, const OptionRow *row, const char *valu
         bool decimal =
             value[strspn(value, "0123456789+-.eE")] == 0;  // strtod also takes spaces, hexadecimal, "inf" and "nan"
         if (end == value || *end || !decimal || !isfinite(real) || !whole || (real == 0 && errno == ERANGE))
-            die_with(EXIT_USAGE, "--%s: \"%s\" is not a %s", row->name, value,
+            die_with(EXIT_USAGE, "--%s: \"%s\" cannot be read as a %s", row->name, value,
                      row->kind == OPTION_INT ? "whole number" : "number");
         if (real < row->low || real > row->high)
             die_with(EXIT_USAGE, "--%s: %s is outside %.10g..%.10g", row->name, value, row->low, row->high);
@@ -130,8 +130,8 @@ static inline void options_help_text(const char *text) {
 static inline void options_help(const char *program, const char *presets) {
     Options o = options_default();
     printf("usage: %s MODEL [--option value ...]\n\nMODEL: %s,\n  or a folder with a Hugging Face config.json (Llama, "
-           "Qwen2, Qwen3); training starts from its weights if it has model.safetensors,\n  or "
-           "model.safetensors.index.json with the files that it names\n",
+           "Qwen2, Qwen3). Training starts from its weights if it has any:\n  model.safetensors, or the files that "
+           "model.safetensors.index.json names\n",
            program, presets);
     for (const OptionRow *row = option_rows(); row->name; row++) {
         if (row->kind == OPTION_GROUP) {

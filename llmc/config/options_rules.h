@@ -83,8 +83,8 @@ static inline void options_rank_conflict(const Options *o, char *message, size_t
         format_checked(message, capacity, "--shard-size is for --sharding hybrid");
     else if (o->copy_engines == ON && alone)
         format_checked(message, capacity,
-                       "--copy-engines on: with --sharding none, or hybrid with --shard-size 1, nothing is gathered "
-                       "that copy engines could move, and NCCL reduces the gradients; leave it at auto");
+                       "--copy-engines on: with --sharding none, or hybrid with --shard-size 1, no weights are "
+                       "gathered, and copy engines do not reduce gradients over replicas; leave it at auto");
     else if (o->world_size && !o->dry_run)
         format_checked(message, capacity, "--world-size is for --dry-run; a run has the ranks that were started");
     else if ((o->network_gbps > 0 || o->step_ms > 0) && !o->dry_run)
@@ -107,9 +107,10 @@ static inline void options_backward_conflict(const Options *o, char *message, si
                        "--grad-accumulation-steps 1, and a larger --batch-size or more ranks");
     else if (options_fp8_gradients(o))
         format_checked(message, capacity,
-                       "--optimizer-in-backward keeps the gradients of one or two layers only, so FP8 would save no "
-                       "memory; leave out %s",
-                       o->grad_accum_dtype == SUM_FP8 ? "--grad-accum-dtype fp8" : "--reduce-dtype fp8");
+                       "--optimizer-in-backward keeps the gradients of one or two layers only, so FP8 would save "
+                       "little memory; use %s",
+                       o->grad_accum_dtype == SUM_FP8 ? "--grad-accum-dtype bf16 and --reduce-dtype bf16"
+                                                      : "--reduce-dtype bf16");
 }
 
 // Rules of --grad-accum-dtype and --reduce-dtype.
