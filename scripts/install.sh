@@ -40,8 +40,8 @@ install_tools() {
     [ ${#missing[@]} -eq 0 ] || install_packages "${missing[@]}"
 }
 
-# Installs what the report of a verdict needs: python3-venv, and libraries from PyPI. If that fails, prints one line
-# with the reason and lets the script go on.
+# Installs what the report of a verdict needs: python3-venv, and libraries from PyPI. If that fails, prints the reason
+# and lets the script go on.
 install_report() {
     python3 -c 'import ensurepip, venv' 2>/dev/null || (install_packages python3-venv)
     PIP_RETRIES=1 PIP_DEFAULT_TIMEOUT=20 scripts/setup_report.sh 2>&1 >/dev/null | tail -n 1

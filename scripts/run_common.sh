@@ -7,7 +7,7 @@ usage() {
     cat <<END
 usage: $0 [trainer options]
 
-Trains $model from random weights on all GPUs of this machine until all steps are done. Makes the data if it is missing,
+Trains $model from random weights on GPUs of this machine until all steps are done. Makes the data if it is missing,
 checks GPU memory and disk space, and estimates the cost. If the trainer fails, restarts it from its newest checkpoint,
 and gives up after three starts in a row without a new one. Ctrl-C, SIGTERM or a closed terminal (without nohup) saves a
 checkpoint and stops. The same command continues the run. If the reader of the output goes away, the run continues.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains Qwen3 14B on TinyStories from random weights in FP8, with sequences of 8192 tokens. Needs one H200 or several.
-# See --help.
+# Trains Qwen3 14B on TinyStories from random weights in FP8, with sequences of 8192 tokens. Needs one H200 or more, or
+# for example 8 H100 with 80 GB. See --help.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/run_common.sh

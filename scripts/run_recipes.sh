@@ -23,9 +23,9 @@ and marked in the table. Paths are relative to the repository's root. Defaults a
   --gpus N                 GPUs, or ranks of the CPU trainer (1)
   --trainer PROGRAM        ./train_fp8cu, or ./train_fp8 on the CPU (./train_fp8cu)
   --out FOLDER             folder of the table and of all runs (log/recipes_MODEL)
-  --                       all options after this one are passed to the trainer in every run, after these defaults:
-                           --batch-size 4 --learning-rate 3e-4 --beta2 0.95 --weight-decay 0.1 --grad-clip 1, and
-                           warm-up for a tenth of the steps
+  --                       all options after this one are passed to the trainer (those that begin with --fp8 in FP8 runs
+                           only), after these defaults: --batch-size 4 --learning-rate 3e-4 --beta2 0.95
+                           --weight-decay 0.1 --grad-clip 1, and warm-up for a tenth of the steps
 
 scripts/sweep.sh does the runs. FOLDER gets recipes.txt and recipes.md beside the files of the sweep. Start the script
 again to continue: finished runs are kept. Exit status 0: every row of the table has results.

@@ -184,7 +184,8 @@ def write_table(path, head, rows, before, after):
 
 
 def run_program(main, usage):
-    """Runs main(FOLDER) with the only argument, a sweep's folder, and exits with its status.
+    """Runs main(FOLDER) with the only argument, a sweep's folder, and exits with its status, or with status 0 if the
+    reader of the output has gone.
 
     Prints `usage` and exits with status 1 if there is no such folder among the arguments, or more than one argument.
     """

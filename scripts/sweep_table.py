@@ -2,8 +2,8 @@
 """usage: scripts/sweep_table.py FOLDER
 
 Prints the table of a sweep, and writes it to table.txt, table.md and table.csv (all digits and more columns) in FOLDER,
-the --out folder of scripts/sweep.sh. Numbers come from the summary at the end of each run's log.jsonl. scripts/sweep.sh
-calls this at its end.
+the --out folder of scripts/sweep.sh. Speeds, memory and losses come from the summary at the end of each run's
+log.jsonl. scripts/sweep.sh calls this at its end.
 """
 import csv
 import os
