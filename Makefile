@@ -1,5 +1,5 @@
 # Both trainers need Open MPI. Beside it train_fp8 (CPU) needs gcc, and train_fp8cu (GPU) the CUDA Toolkit and NCCL.
-# `make help` lists the targets.
+# `make help` lists the main targets.
 CC ?= gcc
 # Include and library folders of Open MPI: only those flags of mpicc that both gcc and nvcc understand.
 MPICC ?= mpicc

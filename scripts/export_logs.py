@@ -105,10 +105,11 @@ def main():
     for name, reason in found.without:
         print(f"warning: {name}: {reason}", file=sys.stderr)
     for run in found.runs:
-        write_tensorboard(run, out / run.name, writer)
+        folder = out / run.name.replace("/", "_")  # a run's name may be a path, which must not lead out of `out`
+        write_tensorboard(run, folder, writer)
         if wandb:
             write_wandb(run, out / "wandb", wandb)
-        print(f"{run.name}: {len(run.steps)} steps in {out / run.name}")
+        print(f"{run.name}: {len(run.steps)} steps in {folder}")
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ class Plan:
         self.cpu = os.path.basename(self.trainer) == "train_fp8"
         self.length = number("--sequence-length", o["sequence-length"])
         self.gpus = number("--gpus", o["gpus"])
-        self.price = number("--price", o["price"], float, 0) if o["price"] else None
+        self.price = number("--price", o["price"], float, 0.001) if o["price"] else None
         self.seeds = number_list("--seeds", o["seeds"])
         self.roundings = number_list("--rounding-seeds", o["rounding-seeds"]) if o["rounding-seeds"] else [None]
         self.recipes = ["bf16"] + check_recipes(self.trainer, o["recipes"])

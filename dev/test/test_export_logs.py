@@ -8,6 +8,7 @@ runs the test, and without that it is skipped. Ends with "N passed, N failed".
 import json
 import os
 import pathlib
+import shutil
 import struct
 import subprocess
 import sys
@@ -95,6 +96,17 @@ def test_events(folder):
           f"the times of events never decrease, and the last one is less than 600 s ago: {times}")
 
 
+def test_equal_names(folder):
+    """Runs of one name in two folders get names that are paths. All events must still be in --out."""
+    for name in ("a", "b"):
+        shutil.copytree(f"{folder}/run", f"{folder}/{name}/same")
+    result = export(f"{folder}/a/same", f"{folder}/b/same", "--out", f"{folder}/both")
+    files = list(pathlib.Path(folder, "both").glob("*/events.out.tfevents.*"))
+    others = list(pathlib.Path(folder, "a").rglob("events.*")) + list(pathlib.Path(folder, "b").rglob("events.*"))
+    check(result.returncode == 0 and len(files) == 2 and not others,
+          f"two runs of one name are exported to --out: {files} {others} {result.stderr}")
+
+
 def test_errors(folder):
     for message, words in (("no folder is given", []), ("unknown option --bogus", ["--bogus"]),
                            ("is not a folder", ["/bogus"]), ("has no run", [folder + "/empty"])):
@@ -114,6 +126,7 @@ def main():
     check(crc32c(b"123456789") == 0xe3069283, "crc32c() gives the check value of CRC-32C")
     with tempfile.TemporaryDirectory() as folder:
         test_events(folder)
+        test_equal_names(folder)
         test_errors(folder)
     finish()
 
