@@ -63,7 +63,7 @@ static inline const char *tokenizer_parse(Tokenizer *tok, char *file, size_t siz
     if (separator >= count) return "the separator's id is not in the table";
     tok->offsets = (size_t *)xcalloc(count, sizeof(size_t));
     for (size_t id = 0; id < count; id++) {
-        if (size - at < 4) return "truncated inside a token";
+        if (size - at < 4) return "truncated before the end of its last token";
         size_t length = tokenizer_u32(file + at);
         if (length > size - at - 4) return "truncated, or a token's length is wrong";
         tok->offsets[id] = at;
