@@ -60,7 +60,7 @@ static inline bool export_may_replace(const char *dir, Failure *failure) {
     if (ok && errno) ok = fail(failure, "cannot read folder %s: %s", dir, strerror(errno));
     closedir(d);
     if (ok && !empty && !weights)
-        return fail(failure, "%s is not an earlier export: it holds files of a model but no weights; use a new folder",
+        return fail(failure, "%s may be no earlier export: it holds files of a model but no weights; use a new folder",
                     dir);
     return ok;
 }

@@ -115,7 +115,7 @@ static inline bool safetensors_read_entry(const Json *json, const JsonNode *entr
     }
     int64_t bytes = 0, begin = 0, end = 0;
     overflow = overflow || __builtin_mul_overflow(t->elements, element, &bytes);
-    if (overflow) return fail(failure, "%s: the shape of tensor %.200s overflows 64 bits", json->source, entry->key);
+    if (overflow) return fail(failure, "%s: the shape of tensor %.200s overflows int64", json->source, entry->key);
     if (offsets->count != 2) return json_expected(json, offsets, "[begin, end]", failure);
     const JsonNode *first = json_first(json, offsets);
     if (!json_int(json, first, 0, INT64_MAX, &begin, failure) ||

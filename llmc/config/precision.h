@@ -288,7 +288,7 @@ static inline void precision_print(const Precision *p, int64_t R, int64_t head_r
         printf("  no GEMM runs in FP8: all linear layers are filtered out, or their sizes are not multiples of %d\n",
                p->recipe->multiple);
     if (p->filter_open)
-        printf("  --fp8-filter auto measures GEMMs when the run starts; the table above is without a filter\n");
+        printf("  --fp8-filter auto measures GEMMs when a new run starts; the table above is without a filter\n");
 }
 
 #endif
