@@ -41,15 +41,15 @@
 // The exit statuses of the trainers, on one rank and on several. Programs read these and never a message. X(name,
 // number, meaning); --help prints this list. Number 5 is free. If a signal kills the process (a second Ctrl-C), the
 // shell reports 128 + the signal's number.
-#define EXIT_CODES(X)                                                                                      \
-    X(EXIT_DONE, 0,                                                                                        \
-      "done; or stopped between two steps by a signal or --on-output-lost stop, and saved if there is a "  \
-      "--checkpoint-dir")                                                                                  \
-    X(EXIT_OTHER, 1, "another failure, such as a file that is missing or damaged, or a disk that is full") \
-    X(EXIT_USAGE, 2, "wrong command line: an option, MODEL or the number of ranks")                        \
-    X(EXIT_MEMORY, 3, "out of memory, of the host or a GPU; also a memory plan that does not fit")         \
-    X(EXIT_UNSUPPORTED, 4, "no usable GPU; or this GPU, trainer or recipe cannot do this model or option") \
-    X(EXIT_LOST, 6, "a rank or host was lost or is stuck")                                                 \
+#define EXIT_CODES(X)                                                                                       \
+    X(EXIT_DONE, 0,                                                                                         \
+      "done; or stopped by a signal or --on-output-lost stop, with all finished steps saved if there is a " \
+      "--checkpoint-dir")                                                                                   \
+    X(EXIT_OTHER, 1, "another failure, such as a file that is missing or damaged, or a disk that is full")  \
+    X(EXIT_USAGE, 2, "wrong command line: an option, MODEL or the number of ranks")                         \
+    X(EXIT_MEMORY, 3, "out of memory, of the host or a GPU; also a memory plan that does not fit")          \
+    X(EXIT_UNSUPPORTED, 4, "no usable GPU; or this GPU, trainer or recipe cannot do this model or option")  \
+    X(EXIT_LOST, 6, "a rank or host was lost or is stuck")                                                  \
     X(EXIT_NONFINITE, 7, "the gradient norm was not finite or too large, or a value for a checkpoint was not finite")
 
 #define EXIT_CODE_ID(id, number, meaning) id = number,

@@ -92,8 +92,8 @@ static inline Tokenizer tokenizer_open(const char *path) {
     if (!file) die("%s: cannot be read: %s", path, strerror(errno));
     const char *problem = tokenizer_parse(&tok, file, size);
     if (problem)
-        die("%s: %s (%zu bytes); make the shard again, or remove the table to print samples as token ids", path,
-            problem, size);
+        die("%s: %s (the file has %zu bytes); make the shard again, or remove the table to print samples as token ids",
+            path, problem, size);
     return tok;
 }
 
