@@ -938,8 +938,8 @@ static void test_failing_save(void) {
         setrlimit(RLIMIT_FSIZE, &before);
         CHECK(!ok && strstr(failure.text, "File too large") && strstr(failure.text, "step-00000002 failed") &&
                   strstr(failure.text, "untouched"),
-              "file limit %d: the error says why, and that earlier checkpoints are untouched: %s", (int)limits[i],
-              failure.text);
+              "file limit %d: the error says why, and that checkpoints of earlier steps are untouched: %s",
+              (int)limits[i], failure.text);
         CHECK(strcmp(listing(dir), "1") == 0, "file limit %d: only the earlier checkpoint is left; found %s",
               (int)limits[i], listing(dir));
     }
@@ -997,8 +997,8 @@ static void test_nonfinite(void) {
                        p->name);
         CHECK(!checkpoint_save(dir, 1, &progress, &t->run, &t->table, &t->state, &failure) && failure.lasting,
               "variant %d is not saved", variant);
-        CHECK(strstr(failure.text, expected) && strstr(failure.text, "nothing was saved; earlier checkpoints are "
-                                                                     "untouched"),
+        CHECK(strstr(failure.text, expected) && strstr(failure.text, "nothing was saved; checkpoints of earlier "
+                                                                     "steps are untouched"),
               "the error names the tensor: %s", failure.text);
         CHECK(strcmp(listing(dir), "1") == 0, "only the earlier checkpoint is there; found %s", listing(dir));
         const bool exported =
@@ -1403,8 +1403,8 @@ static void test_export_refusals(void) {
     CHECK(safetensors_is_own(weights) && strcmp(listing(scratch_path("sticky")), "+2") == 0,
           "the folder holds the export and the link only; found %s", listing(scratch_path("sticky")));
 
-    refused(dir, link, NULL, "the model that the run starts from; use a new folder");
-    refused(scratch_path("sticky/mod"), scratch_path("sticky/mod.tmp"), NULL, "the model that the run starts from");
+    refused(dir, link, NULL, "the folder of MODEL; use a new folder");
+    refused(scratch_path("sticky/mod"), scratch_path("sticky/mod.tmp"), NULL, "the folder of MODEL");
     refused(".", NULL, NULL, "this program runs in it");
     Export here = {dir, NULL, run_in};
     char output[4096];
