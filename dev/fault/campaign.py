@@ -348,7 +348,7 @@ def damage_point(reference, kind, n, folder):
     run = reference.resume(folder, first, keep=2)
     line = re.search(rf"^resume: skipping .*/step-{second:08d}: (.*)$", run.out, re.MULTILINE)
     require(line, "the damaged checkpoint is not reported as skipped")
-    require(name in line.group(1) or "was renamed" in line.group(1),
+    require(name in line.group(1) or "has a wrong name" in line.group(1),
             f"{name} is damaged, but the message is \"{line.group(1)}\"")
 
 

@@ -657,13 +657,13 @@ static void test_mismatch(void) {
           "the error also names seed, shuffle and precision: %s", output);
     CHECK(strstr(output, "--train-data has 1000 tokens in the checkpoint, 1001 now\n  --train-data has 2 shards in the "
                          "checkpoint, 4 now") &&
-              !strstr(output, "but other tokens"),
+              !strstr(output, "but its shards"),
           "the error names the numbers of tokens and shards, and does not say that the tokens are other ones: %s",
           output);
     CHECK(!strstr(output, "learning-rate") && !strstr(output, "moved"),
           "the error names neither the learning rate nor the path of the training data, which may differ: %s", output);
     t->run.data.tokens--, t->run.data.shards = 2;
-    CHECK(check_dies(check_action, &action, "--train-data has as many tokens as in the checkpoint, but other tokens",
+    CHECK(check_dies(check_action, &action, "--train-data has as many tokens as in the checkpoint, but its shards",
                      output, sizeof output),
           "training data with equally many tokens but other ones is refused: %s", output);
 
@@ -845,7 +845,7 @@ static void test_damage(void) {
     }
     format_checked(path, sizeof path, "%s/step-00000001/trainer.json", dir);
     damage_remove(path, 0);
-    CHECK(check_dies(find_action, (void *)dir, "is whole (2 skipped", output, sizeof output),
+    CHECK(check_dies(find_action, (void *)dir, "can be resumed (2 skipped", output, sizeof output),
           "a folder with two damaged checkpoints and no other is refused: %s", output);
 
     // A checkpoint in a folder that was renamed to another step is refused.
@@ -855,9 +855,9 @@ static void test_damage(void) {
     format_checked(renamed, sizeof renamed, "%s/step-00000099", dir);
     Failure moved = {"", false};
     CHECK(rename(path, renamed) == 0 && !checkpoint_is_whole(renamed, true, &moved) &&
-              strstr(moved.text, "was renamed: it was saved after step 6"),
+              strstr(moved.text, "has a wrong name: it was saved after step 6"),
           "a renamed checkpoint is refused: %s", moved.text);
-    CHECK(check_dies(find_action, (void *)dir, "is whole (1 skipped", output, sizeof output),
+    CHECK(check_dies(find_action, (void *)dir, "can be resumed (1 skipped", output, sizeof output),
           "a folder with a renamed checkpoint and no other is refused: %s", output);
     CHECK(rename(renamed, path) == 0 && checkpoint_find_newest(dir, found, sizeof found) &&
               strstr(found, "step-00000006"),
@@ -938,8 +938,8 @@ static void test_failing_save(void) {
         setrlimit(RLIMIT_FSIZE, &before);
         CHECK(!ok && strstr(failure.text, "File too large") && strstr(failure.text, "step-00000002 failed") &&
                   strstr(failure.text, "untouched"),
-              "file limit %d: the error says why, and that earlier checkpoints are untouched: %s", (int)limits[i],
-              failure.text);
+              "file limit %d: the error says why, and that checkpoints of earlier steps are untouched: %s",
+              (int)limits[i], failure.text);
         CHECK(strcmp(listing(dir), "1") == 0, "file limit %d: only the earlier checkpoint is left; found %s",
               (int)limits[i], listing(dir));
     }
@@ -997,8 +997,8 @@ static void test_nonfinite(void) {
                        p->name);
         CHECK(!checkpoint_save(dir, 1, &progress, &t->run, &t->table, &t->state, &failure) && failure.lasting,
               "variant %d is not saved", variant);
-        CHECK(strstr(failure.text, expected) && strstr(failure.text, "nothing was saved; earlier checkpoints are "
-                                                                     "untouched"),
+        CHECK(strstr(failure.text, expected) && strstr(failure.text, "nothing was saved; checkpoints of earlier "
+                                                                     "steps are untouched"),
               "the error names the tensor: %s", failure.text);
         CHECK(strcmp(listing(dir), "1") == 0, "only the earlier checkpoint is there; found %s", listing(dir));
         const bool exported =
@@ -1379,7 +1379,7 @@ static void test_export_refusals(void) {
     format_checked(link, sizeof link, "%s", scratch_path("sticky/link"));
     format_checked(dotted, sizeof dotted, "%s", scratch_path("sticky/./none/../export/."));
     CHECK(symlink("export", link) == 0, "the link is made: %s", strerror(errno));
-    refused(link, NULL, NULL, "which is a link to export, which leads nowhere: ");
+    refused(link, NULL, NULL, "which is a link to export, which cannot be followed: ");
     // Rounds 0 to 2: a folder that does not exist, an empty one, and an earlier export can take the export.
     for (int round = 0; round < 3; round++) {
         model_export_prepare(dir, scratch_path("elsewhere"));
@@ -1403,8 +1403,8 @@ static void test_export_refusals(void) {
     CHECK(safetensors_is_own(weights) && strcmp(listing(scratch_path("sticky")), "+2") == 0,
           "the folder holds the export and the link only; found %s", listing(scratch_path("sticky")));
 
-    refused(dir, link, NULL, "the model that the run starts from; use a new folder");
-    refused(scratch_path("sticky/mod"), scratch_path("sticky/mod.tmp"), NULL, "the model that the run starts from");
+    refused(dir, link, NULL, "the folder of MODEL; use a new folder");
+    refused(scratch_path("sticky/mod"), scratch_path("sticky/mod.tmp"), NULL, "the folder of MODEL");
     refused(".", NULL, NULL, "this program runs in it");
     Export here = {dir, NULL, run_in};
     char output[4096];
@@ -1421,9 +1421,9 @@ static void test_export_refusals(void) {
     // but no weights is not one either.
     write_weights(dir, &t->table, "", "", "", ST_F32);
     flip_byte(weights, 45);  // changes the key "written_by"
-    refused(dir, NULL, NULL, "is not an earlier export: this program did not write its file model.safetensors");
+    refused(dir, NULL, NULL, "may be no earlier export: this program did not write its file model.safetensors");
     CHECK(unlink(weights) == 0, "the weights are removed: %s", strerror(errno));
-    refused(dir, NULL, NULL, "is not an earlier export: it holds files of a model but no weights");
+    refused(dir, NULL, NULL, "may be no earlier export: it holds files of a model but no weights");
     CHECK(unlink(link) == 0, "the link is removed: %s", strerror(errno));
     remove_tree(scratch_path("sticky"));
     trainer_free(t);

@@ -355,11 +355,13 @@ static void test_bad_inputs(void) {
     check_refused("magic.bin", 8, 0, "magic 20240801 version 1 found");
 
     write_shard("short.bin", SHARD_MAGIC_U32, 7, 100, 99, 0);
-    check_refused("short.bin", 8, 0, "truncated: the header promises 100 tokens = 1424 bytes, the file has 1420");
+    check_refused("short.bin", 8, 0,
+                  "truncated: the header promises 100 tokens, so 1424 bytes with the header, but the file has 1420");
     write_shard("short.bin", SHARD_MAGIC_U16, 1, 100, 99, 0);
-    check_refused("short.bin", 8, 0, "truncated: the header promises 100 tokens = 1224 bytes, the file has 1222");
+    check_refused("short.bin", 8, 0,
+                  "truncated: the header promises 100 tokens, so 1224 bytes with the header, but the file has 1222");
     write_shard("short.bin", SHARD_MAGIC_U32, 8, 5000000000, 99, 0);
-    check_refused("short.bin", 8, 0, "truncated: the header promises 5000000000 tokens = 20000001024 bytes");
+    check_refused("short.bin", 8, 0, "truncated: the header promises 5000000000 tokens, so 20000001024 bytes");
     cut_file("short.bin", 1000);
     check_refused("short.bin", 8, 0, "truncated: 1000 bytes, less than a shard's header of 1024");
     cut_file("short.bin", 0);

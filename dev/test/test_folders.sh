@@ -54,10 +54,10 @@ ln -s loop "$tmp/loop"
 check "a run takes folders that are links" \
     trains $run --num-steps 7 --checkpoint-dir "$tmp/dir" --log-dir "$tmp/dir" --resume
 check "a link to nothing is refused as --checkpoint-dir" \
-    refuses "it is there already and is a link to missing, which leads nowhere" \
+    refuses "it is there already and is a link to missing, which cannot be followed" \
     $run --checkpoint-dir "$tmp/lost"
 check "a link to itself is refused as --log-dir" \
-    refuses "is a link to loop, which leads nowhere" $run --log-dir "$tmp/loop"
+    refuses "is a link to loop, which cannot be followed" $run --log-dir "$tmp/loop"
 check "a folder inside a file is refused as --export-hf" \
     refuses "cannot make folder $tmp/s.tokenizer: it is there already and is a file" \
     $run --export-hf "$tmp/s.tokenizer/x"
@@ -140,7 +140,7 @@ check "a run succeeds if the first try of a save fails" \
     trains $fails=1 $run --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/once" \
     --log-dir "$tmp/once"
 check "one try fails: the run prints that it tries again" holds "$out" \
-    "Input/output error; earlier checkpoints are untouched; the save is tried again"
+    "Input/output error; checkpoints of earlier steps are untouched; the save is tried again"
 check "one try fails: the checkpoints of both steps are there at the end" \
     equal "$(ls -d "$tmp"/once/step*)" "$tmp/once/step-00000001
 $tmp/once/step-00000002"

@@ -109,12 +109,12 @@ static void test_refused(void) {
     static const char *const cases[][2] = {
         {"", "expected a value"},
         {"[]", "not an object"},
-        {"{}", "has neither"},
+        {"{}", "has no value for"},
         {LLAMA, "expected ',' or '}'"},
-        {"{\"architectures\": [\"LlamaForCausalLM\"]}", "has no \"vocab_size\""},
-        {"{\"architectures\": [\"LlamaForCausalLM\"], \"vocab_size\": null}", "has no \"vocab_size\""},
+        {"{\"architectures\": [\"LlamaForCausalLM\"]}", "has no value for \"vocab_size\""},
+        {"{\"architectures\": [\"LlamaForCausalLM\"], \"vocab_size\": null}", "has no value for \"vocab_size\""},
         {"{\"architectures\": [\"MistralForCausalLM\"], " SIZES "}",
-         "architecture MistralForCausalLM is not supported; LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM "
+         "MistralForCausalLM is not supported; LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM "
          "are"},
         {"{\"architectures\": [\"Qwen3MoeForCausalLM\"], " SIZES "}", "Qwen3MoeForCausalLM is not supported"},
         {"{\"model_type\": \"gpt2\", " SIZES "}", "gpt2 is not supported"},
@@ -126,7 +126,7 @@ static void test_refused(void) {
          "string; there is no \"model_type\""},
         {"{\"architectures\": [], " SIZES "}", "found an empty array; there is no \"model_type\""},
         {"{\"architectures\": [3], " SIZES "}", "found an array that begins with a number; there is no"},
-        {"{\"architectures\": null, " SIZES "}", "has neither \"architectures\" nor \"model_type\""},
+        {"{\"architectures\": null, " SIZES "}", "has no value for \"architectures\" or \"model_type\""},
         {LLAMA ", \"hidden_act\": \"gelu\"}", "hidden_act \"gelu\""},
         {LLAMA ", \"attention_bias\": true}", "attention_bias"},
         {QWEN3 ", \"attention_bias\": true}", "attention_bias"},
@@ -141,7 +141,8 @@ static void test_refused(void) {
          "rope_type \"yarn\" is not supported; \"default\" and \"llama3\" are"},
         {LLAMA ", \"rope_scaling\": {\"type\": \"linear\", \"factor\": 4.0}}", "rope_type \"linear\""},
         {LLAMA ", \"rope_scaling\": 3}", "rope_scaling is a number"},
-        {LLAMA ", \"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8.0}}", "has no \"low_freq_factor\""},
+        {LLAMA ", \"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8.0}}",
+         "has no value for \"low_freq_factor\""},
         {LLAMA ", \"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8.0, \"low_freq_factor\": 4, "
                "\"high_freq_factor\": 4, \"original_max_position_embeddings\": 8192}}",
          "low_freq_factor < high_freq_factor"},

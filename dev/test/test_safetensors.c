@@ -229,16 +229,16 @@ static void test_hostile_headers(void) {
          "truncated: tensor a ends at byte 9223372036854775807"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[-8,0]}}", 8, "a.data_offsets[0]"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,4]}}", 8,
-         "which are 4, but its shape and dtype need 8"},
+         "which are 4 bytes, but its shape and dtype need 8"},
         {"{\"a\":{\"dtype\":\"BF16\",\"shape\":[2],\"data_offsets\":[4,8]}}", 8,
-         "past the end of the tensor before it"},
+         "past the end of what comes before it"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 12, "the tensors end at byte"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},\"b\":{\"dtype\":\"F32\",\"shape\":[1],"
          "\"data_offsets\":[0,4]}}",
-         4, "before the end of the tensor before it"},
+         4, "before the end of what comes before it"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]},\"b\":{\"dtype\":\"F32\",\"shape\":[1],"
          "\"data_offsets\":[4,8]}}",
-         8, "before the end of the tensor before it"},
+         8, "before the end of what comes before it"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},\"a\":{\"dtype\":\"F32\",\"shape\":[1],"
          "\"data_offsets\":[4,8]}}",
          8, "appears twice"}};
@@ -461,8 +461,8 @@ static void test_foreign_folders(void) {
     }
     CHECK(!folder_remove(link, &failure) && strstr(failure.text, "link is not removed: it is a link to home"),
           "a link is not removed: %s", failure.text);
-    CHECK(!folder_remove(loop, &failure) && strstr(failure.text, "it is a link to loop, which leads nowhere"),
-          "a link that leads nowhere is not removed: %s", failure.text);
+    CHECK(!folder_remove(loop, &failure) && strstr(failure.text, "it is a link to loop, which cannot be followed"),
+          "a link that cannot be followed is not removed: %s", failure.text);
     CHECK(path_exists(scratch_path("home/thesis")) && path_exists(link) && path_exists(loop),
           "no link or linked file is removed");
     CHECK(!file_write(scratch, "link", "x", 1, NULL, &failure), "a file is not written through a link");
@@ -478,8 +478,8 @@ static void test_foreign_folders(void) {
     CHECK(folder_create(link, true, &failure), "a link to a folder counts as the folder: %s", failure.text);
 
     CHECK(folder_remove(home, &failure) && !path_exists(home), "a folder with the mark is removed: %s", failure.text);
-    CHECK(!folder_create(link, true, &failure) && strstr(failure.text, "which leads nowhere"),
-          "a link that leads nowhere is in the way: %s", failure.text);
+    CHECK(!folder_create(link, true, &failure) && strstr(failure.text, "which cannot be followed"),
+          "a link that cannot be followed is in the way: %s", failure.text);
     unlink(link), unlink(loop);
 }
 

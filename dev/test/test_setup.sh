@@ -90,15 +90,15 @@ check "an export is refused if MODEL is the earlier export, which a kill left un
 check "a run exports where a kill left an earlier export under another name" trains "$tmp/model" $data --num-steps 1 \
     --export-hf "$tmp/e/hf"
 check "the run prints that it renames the earlier export back" holds "$out" \
-    "an earlier export that an interrupted run left there, back to $tmp/e/hf"
+    "an earlier export, back to $tmp/e/hf"
 check "a run accepts log and checkpoint folders beside the export" \
     trains tiny $data --num-steps 1 --log-dir "$tmp/all" --checkpoint-dir "$tmp/all/steps" --export-hf "$tmp/all/hf"
 check "an export over the model that the run starts from is refused" \
-    refuses 1 "would replace $tmp/e/hf, the model that the run starts from" "$tmp/e/hf" \
+    refuses 1 "would replace or remove $tmp/e/hf, the folder of MODEL" "$tmp/e/hf" \
     $data --export-hf "$tmp/e/./hf/"
 sed -i 's/written_by/written_of/' "$tmp/all/hf/model.safetensors"
 check "an export over a model of another program is refused" refuses 1 \
-    "is not an earlier export: this program did not write its file model.safetensors" tiny $data \
+    "may be no earlier export: this program did not write its file model.safetensors" tiny $data \
     --export-hf "$tmp/all/hf"
 check "a refused export leaves no new file" equal "$(ls "$tmp/all")" "hf
 log.jsonl

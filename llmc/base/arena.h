@@ -65,7 +65,7 @@ static inline void *arena_apart(int64_t bytes) {
     void *p;
     if (cudaMalloc(&p, (size_t)max_i64(1, bytes)) != cudaSuccess ||
         cudaMemset(p, 0, (size_t)max_i64(1, bytes)) != cudaSuccess || cudaDeviceSynchronize() != cudaSuccess)
-        die_with(EXIT_MEMORY, "cannot allocate %lld bytes of GPU memory for one buffer", (long long)bytes);
+        die_with(EXIT_MEMORY, "cannot allocate and zero %lld bytes of GPU memory for one buffer", (long long)bytes);
     return p;
 }
 #endif

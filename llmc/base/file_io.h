@@ -171,7 +171,7 @@ static inline bool file_read_at(int fd, const char *path, int64_t offset, void *
         if (got < 0)
             return fail(failure, "cannot read %s at byte %lld: %s", path, (long long)(offset + done), strerror(errno));
         if (got == 0)
-            return fail(failure, "%s ends at byte %lld; %lld bytes were wanted from byte %lld on", path,
+            return fail(failure, "%s ends before byte %lld; %lld bytes were wanted from byte %lld on", path,
                         (long long)(offset + done), (long long)bytes, (long long)offset);
         done += got;
     }
@@ -221,13 +221,13 @@ static inline Words path_words(const char *path) {
     memset(&s, 0, sizeof s);
     const bool exists = lstat(path, &s) == 0;
     const char *kind = S_ISDIR(s.st_mode) ? "a folder" : S_ISREG(s.st_mode) ? "a file" : "neither a file nor a folder";
-    snprintf(w.text, sizeof w.text, "%s", exists ? kind : "nothing");
+    snprintf(w.text, sizeof w.text, "%s", exists ? kind : "missing or cannot be examined");
     if (!exists || !S_ISLNK(s.st_mode)) return w;
     const ssize_t n = readlink(path, to, sizeof to - 1);
     to[max_i64(0, n)] = 0;
     const bool leads = stat(path, &target) == 0;
     snprintf(w.text, sizeof w.text, "a link to %s%s%s", to,
-             leads ? "" : ", which leads nowhere: ", leads ? "" : strerror(errno));
+             leads ? "" : ", which cannot be followed: ", leads ? "" : strerror(errno));
     return w;
 }
 
@@ -473,8 +473,8 @@ static inline bool folder_replace(const char *temporary, const char *final, Fail
         if (rename(temporary, final)) {
             fail(failure, "cannot rename %s to %s: %s", temporary, final, strerror(errno));
             if (rename(old, final))
-                fail(failure, "cannot rename %s to %s: %s; the earlier %s is now %s", temporary, final, strerror(errno),
-                     final, old);
+                fail(failure, "cannot rename %s to %s, nor the earlier folder back: %s; the earlier %s is now %s",
+                     temporary, final, strerror(errno), final, old);
             return false;
         }
         if (rename(old, temporary))

@@ -41,14 +41,16 @@
 // The exit statuses of the trainers, on one rank and on several. Programs read these and never a message. X(name,
 // number, meaning); --help prints this list. Number 5 is free. If a signal kills the process (a second Ctrl-C), the
 // shell reports 128 + the signal's number.
-#define EXIT_CODES(X)                                                                                           \
-    X(EXIT_DONE, 0, "done; or stopped by a signal between two steps, and saved if there is a --checkpoint-dir") \
-    X(EXIT_OTHER, 1, "another failure, such as a file that is missing or damaged, or a disk that is full")      \
-    X(EXIT_USAGE, 2, "wrong command line: an option, MODEL or the number of ranks")                             \
-    X(EXIT_MEMORY, 3, "out of memory, of the host or a GPU; also a memory plan that does not fit")              \
-    X(EXIT_UNSUPPORTED, 4, "this GPU, trainer or recipe cannot do this model or option")                        \
-    X(EXIT_LOST, 6, "a rank or host was lost or is stuck")                                                      \
-    X(EXIT_NONFINITE, 7, "the gradient norm was not finite or too large, or a value to be saved was not finite")
+#define EXIT_CODES(X)                                                                                       \
+    X(EXIT_DONE, 0,                                                                                         \
+      "done; or stopped by a signal or --on-output-lost stop, with all finished steps saved if there is a " \
+      "--checkpoint-dir")                                                                                   \
+    X(EXIT_OTHER, 1, "another failure, such as a file that is missing or damaged, or a disk that is full")  \
+    X(EXIT_USAGE, 2, "wrong command line: an option, MODEL or the number of ranks")                         \
+    X(EXIT_MEMORY, 3, "out of memory, of the host or a GPU; also a memory plan that does not fit")          \
+    X(EXIT_UNSUPPORTED, 4, "no usable GPU; or this GPU, trainer or recipe cannot do this model or option")  \
+    X(EXIT_LOST, 6, "a rank or host was lost or is stuck")                                                  \
+    X(EXIT_NONFINITE, 7, "the gradient norm was not finite or too large, or a value for a checkpoint was not finite")
 
 #define EXIT_CODE_ID(id, number, meaning) id = number,
 enum { EXIT_CODES(EXIT_CODE_ID) };
@@ -168,7 +170,8 @@ UTILS_PRINTF(3, 4) static inline void format_checked(char *out, size_t capacity,
     va_start(args, format);
     int n = vsnprintf(out, capacity, format, args);
     va_end(args);
-    if (n < 0 || (size_t)n >= capacity) die("text of %d bytes does not fit in %zu: \"%s...\"", n, capacity, out);
+    if (n < 0 || (size_t)n >= capacity)
+        die("text of %d bytes does not fit in %zu with its zero byte: \"%s...\"", n, capacity, out);
 }
 
 // Reads a whole file into memory with a terminating zero byte (not counted in *size). NULL if it cannot be read; errno

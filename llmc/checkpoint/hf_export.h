@@ -53,13 +53,14 @@ static inline bool export_may_replace(const char *dir, Failure *failure) {
             ok = fail(failure, "%s holds %.255s, which is not part of an export; use a new folder", dir, entry->d_name);
         else if (export_is_weights(entry->d_name) && !safetensors_is_own(path))
             ok = fail(failure,
-                      "%s is not an earlier export: this program did not write its file %.255s; use a new folder", dir,
-                      entry->d_name);
+                      "%s may be no earlier export: this program did not write its file %.255s, or cannot read it; use "
+                      "a new folder",
+                      dir, entry->d_name);
     }
     if (ok && errno) ok = fail(failure, "cannot read folder %s: %s", dir, strerror(errno));
     closedir(d);
     if (ok && !empty && !weights)
-        return fail(failure, "%s is not an earlier export: it holds files of a model but no weights; use a new folder",
+        return fail(failure, "%s may be no earlier export: it holds files of a model but no weights; use a new folder",
                     dir);
     return ok;
 }
@@ -98,7 +99,7 @@ static inline bool export_restore(const char *path, const char *aside, Failure *
     if ((unlink(mark) && errno != ENOENT) || rename(aside, path))
         return fail(failure, "cannot rename %s, which is the earlier export, back to %s: %s", aside, path,
                     strerror(errno));
-    printf("renamed %s, an earlier export that an interrupted run left there, back to %s\n", aside, path);
+    printf("renamed %s, an earlier export, back to %s\n", aside, path);
     return true;
 }
 
@@ -146,7 +147,7 @@ static inline void model_export_prepare(const char *dir, const char *model_folde
         die("--export-hf %s would be replaced, but this program runs in it; use a new folder", dir);
     if (model_folder) path_resolve(model_folder, other, sizeof other);
     if (model_folder && (strcmp(other, path) == 0 || strcmp(other, temporary) == 0 || strcmp(other, aside) == 0))
-        die("--export-hf %s would replace %s, the model that the run starts from; use a new folder", dir, other);
+        die("--export-hf %s would replace or remove %s, the folder of MODEL; use a new folder", dir, other);
     if (!export_restore(path, aside, &failure) || !export_may_replace(path, &failure) ||
         !export_clear(temporary, &failure) || !folder_create(parent, true, &failure) ||
         !export_try(path, aside, &failure))

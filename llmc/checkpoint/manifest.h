@@ -125,12 +125,13 @@ static inline bool checkpoint_write_trainer(const char *folder, const TrainerPro
 }
 
 static inline bool checkpoint_check_seal(const char *path, const char *text, size_t size, Failure *failure) {
-    if (size < CHECKPOINT_SEAL_BYTES) return fail(failure, "%s was cut short", path);
+    if (size < CHECKPOINT_SEAL_BYTES) return fail(failure, "%s was cut short, or another program wrote it", path);
     char seal[CHECKPOINT_SEAL_BYTES + 1];
     const size_t sealed = size - CHECKPOINT_SEAL_BYTES;
     format_checked(seal, sizeof seal, CHECKPOINT_SEAL_FORMAT, (unsigned long long)xxhash64(text, sealed));
     if (memcmp(text + sealed, seal, CHECKPOINT_SEAL_BYTES) != 0)
-        return fail(failure, "%s is damaged: the hash at its end does not match its content", path);
+        return fail(failure, "%s is damaged, or another program wrote it: it does not end with the hash of its content",
+                    path);
     return true;
 }
 
@@ -202,7 +203,7 @@ static inline bool checkpoint_check_name(const char *checkpoint, const Json *jso
     int64_t step = 0;
     const JsonNode *node = json_require(json, json_root(json), "step", JSON_NUMBER, failure);
     if (!node || !json_int(json, node, 0, INT64_MAX, &step, failure)) return false;
-    return step == named || fail(failure, "%s was renamed: it was saved after step %lld; rename it to step-%08lld",
+    return step == named || fail(failure, "%s has a wrong name: it was saved after step %lld; rename it to step-%08lld",
                                  checkpoint, (long long)step, (long long)step);
 }
 
@@ -302,7 +303,7 @@ static inline void checkpoint_data_mismatch(const Json *json, const DataIdentity
     if (same && node && strcmp(node->text, fingerprint) != 0)
         json_text_add(
             out,
-            "\n  --train-data has as many tokens as in the checkpoint, but other tokens, or another order of shards");
+            "\n  --train-data has as many tokens as in the checkpoint, but its shards differ or have another order");
 }
 
 // Reads setting `name` of the run that wrote the checkpoint, as text; "" if the checkpoint lacks it. Dies if

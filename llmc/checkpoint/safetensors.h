@@ -115,7 +115,7 @@ static inline bool safetensors_read_entry(const Json *json, const JsonNode *entr
     }
     int64_t bytes = 0, begin = 0, end = 0;
     overflow = overflow || __builtin_mul_overflow(t->elements, element, &bytes);
-    if (overflow) return fail(failure, "%s: the shape of tensor %.200s overflows 64 bits", json->source, entry->key);
+    if (overflow) return fail(failure, "%s: the shape of tensor %.200s overflows int64", json->source, entry->key);
     if (offsets->count != 2) return json_expected(json, offsets, "[begin, end]", failure);
     const JsonNode *first = json_first(json, offsets);
     if (!json_int(json, first, 0, INT64_MAX, &begin, failure) ||
@@ -128,7 +128,8 @@ static inline bool safetensors_read_entry(const Json *json, const JsonNode *entr
                     json->source, entry->key, (long long)end, (long long)limit);
     if (end - begin != bytes)
         return fail(
-            failure, "%s: tensor %.200s has bytes %lld..%lld, which are %lld, but its shape and dtype need %lld",
+            failure,
+            "%s: tensor %.200s has data_offsets [%lld, %lld], which are %lld bytes, but its shape and dtype need %lld",
             json->source, entry->key, (long long)begin, (long long)end, (long long)(end - begin), (long long)bytes);
     t->offset = data + begin;
     return true;
@@ -152,7 +153,7 @@ static inline bool safetensors_check_offsets(Safetensor *tensors, int64_t count,
     for (int64_t i = 0; i < count; i++) {
         const Safetensor *t = &tensors[i];
         if (t->offset != end)
-            return fail(failure, "%s: tensor %.200s starts at byte %lld, %s the end of the tensor before it at %lld",
+            return fail(failure, "%s: tensor %.200s starts at byte %lld, %s the end of what comes before it, byte %lld",
                         file->path, t->name, (long long)t->offset, t->offset < end ? "before" : "past", (long long)end);
         end = t->offset + t->elements * safetensors_type_bytes(t->type);
     }
@@ -172,8 +173,10 @@ static inline bool safetensors_read_header(const SafetensorsFile *file, Json *js
         return fail(failure, "%s: the header would have %llu bytes, so this is not a safetensors file", file->path,
                     (unsigned long long)length);
     if ((int64_t)length > file->bytes - 8)
-        return fail(failure, "%s: the header has %llu bytes but the file only %lld; it was cut short", file->path,
-                    (unsigned long long)length, (long long)file->bytes);
+        return fail(failure,
+                    "%s: the header has %llu bytes from byte 8 on, but the file has only %lld; it was cut short, or is "
+                    "no safetensors file",
+                    file->path, (unsigned long long)length, (long long)file->bytes);
     char *text = (char *)xcalloc((size_t)length + 1, 1);
     bool ok = file_read_at(file->fd, file->path, 8, text, (int64_t)length, failure) &&
               json_parse(json, file->path, text, (size_t)length, failure);

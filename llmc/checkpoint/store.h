@@ -81,7 +81,7 @@ static inline bool checkpoint_remove_leftovers(const char *dir, bool tell, Failu
         if (!checkpoint_is_leftover(entry->d_name)) continue;
         format_checked(path, sizeof path, "%s/%s", dir, entry->d_name);
         if ((checkpoint_is_own(path) || tell) && !folder_remove(path, &cause))
-            warn("cannot remove a possible leftover of an interrupted save: %s", cause.text);
+            warn("cannot remove a possible leftover of an interrupted save or removal: %s", cause.text);
     }
     const bool ok = !errno || fail(failure, "cannot read folder %s: %s", dir, strerror(errno));
     closedir(d);
@@ -213,13 +213,13 @@ static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const 
                             folder_sync(dir, &cause)));
     if (checkpoint_agree(s->comm, ok, &cause)) {
         if (leader && !checkpoint_prune(dir, progress->step, keep, run->skipped, &cause))
-            warn("checkpoint %s is saved, but an older one could not be removed: %s", path, cause.text);
+            warn("checkpoint %s is saved, but the removal of older ones failed: %s", path, cause.text);
         // rank 0 may take minutes to remove folders: the other ranks wait here, not in an NCCL kernel
         if (s->comm) comm_barrier(s->comm, COMM_WORLD);
         return true;
     }
     if (leader && path_exists(temporary)) folder_remove(temporary, &ignored);
-    fail(failure, "saving checkpoint %s failed: %.1500s; earlier checkpoints are untouched", path, cause.text);
+    fail(failure, "saving checkpoint %s failed: %.1500s; checkpoints of earlier steps are untouched", path, cause.text);
     failure->lasting = cause.lasting;
     return false;
 }
@@ -245,7 +245,8 @@ static inline void checkpoint_prepare(const char *dir, bool resume) {
     if (!folder_begin(probe, &failure) || !folder_remove(probe, &failure) || !checkpoint_list(dir, &list, &failure))
         die("--checkpoint-dir %s: %s", dir, failure.text);
     if (list.count && !resume)
-        die("--checkpoint-dir %s already holds step-%08lld; add --resume to continue from it, or give another folder",
+        die("--checkpoint-dir %s already holds step-%08lld; add --resume to continue from a checkpoint in it, or give "
+            "another folder",
             dir, (long long)list.steps[0]);
     free(list.steps);
 }
@@ -277,7 +278,8 @@ static inline bool checkpoint_find_newest(const char *dir, char *path, size_t ca
     free(list.steps);
     if (found) printf("resume: continuing from %s\n", path);
     else if (list.count)
-        die("--resume: no checkpoint in %s is whole (%lld skipped, for the reasons above); move them away to start at "
+        die("--resume: no checkpoint in %s can be resumed (%lld skipped, for the reasons above); move them away to "
+            "start at "
             "step 1",
             dir, (long long)list.count);
     else printf("resume: no checkpoint in %s, starting at step 1\n", dir);

@@ -46,7 +46,7 @@ static inline int64_t hf_int(const Json *json, const JsonNode *object, const cha
 }
 
 static inline int64_t hf_required_int(const Json *json, const char *key) {
-    if (!hf_member(json, json_root(json), key)) die("%s has no \"%s\"", json->source, key);
+    if (!hf_member(json, json_root(json), key)) die("%s has no value for \"%s\"", json->source, key);
     return hf_int(json, json_root(json), key, 0);
 }
 
@@ -94,7 +94,7 @@ static inline int64_t hf_token_id(const Json *json, const char *key, int64_t fal
 // Dies because config.json does not tell the model's class. `list`: its "architectures"; NULL: it has none.
 static inline void hf_refuse_classless(const Json *json, const JsonNode *list) {
     const JsonNode *first = list && list->type == JSON_ARRAY ? json_first(json, list) : NULL;
-    if (!list) die("%s has neither \"architectures\" nor \"model_type\"", json->source);
+    if (!list) die("%s has no value for \"architectures\" or \"model_type\"", json->source);
     die("%s: architectures: expected an array that begins with the name of a class, such as [\"LlamaForCausalLM\"], "
         "found %s%s; there is no \"model_type\" that could stand for it",
         json->source, first ? "an array that begins with " : "",
@@ -116,7 +116,7 @@ static inline const HfClass *hf_class_of(const Json *json) {
             return c;
         }
     die_with(EXIT_UNSUPPORTED,
-             "%s: architecture %s is not supported; LlamaForCausalLM, Qwen2ForCausalLM and "
+             "%s: %s is not supported; LlamaForCausalLM, Qwen2ForCausalLM and "
              "Qwen3ForCausalLM are",
              json->source, architecture ? architecture : model_type);
 }
@@ -183,7 +183,7 @@ static inline void hf_read_rope(const Json *json, ModelConfig *m) {
                                        "original_max_position_embeddings"};
     for (int i = 0; i < 4; i++)
         if (!hf_member(json, rope, keys[i]))
-            die("%s: %s has no \"%s\", which rope_type llama3 needs", json->source, rope->key, keys[i]);
+            die("%s: %s has no value for \"%s\", which rope_type llama3 needs", json->source, rope->key, keys[i]);
     RopeScaling *s = &m->rope_scaling;
     s->factor = hf_real(json, rope, keys[0], 0);
     s->low_freq_factor = hf_real(json, rope, keys[1], 0);

@@ -267,7 +267,7 @@ static inline bool precision_note(const Precision *p, int id, bool fp8, char *ou
 // Prints the GEMMs of the linear layers in a micro-step of R rows, and those of lm_head, which takes head_rows rows at
 // a time. `plain`: dtype of operands that are not FP8.
 static inline void precision_print(const Precision *p, int64_t R, int64_t head_rows, const char *plain) {
-    printf("\nGEMMs (fp32 accumulation, %s results)", plain);
+    printf("\nGEMMs (fp32 accumulation, less exact with fast_accum; %s results)", plain);
     if (p->any_fp8)
         printf("; recipe %s%s: a scale for each %s", p->recipe->name, p->emulated ? ", emulated by bf16 GEMMs" : "",
                p->recipe->scales);
@@ -288,7 +288,7 @@ static inline void precision_print(const Precision *p, int64_t R, int64_t head_r
         printf("  no GEMM runs in FP8: all linear layers are filtered out, or their sizes are not multiples of %d\n",
                p->recipe->multiple);
     if (p->filter_open)
-        printf("  --fp8-filter auto measures GEMMs when the run starts; the table above is without a filter\n");
+        printf("  --fp8-filter auto measures GEMMs when a new run starts; the table above is without a filter\n");
 }
 
 #endif

@@ -82,7 +82,7 @@ static inline void shard_read_bytes(const DataShard *shard, int64_t offset, int6
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) die("%s: read at byte %lld failed: %s", shard->path, (long long)(offset + done), strerror(errno));
         if (got == 0)
-            die("%s: ends at byte %lld, where %lld more were expected: the file changed after it was opened",
+            die("%s: ends before byte %lld, where %lld more were expected: the file changed after it was opened",
                 shard->path, (long long)(offset + done), (long long)(bytes - done));
         done += got;
     }
@@ -158,8 +158,9 @@ static inline DataShard shard_open(const char *path, int64_t T, int64_t num_shar
     shard_parse_header(&shard, header);
     int64_t expected = SHARD_HEADER_BYTES + shard.num_tokens * shard.token_bytes;
     if (info.st_size != expected)
-        die("%s: %s: the header promises %lld tokens = %lld bytes, the file has %lld; make or copy it again", path,
-            info.st_size < expected ? "truncated" : "too long", (long long)shard.num_tokens, (long long)expected,
+        die("%s: %s: the header promises %lld tokens, so %lld bytes with the header, but the file has %lld; make or "
+            "copy it again",
+            path, info.st_size < expected ? "truncated" : "too long", (long long)shard.num_tokens, (long long)expected,
             (long long)info.st_size);
     if (shard.num_tokens < T + 1)
         die("%s: %lld tokens, but one sequence of length %lld needs %lld (its inputs and one more target); use a "

@@ -63,7 +63,7 @@ static inline const char *tokenizer_parse(Tokenizer *tok, char *file, size_t siz
     if (separator >= count) return "the separator's id is not in the table";
     tok->offsets = (size_t *)xcalloc(count, sizeof(size_t));
     for (size_t id = 0; id < count; id++) {
-        if (size - at < 4) return "truncated inside a token";
+        if (size - at < 4) return "truncated before the end of its last token";
         size_t length = tokenizer_u32(file + at);
         if (length > size - at - 4) return "truncated, or a token's length is wrong";
         tok->offsets[id] = at;
@@ -92,8 +92,8 @@ static inline Tokenizer tokenizer_open(const char *path) {
     if (!file) die("%s: cannot be read: %s", path, strerror(errno));
     const char *problem = tokenizer_parse(&tok, file, size);
     if (problem)
-        die("%s: %s (%zu bytes); make the shard again, or remove the table to print samples as token ids", path,
-            problem, size);
+        die("%s: %s (the file has %zu bytes); make the shard again, or remove the table to print samples as token ids",
+            path, problem, size);
     return tok;
 }
 
