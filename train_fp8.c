@@ -1,7 +1,8 @@
 // train_fp8: pre-trains Llama and Qwen models on the CPU. It is the readable reference for train_fp8cu: it has the same
 // model and FP8 recipes, and casts equal values to equal FP8 bits. With --precision bf16 or fp8 it rounds wherever the
 // GPU rounds (--precision fp32 rounds nowhere). Exceptions are sums that the GPU computes in parts: lm_head's weight
-// gradient, in chunks of rows; the gradient of a tied embedding, which the GPU adds to lm_head's; and sums over ranks.
+// gradient, in chunks of rows; the embedding's gradient, which the GPU may add directly to lm_head's (if they are tied)
+// and to the sums of earlier micro-steps; and sums over ranks.
 //
 // From top to bottom: the trainer and its memory, gathering and reducing over ranks, quantized tensors and linear
 // layers, the model's operations, one layer, the whole model, the optimizer, the step, validation and samples,

@@ -1,6 +1,7 @@
 // --check-links on GPUs: the collectives of FSDP, pairs of GPUs by copy engines or NCCL, and each GPU alone.
 //
-// The measurements use the trainer's memory, which is zero before and after them. The collectives gather and sum zeros.
+// The measurements use the trainer's memory. Weights and gradients are zero there before and after them. The
+// collectives gather and sum zeros.
 // Pairs, and the copies and GEMMs of one GPU, use the memory of this rank's sums of gradients. NCCL's pairs have a
 // communicator of their own: NCCL keeps buffers for each pair of ranks until the communicator is destroyed.
 #ifndef LLMC_CHECK_LINKS_CUH

@@ -1,14 +1,14 @@
-// NCCL for the GPU trainer: a communicator for each group of ranks, one stream, and checks for errors.
+// NCCL for the GPU trainer: communicators for the groups of ranks, one stream, and checks for errors.
 //
 // All collectives of an Nccl run on its one stream, of high priority, in the order of the calls. The order is the same
 // on every rank, so no two communicators can deadlock. Collectives are enqueued and finish like kernels; events order
 // them with the compute stream (fsdp.cuh).
 //
 // The communicators are non-blocking: no NCCL call waits for another rank. Code that waits for collectives calls
-// nccl_watch, which ends the run when NCCL reports an error; the message names rank, step and pending collective.
-// nccl_watch also reports pending operations to the watcher thread (watch.h), which ends the run if they make no
-// progress for --stall-timeout seconds. Nothing calls ncclCommAbort: it may wait for a rank that is gone, and kernels
-// end with their process anyway.
+// nccl_watch, which ends the run when NCCL reports an error; the message names rank, step and, if there is one, the
+// oldest pending operation. nccl_watch also reports pending operations to the watcher thread (watch.h), which ends the
+// run if all ranks wait and none makes progress for --stall-timeout seconds. Nothing calls ncclCommAbort: it may wait
+// for a rank that is gone, and kernels end with their process anyway.
 #ifndef LLMC_COMM_NCCL_CUH
 #define LLMC_COMM_NCCL_CUH
 

@@ -7,29 +7,30 @@
 // change. Each unit's gradient is all-reduced over replicas after its last micro-step. If the sums of gradients are
 // bf16, the first micro-step of a step writes gradients directly into the gradient array. All later micro-steps, and
 // the first one too if the sums are fp32, write a unit's gradient into a buffer, which is then added to the sums
-// (gradient_sum.h). Gradients of layers that are stored in FP8 always go through the buffer.
+// (gradient_sum.h). With FP8 gradients a layer's gradient always goes through the buffer. The embedding's gradient
+// never does: it is added to the sums at the end of backward.
 //
 // With several ranks in the shard group, a layer's matrices are gathered into one of `num_slots` slots while the layer
-// before it computes. There are 2 slots, or one for each layer if the slots keep their data for the whole step. Recipes
-// with one scale per tensor gather FP8, which each rank casts from its shard once a step, with scales common to all
-// ranks. Without FP8 all-gather they gather bf16 and cast it on arrival with these scales, to the same bytes. Forward
-// reads rowwise data. Backward reads columnwise data, which each rank transposes from the rowwise data. Recipes with
-// finer scales gather bf16 and cast it on arrival, rowwise for forward and columnwise for backward. If backward
-// recomputes GEMMs of a layer, it reads rowwise data too. A layer that has a bf16 linear layer is gathered in bf16. The
-// root unit and all vectors are gathered once a step, as soon as the optimizer has changed them.
+// before it computes. There are 2 slots (1 if there is 1 layer), or one for each layer if they keep their data for the
+// whole step. Recipes with one scale per tensor gather FP8, which each rank casts from its shard once a step, with
+// scales common to all ranks. Without FP8 all-gather they gather bf16 and cast it on arrival with these scales, to the
+// same bytes. Forward reads rowwise data. Backward reads columnwise data, which each rank transposes from the rowwise
+// data. Recipes with finer scales gather bf16 and cast it on arrival, rowwise for forward and columnwise for backward.
+// If backward recomputes GEMMs of a layer, it reads rowwise data too. A layer that has a bf16 linear layer is gathered
+// in bf16. The root unit and all vectors are gathered once a step, after the optimizer has changed them.
 //
 // Backward writes a layer's whole gradient into one of two buffers. Its reduce-scatter overlaps with the backward pass
 // of the layer below. The root's gradient has its own buffer. A batch touches few rows of the embedding. So if the
 // input gradients (dx [R, C], the gradient of the embedding's output) of all ranks of the group are together no larger
 // than the embedding's table, they are gathered at the end of backward, and each rank adds them to its part of the
-// table's gradient. The buffer of the root's gradient then lacks the embedding, and is reduced right after the loss.
+// table's gradient. The buffer of the root's gradient then lacks this gradient, and is reduced right after the loss.
 // Otherwise the whole root gradient is reduced at the end.
 //
 // With --optimizer-in-backward, AdamW updates a layer in the backward pass. With one rank, it does so right after the
 // layer's backward, and the layers' sums take turns in the memory of one layer. With several ranks, it does so one
 // layer later, when the layer's gradient is reduced, and the sums take turns in the memory of two layers. Every rank
-// has then finished its last gather of the layer. With --grad-clip, a layer's squares are summed right after its
-// reduction.
+// has then finished its last gather of the layer. With --grad-clip and several ranks, a layer's squares are summed
+// right after its reduction.
 //
 // Copy engines read other ranks' memory, so two orders must hold:
 //   before a layer's gather   every rank has updated its shard: the gather of the vectors, which comes first, waits for

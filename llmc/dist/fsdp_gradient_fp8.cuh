@@ -1,9 +1,10 @@
 // Reduces gradients in FP8 over ranks (--reduce-dtype fp8), and keeps reduced gradients in FP8, by gradient_fp8.h.
 //
-// All of it runs on the communication stream. With --reduce-dtype fp8 each rank casts its whole gradient of a layer,
-// with scales common to the shard group, and receives the other ranks' codes of its slice; a kernel adds them in the
-// order of ranks. Over replicas each rank sums one part of its slice and then sends that part to the other replicas.
-// Copy engines and NCCL then give equal bits. With --reduce-dtype bf16, gradients are reduced to bf16 and then cast.
+// Only gradients of the layers' matrices are FP8. All work here runs on the communication stream. With --reduce-dtype
+// fp8 each rank casts its whole gradient of a layer's matrices, with scales common to the shard group, and receives the
+// other ranks' codes of its slice; a kernel adds them in the order of ranks. Over replicas each rank sums one part of
+// its slice and then sends that part to the other replicas. Copy engines and NCCL then give these gradients equal bits.
+// With --reduce-dtype bf16, these gradients are reduced to bf16 and then cast.
 #ifndef LLMC_FSDP_GRADIENT_FP8_CUH
 #define LLMC_FSDP_GRADIENT_FP8_CUH
 

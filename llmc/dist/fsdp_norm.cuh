@@ -1,4 +1,4 @@
-// Norms of gradients over all ranks: of a step, and of units that are clipped in the backward pass.
+// Norms of gradients over all ranks: of a step, and of each unit with --optimizer-in-backward and --grad-clip.
 #ifndef LLMC_FSDP_NORM_CUH
 #define LLMC_FSDP_NORM_CUH
 

@@ -5,8 +5,8 @@
 //
 // Unless --copy-engines is off, copy engines move the data if the GPUs of a shard group can read each other's memory
 // (peer_memory.cuh): each rank copies the parts of the other ranks, and a kernel then sums the gradients in fp32, in
-// the order of ranks. Otherwise NCCL moves the data and sums gradients in bf16 or fp32 (--reduce-dtype). Small arrays
-// and sums over replicas always use NCCL.
+// the order of ranks. Otherwise NCCL moves the data and sums gradients in bf16 or fp32 (--reduce-dtype). FP8 codes of
+// gradients are summed by kernels in any case (fsdp_gradient_fp8.cuh). Sums over replicas always use NCCL.
 #ifndef LLMC_TRANSPORT_CUH
 #define LLMC_TRANSPORT_CUH
 

@@ -5,7 +5,8 @@
 // or TCP connections of their own. The message says what the rank is doing (activity.h). From these messages a watcher
 // finds three kinds of stuck ranks:
 //   silent    no message has come from a rank: the rank is stopped (SIGSTOP), or its host is frozen or unreachable. The
-//             limit is a sixth of --stall-timeout, but at least 10 s (watch_silence_limit): a watcher is never busy
+//             limit is a sixth of --stall-timeout, but at least 10 s and at most all of it (watch_silence_limit): a
+//             watcher is never busy
 //   file      messages come from a rank, but one call on a file has not returned. The limit is --stall-timeout, or
 //             WATCH_PATIENCE times that while the rank loads, saves or exports
 //   standing  messages come from all ranks, but each waits for others (MPI, TCP, NCCL), and none has made progress. The
@@ -18,9 +19,9 @@
 // another rank ends the run. Under MPI, mpirun ends the run.
 //
 // The watcher never calls CUDA or NCCL and never blocks. The main thread may block: when a rank dies, those of
-// the other ranks hang in MPI or in a kernel launch. The watcher is alone (it knows only its own rank) before it has a
-// communicator, during MPI_Finalize, and if MPI does not allow several threads to call it. Waiting too long for other
-// ranks then also ends the run, but the message cannot name the stuck rank.
+// the other ranks may hang in MPI or in a kernel launch. The watcher is alone (it knows only its own rank) before it
+// has a communicator, during MPI_Finalize, and if MPI does not allow several threads to call it. Waiting too long for
+// other ranks then also ends the run, but the message cannot name the stuck rank.
 #ifndef LLMC_WATCH_H
 #define LLMC_WATCH_H
 

@@ -1,6 +1,6 @@
 // Writes the records of log.jsonl, and prints the lines of steps and validations and the summary.
 // A run that continues from a checkpoint appends to the file, with a settings record of its own. For any other run an
-// earlier file is renamed.
+// earlier file is renamed (logger_step_aside has the exceptions).
 #ifndef LLMC_LOGGER_H
 #define LLMC_LOGGER_H
 

@@ -1,4 +1,4 @@
-// Finds where a gradient norm that is not finite, or too large, comes from, and ends the run or skips the step.
+// Finds where a gradient norm that is not finite, or too large, comes from; ends the run, or warns of the skipped step.
 // With --on-nonfinite skip, a step that is skipped changes no weight and no state: the optimizer checks the norm first,
 // and delayed scaling restores its histories.
 #ifndef LLMC_NONFINITE_H

@@ -2,8 +2,9 @@
 // A dry run does not print this: it prints the whole plan (run_print_plan). The largest number of lines: 1 model,
 // 1 validation data, 2 starting weights or checkpoint, 1 earlier export that was restored, 1 --fp8-filter auto,
 // 1 device, 1 ranks, 1 data, 1 recipe, 5 options, 2 derived options, 2 memory, 3 communication and GEMMs of the GPU
-// trainer, 1 earlier log, 1 empty: 24. More lines come only with warnings, with damaged checkpoints that --resume skips
-// (one each), with --resume when no step is left, and with the report of --check-links.
+// trainer, 1 earlier log, 1 empty: 24. More lines come only with warnings, with checkpoints that --resume skips (one
+// each), with --resume when no step is left, with ranks that come late (rendezvous.h), and with the report of
+// --check-links.
 #ifndef LLMC_START_H
 #define LLMC_START_H
 

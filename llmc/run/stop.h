@@ -1,7 +1,8 @@
 // Ends a run early: on a signal, or when its output can no longer be written.
 // SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask the run to stop: it finishes the current step, saves if it has a
-// --checkpoint-dir, and ends. A second SIGINT or SIGTERM, at least STOP_SECOND_REQUEST_SECONDS after the first, ends it
-// at once. Output that cannot be written ends a run only with --on-output-lost stop.
+// --checkpoint-dir, and ends. Until the run creates its trainer (stop_catch), they end it at once. A second SIGINT or
+// SIGTERM, at least STOP_SECOND_REQUEST_SECONDS after the first, ends it at once. Output that cannot be written ends a
+// run only with --on-output-lost stop.
 #ifndef LLMC_STOP_H
 #define LLMC_STOP_H
 
