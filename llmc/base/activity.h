@@ -1,8 +1,8 @@
 // Records the current activity of this rank for the watcher thread, which must name a stuck rank (watch.h).
 // The main thread writes the activity, and the watcher thread reads it.
 //
-// Calls that can wait long for a disk or for other ranks stand between activity_begin and activity_end. Pairs do not
-// nest. NCCL operations run on the GPU while the host goes on, so activity_operation counts them apart. Outside all
+// Most calls that can wait long for a disk or for other ranks stand between activity_begin and activity_end. Pairs do
+// not nest. NCCL operations run on the GPU while the host goes on, so activity_operation counts them apart. Outside all
 // pairs the rank counts as waiting while NCCL operations are pending, else as computing.
 #ifndef LLMC_ACTIVITY_H
 #define LLMC_ACTIVITY_H
@@ -33,7 +33,7 @@ typedef struct {
     Phase phase;
     int64_t step;  // in training the current step, else the last finished one; counted from 1; 0: none
     ActivityKind kind;
-    const char *what;              // static text: the call, or what the ranks do together; "" while computing
+    const char *what;              // static text: the call, or what the ranks do together; "" or NULL while computing
     char detail[ACTIVITY_DETAIL];  // path of a file or folder, "stdout", or ""
     int64_t changes;               // grows with each sign of progress of this rank
     int64_t collectives;           // number of finished waits (ACTIVITY_WAITING) and finished NCCL operations

@@ -1,6 +1,6 @@
 // One allocation for many buffers: the same code first counts bytes (the memory plan), then hands out addresses.
 // The code that takes buffers runs on an arena without memory, which only counts, for the memory plan and --dry-run.
-// Then the same code runs on the real arena. So the plan and the allocation cannot differ.
+// Then the same code runs on the real arena. So the plan and the allocation cannot differ (except with ARENA_APART).
 //
 // Buffers that are never in use at the same time may share memory: see arena_reuse().
 #ifndef LLMC_ARENA_H

@@ -1,5 +1,5 @@
 // Moments of AdamW in FP8 by the rule of COAT: E4M3 codes in groups of 128 whose range of magnitudes is expanded.
-// (Xi and others 2024, arXiv 2410.19313.) The CPU trainer and the CUDA kernel share this file, so that both compute the
+// (Xi and others 2024, arXiv 2410.19313.) The CPU trainer and CUDA kernels share this file, so that both compute the
 // same bits.
 //
 // The largest number of E4M3 is 2^17.8 times the smallest above zero. The ratio of the largest to the smallest
@@ -15,7 +15,7 @@
 //     is too large for it. The largest code then stands for 2^142 times the magnitude of the lowest code above zero,
 //     and smaller magnitudes are rounded to zero or to that code;
 //   - zeros stay zeros, and do not count for the min; COAT's min counts some of them, by their place in the warp;
-//   - a group whose max is below 2^-100 becomes zero. Beside AdamW's eps such moments are negligible.
+//   - a group whose max is below 2^-100 becomes zero. Beside the default --eps, 1e-8, such moments are negligible.
 //
 // pow() rounds differently on a CPU and on a GPU. So tables hold, for each k, the magnitudes that codes stand for and
 // those at which rounding moves to the next code, and comparisons with them decide. The GPU guesses a code by powers,

@@ -1,4 +1,4 @@
-// Files and folders. A failure returns to the caller, since a failed save must clean up and keep the last checkpoint.
+// Files and folders. Failed reads and writes return to the caller: a failed save must keep the last checkpoint.
 #ifndef LLMC_FILE_IO_H
 #define LLMC_FILE_IO_H
 
@@ -21,7 +21,7 @@
 #define IO_CHUNK_BYTES ((int64_t)64 << 20)
 #endif
 
-// The reason why a call failed. Long texts are cut, and control characters are shown as \xNN.
+// The reason why a call failed. Long texts are cut, and control characters are shown as \xNN (text_printable).
 typedef struct {
     char text[2048];
     bool lasting;  // a retry cannot help
@@ -62,10 +62,9 @@ static inline Words error_words(void) {
     return w;
 }
 
-// Call it first in main. It opens /dev/null for closed standard streams, so that no file or socket gets descriptor 0, 1
-// or
-// 2. It raises the limit of open files to the hard limit, since each shard is an open file. It also ignores the signal
-// SIGXFSZ: a write past `ulimit -f` then fails with EFBIG, and does not kill the process.
+// Call it first in main. It opens /dev/null for closed standard streams, so that no file or socket gets one of their
+// descriptors. It raises the limit of open files to the hard limit, since each shard is an open file. It also ignores
+// the signal SIGXFSZ: a write past `ulimit -f` then fails with EFBIG, and does not kill the process.
 static inline void process_prepare(void) {
     struct rlimit limit;
     for (int fd = 0; fd <= 2; fd++)

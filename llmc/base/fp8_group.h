@@ -1,5 +1,5 @@
 // Groups of 128 values as E4M3 codes with one E8M0 scale_inv (fp8.h), for activations that are kept for backward.
-// The CPU trainer and a CUDA kernel share these rules, so that both compute the same bits.
+// The CPU trainer and CUDA kernels share these rules, so that both compute the same bits.
 //
 // The scale is a power of two, the largest with which no value of the group saturates, but at most 2^127. So a decoded
 // value has at most the four significant bits of E4M3, and bf16 holds it exactly if its magnitude is 2^-126 or more;

@@ -29,7 +29,7 @@ typedef struct {
     char *source;     // file name for messages
     JsonNode *nodes;  // nodes[0] is the root
     int64_t count, capacity;
-    char *pool;  // holds every key and text
+    char *pool;  // holds the keys, strings and numbers
 } Json;
 
 typedef struct {

@@ -2,7 +2,8 @@
 // (Peng and others 2023, "FP8-LM", arXiv 2310.18313; github.com/Azure/MS-AMP.) FP16 master weights have such a scale
 // too. The CPU trainer and CUDA kernels share this file, so that both compute the same bits.
 //
-// The scale of a tensor is the largest power of two with which its amax does not overflow, so a step has two passes:
+// Apart from the cases at msamp_scale, the scale of a tensor is the largest power of two with which its amax does not
+// overflow. So a step has two passes:
 //   1. m and v of each element, from the stored moments and the gradient; the new weight; the amax of each of these
 //      that has a scale;
 //   2. m and v once more, from the same stored moments, then stored as E4M3(m scale_m) and FP16(v scale_v) with the new

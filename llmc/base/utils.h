@@ -85,8 +85,8 @@ static inline bool text_is_control(TextPlace *at, unsigned char c) {
     return c1 || (c < 32 && c != '\n' && c != '\t') || c == 127;
 }
 
-// Copies a text that may come from a file, so that it is safe to print: writes each control character as \xNN. A text
-// that does not fit is cut.
+// Copies a text that may come from a file, so that it is safe to print: writes each control character as \xNN
+// (text_is_control). A text that does not fit is cut.
 static inline void text_printable(const char *text, char *out, size_t capacity) {
     TextPlace at = {0, 0};
     size_t n = 0;

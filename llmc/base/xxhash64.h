@@ -1,6 +1,6 @@
 // XXH64, a 64-bit hash of a stream of bytes, from its published specification (Yann Collet's xxhash_spec.md).
-// Checkpoints use it to find torn or damaged files: it runs at about the speed of memory; SHA-256 would add minutes to
-// a save of 50 GB. It is no defence against somebody who forges a file. `xxhsum -H64 FILE` prints the same number.
+// Checkpoints use it to find torn or damaged files: it runs at about the speed of memory; SHA-256 can add minutes to a
+// save of 50 GB. It is no defence against somebody who forges a file. `xxhsum -H64 FILE` prints the same number.
 #ifndef LLMC_XXHASH64_H
 #define LLMC_XXHASH64_H
 

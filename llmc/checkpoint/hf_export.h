@@ -1,5 +1,5 @@
 // Exports config.json, the weights and copies of MODEL's tokenizer files to a folder that transformers can load.
-// The folder appears only when it is complete; it then replaces an earlier export.
+// An export gets its name only when it is complete; it then replaces an earlier export.
 #ifndef LLMC_HF_EXPORT_H
 #define LLMC_HF_EXPORT_H
 

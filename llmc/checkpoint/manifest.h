@@ -1,6 +1,6 @@
 // trainer.json, the manifest of a checkpoint: progress, settings, identity of the data, and each file's size and hash.
 //
-// It is written after all files that it lists, and ends with a hash of all its bytes before that hash. An export has a
+// It is written after all files that it lists. Its last lines hold a hash of all bytes before them. An export has a
 // similar list of files, train_fp8.json.
 #ifndef LLMC_MANIFEST_H
 #define LLMC_MANIFEST_H

@@ -43,10 +43,10 @@ typedef struct {
     SafetensorsType types[NUM_STATE_KINDS];  // see state_type()
     void (*read)(void *context, StateKind kind, int64_t offset, int64_t count, void *host);
     void (*write)(void *context, StateKind kind, int64_t offset, int64_t count, const void *host);
-    const ShardPlan *plan;  // NULL for one rank: the arrays are the flat arrays of parameters.h
-    const Comm *comm;       // NULL for one rank
+    const ShardPlan *plan;  // NULL only with one rank: the arrays are the flat arrays of parameters.h
+    const Comm *comm;       // NULL only with one rank
     // STATE_AMAX_HISTORY has shape [tensors, window] and STATE_SCALES [tensors] (delayed.h), with the same values on
-    // all ranks; both sizes are 0 without delayed scaling
+    // all ranks; delayed_tensors is 0 without delayed scaling
     int64_t delayed_tensors, delayed_window;
     // STATE_CLIP_NORMS has this many numbers, equal on all ranks; 0 without options_clips_in_backward. Number 0 is the
     // norm of all gradients of the newest step, and number 1 + l that of its gradients of layers l, l + 1, ...

@@ -4,7 +4,8 @@
 // (transformers 5). They are written in the style of transformers 4, which both versions read. A missing size
 // (vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads) ends the run. So does a file
 // with neither architectures nor model_type, or rope_type llama3 without one of its values. Any other missing value
-// gets transformers' default of the class. A value that this program cannot follow ends the run.
+// gets transformers' default of the class. A value that this program cannot follow ends the run, but a token id outside
+// the vocabulary counts as none.
 #ifndef LLMC_HF_CONFIG_H
 #define LLMC_HF_CONFIG_H
 

@@ -16,7 +16,7 @@ typedef struct {
     Fp8Format dy_format;
     int64_t num_layers;
     bool *keeps_bf16;        // [num_layers, NUM_LINEARS]
-    bool any_bf16, any_fp8;  // a linear layer is not FP8 (none is without --precision fp8); one is FP8
+    bool any_bf16, any_fp8;  // at least one linear layer is not FP8; at least one is FP8
     bool casts_masters;      // precision_casts_masters
     bool emulated;           // --fp8-emulate: FP8 operands, multiplied in bf16
     bool filter_open;        // --fp8-filter auto, and the run has not decided yet

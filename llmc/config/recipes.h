@@ -1,15 +1,15 @@
 // The FP8 recipes: one table that says how each operand of a linear layer's three GEMMs is stored and scaled.
 // Casts, GEMM plans, tensors kept for backward, all-gathers and the printed GEMM table follow from recipe_row() below.
-// A new recipe is a name in RECIPES and a row in recipe_row(); a new granularity of scales also needs a kernel.
+// A new recipe is a name in RECIPES and a row in recipe_row(); a new granularity or rule of scales also needs kernels.
 //
 // A linear layer has weight w [N, K] and, over M rows, three GEMMs (row-major):
 //   fprop  y [M, N] = x  [M, K]   w^T        sums over K
 //   dgrad  dx[M, K] = dy [M, N]   w          sums over N
 //   wgrad  dw[N, K] = dy [M, N]^T x          sums over M
 // So two GEMMs read each of x, w and dy. One GEMM sums over the tensor's columns and reads its rowwise data, stored as
-// the tensor is. The other GEMM sums over the tensor's rows and reads its columnwise data, stored transposed. (The
-// names are Transformer Engine's.) Rowwise and columnwise data are matrices [outer, depth]: the GEMM sums over the
-// depth.
+// the tensor is. The other GEMM sums over the tensor's rows and reads its columnwise data. GPUs store FP8 columnwise
+// data transposed. (The names are Transformer Engine's.) Rowwise and columnwise data are matrices [outer, depth]: the
+// GEMM sums over the depth.
 #ifndef LLMC_RECIPES_H
 #define LLMC_RECIPES_H
 

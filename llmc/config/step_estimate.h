@@ -3,8 +3,8 @@
 // The rank's work is a sum of times at the peak of the hardware, each multiplied by a factor above 1. The five factors
 // were fitted to 29 measured steps on one H200, BF16 and FP8 tensorwise (dev/reference/fit_step_estimate.py). For these
 // steps the estimate is off by at most 5%. Models left out of the fit were off by 2 to 17%, steps on one H100 by 2 to
-// 7%. Other recipes take longer than estimated. The copies of --offload are not counted. With --step-ms the passes take
-// a measured time (estimate_work).
+// 7%. Other recipes take longer than estimated. With COAT's moments the arithmetic of AdamW counts too (ESTIMATE_COAT).
+// The copies of --offload are not counted. With --step-ms the passes take a measured time (estimate_work).
 //
 // A pass takes the longer of two times: that of its communication alone, and that of its computation plus 35% of the
 // communication that overlaps with it, because copies and collectives take memory bandwidth and SMs from the GEMMs. The

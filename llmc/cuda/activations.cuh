@@ -17,7 +17,8 @@
 typedef bf16 Real;
 
 // Activations of one layer that its backward pass reads. Its forward pass leaves them in memory, except those that
-// backward computes again: h always, `rotated` with QK-norm, and the ones that --recompute names. Some members share
+// backward computes again: h always, `rotated` with QK-norm, and the ones that --recompute names. Backward gets gate_up
+// from FP8 codes with --fp8-activations, and activations from the host with --offload activations. Some members share
 // memory with those of other layers.
 typedef struct {
     Real *x;        // [R, C] residual stream that enters the layer
@@ -81,11 +82,11 @@ typedef struct {
     bool kept_moves;  // layers share slots for what they keep (--offload activations)
     bool qk_norm;
     int64_t chunk;  // rows of logits at a time
-    // Memory of the layers' weight gradients. Activations use it until the gradients are written. If it is empty, they
-    // use none.
+    // Memory of the layers' weight gradients. Activations may use it until the gradients are written. If it is empty,
+    // they use none.
     ArenaRange layer_gradients;
-    // Memory of the embedding's gradient, which is written last. Activations use it until then. If it is empty, they
-    // use none.
+    // Memory of the embedding's gradient, which is written last. Activations may use it until then. If it is empty,
+    // they use none.
     ArenaRange embedding_gradient;
     int64_t layer_gradient_bytes;  // bytes per layer
     // True: the logits already have memory, at `logits` (NULL while an arena only counts bytes). False:

@@ -15,7 +15,7 @@ typedef struct {
     int heads_per_block;
     // How many (sequence, key/value head, part of the group) triples form a section; the last may have fewer. Thread
     // blocks take the sections one after the other, so that most of a section's Q, dO and dQ stays in L2. In
-    // deterministic order sections may be larger than L2.
+    // deterministic order, and where one triple is larger than L2, sections may be larger than L2.
     int section;
 } AttentionBackwardPlan;
 

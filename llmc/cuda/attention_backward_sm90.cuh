@@ -83,8 +83,8 @@ template <int HD> struct AttentionBackwardTiles {
     static const int STATS = DS + 2 * DS_BYTES, STATS_BYTES = 2 * MQ * 4;
     static const int DQ = STATS + STAGES * STATS_BYTES,
                      DQ_BYTES = ATTENTION_BACKWARD_FRAGMENT * 4;  // one fragment tile per consumer warpgroup
-    // mbarriers of 8 bytes each: one for K and V together, for Q and dO one per pipeline stage, and for dQ one per
-    // consumer warpgroup.
+    // mbarriers of 8 bytes each: one for K and V together. Q and dO have a full and an empty one per pipeline stage, dQ
+    // a full and an empty one per consumer warpgroup.
     static const int KV_FULL = DQ + 2 * DQ_BYTES;
     static const int Q_FULL = KV_FULL + 8, DO_FULL = Q_FULL + 8 * STAGES, Q_EMPTY = DO_FULL + 8 * STAGES,
                      DO_EMPTY = Q_EMPTY + 8 * STAGES;

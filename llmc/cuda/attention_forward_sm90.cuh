@@ -43,8 +43,8 @@ struct ForwardTile {
     static constexpr uint32_t SMEM_BYTES = END + 1024;  // the base is rounded up to 1024
 };
 
-// How tiles are numbered. A section is a set of (sequence, key/value head) pairs whose K and V fit in L2 together.
-// Tiles are ordered by section, then by query block from the last (longest) to the first, then by head.
+// How tiles are numbered. A section is one (sequence, key/value head) pair, or several whose K and V fit in L2
+// together. Tiles are ordered by section, then by query block from the last (longest) to the first, then by head.
 typedef struct {
     int T, NH, NKV;
     int query_blocks, heads_per_section;  // query heads per section

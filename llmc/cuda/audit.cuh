@@ -1,6 +1,6 @@
 // --fp8-audit on the GPU: compares FP8 data that a cast has written with the bf16 values that it was made from.
-// A step with an audit is slower: audits are meant to be rare. The last bits of the sums depend on the order in which
-// thread blocks end.
+// (fp16_weights.cuh compares FP8 weights with FP16 masters.) A step with an audit is slower: audits are meant to be
+// rare. The last bits of the sums depend on the order in which thread blocks end.
 #ifndef LLMC_AUDIT_CUH
 #define LLMC_AUDIT_CUH
 

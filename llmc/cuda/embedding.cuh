@@ -1,8 +1,8 @@
 // Token embedding: x [R, C] = table[token], and its gradient.
 //
 // The gradient of a table row is a sum over the batch's rows with that token. The order of atomics would change from
-// run to run. Instead the host sorts the batch's tokens by id before the step (embedding_sort), and a block adds up the
-// rows of an id in a fixed order, so every run gives equal bits. If ranks shard the table, each rank can add the
+// run to run. Instead the host sorts the batch's tokens by id before it sends them (embedding_sort), and a block adds
+// up the rows of an id in a fixed order, so every run gives equal bits. If ranks shard the table, each rank can add the
 // gradients of all ranks' tokens to its own part of the table's gradient.
 //
 // Bytes: forward reads 2 + writes 2 per element of x. Backward reads 2 per element of dx, and reads 2 + writes 2 (fp32

@@ -11,9 +11,9 @@
 // for BF16 and 16 for FP8, because cuBLASLt needs an alignment of 16 bytes.
 //
 // FP8 GEMMs can be emulated (--fp8-emulate), even if the GPU has them: the FP8 data is decoded into bf16, and a BF16
-// GEMM multiplies it. bf16 holds an FP8 number times a power of two exactly, except for bf16's smallest numbers. Apart
-// from these, an emulated GEMM differs only in the order of its sums and in lacking Hopper's reduced accumulation
-// precision.
+// GEMM multiplies it. bf16 holds an FP8 number times a power of two exactly, except near the ends of bf16's range.
+// Apart from these numbers, an emulated GEMM differs only in the order of its sums and in lacking Hopper's reduced
+// accumulation precision.
 //
 // Every result is rounded to bf16 once, even if it is added to an old value. With beta = 1 in host memory, cuBLASLt on
 // Hopper may round the GEMM's result first and then the sum (seen with cuBLAS 13.1). So wgrad, the only GEMM that
@@ -41,7 +41,7 @@ static inline void gemm_check_status(cublasStatus_t status, const char *call, co
 typedef struct {
     cublasLtHandle_t handle;
     void *workspace;  // at least GEMM_WORKSPACE_BYTES, 256-byte aligned, used on one stream
-    // As many elements as the largest gemm_scratch_elements(), 16-byte aligned; NULL if no plan emulates.
+    // At least as many elements as the largest gemm_scratch_elements(), 16-byte aligned; NULL if no plan emulates.
     bf16 *scratch;
     float *alpha;        // one float, for emulated GEMMs; NULL if no plan emulates
     bool deterministic;  // take the first usable algorithm instead of the fastest

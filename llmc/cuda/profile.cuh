@@ -1,7 +1,7 @@
 // Times of a step: NVTX ranges of its parts for Nsight Systems, and the table of operations that --profile prints.
 // The trainer calls profile_mark after an operation, with its name and its bytes or FLOPs; the time since the previous
 // mark is the operation's. Small operations have no mark: their time counts with the next operation that has one. A
-// wait of the stream (for weights in transfer) is an operation of its own.
+// wait of the stream (for weights in transfer, for example) is an operation of its own.
 #ifndef LLMC_PROFILE_CUH
 #define LLMC_PROFILE_CUH
 

@@ -17,7 +17,7 @@ typedef enum {
 // A tensor [R, C]. All pointers are to device memory; those of data and of scale_inv are aligned to 16 bytes. Data
 // whose pointer is NULL does not exist.
 typedef struct {
-    bf16 *data;                     // [R, C], for GEMMs in bf16
+    bf16 *data;                     // [R, C], for readers of bf16: GEMMs, casts, attention
     uint8_t *rowwise, *columnwise;  // FP8 [R, C], and its transpose [C, R]
     // scale_inv of rowwise and of columnwise data, laid out by scale_index() (recipes.h). The two pointers are equal if
     // both granularities are PER_TENSOR.

@@ -2,7 +2,7 @@
 //
 // File (little-endian): uint32 magic 20251121, version 1, count, separator; then for each id 0 ... count - 1: uint32
 // length, bytes. The separator is the token before each document: samples start with it, and end where the model emits
-// it again, or after --sample-tokens tokens.
+// it again, after --sample-tokens tokens, or when the run is asked to stop.
 //
 // Name: the shard's path without ".bin", then without a "_DIGITS" at its end (a shard's number), then without "_train",
 // "_val" or "_valid", then ".tokenizer": data/tiny_train.bin, data/tiny_val.bin and data/tiny_train_000001.bin all have

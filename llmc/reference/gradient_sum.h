@@ -1,7 +1,7 @@
 // Sums of gradients over micro-steps in bf16 or fp32 (--grad-accum-dtype): one rule for CPU and GPU, the same bits.
 //
-// A bf16 sum that is rounded to nearest stops growing when it is 256 times as large as what is added to it. So bf16
-// sums are rounded stochastically, with random bits that depend on (rounding seed, optimizer step, number of the
+// A bf16 sum that is rounded to nearest stops growing when it is 256 to 512 times as large as what is added to it. So
+// bf16 sums are rounded stochastically, with random bits that depend on (rounding seed, optimizer step, number of the
 // addition, flat element index) alone: neither on the launch shape nor on how a replica's parameters are split over
 // ranks. Each add is then right on average, and what is left is noise. One add has an error of at most one ulp of the
 // sum, 2^-8 to 2^-7 of it, with a variance of 5.5e-6 of the sum's square (a sixth of the ulp's square, averaged over
