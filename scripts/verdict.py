@@ -44,7 +44,7 @@ import subprocess
 import sys
 import time
 
-from verdict_runs import Pool, Run, fail, finished_summary, write_text
+from verdict_runs import Pool, Run, fail, finished_summary, say, write_text
 
 SET_HERE = ("train-data", "val-data", "sequence-length", "num-steps", "precision", "fp8-recipe", "fp8-emulate", "seed",
             "rounding-seed", "learning-rate", "lr-schedule", "warmup-steps", "log-dir")
@@ -327,18 +327,18 @@ def check_folder(plan, runs):
     path = os.path.join(plan.o["out"], "verdict.json")
     if not os.path.exists(path):
         return []
+    folders, now = {run.name for run in runs}, plan.fixed()
     try:
         before = json.load(open(path))
         fixed, entries = before["fixed"], before["runs"]
-    except (ValueError, KeyError, TypeError):
+        others = [entry for entry in entries if entry["folder"] not in folders]
+        steps = [(entry["folder"], entry["num_steps"]) for entry in entries]
+        now["num-steps"] = {**fixed["num-steps"], **now["num-steps"]}
+    except (ValueError, KeyError, TypeError, AttributeError):
         fail(f"{path} is damaged; give another --out, or remove the folder")
-    folders = {run.name for run in runs}
-    others = [entry for entry in entries if entry["folder"] not in folders]
-    now = plan.fixed()
-    now["num-steps"] = {**fixed["num-steps"], **now["num-steps"]}
     different = [f"{key}: {fixed.get(key)!r} there, {value!r} now" for key, value in now.items()
                  if fixed.get(key) != value and not (key == "num-steps" and value.items() >= fixed[key].items())]
-    if different and any(finished_summary(os.path.join(plan.o["out"], e["folder"]), e["num_steps"]) for e in entries):
+    if different and any(finished_summary(os.path.join(plan.o["out"], name), number) for name, number in steps):
         fail(f"{plan.o['out']} holds runs of other settings ({'; '.join(different)}); give another --out")
     return [] if different else others
 
@@ -367,7 +367,7 @@ def time_steps(plan, runs, slots):
         known = [run.seconds_known() for run in own if run.seconds_known()]
         if not known and not any(run.kind == "memory" for run in own):
             folder = os.path.join(plan.o["out"], "trial." + os.path.basename(model))
-            print(f"{model}: timing {TRIAL_STEPS} steps in BF16", flush=True)
+            say(f"{model}: timing {TRIAL_STEPS} steps in BF16")
             os.makedirs(folder, exist_ok=True)
             with open(os.path.join(folder, "stdout.txt"), "w") as out:
                 command = plan.command(model, "bf16", plan.seeds[0], None, folder, TRIAL_STEPS)
@@ -383,8 +383,8 @@ def announce(plan, runs, slots):
     left = [run for run in runs if not run.is_kept()]
     for model in plan.models:
         roundings = f" x {len(plan.roundings)} rounding seeds" if len(plan.roundings) > 1 else ""
-        print(f"{model}: {len(plan.recipes)} precisions x {len(plan.seeds)} seeds{roundings}, each run "
-              f"{plan.steps[model]} steps of {plan.tokens(model) // plan.steps[model]} tokens")
+        say(f"{model}: {len(plan.recipes)} precisions x {len(plan.seeds)} seeds{roundings}, each run "
+            f"{plan.steps[model]} steps of {plan.tokens(model) // plan.steps[model]} tokens")
     seconds = sum(run.expected for run in left) / len(slots)
     text = f"{len(left)} of {len(runs)} runs to do, {len(slots)} side by side"
     if seconds:
@@ -393,7 +393,7 @@ def announce(plan, runs, slots):
         if plan.price is not None:
             hours = sum(run.expected for run in left) * plan.gpus / 3600
             text += f"; {hours:.2f} GPU hours cost {hours * plan.price:.2f} at {plan.price:g} an hour"
-    print(text, flush=True)
+    say(text)
 
 
 def make_report(plan):

@@ -30,6 +30,14 @@ def write_text(path, text):
     os.replace(path + ".tmp", path)
 
 
+def say(text):
+    """Prints a line at once. If the reader of the output has gone, the verdict goes on without it."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def finished_summary(folder, steps):
     """The summary with which the run's log ends, if it is one of `steps` steps; else None."""
     try:
@@ -38,7 +46,8 @@ def finished_summary(folder, steps):
         summary = json.loads(last)
     except (OSError, ValueError):
         return None
-    return summary if summary.get("type") == "summary" and summary.get("steps") == steps else None
+    ends = isinstance(summary, dict) and summary.get("type") == "summary" and summary.get("steps") == steps
+    return summary if ends else None
 
 
 class Run:
@@ -156,8 +165,8 @@ class Pool:
                 pass
             self.signal_group(run, signal.SIGKILL)
         done = sum(run.kind == "done" for run in self.runs)
-        print(f"\nstopped after {done} of {len(self.runs)} runs; start the verdict again to continue; "
-              f"scripts/report.py {self.folder} makes a report of the finished runs", flush=True)
+        say(f"\nstopped after {done} of {len(self.runs)} runs; start the verdict again to continue; "
+            f"scripts/report.py {self.folder} makes a report of the finished runs")
         os._exit(128 + number)
 
     @staticmethod
@@ -169,8 +178,8 @@ class Pool:
 
     def say(self, run, before=False):
         index = self.runs.index(run) + 1
-        print(f"[{index}/{len(self.runs)}] {run.words()}: {run.outcome()}{', from before' if before else ''}"
-              f"{'' if before else self.left()}", flush=True)
+        say(f"[{index}/{len(self.runs)}] {run.words()}: {run.outcome()}{', from before' if before else ''}"
+            f"{'' if before else self.left()}")
 
     def left(self):
         """How many runs are left and until when, from the times of finished runs; "" if either is not known."""

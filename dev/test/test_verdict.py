@@ -202,6 +202,25 @@ exec ./train_fp8 "$@"
           f"the second start keeps 8 of 10 runs: {again.stdout}")
 
 
+def test_reader_gone(folder):
+    """If the reader of the output goes away, the runs go on. After that, a damaged verdict.json is refused."""
+    words = options(folder, "--out", f"{folder}/unread", "--seeds", "8", "--recipes", "fp8", "--", "--val-steps", "4")
+    with subprocess.Popen(["scripts/verdict.sh", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        process.wait()
+    for name in ("tiny.bf16.s8", "tiny.fp8.s8"):
+        last = (pathlib.Path(folder) / "unread" / name / "log.jsonl").read_text().splitlines()[-1]
+        check(json.loads(last)["type"] == "summary", f"{name} is finished: {last[:200]}")
+    path = pathlib.Path(folder) / "unread" / "verdict.json"
+    settings = json.loads(path.read_text())
+    for damage in ({**settings, "runs": [{}]}, {**settings, "fixed": {}}, {"fixed": 3, "runs": 4}, []):
+        path.write_text(json.dumps(damage))
+        result = verdict(*words)
+        check(result.returncode == 1 and "verdict.json is damaged" in result.stderr and "Traceback" not in result.stderr,
+              f"a damaged verdict.json is refused: {result.stderr[-500:]}")
+
+
 def main():
     os.environ["OMP_NUM_THREADS"] = "1"
     folder = tempfile.mkdtemp()
@@ -222,6 +241,7 @@ def main():
             now = (pathlib.Path(folder) / "verdict" / name / "log.jsonl").stat().st_mtime_ns
             check(now == when, f"{name}, which was finished, does not run again")
         test_failing_trainer(folder)
+        test_reader_gone(folder)
         if libraries.returncode:
             print(f"skipped: the report of the verdict: {libraries.stderr.strip()[-200:]}")
             check("scripts/setup_report.sh" in result.stderr,
