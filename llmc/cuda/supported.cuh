@@ -71,7 +71,7 @@ static inline void check_supported(const ModelConfig *m, const Options *o, int64
                  (long long)m->hidden_size, RMSNORM_MAX_C);
     for (int i = 0; i < 3; i++)
         if (sizes[i].value % sizes[i].multiple)
-            die_with(EXIT_UNSUPPORTED, "model %s: %s = %lld is not a multiple of %lld, as GEMMs on the GPU need",
+            die_with(EXIT_UNSUPPORTED, "model %s: %s = %lld is not a multiple of %lld, as kernels on the GPU need",
                      m->name, sizes[i].name, (long long)sizes[i].value, (long long)sizes[i].multiple);
     if (o->fp8_weight_cache == ON && shard_size > 1)
         die_with(EXIT_USAGE,
