@@ -64,7 +64,7 @@ static inline void check_supported(const ModelConfig *m, const Options *o, int64
     if (m->head_dim != 64 && m->head_dim != 128)
         die_with(EXIT_UNSUPPORTED,
                  "model %s: head_dim = %lld; attention on the GPU supports 64 and 128 (the CPU trainer, train_fp8, "
-                 "supports any that is even)",
+                 "supports this one too)",
                  m->name, (long long)m->head_dim);
     if (m->hidden_size > RMSNORM_MAX_C)
         die_with(EXIT_UNSUPPORTED, "model %s: hidden_size = %lld; RMSNorm on the GPU supports up to %d", m->name,
