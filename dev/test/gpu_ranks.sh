@@ -127,7 +127,7 @@ for size in $(printf '%s\n' 1 $((W / 2)) | uniq); do
     check "$name: NCCL reaches the other host over the network: $(sed -n '/^links/,/^$/p' "$tmp/$name.log")" \
         holds "$tmp/$name.log" "pairs over network"
     [ $size -eq 1 ] || check "$name: copy engines inside, NCCL across: $(grep ^transport "$tmp/$name.log")" \
-        grep -q '^transport copy engines; .*over replicas by NCCL' "$tmp/$name.log"
+        grep -q '^transport copy engines; .*over replicas in .* by NCCL' "$tmp/$name.log"
 done
 # ---- Ranks that choose their GPUs.
 if [ -n "$share" ]; then

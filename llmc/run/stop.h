@@ -92,7 +92,7 @@ static inline int stop_requested(const Comm *c) {
 // Prints after which step the run ended early.
 static inline void stop_print(const Options *o, int signal_number, int64_t step) {
     printf("stopped by signal %d after step %lld; %s\n", signal_number, (long long)step,
-           *o->checkpoint_dir ? "--resume continues" : "without --checkpoint-dir nothing was saved");
+           *o->checkpoint_dir ? "--resume continues after it" : "without --checkpoint-dir nothing was saved");
 }
 
 #endif
