@@ -168,8 +168,7 @@ static inline void meet_file_check(const char *path, const RankCard *own) {
     const int fd = meet_file_connect(&file, own, &failure);
     if (fd >= 0)
         die("--init-from file:%s: another run seems to use the file: something listens where its rank 0 on %s (process "
-            "%d) waited; "
-            "give each run a file of its own, or remove the file if that run has ended",
+            "%d) waited; give each run a file of its own, or remove the file if that run has ended",
             path, file.host, file.pid);
     warn("--init-from file:%s: a run on %s that does not answer left the file; it is replaced", path, file.host);
 }
@@ -270,7 +269,7 @@ static inline void meet_find_problem(Meeting *m, const Door *door, const char *w
     meet_missing(m, missing, sizeof missing);
     m->code = EXIT_LOST;
     if (left)
-        format_checked(m->problem, sizeof m->problem, "rank %lld on %s ended before all ranks had come",
+        format_checked(m->problem, sizeof m->problem, "rank %lld on %s ended or was lost before all ranks had come",
                        (long long)left, m->cards[left].host);
     else if (init->kind == INIT_FILE && !meet_owns_file(m))
         format_checked(
@@ -281,7 +280,7 @@ static inline void meet_find_problem(Meeting *m, const Door *door, const char *w
         format_checked(m->problem, sizeof m->problem,
                        "rank %s of %lld did not come to %.512s within %.0f s (--init-timeout)%s", missing,
                        (long long)init->world, where, init->timeout,
-                       door->strangers ? "; connections came that were not ranks of this run" : "");
+                       door->strangers ? "; other connections came, and none showed a missing rank" : "");
 }
 
 // Accepts connections until all ranks have come. Dies if there is a problem.

@@ -416,8 +416,8 @@ static inline void run_setup_check_room(const RunSetup *s, const Options *o, con
     if (folder_room(parent, &room, &failure) && room < before + weights)
         die("--export-hf %s: the weights take %.*f GiB%s, and %.*f are free there; make room or give a folder on a "
             "larger disk",
-            o->export_hf, digits, (double)weights / GiB, before ? " beside a checkpoint" : "", digits,
-            (double)room / GiB);
+            o->export_hf, digits, (double)weights / GiB,
+            before ? ", on top of a checkpoint (checkpoint-bytes of --dry-run)" : "", digits, (double)room / GiB);
 }
 
 static inline void run_setup_close(RunSetup *s) {
