@@ -877,7 +877,7 @@ static int64_t memory_needed(const Options *o, const ModelConfig *m, const Comm 
 // Dies unless the plan fits the free memory.
 static void check_memory(const Trainer *t, const Arena *plan) {
     const MemoryFit fit = {t->o, &t->m, t->comm, memory_needed, memory_available(t->comm), true};
-    memory_fit_require(&fit, plan->used + memory_overhead(t->comm), "this GPU's free memory is");
+    memory_fit_require(&fit, plan->used + memory_overhead(t->comm), "this GPU has free, with CUDA's own memory,");
 }
 
 // Allocates the GPU memory, plans the GEMMs, and clears all arrays.

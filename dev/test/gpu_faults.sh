@@ -80,7 +80,7 @@ silent() {
     stall_start "$name" "$rank" stop "$@"
     stall_await "$name" 60 || return
     stall_says "$name" 25 \
-        "rank $rank on $host has not responded for .*; rank $speaker (waits for it|is) in $phase: "
+        "rank $rank on $host has not responded for .*; rank $speaker (waits|is) in $phase: "
 }
 small="small $endless"
 ending="$small --num-steps 1 --export-hf $tmp/stall_model"

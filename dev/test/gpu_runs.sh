@@ -412,7 +412,7 @@ for signal in TERM INT USR1; do
 done
 
 # A run that cannot work ends with an error and a non-zero status before its first step.
-refused "this GPU's free memory is" \
+refused "this GPU has free, with CUDA's own memory," \
     ./train_fp8cu llama3.1-70b --train-data "$tmp/synth_train.bin" --sequence-length 4096
 refused "every rank needs its own GPU" mpirun \
     --allow-run-as-root --oversubscribe -np $(($(nvidia-smi -L | grep -c '^GPU') + 1)) ./train_fp8cu small $data

@@ -107,10 +107,10 @@ static void test_slow(void) {
            "rank 3 on node1 reaches other ranks over NVLink at 10 GB/s; the median of the other ranks is 50");
     r = report_of(6, 5e10);
     set_rate(&r, 1, 4, 1e10);
-    expect(
-        &r, "one slow pair",
-        "rank 1 on node0 and rank 4 on node2 reach each other over network at 10 GB/s; the median of all pairs is 50",
-        NULL);
+    expect(&r, "one slow pair",
+           "rank 1 on node0 and rank 4 on node2 reach each other over network at 10 GB/s; the median of all pairs over "
+           "it is 50",
+           NULL);
     r = report_of(2, 1e6);
     expect(&r, "two ranks cannot be compared", NULL, NULL);
     r = report_of(6, 5e10);

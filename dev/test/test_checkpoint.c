@@ -1168,10 +1168,10 @@ static void test_retry(void) {
     CHECK(r.setup.save_failed && r.setup.saved_step == 2 && strcmp(listing(dir), "2") == 0,
           "after a failed save the earlier checkpoint stays; found %s", listing(dir));
     CHECK(check_dies(end_action, &r,
-                     "untouched. No other save follows: the steps after step 2 are lost, and "
+                     "untouched. No other save follows: no checkpoint has the steps after step 2, and "
                      "--resume continues from there",
                      output, sizeof output),
-          "the end of the run says which steps are lost: %s", output);
+          "the end of the run says which steps no checkpoint has: %s", output);
     CHECK(path_exists(r.trainer->options.export_hf), "the export is made although saves failed");
     r.trainer->options.num_steps = 10;
     remove_tree(r.trainer->options.export_hf);

@@ -184,7 +184,7 @@ check "a bf16 run prints no memory plan" lacks "$tmp/start" "memory plan"
 check "a bf16 run prints no table of GEMMs" lacks "$tmp/start" "fprop"
 check "an fp8 run prints at most 25 lines before step 1" starts 1 tiny $data $val --precision fp8 --fp8-filter first
 check "an fp8 run prints which linear layers run in bf16" \
-    holds "$tmp/start" "bf16: lm_head, qkv in 1 of 2 layers, attn_out in 1 of 2 layers"
+    holds "$tmp/start" "bf16 linear layers: lm_head, qkv in 1 of 2 layers, attn_out in 1 of 2 layers"
 check "an fp8 run prints the options that are set" \
     holds "$tmp/start" "options   --val-data $tmp/s_val.bin --sequence-length 32 --num-steps 2"
 check "an fp8 run prints the options that are derived" holds "$tmp/start" \

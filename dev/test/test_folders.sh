@@ -153,7 +153,7 @@ check "both tries fail: the run prints that it goes on" holds "$out" \
 check "both tries fail: one rank warns of each" equal "$(grep -c '^warning: ' "$out")" 2
 check "both tries fail: only the next checkpoint is there" equal "$(ls "$tmp/twice")" step-00000002
 check "a run whose saves all fail ends with an error" \
-    refuses "No other save follows: no step of this run is saved" $fails=9 $run \
+    refuses "No other save follows: no checkpoint has a step of this run" $fails=9 $run \
     --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/never" --export-hf "$tmp/all"
 check "a run whose saves all fail still exports" test -f "$tmp/all/model.safetensors"
 check "--on-save-error stop: the run ends with an error" \

@@ -1788,8 +1788,9 @@ static void check_proof_of_reads(void) {
 static void check_disabled(void) {
     static const struct {
         const char *value, *reason;
-    } cases[] = {
-        {"1", "NCCL_P2P_DISABLE=1 forbids"}, {"0", "rank 7's GPU cannot be read from rank 6's"}, {NULL, "rank 7's"}};
+    } cases[] = {{"1", "NCCL_P2P_DISABLE=1 forbids"},
+                 {"0", "rank 7's GPU cannot be opened to other ranks, as rank 6 found"},
+                 {NULL, "rank 7's"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         PeerMemory p;
         PeerOffer offers[2];

@@ -219,7 +219,7 @@ if limit_network a b c; then
     # --check-links: equal links, then a slow one to host c.
     check "links: 3 hosts over 100 Mbit/s train" meet links "a b c" --batch-size 2 --check-links
     same_steps links one3 1
-    check "links: none is slow: $(links_said links.0)" holds "$ROOM/links.0.out" "no rank and no link is slow"
+    check "links: none is slow: $(links_said links.0)" holds "$ROOM/links.0.out" "no rank and no link was found slow"
     for collective in all-gather reduce-scatter; do
         measured=$(bus_bandwidth links $collective)
         check "links: the bus bandwidth of $collective is that of 100 Mbit/s ($measured GB/s)" \

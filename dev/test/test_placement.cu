@@ -514,9 +514,8 @@ static void test_gpus(void) {
           (long long)j);
     CHECK(!find_shared_gpu(gpus, 1, &i, &j), "one rank shares its GPU with no other");
     gpus[3].uuid.bytes[15] = 1, gpus[3].visible = 2;
-    const char *message =
-        "ranks 2 and 3 on b have the same GPU, GPU-00000000-0000-0000-0000-000000000001 (visible "
-        "GPUs: rank 2 has 1, rank 3 has 2); every rank needs its own GPU: start at most 2 on this host";
+    const char *message = "ranks 2 and 3 on b have the same GPU, GPU-00000000-0000-0000-0000-000000000001 (visible "
+                          "GPUs: rank 2 has 1, rank 3 has 2); every rank needs its own GPU: start at most 2 there";
     CHECK(check_dies(call_require_own_gpus, gpus, message, output, sizeof output),
           "ranks with the same GPU are refused: %s", output);
 }

@@ -60,7 +60,7 @@ PY
 }
 check "a copy of the program with another version is made" rename newer 0.1 0.2
 program=$tmp/newer
-differs "$zero" "its version is 0.2 here, 0.1 on rank 0; $together"
+differs "$zero" "the program's version is 0.2 here, 0.1 on rank 0; $together"
 if ldd ./train_fp8cu 2>/dev/null | grep -q libnccl && ! ldd ./train_fp8cu | grep -q "not found"; then
     program=$PWD/train_fp8cu
     differs "$zero" "the program is train_fp8cu here, train_fp8 on rank 0; $together"

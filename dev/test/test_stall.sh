@@ -30,7 +30,7 @@ endless="--num-steps 1000000 --stall-timeout 5"
 silent() {
     local speaker=$(($2 == 0))
     stall_await "$1" 60 || return
-    stall_says "$1" 15 "rank $2 on $host has not responded for .*; rank $speaker waits for it in $3: "
+    stall_says "$1" 15 "rank $2 on $host has not responded for .*; rank $speaker waits in $3: "
 }
 stall_start start 1 stop pread 3 s_train.bin tiny $endless
 stall_start training 2 stop pread 40 s_train.bin tiny $endless

@@ -52,32 +52,32 @@ run="./train_fp8 tiny $data --num-steps 30 --checkpoint-dir $at --log-dir $at"
 ended() {
     equal "$1 $(cat "$tmp/err")" "0 $2" && equal "$(steps "$at")" "$3" && saved "$at" && whole_log "$at"
 }
-on="; the run goes on without it" off="; the run saves and stops (--on-output-lost stop)"
+on="; the run goes on without them" off="; the run stops (--on-output-lost stop)"
 fresh() { rm -rf "$at"; : >"$tmp/err"; }
 fresh; $run 2>"$tmp/err" | head -n 1 >/dev/null; status=${PIPESTATUS[0]}
 check "the run goes on if the reader of stdout goes away" \
-    ended $status "warning: stdout cannot be written: Broken pipe$on" 30
+    ended $status "warning: lines printed to stdout are lost: Broken pipe$on" 30
 fresh; $run 2>&1 | head -n 1 >/dev/null; status=${PIPESTATUS[0]}
 check "the run goes on if the reader of stdout and stderr goes away" ended $status "" 30
 fresh; $run --num-steps 1000000 --on-output-lost stop 2>"$tmp/err" | grep -m1 '^step' >/dev/null
 status=${PIPESTATUS[0]}
 check "--on-output-lost stop ends the run with status 0 and a warning" \
-    equal "$status $(cat "$tmp/err")" "0 warning: stdout cannot be written: Broken pipe$off"
+    equal "$status $(cat "$tmp/err")" "0 warning: lines printed to stdout are lost: Broken pipe$off"
 check "--on-output-lost stop saves a checkpoint and a whole log" eval 'saved "$at" && whole_log "$at"'
 fresh; $run >/dev/full 2>"$tmp/err"
 check "the run goes on if stdout is on a full disk" \
-    ended $? "warning: stdout cannot be written: No space left on device$on" 30
+    ended $? "warning: lines printed to stdout are lost: No space left on device$on" 30
 fresh; $run >&- 2>"$tmp/err"
 check "the run goes on if stdout is closed" ended $? "" 30
 fresh; $run >&- 2>&- <&-
 check "the run goes on if stdin, stdout and stderr are closed" ended $? "" 30
 fresh; mpirun --allow-run-as-root --oversubscribe -np 2 bash -c "exec $run >/dev/full" 2>"$tmp/err"
 check "2 ranks go on if stdout is on a full disk" \
-    ended $? "warning: stdout cannot be written: No space left on device$on" 30
+    ended $? "warning: lines printed to stdout are lost: No space left on device$on" 30
 fresh; mpirun --allow-run-as-root --oversubscribe -np 2 \
     bash -c "exec $run --on-output-lost stop --num-steps 1000000 >/dev/full" 2>"$tmp/err"
 check "2 ranks stop with --on-output-lost stop if stdout is on a full disk" equal "$? $(cat "$tmp/err")" \
-    "0 warning: stdout cannot be written: No space left on device$off"
+    "0 warning: lines printed to stdout are lost: No space left on device$off"
 
 # ---- Files that may not grow past a limit (ulimit -f). If the log reaches it, the run prints one warning and goes on
 # to its last step. If every checkpoint reaches it, the run trains to its last step and ends with an error. Also: a
@@ -86,13 +86,13 @@ check "2 ranks stop with --on-output-lost stop if stdout is on a full disk" equa
 fresh; (ulimit -f 12; exec $run --num-steps 60 --checkpoint-dir "") 2>"$tmp/err" | cat >"$tmp/out"
 check "the run goes on with one warning if log.jsonl may not grow" \
     equal "${PIPESTATUS[0]} $(cat "$tmp/err") $(grep -c '^step' "$tmp/out")" \
-    "0 warning: $at/log.jsonl: cannot be written (File too large); the run goes on without the lines that do not fit 60"
+    "0 warning: $at/log.jsonl: cannot be written (File too large); the run goes on without the lost lines 60"
 check "a log.jsonl that may not grow has complete lines" \
     python3 -c "import json, sys; assert len([json.loads(line) for line in open(sys.argv[1])]) > 10" "$at/log.jsonl"
 fresh; (ulimit -f 20; exec $run --checkpoint-every 10) >"$tmp/out" 2>"$tmp/err"
 status=$?
 warning="^warning: saving checkpoint $at/step-.* failed: .*: File too large: .*; the save is tried again"
-error="^error: saving checkpoint .*: File too large: .* No other save follows: no step"
+error="^error: saving checkpoint .*: File too large: .* No other save follows: no checkpoint has a step"
 check "a run whose checkpoints may not grow warns three times and ends with an error" \
     equal "$status $(grep -c "$warning" "$tmp/err") $(grep -c "$error" "$tmp/err")" "1 3 1"
 fresh; $run --checkpoint-every 10 >"$tmp/out"

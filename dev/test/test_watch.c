@@ -57,7 +57,7 @@ static void check_silent(void) {
     CHECK(
         strcmp(text,
                "rank 2 on host2 has not responded for 15 s (limit 15 s, from --stall-timeout 90); it was last seen in "
-               "step 12, training: all-to-all; rank 0 waits for it in step 12, training: all-to-all") == 0,
+               "step 12, training: all-to-all; rank 0 waits in step 12, training: all-to-all") == 0,
         "the message names the silent rank and what was last seen of it: %s", text);
     pass(&t, SILENCE, 0x3, 0);
     check_verdict(&t, WATCH_SILENT, 2, 0, "ranks 2 and 3 are silent");

@@ -64,14 +64,14 @@ static inline void check_supported(const ModelConfig *m, const Options *o, int64
     if (m->head_dim != 64 && m->head_dim != 128)
         die_with(EXIT_UNSUPPORTED,
                  "model %s: head_dim = %lld; attention on the GPU supports 64 and 128 (the CPU trainer, train_fp8, "
-                 "supports any that is even)",
+                 "supports this one too)",
                  m->name, (long long)m->head_dim);
     if (m->hidden_size > RMSNORM_MAX_C)
         die_with(EXIT_UNSUPPORTED, "model %s: hidden_size = %lld; RMSNorm on the GPU supports up to %d", m->name,
                  (long long)m->hidden_size, RMSNORM_MAX_C);
     for (int i = 0; i < 3; i++)
         if (sizes[i].value % sizes[i].multiple)
-            die_with(EXIT_UNSUPPORTED, "model %s: %s = %lld is not a multiple of %lld, as GEMMs on the GPU need",
+            die_with(EXIT_UNSUPPORTED, "model %s: %s = %lld is not a multiple of %lld, as kernels on the GPU need",
                      m->name, sizes[i].name, (long long)sizes[i].value, (long long)sizes[i].multiple);
     if (o->fp8_weight_cache == ON && shard_size > 1)
         die_with(EXIT_USAGE,

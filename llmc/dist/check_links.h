@@ -279,7 +279,7 @@ static inline void links_name_path(LinkReport *r, LinkPath path) {
             if (rate > 0 && rate < LINKS_SLOW * median && !slow[i] && !slow[j])
                 links_add_fault(&r->faults,
                                 "rank %lld on %s and rank %lld on %s reach each other over %s at %.4g GB/s; the median "
-                                "of all pairs is %.4g",
+                                "of all pairs over it is %.4g",
                                 (long long)i, r->hosts[i], (long long)j, r->hosts[j], link_path_name(path), rate * 1e-9,
                                 median * 1e-9);
         }
@@ -365,7 +365,8 @@ static inline void links_print_gpus(const LinkReport *r) {
         least.copy = fmin(least.copy, r->gpus[i].copy), most.copy = fmax(most.copy, r->gpus[i].copy);
         least.gemm = fmin(least.gemm, r->gpus[i].gemm), most.gemm = fmax(most.gemm, r->gpus[i].gemm);
     }
-    char copies[64] = "no copies (this model is too small)", gemms[64] = "no GEMMs (this model is too small)";
+    char copies[64] = "no copies (a rank's gradients take too little memory)",
+         gemms[64] = "no GEMMs (a rank's gradients take too little memory)";
     if (least.copy > 0)
         format_checked(copies, sizeof copies, "copies in their memory at %.4g to %.4g GB/s", least.copy * 1e-9,
                        most.copy * 1e-9);
@@ -387,7 +388,7 @@ static inline void links_print(const LinkReport *r, const LinkOps *ops, const Co
     const int64_t named = min_i64(r->faults.count, LINKS_FAULTS);
     for (int64_t i = 0; i < named; i++) printf("  slow: %s\n", r->faults.text[i]);
     if (r->faults.count > named) printf("  slow: %lld more\n", (long long)(r->faults.count - named));
-    if (r->world > 1 && !r->faults.count && !*r->no_pairs) printf("  no rank and no link is slow\n");
+    if (r->world > 1 && !r->faults.count && !*r->no_pairs) printf("  no rank and no link was found slow\n");
     fflush(stdout);
 }
 

@@ -63,11 +63,12 @@ static inline void nccl_check(ncclResult_t result, const char *call, const char 
 __attribute__((noreturn)) static inline void nccl_die(const Nccl *n, int code, const char *reason) {
     const NcclOperation *o = &n->operations[n->finished % NCCL_PENDING];
     if (n->finished == n->enqueued)
-        die_with(code, "step %lld, between collectives or at the start of one: %s", (long long)n->step + 1, reason);
+        die_with(code, "step %lld (0: before the first), between collectives or at the start of one: %s",
+                 (long long)n->step + 1, reason);
     char of[64] = "";
     if (o->layer == ROOT) format_checked(of, sizeof of, " of the root unit");
     if (o->layer >= 0) format_checked(of, sizeof of, " of layer %lld", (long long)o->layer);
-    die_with(code, "step %lld, %s%s: %s", (long long)o->step + 1, o->what, of, reason);
+    die_with(code, "step %lld (0: before the first), %s%s: %s", (long long)o->step + 1, o->what, of, reason);
 }
 
 // Returns an error of any communicator, or ncclInProgress while one still executes a call, or ncclSuccess.

@@ -42,7 +42,7 @@ static inline void require_own_gpus(const RankGpu *gpus, int64_t world) {
     die_with(
         EXIT_USAGE,
         "ranks %lld and %lld on %s have the same GPU, %s (visible GPUs: rank %lld has %d, rank %lld has %d); every "
-        "rank needs its own GPU: start at most %d on this host, or set CUDA_VISIBLE_DEVICES to another GPU for each "
+        "rank needs its own GPU: start at most %d there, or set CUDA_VISIBLE_DEVICES to another GPU for each "
         "rank (for tests, --share-gpu lets them share it)",
         (long long)i, (long long)j, gpus[j].host, uuid, (long long)i, gpus[i].visible, (long long)j, gpus[j].visible,
         gpus[j].visible);

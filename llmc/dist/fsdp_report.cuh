@@ -45,7 +45,7 @@ static inline void fsdp_print_transport(const Fsdp *f) {
            f->transport.reduce_dtype == REDUCE_FP8 ? "fp8, and outside the layers' matrices in " : "",
            fsdp_reduce_dtype(f, !sharded));
     if (sharded && f->replicas > 1)
-        printf(", over replicas in %s%s", fsdp_reduce_dtype(f, true), engines ? " by NCCL" : "");
+        printf(" (over replicas in %s%s)", fsdp_reduce_dtype(f, true), engines ? " by NCCL" : "");
     printf("\n");
 }
 

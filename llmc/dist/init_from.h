@@ -49,7 +49,7 @@ static inline bool init_rank(InitFrom *init, const char *rank_name, const char *
     if (!init_number(world, 1, 1 << 20, &init->world) || !init_number(rank, 0, init->world - 1, &init->rank))
         die_with(EXIT_USAGE,
                  "%s is \"%s\" and %s is \"%s\": the rank must be a number from 0 to the number of ranks - 1, and the "
-                 "number of ranks at most 1048576",
+                 "number of ranks one from 1 to 1048576",
                  rank_name, rank, world_name, world);
     return true;
 }
@@ -114,7 +114,10 @@ static inline void init_tcp(InitFrom *init, const char *from, const char *where)
     const char *colon = strrchr(where, ':');
     int64_t port;
     if (!colon || colon == where || !init_number(colon + 1, 1, 65535, &port))
-        die_with(EXIT_USAGE, "--init-from %s: must be tcp:HOST:PORT, with a port from 1 to 65535", from);
+        die_with(EXIT_USAGE,
+                 "--init-from %s: must be tcp:HOST:PORT, with a port from 1 to 65535 (from the environment: "
+                 "MASTER_ADDR:MASTER_PORT)",
+                 from);
     const bool brackets = *where == '[' && colon[-1] == ']';
     init->kind = INIT_TCP, init->port = (int)port;
     format_checked(init->place, sizeof init->place, "%.*s", (int)(colon - where) - 2 * brackets, where + brackets);
@@ -142,7 +145,7 @@ static inline InitFrom init_from(int argc, char **argv) {
     memset(&init, 0, sizeof init);
     init.world = 1;
     if (timeout && !init_number(timeout, 1, 86400, &seconds))
-        die_with(EXIT_USAGE, "--init-timeout %s: must be a number of seconds from 1 to 86400, in digits", timeout);
+        die_with(EXIT_USAGE, "--init-timeout %s: must be a whole number of seconds from 1 to 86400, in digits", timeout);
     init.timeout = (double)seconds;
     if (!from || strcmp(from, "auto") == 0) init_from_environment(&init);
     else if (strcmp(from, "mpi") == 0) init.kind = INIT_MPI;

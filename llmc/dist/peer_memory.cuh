@@ -142,12 +142,13 @@ static inline bool peer_memory_try(PeerMemory *p, const Comm *c, const PeerOffer
             status = cudaIpcOpenMemHandle((void **)&p->base[i], offers[i].handle, cudaIpcMemLazyEnablePeerAccess);
         if (status == cudaSuccess) continue;
         if (i != p->rank) p->base[i] = NULL;
-        format_checked(reason, capacity, "the memory of rank %lld's GPU cannot be read from rank %lld's (%s)",
+        format_checked(reason, capacity,
+                       "the memory of rank %lld's GPU cannot be opened to other ranks, as rank %lld found (%s)",
                        (long long)(c->rank - c->shard_rank + i), (long long)c->rank, cudaGetErrorString(status));
         return false;
     }
     if (peer_can_wait(p, stream)) return true;
-    format_checked(reason, capacity, "cuStreamBatchMemOp does not work with this driver");
+    format_checked(reason, capacity, "cuStreamBatchMemOp does not work here");
     return false;
 }
 

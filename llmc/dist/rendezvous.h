@@ -162,14 +162,15 @@ static inline void meet_file_check(const char *path, const RankCard *own) {
     Failure failure;
     if (access(path, F_OK)) return;
     if (!meet_file_read(path, &file))
-        die("--init-from file:%s: the file exists and was not written by rank 0 of a run; give the path of a new file",
+        die("--init-from file:%s: the file exists and cannot be read as one that rank 0 of a run wrote; give the path "
+            "of a new file",
             path);
     const int fd = meet_file_connect(&file, own, &failure);
     if (fd >= 0)
-        die("--init-from file:%s: another run uses the file: its rank 0 on %s (process %d) waits for its ranks; give "
-            "each run a file of its own",
+        die("--init-from file:%s: another run seems to use the file: something listens where its rank 0 on %s (process "
+            "%d) waited; give each run a file of its own, or remove the file if that run has ended",
             path, file.host, file.pid);
-    warn("--init-from file:%s: an earlier run on %s left the file; it is replaced", path, file.host);
+    warn("--init-from file:%s: a run on %s that does not answer left the file; it is replaced", path, file.host);
 }
 
 // Writes the file under another name, and renames it, so that no rank reads half of it.
@@ -268,17 +269,18 @@ static inline void meet_find_problem(Meeting *m, const Door *door, const char *w
     meet_missing(m, missing, sizeof missing);
     m->code = EXIT_LOST;
     if (left)
-        format_checked(m->problem, sizeof m->problem, "rank %lld on %s ended before all ranks had come",
+        format_checked(m->problem, sizeof m->problem, "rank %lld on %s ended or was lost before all ranks had come",
                        (long long)left, m->cards[left].host);
     else if (init->kind == INIT_FILE && !meet_owns_file(m))
-        format_checked(m->problem, sizeof m->problem,
-                       "another run has replaced or removed the file %.512s; give each run a file of its own",
-                       init->place);
+        format_checked(
+            m->problem, sizeof m->problem,
+            "the file %.512s was replaced or removed, or cannot be read any more; give each run a file of its own",
+            init->place);
     else if (waited > init->timeout)
         format_checked(m->problem, sizeof m->problem,
                        "rank %s of %lld did not come to %.512s within %.0f s (--init-timeout)%s", missing,
                        (long long)init->world, where, init->timeout,
-                       door->strangers ? "; connections came that were not ranks of this run" : "");
+                       door->strangers ? "; other connections came, and none showed a missing rank" : "");
 }
 
 // Accepts connections until all ranks have come. Dies if there is a problem.
@@ -326,7 +328,7 @@ static inline void meet_as_first(Meeting *m) {
     if (init->kind == INIT_FILE) meet_file_check(init->place, own), meet_random_token(own->token);
     door.listener = socket_listen(init->port);
     if (door.listener < 0)
-        die("--init-from: rank 0 cannot listen on port %d of %s: %s; give another port, in case another run uses it",
+        die("--init-from: rank 0 cannot listen on port %d of %s: %s; --init-from tcp:HOST:PORT can name another port",
             init->port, own->host, strerror(errno));
     door.hello_bytes = sizeof(RankCard), door.admits = meet_admit, door.context = m;
     if (init->kind == INIT_FILE) {
@@ -347,7 +349,7 @@ static inline int meet_connect(const Meeting *m, RankCard *own, Failure *failure
     MeetFile file;
     if (init->kind == INIT_TCP) return socket_connect(init->place, init->port, failure);
     if (!meet_file_read(init->place, &file)) {
-        fail(failure, "rank 0 has not written %s", init->place);
+        fail(failure, "%s is missing or cannot be read as a file of rank 0", init->place);
         return -1;
     }
     if (strcmp(file.job, init->job)) {
@@ -370,7 +372,7 @@ static inline bool meet_ask(Meeting *m, RankCard *own, int fd, double deadline, 
     if (answer.kind == ANSWER_ENDED) _exit(answer.code);  // rank 0 has printed the reason
     if (answer.kind != ANSWER_TABLE) return fail(failure, "%s", answer.text);
     if (!socket_all(fd, false, m->cards, bytes, deadline))
-        return fail(failure, "rank 0 ended while it sent the table of ranks: %s", strerror(errno));
+        return fail(failure, "the table of ranks did not arrive from rank 0: %s", strerror(errno));
     char reached[SOCKET_ADDRESS];
     socket_address(fd, false, reached);
     for (int64_t r = 0; r < m->init->world; r++) {

@@ -202,7 +202,7 @@ static inline void watch_message(const WatchTable *t, WatchVerdict v, char *out,
                        "it %s%s; rank %lld %s in %s",
                        number, rank->host, rank->silence, watch_silence_limit(t), timeout, more,
                        rank->row.changes ? "was last seen in " : "never responded", rank->row.changes ? where : "",
-                       speaker, watch_waits(from) ? "waits for it" : "is", here);
+                       speaker, watch_waits(from) ? "waits" : "is", here);
     else if (v.finding == WATCH_LOST)
         format_checked(out, capacity,
                        "rank %lld on %s was killed, has crashed or cannot be reached any more; it was last seen in %s; "
@@ -224,7 +224,7 @@ static inline void watch_message(const WatchTable *t, WatchVerdict v, char *out,
     else
         format_checked(out, capacity,
                        "rank %lld on %s has waited for %.0f s (--stall-timeout %lld) in %s: "
-                       "another rank is stuck",
+                       "another rank is stuck or too slow",
                        number, rank->host, rank->row.idle, timeout, where);
 }
 
@@ -399,8 +399,8 @@ static inline void watch_open(const Comm *c, int64_t timeout) {
     pthread_mutex_unlock(&w->mutex);
     if (atexit(watch_close)) die("atexit failed");
     if (c->rank == 0 && !exchange)
-        warn(
-            "this MPI does not let several threads call it: a stuck rank ends the run, but the message cannot name it");
+        warn("this MPI does not let several threads call it: a stuck rank ends the run, but the message may not name "
+             "it");
 }
 
 #endif

@@ -72,7 +72,7 @@ static inline void logger_write(Logger *l, JsonText *line) {
         const bool again = ftruncate(fileno(l->file), (off_t)l->end) == 0;
         if (!l->lines_lost || !again)
             warn("%s: cannot be written (%s); the run goes on without %s", l->path, strerror(error),
-                 again ? "the lines that do not fit" : "it");
+                 again ? "the lost lines" : "it");
         l->lines_lost = true;
         if (!again) fclose(l->file), l->file = NULL;
     }

@@ -96,9 +96,9 @@ static inline void run_end(const RunSetup *s, const Options *o, int stop, int64_
     if (early && !s->save_failed) return stop_print(o, stop, steps_done);
     if (!early && *o->export_hf) run_export(s, o, steps_done, t, state);
     if (s->save_failed && s->saved_step)
-        die("%s. No other save follows: the steps after step %lld are lost, and --resume continues from there",
+        die("%s. No other save follows: no checkpoint has the steps after step %lld, and --resume continues from there",
             s->save_failure.text, (long long)s->saved_step);
-    if (s->save_failed) die("%s. No other save follows: no step of this run is saved", s->save_failure.text);
+    if (s->save_failed) die("%s. No other save follows: no checkpoint has a step of this run", s->save_failure.text);
 }
 
 #endif

@@ -126,7 +126,7 @@ static inline void run_setup_difference(const char *here, const char *here_end, 
         }
         a = value_a + strlen(value_a) + 1, b = value_b + strlen(value_b) + 1;
     }
-    format_checked(out, capacity, "the program has other settings here than on rank 0");
+    format_checked(out, capacity, "the program or MODEL differs here from rank 0");
 }
 
 // Dies if a rank's description differs from rank 0's. The first such rank prints the first difference and `fix`. Frees
@@ -154,7 +154,7 @@ static inline void run_setup_compare(const Comm *c, JsonText *mine, const char *
 static inline void run_setup_same_options(const Comm *c, const Options *o, const char *program) {
     JsonText text = {NULL, 0, 0};
     run_setup_describe(&text, "the program", program);
-    run_setup_describe(&text, "its version", TRAINER_VERSION);
+    run_setup_describe(&text, "the program's version", TRAINER_VERSION);
     run_setup_describe(&text, "MODEL", o->model);
     for (const OptionRow *row = option_rows(); row->name; row++) {
         char name[64], value[PATH_CAPACITY];
@@ -217,8 +217,7 @@ static inline void run_setup_same_data(const DataLoader *data, const char *optio
             "files",
             data->shards[0].path, option, (long long)mine->tokens, (long long)mine->shards, (long long)first.tokens,
             (long long)first.shards,
-            mine->tokens == first.tokens ? "but other tokens or another order"
-                                         : "so the ranks would read different samples");
+            mine->tokens == first.tokens ? "but the shards differ" : "so the ranks would read different samples");
 }
 
 // Opens the shards, and the tokenizer table beside the first one.
@@ -417,8 +416,8 @@ static inline void run_setup_check_room(const RunSetup *s, const Options *o, con
     if (folder_room(parent, &room, &failure) && room < before + weights)
         die("--export-hf %s: the weights take %.*f GiB%s, and %.*f are free there; make room or give a folder on a "
             "larger disk",
-            o->export_hf, digits, (double)weights / GiB, before ? " beside a checkpoint" : "", digits,
-            (double)room / GiB);
+            o->export_hf, digits, (double)weights / GiB,
+            before ? ", on top of a checkpoint (checkpoint-bytes of --dry-run)" : "", digits, (double)room / GiB);
 }
 
 static inline void run_setup_close(RunSetup *s) {

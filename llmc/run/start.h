@@ -120,7 +120,7 @@ static inline void start_print_bf16_linears(const Precision *p) {
 }
 
 static inline void start_print_recipe(const Options *o, const Precision *p) {
-    static const char *const fast_accums[] = {"fprop", "all GEMMs", "none"};  // in the order of FAST_ACCUMS
+    static const char *const fast_accums[] = {"fprop", "all FP8 GEMMs", "none"};  // in the order of FAST_ACCUMS
     const Recipe *r = p->recipe;
     printf("%-*s ", START_LABEL, "recipe");
     if (!precision_is_fp8(p)) {
@@ -132,7 +132,7 @@ static inline void start_print_recipe(const Options *o, const Precision *p) {
         printf("no GEMM runs in FP8: --fp8-filter keeps all in bf16, or sizes are not multiples of %d\n", r->multiple);
         return;
     }
-    printf("fp8 %s%s: a scale for each %s; w, x e4m3, dy %s; fast_accum %s; bf16: lm_head", r->name,
+    printf("fp8 %s%s: a scale for each %s; w, x e4m3, dy %s; fast_accum %s; bf16 linear layers: lm_head", r->name,
            p->emulated ? " (emulated)" : "", r->scales, p->dy_format == FP8_E4M3 ? "e4m3" : "e5m2",
            fast_accums[r->fast_accum ? p->fast_accum : FAST_ACCUM_NONE]);
     start_print_bf16_linears(p);

@@ -49,7 +49,7 @@ static inline void stop_catch(void) {
 static inline const char *output_trouble(FILE *stream) {
     if (!ferror(stream) && !fflush(stream)) return NULL;
     clearerr(stream);
-    return fputc('\n', stream) == EOF || fflush(stream) ? strerror(errno) : "it works again, but lines are missing";
+    return fputc('\n', stream) == EOF || fflush(stream) ? strerror(errno) : "it can be written again";
 }
 
 // Returns the place of a flag that is true with --on-output-lost stop.
@@ -65,7 +65,7 @@ static inline bool output_lost(const char *consequence) {
     if (said) return false;
     const char *name = "stdout", *trouble = output_trouble(stdout);
     if (!trouble) name = "stderr", trouble = output_trouble(stderr);
-    if (trouble) warn("%s cannot be written: %s%s", name, trouble, consequence);
+    if (trouble) warn("lines printed to %s are lost: %s%s", name, trouble, consequence);
     said = trouble != NULL;
     return said;
 }
@@ -84,8 +84,8 @@ static inline void output_survive(const Options *o) {
 // call and get one answer.
 static inline int stop_requested(const Comm *c) {
     const bool stops = *output_loss_stops();
-    if (output_lost(stops ? "; the run saves and stops (--on-output-lost stop)" : "; the run goes on without it") &&
-        stops && !stop_signal)
+    if (output_lost(stops ? "; the run stops (--on-output-lost stop)" : "; the run goes on without them") && stops &&
+        !stop_signal)
         stop_signal = SIGPIPE;
     return (int)comm_max(c, COMM_WORLD, (double)stop_signal);
 }
@@ -93,7 +93,7 @@ static inline int stop_requested(const Comm *c) {
 // Prints after which step the run ended early.
 static inline void stop_print(const Options *o, int signal_number, int64_t step) {
     printf("stopped by signal %d after step %lld; %s\n", signal_number, (long long)step,
-           *o->checkpoint_dir ? "--resume continues" : "without --checkpoint-dir nothing was saved");
+           *o->checkpoint_dir ? "--resume continues after it" : "without --checkpoint-dir nothing was saved");
 }
 
 #endif
