@@ -1,9 +1,10 @@
 // Keeps activations in pinned host memory between a layer's forward and its backward pass (--offload activations).
 //
-// The GPU has KEPT_SLOTS slots, and layer l uses slot l % KEPT_SLOTS. The activations that forward of layer l leaves
-// there are copied to the host while the next layers compute. They come back after backward of layer l + KEPT_SLOTS,
-// which uses the slot too. One stream makes all copies, since forward copies only to the host and backward only to the
-// GPU. The activations of the last KEPT_SLOTS layers stay in their slots. Results do not depend on offloading.
+// The GPU has at most KEPT_SLOTS slots, and layer l uses slot l % KEPT_SLOTS. The activations that forward of layer l
+// leaves there are copied to the host while the next layers compute. They come back after backward of layer l +
+// KEPT_SLOTS, which uses the slot too. One stream makes all copies, since forward copies only to the host and backward
+// only to the GPU. The activations of the last KEPT_SLOTS layers stay in their slots. Results do not depend on
+// offloading.
 //
 // Two events order a slot's accesses. `used`: the compute stream has filled the slot (forward), or no longer needs what
 // it holds (backward). `copied`: the copy stream has completed its copy from or to the slot. No copy is left when

@@ -1,4 +1,4 @@
-// Statistics and times of optimizer steps: written on the GPU, read by the host while the next step runs.
+// Statistics and times of optimizer steps: written on the GPU, read by the host when the step has ended.
 #ifndef LLMC_STEP_STATS_CUH
 #define LLMC_STEP_STATS_CUH
 
