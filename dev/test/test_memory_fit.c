@@ -113,7 +113,7 @@ static void test_combinations(void) {
     c.available = 30;
     check_says("the last resort", &c,
                "--master-weights bf16 --recompute layer --offload moments it needs 30.0 GiB, and a step takes about "
-               "24% longer, and each step copies the offloaded data to the GPU and back; or use 4 ranks");
+               "24% longer, and each step copies the offloaded data to the GPU and back");
     c.available = 27;
     check_says("nothing fits", &c,
                "with --fp8-weight-cache off --optimizer-state coat-stochastic --master-weights bf16 --recompute layer "
@@ -189,6 +189,35 @@ static void test_ranks(void) {
           "if more ranks do not help, the message advises no number of ranks: %s", output);
 }
 
+// Checks that the advice does not contain `words`.
+static void check_lacks(const char *label, Case *c, const char *words) {
+    char output[4096];
+    CHECK(check_dies(require_action, c, "the limit is", output, sizeof output) && !strstr(output, words),
+          "%s: the message lacks \"%s\"; found: %s", label, words, output);
+}
+
+// The advice names no option, and no number of ranks, that the trainers refuse with the run's other options.
+static void test_refused(void) {
+    Case c = case_of(1, 45);
+    c.options.master_weights = STORAGE_FP16, c.options.optimizer_state = MOMENTS_FP32;
+    check_lacks("FP16 master weights need fp32 or msamp moments", &c, "--optimizer-state");
+    c = case_of(4, 42);
+    c.options.recompute = RECOMPUTE_LAYER, c.options.grad_clip = 1;
+    check_says("several sequences", &c, "--batch-size 1 --grad-accumulation-steps 4");
+    c.options.precision = PRECISION_FP8;
+    check_says("several sequences in FP8", &c, "--batch-size 1 --grad-accumulation-steps 4");
+    c.options.sequence_length = 1000;
+    check_lacks("FP8 GEMMs need multiples of 16 tokens", &c, "--batch-size");
+    c.options.sequence_length = 1024, c.options.optimizer_in_backward = true, c.available = 40;
+    check_lacks("--optimizer-in-backward allows one micro-step", &c, "--batch-size");
+    c = case_of(1, 12);
+    c.options.fp8_weight_cache = ON;
+    check_lacks("an FP8 weight cache needs whole weights", &c, "ranks (mpirun");
+    c = case_of(1, 12);
+    c.options.grad_accum_dtype = SUM_FP8, c.options.reduce_dtype = REDUCE_FP32;
+    check_lacks("FP8 gradients are not reduced in fp32 over several ranks", &c, "ranks (mpirun");
+}
+
 int main(void) {
     test_single();
     test_auto();
@@ -196,5 +225,6 @@ int main(void) {
     test_combinations();
     test_backward();
     test_ranks();
+    test_refused();
     return check_report();
 }

@@ -145,7 +145,8 @@ static inline InitFrom init_from(int argc, char **argv) {
     memset(&init, 0, sizeof init);
     init.world = 1;
     if (timeout && !init_number(timeout, 1, 86400, &seconds))
-        die_with(EXIT_USAGE, "--init-timeout %s: must be a whole number of seconds from 1 to 86400, in digits", timeout);
+        die_with(EXIT_USAGE, "--init-timeout %s: must be a whole number of seconds from 1 to 86400, in digits",
+                 timeout);
     init.timeout = (double)seconds;
     if (!from || strcmp(from, "auto") == 0) init_from_environment(&init);
     else if (strcmp(from, "mpi") == 0) init.kind = INIT_MPI;

@@ -51,16 +51,22 @@ static inline bool memory_fit_may_update_early(const Options *o) {
            o->grad_accumulation_steps == 1 && !options_fp8_gradients(o);
 }
 
+// True if a micro-step of one sequence is allowed: its tokens must fit the GEMMs of an FP8 recipe.
+static inline bool memory_fit_may_split(const Options *o) {
+    return o->precision != PRECISION_FP8 || o->sequence_length % options_recipe(o)->multiple == 0;
+}
+
 // Does the part of memory_fit_change that changes the dtype of the moments or of the master weights.
 static inline bool memory_fit_change_states(Options *o, int change, char *words, size_t capacity) {
     if (o->precision == PRECISION_FP32) return false;
     switch (change) {
     case FIT_COAT:
         if (o->optimizer_state != MOMENTS_BF16 && o->optimizer_state != MOMENTS_FP32) return false;
+        if (o->master_weights == STORAGE_FP16) return false;  // the GPU trainer refuses this pair
         o->optimizer_state = MOMENTS_COAT_STOCHASTIC;
         return format_checked(words, capacity, " --optimizer-state coat-stochastic"), true;
     case FIT_BF16_MOMENTS:
-        if (o->optimizer_state != MOMENTS_FP32) return false;
+        if (o->optimizer_state != MOMENTS_FP32 || o->master_weights == STORAGE_FP16) return false;  // as above
         o->optimizer_state = MOMENTS_BF16;
         return format_checked(words, capacity, " --optimizer-state bf16"), true;
     default:
@@ -86,14 +92,14 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
         o->fp8_weight_cache = OFF;
         return format_checked(words, capacity, " --fp8-weight-cache off"), true;
     case FIT_FULL_SHARDING:
-        if (c->world == 1 || o->sharding == SHARDING_FULL) return false;
+        if (c->world == 1 || o->sharding == SHARDING_FULL || o->fp8_weight_cache == ON) return false;
         o->sharding = SHARDING_FULL, o->shard_size = 0;
         return format_checked(words, capacity, " --sharding full"), true;
     case FIT_COAT:
     case FIT_BF16_MOMENTS:
     case FIT_BF16_WEIGHTS: return memory_fit_change_states(o, change, words, capacity);
     case FIT_BATCH_1:
-        if (o->batch_size == 1) return false;
+        if (o->batch_size == 1 || o->optimizer_in_backward || !memory_fit_may_split(o)) return false;
         o->grad_accumulation_steps *= o->batch_size, o->batch_size = 1;
         return format_checked(words, capacity, " --batch-size 1 --grad-accumulation-steps %lld",
                               (long long)o->grad_accumulation_steps),
@@ -186,10 +192,15 @@ static inline MemoryCombination memory_fit_search(const MemoryFit *f) {
 }
 
 // Returns the smallest power of two, above the run's number of ranks, with which the run fits without other changes. 0:
-// none up to FIT_MOST_RANKS; or none is tried, with --sharding hybrid or if more ranks bring no memory.
+// none up to FIT_MOST_RANKS; or none is tried, with --sharding hybrid, if more ranks bring no memory, or if the run has
+// options that the trainers refuse on several ranks.
 static inline int64_t memory_fit_ranks(const MemoryFit *f) {
+    const Options *o = f->options;
+    if (o->sharding == SHARDING_HYBRID || !f->ranks_help) return 0;
+    if (o->fp8_weight_cache == ON && o->sharding == SHARDING_FULL) return 0;
+    if (options_fp8_gradients(o) && o->reduce_dtype == REDUCE_FP32) return 0;
     for (int64_t world = 2; world <= FIT_MOST_RANKS; world *= 2) {
-        if (world <= f->comm->world || f->options->sharding == SHARDING_HYBRID || !f->ranks_help) continue;
+        if (world <= f->comm->world) continue;
         if (memory_fit_bytes(f, f->options, world) <= f->available) return world;
     }
     return 0;
