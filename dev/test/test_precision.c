@@ -240,8 +240,7 @@ static char *printed(const Plan *x) {
 
 static void test_golden_table(void) {
     static const char expected[] =
-        "\nGEMMs (fp32 accumulation, less exact with fast_accum; bf16 results); recipe rowwise_with_gw_hp: a scale for "
-        "each row (dgrad: "
+        "\nGEMMs (fp32 accumulation, bf16 results); recipe rowwise_with_gw_hp: a scale for each row (dgrad: "
         "w tensor), power of 2\n"
         "  linear    GEMM          M        N        K  operands and their scales\n"
         "  qkv       fprop      2048     6144     4096  e4m3 row     x e4m3 row      fast_accum  layers 1-4,6,8-31\n"

@@ -267,7 +267,7 @@ static inline bool precision_note(const Precision *p, int id, bool fp8, char *ou
 // Prints the GEMMs of the linear layers in a micro-step of R rows, and those of lm_head, which takes head_rows rows at
 // a time. `plain`: dtype of operands that are not FP8.
 static inline void precision_print(const Precision *p, int64_t R, int64_t head_rows, const char *plain) {
-    printf("\nGEMMs (fp32 accumulation, less exact with fast_accum; %s results)", plain);
+    printf("\nGEMMs (fp32 accumulation, %s results)", plain);
     if (p->any_fp8)
         printf("; recipe %s%s: a scale for each %s", p->recipe->name, p->emulated ? ", emulated by bf16 GEMMs" : "",
                p->recipe->scales);
