@@ -191,7 +191,7 @@ static void check_peers(void) {
     }
     check_peer_reads(ranks);
     if (waits) check_peer_barriers(ranks);
-    else printf("skipped: barriers, because cuStreamBatchMemOp does not work with this driver\n");
+    else printf("skipped: barriers, because cuStreamBatchMemOp does not work here\n");
     for (PeerRank &r : ranks) {
         CUDA_CHECK(cudaStreamDestroy(r.stream));
         bench_free(r.memory);

@@ -259,7 +259,7 @@ enum { FREE, MUST_MATCH };
     TEXT(log_dir, "log-dir", "", FREE, "folder for log.jsonl, which has every step") \
     CHOICE(on_output_lost, "on-output-lost", OUTPUT_LOST_CONTINUE, OUTPUT_LOSSES, FREE, \
          "what to do when stdout or stderr cannot be written any more (closed pipe, full disk); continue: train " \
-         "on without it; stop: save and stop, as for SIGINT") \
+         "on without it; stop: stop as for SIGINT, and save with --checkpoint-dir") \
     FLAG(profile, "profile", "print where the time of step --num-steps went, by operation (GPU trainer)") \
     REAL(peak_tflops, "peak-tflops", 0, 0, 1e9, FREE, \
          "the GPU's dense BF16 peak in TFLOP/s, for mfu and sol; 0: look it up by the GPU's name and compute " \
