@@ -63,6 +63,18 @@ static void test_names(void) {
     }
 }
 
+// Returns ids 0 ... n - 1 as tokenizer_print prints them as one text. The caller frees it.
+static char *print_ids(const Tokenizer *tok, int64_t n) {
+    char *text = NULL;
+    size_t size = 0;
+    FILE *out = open_memstream(&text, &size);
+    if (!out) die("open_memstream: %s", strerror(errno));
+    TextPlace at = {0, 0};
+    for (int64_t id = 0; id < n; id++) tokenizer_print(tok, id, &at, out);
+    fclose(out);
+    return text;
+}
+
 static void test_sound_table(void) {
     Table t = make_table();
     write_table("ok.tokenizer", &t);
@@ -76,13 +88,7 @@ static void test_sound_table(void) {
     CHECK(tokenizer_decode(&tok, 2, &length) != NULL && length == 5, "token 2 has 5 bytes; found %zu", length);
     CHECK(tokenizer_decode(&tok, 3, &length) == NULL && length == 0, "id 3, past the vocabulary, has no text");
     CHECK(tokenizer_decode(&tok, -1, &length) == NULL && length == 0, "id -1 has no text");
-    char *text = NULL;
-    size_t size = 0;
-    FILE *out = open_memstream(&text, &size);
-    if (!out) die("open_memstream: %s", strerror(errno));
-    TextPlace at = {0, 0};
-    for (int64_t id = 0; id < 4; id++) tokenizer_print(&tok, id, &at, out);
-    fclose(out);
+    char *text = print_ids(&tok, 4);
     CHECK(strcmp(text, "Once\n\\x1b\\x00\xc3\\x7f[3]") == 0,
           "control characters other than newline are printed as escapes, other bytes as they are, and an unknown id in "
           "brackets; found \"%s\"",
@@ -94,22 +100,17 @@ static void test_sound_table(void) {
 // C1 controls, of one byte or of two in UTF-8, are printed as escapes, also if tokens divide them. Bytes 80 to 9F of
 // other UTF-8 characters are printed as they are.
 static void test_print_c1(void) {
-    static const char *const tokens[] = {"\x9b", "\xc2", "\x9b", "\xc2\xa9", "\xe2\x82", "\x9b", "\xe2\x82"};
+    static const char *const tokens[] = {"\x9b", "\xc2",     "\x9b", "\xc2\xa9", "\xe2\x82",
+                                         "\x9b", "\xe2\x82", "a",    "\x9b"};
     Table t = {"", 0};
     table_put_u32(&t, TOKENIZER_MAGIC), table_put_u32(&t, TOKENIZER_VERSION);
-    table_put_u32(&t, 7), table_put_u32(&t, 0);
-    for (int i = 0; i < 7; i++)
+    table_put_u32(&t, 9), table_put_u32(&t, 0);
+    for (int i = 0; i < 9; i++)
         table_put_u32(&t, (uint32_t)strlen(tokens[i])), table_put(&t, tokens[i], strlen(tokens[i]));
     Tokenizer tok = tokenizer_open(write_table("c1.tokenizer", &t));
-    char *text = NULL;
-    size_t size = 0;
-    FILE *out = open_memstream(&text, &size);
-    if (!out) die("open_memstream: %s", strerror(errno));
-    TextPlace at = {0, 0};
-    for (int64_t id = 0; id < 8; id++) tokenizer_print(&tok, id, &at, out);
-    tokenizer_print(&tok, 0, &at, out);
-    fclose(out);
-    CHECK(strcmp(text, "\\x9b\xc2\\x9b\xc2\xa9\xe2\x82\x9b\xe2\x82[7]\\x9b") == 0,
+    char *text = print_ids(&tok, 10);
+    CHECK(strcmp(text, "\\x9b\xc2\\x9b\xc2\xa9\xe2\x82\x9b\xe2\x82"
+                       "a\\x9b[9]") == 0,
           "C1 controls are printed as escapes; found \"%s\"", text);
     free(text);
     tokenizer_close(&tok);
