@@ -59,14 +59,15 @@ static inline bool memory_fit_may_split(const Options *o) {
 // Does the part of memory_fit_change that changes the dtype of the moments or of the master weights.
 static inline bool memory_fit_change_states(Options *o, int change, char *words, size_t capacity) {
     if (o->precision == PRECISION_FP32) return false;
+    // the GPU trainer refuses these moments with FP16 master weights
+    if (o->master_weights == STORAGE_FP16 && change != FIT_BF16_WEIGHTS) return false;
     switch (change) {
     case FIT_COAT:
         if (o->optimizer_state != MOMENTS_BF16 && o->optimizer_state != MOMENTS_FP32) return false;
-        if (o->master_weights == STORAGE_FP16) return false;  // the GPU trainer refuses this pair
         o->optimizer_state = MOMENTS_COAT_STOCHASTIC;
         return format_checked(words, capacity, " --optimizer-state coat-stochastic"), true;
     case FIT_BF16_MOMENTS:
-        if (o->optimizer_state != MOMENTS_FP32 || o->master_weights == STORAGE_FP16) return false;  // as above
+        if (o->optimizer_state != MOMENTS_FP32) return false;
         o->optimizer_state = MOMENTS_BF16;
         return format_checked(words, capacity, " --optimizer-state bf16"), true;
     default:
