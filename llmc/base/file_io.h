@@ -344,6 +344,11 @@ static inline struct dirent *folder_next(DIR *dir) {
     return entry;
 }
 
+// Call it when folder_next has returned NULL. Fails unless the folder was read to its end.
+static inline bool folder_was_read(const char *folder, Failure *failure) {
+    return !errno || fail(failure, "cannot read folder %s: %s", folder, strerror(errno));
+}
+
 static inline FolderKind folder_kind(const char *folder) {
     if (!path_exists(folder)) return FOLDER_ABSENT;
     DIR *dir = folder_open(folder);
@@ -386,7 +391,7 @@ static inline bool folder_remove(const char *folder, Failure *failure) {
         if (FILE_WORK("unlinkat", folder, unlinkat(dirfd(dir), entry->d_name, 0)))
             ok = fail(failure, "cannot remove %s/%s: %s", folder, entry->d_name, strerror(errno));
     }
-    if (ok && errno) ok = fail(failure, "cannot read folder %s: %s", folder, strerror(errno));
+    ok = ok && folder_was_read(folder, failure);
     if (ok && unlinkat(dirfd(dir), FOLDER_MARKER, 0) && errno != ENOENT)
         ok = fail(failure, "cannot remove %s/" FOLDER_MARKER ": %s", folder, strerror(errno));
     closedir(dir);

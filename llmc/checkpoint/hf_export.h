@@ -57,7 +57,7 @@ static inline bool export_may_replace(const char *dir, Failure *failure) {
                       "a new folder",
                       dir, entry->d_name);
     }
-    if (ok && errno) ok = fail(failure, "cannot read folder %s: %s", dir, strerror(errno));
+    ok = ok && folder_was_read(dir, failure);
     closedir(d);
     if (ok && !empty && !weights)
         return fail(failure, "%s may be no earlier export: it holds files of a model but no weights; use a new folder",

@@ -45,7 +45,7 @@ static inline bool checkpoint_list(const char *dir, CheckpointSteps *list, Failu
         list->steps = (int64_t *)xrealloc(list->steps, (size_t)(list->count + 1) * sizeof *list->steps);
         list->steps[list->count++] = step;
     }
-    const bool ok = !errno || fail(failure, "cannot read folder %s: %s", dir, strerror(errno));
+    const bool ok = folder_was_read(dir, failure);
     closedir(d);
     if (!ok) free(list->steps), memset(list, 0, sizeof *list);
     if (list->count) qsort(list->steps, (size_t)list->count, sizeof *list->steps, checkpoint_compare_steps);
@@ -83,7 +83,7 @@ static inline bool checkpoint_remove_leftovers(const char *dir, bool tell, Failu
         if ((checkpoint_is_own(path) || tell) && !folder_remove(path, &cause))
             warn("cannot remove a possible leftover of an interrupted save or removal: %s", cause.text);
     }
-    const bool ok = !errno || fail(failure, "cannot read folder %s: %s", dir, strerror(errno));
+    const bool ok = folder_was_read(dir, failure);
     closedir(d);
     return ok;
 }
