@@ -2,7 +2,8 @@
 // It holds what each layer keeps for backward, what one layer at a time needs, and the logits. Many buffers whose
 // lifetimes do not overlap share memory.
 //
-// The placement is a function of an ActivationsLayout and an arena. dev/test/test_placement.cu checks all lifetimes.
+// The placement is a function of an ActivationsLayout and an arena. dev/test/test_placement.cu checks that no buffer
+// overwrites one that is still needed.
 #ifndef LLMC_ACTIVATIONS_CUH
 #define LLMC_ACTIVATIONS_CUH
 
@@ -13,13 +14,13 @@
 #include "rope.cuh"
 #include "tensor_scales.cuh"
 
-// Number type of the weights, activations and gradients that the operations of a layer read and write.
+// The type of a layer's unquantized weights, activations and gradients. In train_fp8.c it is float.
 typedef bf16 Real;
 
 // Activations of one layer that its backward pass reads. Its forward pass leaves them in memory, except those that
-// backward computes again: h always, `rotated` with QK-norm, and the ones that --recompute names. Backward gets gate_up
-// from FP8 codes with --fp8-activations, and activations from the host with --offload activations. Some members share
-// memory with those of other layers.
+// backward computes again: h always, `rotated` with QK-norm, and what --recompute asks for (Recomputed). If gate and up
+// are kept in FP8 (--fp8-activations), backward decodes them into gate_up. With --offload activations, what a layer
+// keeps may be in host memory between its passes. Some members share memory with those of other layers.
 typedef struct {
     Real *x;        // [R, C] residual stream that enters the layer
     QTensor norm1;  // [R, C] RMSNorm of x
@@ -51,13 +52,13 @@ typedef struct {
 
 typedef struct {
     LayerActs *layer;           // [L]
-    KeptSpan *kept;             // [L] with --offload activations
-    Fp8Groups *gate_up_fp8;     // [L] --fp8-activations: gate and up for backward; all layers share one bf16 gate_up
+    KeptSpan *kept;             // [L], set with --offload activations
+    Fp8Groups *gate_up_fp8;     // [L], set if fp8_kept: gate and up for backward; all layers share one bf16 gate_up
     bool rotated_is_shared;     // with QK-norm: all layers share one `rotated`, which backward recomputes
     bf16 *branch;               // [R, C] output of attention or MLP before the residual add
     bf16 *x_final, *y_final;    // [R, C] residual stream after the last layer, and its RMSNorm
     float *rstd_final;          // [R]
-    bf16 *logits;               // [chunk, V], overwritten by their gradient
+    bf16 *logits;               // [chunk, V]; in training, overwritten by their gradient
     float *losses;              // [R]
     float *rope_table;          // [T, HD] cos, sin
     bf16 *dx;                   // [R, C] gradient of the residual stream
@@ -78,15 +79,15 @@ typedef struct {
     const Dims *dims;
     const TensorScales *scales;
     Recomputed recomputed;
-    bool fp8_kept;    // gate and up are kept in FP8
+    bool fp8_kept;    // gate and up are kept in FP8 (--fp8-activations)
     bool kept_moves;  // layers share slots for what they keep (--offload activations)
     bool qk_norm;
     int64_t chunk;  // rows of logits at a time
     // Memory of the layers' weight gradients. Activations may use it until the gradients are written. If it is empty,
     // they use none.
     ArenaRange layer_gradients;
-    // Memory of the embedding's gradient, which is written last. Activations may use it until then. If it is empty,
-    // they use none.
+    // Memory of an untied embedding's gradient, which is written last. Activations may use it until then. If it is
+    // empty, they use none.
     ArenaRange embedding_gradient;
     int64_t layer_gradient_bytes;  // bytes per layer
     // True: the logits already have memory, at `logits` (NULL while an arena only counts bytes). False:
@@ -94,7 +95,8 @@ typedef struct {
     bool has_logits;
     bf16 *logits;
     ArenaGuest fp8_weights;  // FP8 weights of one layer at a time. If `place` is NULL, this memory holds none.
-    // Gradients before they are added to their sums. If `place` is NULL, this memory holds none.
+    // Buffers for the root's and one layer's gradients, which are then added to sums or cast to FP8. If `place` is
+    // NULL, this memory holds none.
     ArenaGuest root_gradient, layer_gradient;
 } ActivationsLayout;
 
@@ -136,7 +138,7 @@ static inline DataNeeded data_needed(const Precision *p, int64_t first, int64_t 
 }
 
 // Returns tensor (l, role, id) in the memory of `placed`: its FP8 data and scales, and its bf16 data if a GEMM of layer
-// l reads that. A scale that layer l keeps for the whole tensor replaces the placed one.
+// l reads that. A tensor with one scale has it in TensorScales instead.
 static inline QTensor tensor_of_layer(const TensorScales *s, const QTensor *placed, int64_t l, TensorRole role,
                                       LinearId id) {
     QTensor q = tensor_scales_of(s, l, role, id);
@@ -185,8 +187,7 @@ static inline QTensor place_input(const ActivationsLayout *p, Arena *a, LinearId
 }
 
 // Places `parts` of the activations that backward reads, in *acts. Layers [first, last) use this memory: one layer if
-// its forward pass leaves these parts, all layers if backward recomputes them. The parts include neither the layer's
-// input x nor h, which backward always recomputes.
+// its forward pass leaves these parts, all layers if backward recomputes them. No part includes x, h or `rotated`.
 static inline void place_layer_acts(const ActivationsLayout *p, Arena *a, LayerActs *acts, Recomputed parts,
                                     int64_t first, int64_t last, const QTensor *row) {
     const Dims *d = p->dims;
@@ -214,7 +215,7 @@ typedef struct {
     QTensor row;  // rowwise data of any linear layer's input
     QTensor h;
     bf16 *rotated;    // NULL without QK-norm
-    LayerActs layer;  // the parts that backward recomputes
+    LayerActs layer;  // the parts that backward recomputes or decodes
 } OneLayer;
 
 // Places the activations that layer l keeps for backward. For its other activations *acts points to the memory that all
@@ -279,7 +280,8 @@ static inline int64_t count_layers_outside(const ActivationsLayout *p, const One
 }
 
 // Places the slots, and the activations of each layer in its slot. The slots are in use until backward ends. In a build
-// with ARENA_APART no two layers share memory: slots are still copied to and from the host, but nothing reads them.
+// with ARENA_APART each layer's activations lie outside its slot: the slot is still copied to and from the host, but
+// nothing reads it.
 static inline void place_kept_slots(const ActivationsLayout *p, Activations *acts, Arena *a, const OneLayer *one) {
     const int64_t L = p->dims->L;
     int64_t bytes = 0;
@@ -312,7 +314,7 @@ static inline QTensor place_gradient_data(const ActivationsLayout *p, Arena *a, 
     return dy;
 }
 
-// Places the gradients inside a layer. The caller has placed acts->dx.
+// Places the gradients inside a layer, except dbranch. The caller has placed acts->dx.
 static inline void place_inner_gradients(const ActivationsLayout *p, Activations *acts, Arena *a) {
     const Dims *d = p->dims;
     const Precision *precision = p->scales->precision;

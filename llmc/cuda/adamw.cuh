@@ -1,18 +1,18 @@
 // AdamW on the GPU: updates a rank's shard. The gradient norm (adamw_norm.cuh) decides clipping and skipped steps.
 //
-// The arithmetic of one element, its stochastic rounding and the clip factor come from adamw_math.h, which the CPU uses
-// too: equal input gives equal bits. The norm, the clip factor and the decision to skip a step stay in device memory
-// (AdamwControl), so the host never waits.
+// adamw_math.h, which the CPU uses too, defines the arithmetic of one element, its stochastic rounding and the clip
+// factor: equal input gives equal bits. The norm, the clip factor and the decision to skip a step stay in device memory
+// (AdamwControl), so the host need not wait for them before it launches the update.
 //
 // The norm is computed before the update if the update depends on it: with clipping, or if a step with a non-finite
 // norm must leave weights and moments unchanged. It also comes first with FP8 gradients, which are cheap to read.
 // Otherwise the update kernel itself sums the squares of the gradients, so gradients are read only once.
 // --optimizer-in-backward is the exception: the update kernel always sums them, and clipping reads the gradients of
-// each unit once more before the unit's update (adamw_clip). In all cases the update kernel also finds the amax of each
-// FP8 weight matrix after the update, for recipes with one scale per tensor.
+// each unit once more before the unit's update (adamw_clip). For recipes with one scale per tensor the update kernel
+// also finds the amax of each FP8 weight's new values.
 //
-// Bytes per element: the update with bf16 weights and moments reads 8 and writes 6. fp32 master weights add 6, fp32
-// moments add 8, COAT's moments save 4, fp32 gradients add 2, FP8 gradients save 1.
+// Bytes per element: the update with bf16 weights, moments and gradients reads 8 and writes 6. fp32 master weights add
+// 6 to the sum of both, fp32 moments add 8, COAT's moments save 4, fp32 gradients add 2, FP8 gradients save 1.
 #ifndef LLMC_ADAMW_CUH
 #define LLMC_ADAMW_CUH
 
@@ -40,9 +40,9 @@ typedef struct {
 typedef struct {
     uint32_t end;
     bool decay;
-    int amax_slot;  // amax slot of the fused FP8 weight; -1: none
+    int amax_slot;  // number of the fused FP8 weight in the layer (AdamwUpdate.amax); -1: none
     int entry;      // with FP8 gradients: the tensor's entry of the parameter table, counted from the unit's first
-    // Index in the unit of the flat parameter array (parameters.h) minus index in this rank's part of the unit.
+    // An element's index in its unit of the flat parameter array (parameters.h) minus its index in this rank's part.
     int64_t shift;
 } AdamwRun;
 
@@ -93,7 +93,7 @@ __device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i,
     return a;
 }
 
-// Updates a block's ADAMW_BLOCK elements; each thread takes 8 at a time. Returns the sum of squares of this thread's
+// Updates a block's elements, at most ADAMW_BLOCK; a thread takes 8 at a time. Returns the sum of squares of its
 // gradients. 16 threads share a run, because runs end at multiples of 128 elements. The loop is bound by instruction
 // issue, so NEAREST is a template parameter and the run is looked up only where a new one begins. With COAT's moments
 // whole warps stay together: where only the first half of a warp has elements, the second half computes the same ones
@@ -142,8 +142,8 @@ __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArr
     return squares;
 }
 
-// blockIdx.y is the unit, blockIdx.x the block within it. Four blocks per SM leave 64 registers per thread. COAT's
-// moments, fp32 moments with fp32 master weights, and FP8 gradients need more: they run with three blocks per SM.
+// blockIdx.y is the unit, blockIdx.x the block within it. Four blocks of 256 threads per SM leave 64 registers per
+// thread. COAT's moments, fp32 moments with fp32 master weights, and FP8 gradients need more, so three blocks run.
 template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS>
 static __global__ void
 __launch_bounds__(ADAMW_THREADS,
@@ -368,7 +368,7 @@ static inline void adamw_update_units(const AdamwUpdate *w, const ParameterTable
 // Returns the bytes that an update of n elements moves: it reads the gradient, and reads and writes moments and
 // weights. With one scale for each tensor (adamw_msamp.cuh) a pass before that reads gradient, moments and FP16
 // masters. If some gradients are FP8, all elements count as if theirs were. Likewise, with FP16 masters each element
-// counts as if it had a bf16 weight too.
+// counts as if it had a bf16 weight too. Scales and the words of COAT's groups do not count.
 static inline int64_t adamw_bytes(const AdamwArrays *a, int64_t n) {
     const int64_t gradient = a->gradients.codes       ? 1
                              : a->gradients.fp32_data ? 4
@@ -422,9 +422,8 @@ static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
             atomicMin(&control->position, (unsigned long long)backward_position(at.order, adamw_block_begin(at, b)));
 }
 
-// After adamw_norm, if the norm is not accepted: finds where the large gradients were. The gradients themselves are
-// gone, but w->squares has the sums of squares of all units. *control gets the position of the first element of a
-// block of ADAMW_BLOCK elements.
+// After adamw_norm, if the norm is not accepted: finds which block of the update was the first, in backward order, with
+// a large norm. The gradients themselves are gone, but w->squares has the sum of squares of each block.
 static inline void adamw_locate_block(AdamwControl *control, const AdamwUpdate *w, const ParameterTable *t,
                                       const ShardPlan *plan, cudaStream_t stream) {
     const AdamwBlocks at = {adamw_first_block(plan, 0), adamw_blocks(shard_elements(plan, 0)),

@@ -161,8 +161,8 @@ __device__ static inline uint32_t coat_nearest(const CoatTables *t, uint32_t wor
     return codes;
 }
 
-// Rounds `part`, a value divided by the group's max, stochastically. bits >> 20 is a guess of the code just below
-// `part`. *above: `part` minus that code's value; it is below zero if the guess is too large.
+// Rounds `part`, a value's magnitude divided by the group's max, stochastically. bits >> 20 is a guess of the code just
+// below `part`. *above: `part` minus that code's value; it is below zero if the guess is too large.
 __device__ static inline uint32_t coat_round(uint32_t row, uint32_t bits, float part, uint32_t random, float *above) {
     const float value = coat_entry<0>(row, bits >> 18), next = coat_entry<1>(row, bits >> 18);
     *above = __fsub_rn(part, value);
@@ -171,7 +171,7 @@ __device__ static inline uint32_t coat_round(uint32_t row, uint32_t bits, float 
 
 // Returns the codes of 4 values in a group with this word, rounded stochastically by random bits of each. The group's
 // row is in shared memory. The result of coat_expand, raised a little, gives a guess of the code just below a value.
-// The guess is never too small. Where it is too large, *above is below zero, and the next smaller code is the guess.
+// The guess is never too small. If it is too large, above[j] is below zero, and the next smaller code is the guess.
 template <bool SIGNED>
 __device__ static inline uint32_t coat_stochastic(uint32_t row, uint32_t word, float inverse_max, const float x[4],
                                                   const uint32_t random[4]) {
@@ -296,7 +296,8 @@ __device__ static inline void coat_prefetch(const AdamwArrays &a, uint32_t i) {
 }
 
 // adamw_update_8 with COAT's moments. All threads of a warp call it together. A thread that is not `active` computes
-// the elements of another thread, and stores nothing. Prefetches the 8 elements from `next` on.
+// the elements of another thread, and stores nothing. Prefetches the 8 elements from `next` on. In a skipped step it
+// only raises `largest` to the magnitudes of the weights.
 template <bool MASTER, bool STOCHASTIC, AdamwGradientType GRADIENTS>
 __device__ static inline uint32_t adamw_update_8_coat(const AdamwArrays &a, uint32_t i, uint32_t next, int64_t group,
                                                       const AdamwTerms &c, float kept, uint32_t largest, float *squares,

@@ -16,11 +16,13 @@
 typedef struct {
     float gradient_factor;  // factor for the gradients, from clipping
     float gradient_norm;    // before clipping
-    // 1 if the norm is not finite or too large (adamw_accepts): an update that reads it then changes nothing.
+    // 1 if the norm is not finite or too large (adamw_accepts): an update that reads it then changes no weight and no
+    // moment.
     uint32_t nonfinite;
-    // If nonfinite is 0: 0 and ADAMW_NONE. If it is 1: the largest magnitude of this rank's gradients
-    // (adamw_magnitude), and the place in backward order of the first large one (adamw_large). adamw_locate_block
-    // takes norms of blocks of ADAMW_BLOCK elements instead of magnitudes, and the place of a block's first element.
+    // At the end of a step, if nonfinite is 0: 0 and ADAMW_NONE. If it is 1: the largest magnitude of this rank's
+    // gradients (adamw_magnitude), and the place in backward order of the first large one (adamw_large).
+    // adamw_locate_block takes norms of blocks of ADAMW_BLOCK elements instead of magnitudes, and the place of a
+    // block's first element.
     uint32_t largest;
     unsigned long long position;
 } AdamwControl;
@@ -70,8 +72,8 @@ __device__ static inline void adamw_gradients_unpack(float out[8], AdamwFp32x8 v
     out[4] = v.second.x, out[5] = v.second.y, out[6] = v.second.z, out[7] = v.second.w;
 }
 
-// Writes partials[block] = sum of squares of the block's part. The sum is fp32 within 32 elements and double beyond. A
-// gradient above 1.8e19 overflows to an infinite norm.
+// Writes partials[block] = sum of squares of the block's part. A thread sums 32 squares in fp32, and such sums in
+// double. A gradient above 1.8e19 makes the norm infinite, because its square overflows fp32.
 template <class Gradient>
 static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
     adamw_squares_kernel(double *partials, const Gradient *gradients, int64_t n) {

@@ -122,7 +122,7 @@ template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS>
 __device__ static uint32_t adamw_update_one(const AdamwArrays &a, int64_t i, int64_t flat, const AdamwTerms &c,
                                             bool decay) {
     const AdamwStep *step = &c.step;
-    // __fmul_rn keeps the compiler from fusing this multiplication with the next addition.
+    // __fmul_rn keeps the compiler from fusing this multiplication with a later addition or subtraction.
     const float gradient = __fmul_rn(adamw_load_gradient<GRADIENTS>(a.gradients, i, c.gradient_scale_inv), c.factor);
     if (adamw_magnitude(gradient) == 0x7f800000u) return ((const bf16_bits *)a.weights)[i] & 0x7fffu;
     AdamwElement e = {adamw_load_one(MASTER ? (const void *)a.master : (const void *)a.weights, i, MASTER),
@@ -184,9 +184,9 @@ __device__ static inline AdamwElement adamw_update_fast(AdamwElement e, float gr
     return e;
 }
 
-// True if adamw_update_fast is exact for 8 elements: each denominator is at least `limit`, and each new weight is in
-// the range where adamw_update_fast is exact. `weights` are the new weights, and `largest` is at least their largest
-// magnitude. They are rounded to bf16, so each may be off by less than one unit in the last place.
+// True if each of 8 denominators is at least `limit`, and each new weight is in the range where adamw_update_fast is
+// exact. `weights` are the new weights after rounding to bf16, so each may be off by less than one unit in the last
+// place. `largest` is at least their largest magnitude (amax_update).
 __device__ static inline bool adamw_is_common(const float denominators[8], float limit, Bf16x8 weights,
                                               uint32_t largest) {
     uint32_t smallest = 0x7fff7fffu, denominator = UINT32_MAX;
