@@ -1,5 +1,5 @@
 // Causal self-attention with grouped key/value heads, forward and backward, without a T x T matrix in memory.
-// On Hopper, in a build for Hopper, it uses the TMA and wgmma implementation, elsewhere mma.sync.
+// If hopper_available(), it uses the implementation with TMA and wgmma, else that with mma.sync.
 #ifndef LLMC_ATTENTION_CUH
 #define LLMC_ATTENTION_CUH
 
@@ -20,7 +20,7 @@ static inline void attention_check(AttentionDims d, const void *qkv, const void 
     require_aligned16(out, "attention", "the output");
 }
 
-// Returns the bytes of workspace that attention_backward needs with any implementation; forward needs none.
+// Returns the bytes of workspace that attention_backward needs: enough for either implementation. Forward needs none.
 static inline size_t attention_workspace_bytes(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t HD) {
     AttentionDims d = {B, T, NH, NKV, HD, false};
     size_t mma = attention_backward_mma_workspace_bytes(d), sm90 = attention_backward_sm90_workspace_bytes(d);
@@ -32,7 +32,7 @@ static inline double attention_flops(AttentionDims d) { return 2.0 * (double)(d.
 
 // Writes out [B,T,NH*HD] bf16 and lse [B,NH,T] fp32 (natural logarithm of each query's sum of exponentials) from qkv
 // [B,T,(NH+2*NKV)*HD] bf16 (query, key, value heads; queries and keys after RoPE). Scores are scaled by 1/sqrt(HD).
-// Raises *amax to max |out| unless NULL. Returns the FLOPs of its causal GEMMs.
+// Raises *amax to max |out| unless amax is NULL. Returns the FLOPs of its causal GEMMs. Dies as attention_check.
 static inline double attention_forward(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d,
                                        cudaStream_t stream) {
     attention_check(d, qkv, out);
@@ -43,7 +43,8 @@ static inline double attention_forward(bf16 *out, float *lse, uint32_t *amax, co
 
 // Writes all of dqkv [B,T,(NH+2*NKV)*HD] bf16, the gradient with respect to qkv, given dout = dL/dout [B,T,NH*HD] bf16
 // and the inputs and outputs of forward. workspace holds attention_workspace_bytes() and is 256-byte aligned; its
-// contents do not matter. Returns the FLOPs of five causal GEMMs (forward has two), also where mma.sync computes seven.
+// contents do not matter. Returns the FLOPs of five causal GEMMs (forward has two), although the mma.sync version
+// computes seven. Dies as attention_check.
 static inline double attention_backward(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const bf16 *out,
                                         const float *lse, void *workspace, AttentionDims d, cudaStream_t stream) {
     attention_check(d, qkv, out);

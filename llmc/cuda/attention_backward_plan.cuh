@@ -14,8 +14,8 @@ typedef struct {
     // size, partial sums go through memory.
     int heads_per_block;
     // How many (sequence, key/value head, part of the group) triples form a section; the last may have fewer. Thread
-    // blocks take the sections one after the other, so that most of a section's Q, dO and dQ stays in L2. In
-    // deterministic order, and where one triple is larger than L2, sections may be larger than L2.
+    // blocks take the sections one after the other, so that most of a section's Q, dO and dQ stays in L2. Sections may
+    // be larger than L2 in deterministic order, or if one triple is larger than L2.
     int section;
 } AttentionBackwardPlan;
 
@@ -23,10 +23,10 @@ static inline int64_t attention_backward_queries(int64_t HD) { return HD == 128 
 
 // Chooses heads_per_block and section. Few thread blocks leave SMs idle. Many blocks cost a pass over fp32 partial sums
 // of dK and dV. So this takes the most heads per block for which the longest block has at most longest_share times the
-// average work of an SM, or one head if there is no such number. (The longest block owns the first keys, which every
-// query sees.) A section has at most as many triples as fit in 34 MB of L2 (Q, dO and dQ of one query head for each),
-// but at least one. In deterministic order the blocks of one head wait for each other: shorter blocks, and sections of
-// up to 68 MB, are faster. Both choices were measured on an H200 at T 2048 to 8192.
+// average work of one of 132 SMs, or one head if there is no such number. (The longest block owns the first keys, which
+// every query sees.) A section has at most as many triples as fit in l2_bytes (Q, dO and dQ of one query head for
+// each), but at least one. In deterministic order the blocks of one head wait for each other: shorter blocks and larger
+// sections are faster. These numbers were found by measurements on an H200 at T 2048 to 8192.
 static inline AttentionBackwardPlan attention_backward_plan(AttentionDims d) {
     const double sms = 132, longest_share = d.deterministic ? 0.3 : 1.05, l2_bytes = d.deterministic ? 68e6 : 34e6;
     int64_t group = d.NH / d.NKV, tiles = ceil_div(d.T, ATTENTION_BACKWARD_KEYS);
@@ -49,10 +49,10 @@ static inline AttentionBackwardLayout attention_backward_layout(AttentionDims d,
     int64_t padded = round_up(d.T, ATTENTION_BACKWARD_KEYS), parts = d.NH / plan.heads_per_block;
     AttentionBackwardLayout at;
     at.dq = 0;                                          // dQ fragments, zeroed and then added to
-    at.order = at.dq + d.B * d.NH * padded * d.HD * 4;  // int [B*NH][query tile][2] adds to dQ so far, zeroed
+    at.order = at.dq + d.B * d.NH * padded * d.HD * 4;  // int [B*NH][query tiles][2], zeroed: adds to each dQ fragment
     at.ticket = at.order + d.B * d.NH * (padded / attention_backward_queries(d.HD)) * 2 * 4;  // int, zeroed
     at.stats = round_up(at.ticket + 4, 256);                             // float [B*NH][lse * log2(e), delta][padded]
-    at.partial = round_up(at.stats + d.B * d.NH * 2 * padded * 4, 256);  // fragments of dK, dV per part of a group
+    at.partial = round_up(at.stats + d.B * d.NH * 2 * padded * 4, 256);  // dK, dV fragments of each part of a group
     at.total = at.partial + (parts > d.NKV ? d.B * parts * padded * d.HD * 2 * 4 : 0);
     return at;
 }

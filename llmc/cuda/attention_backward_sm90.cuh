@@ -11,13 +11,13 @@
 //     them, for `heads_per_block` query heads of the GQA group. One producer thread loads K and V, then Q, dO, lse and
 //     delta, by TMA. Two consumer warpgroups own 64 keys each. They compute S^T and dP^T (keys down, queries across),
 //     because those accumulators, packed to bf16, are already the register operand A of dV += P^T dO and dK += dS^T Q.
-//     Only dS goes through shared memory, for dQ = dS K. Two more threads add dQ to fp32 global memory by bulk copies.
+//     Only dS goes through shared memory, for dQ = dS K. Two more threads add dQ to fp32 global memory by bulk adds.
 //     dK and dV stay in registers until the end. Then the block writes them: as bf16 rows of dqkv, or as fp32 parts if
 //     several blocks share the query heads of a GQA group.
-//  3. attention_backward_rows scales dQ, and sums and scales the parts of dK and dV if there are any. It writes bf16
-//     rows of dqkv.
+//  3. attention_backward_rows writes dQ, scaled, as bf16 rows of dqkv. If there are fp32 parts of dK and dV, it also
+//     sums them, scales dK, and writes both.
 // A "fragment" is an fp32 tile of 64 rows x 64 columns in global memory, in the order of the wgmma accumulators:
-// [column / 8][thread of the warpgroup][4]. So each thread reads and writes 16 contiguous bytes.
+// [column / 8][thread of the warpgroup][4]. So a thread accesses 16 contiguous bytes at a time.
 #ifndef LLMC_ATTENTION_BACKWARD_SM90_CUH
 #define LLMC_ATTENTION_BACKWARD_SM90_CUH
 
@@ -102,8 +102,8 @@ typedef struct {
 
 #if HOPPER_DEVICE_CODE
 
-// Returns work unit `ticket`. Units are ordered by section. Within a section, the longest ones (first key tiles) of all
-// its heads come first.
+// Returns work unit `ticket`. Units are ordered by section, and within a section by key tile: units of the first key
+// tile, which take longest, come first.
 template <int HD> __device__ __forceinline__ AttentionBackwardUnit
 attention_backward_unit(const AttentionBackwardParams &p, int ticket) {
     const int MQ = AttentionBackwardTiles<HD>::MQ;
@@ -121,7 +121,8 @@ attention_backward_unit(const AttentionBackwardParams &p, int ticket) {
     return u;
 }
 
-// The producer thread. It loads K and V once, then Q, dO and statistics of every query tile, last tile first.
+// The producer thread. It loads K and V once, then for each query head Q, dO and statistics of every query tile that
+// sees the keys, last tile first.
 template <int HD> __device__ __forceinline__ void attention_backward_produce(const AttentionBackwardParams &p,
                                                                              AttentionBackwardUnit u, uint32_t smem) {
     using L = AttentionBackwardTiles<HD>;
@@ -236,7 +237,7 @@ template <int HD> __device__ __forceinline__ void attention_backward_start_dq(fl
     wgmma_commit();
 }
 
-// Returns how many thread blocks have added to a tile of dQ.
+// Returns how many thread blocks have added to the dQ fragment that `order` counts for.
 __device__ __forceinline__ int attention_backward_adds_done(const int *order) {
     int adds;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(adds) : "l"(order) : "memory");
@@ -290,8 +291,8 @@ template <int HD> __device__ __forceinline__ void attention_backward_put_dq(uint
     if (threadIdx.x % 32 == 0) mbarrier_arrive(smem + L::DQ_FULL + 8 * w);
 }
 
-// Epilogue of a block: writes dK and dV of this warpgroup's 64 keys, either as bf16 rows (through shared memory; TMA
-// drops out-of-range rows) or as fp32 fragments.
+// Epilogue: writes dK and dV of this warpgroup's 64 keys, either as bf16 rows (through shared memory; TMA drops rows
+// from T on) or as fp32 fragments.
 template <int HD> __device__ __forceinline__ void attention_backward_write(const AttentionBackwardParams &p,
                                                                            AttentionBackwardUnit u, uint32_t smem,
                                                                            const float (&dk)[HD / 2],
@@ -406,7 +407,8 @@ __launch_bounds__(384, 1) void attention_backward_main(const __grid_constant__ A
     int *ticket = (int *)(attention_backward_smem + L::TICKET);
     if (threadIdx.x == 0) {
         if (smem % 1024) __trap();
-        // blockIdx.x would not do: a unit may wait for units with lower tickets, so their blocks must have started.
+        // A unit may wait for units of lower tickets, so their blocks must have started. blockIdx.x would not ensure
+        // that.
         *ticket = atomicAdd(p.ticket, 1);
         for (uint32_t i = L::KV_FULL; i < L::Q_EMPTY; i += 8) mbarrier_init(smem + i, 1);
         for (uint32_t i = L::Q_EMPTY; i < L::DQ_FULL; i += 8) mbarrier_init(smem + i, 8);  // 8 consumer warps arrive

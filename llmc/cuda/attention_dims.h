@@ -1,4 +1,4 @@
-// Sizes of one causal attention call, shared by every attention implementation.
+// Sizes of one causal attention call, shared by both GPU implementations.
 #ifndef LLMC_ATTENTION_DIMS_H
 #define LLMC_ATTENTION_DIMS_H
 

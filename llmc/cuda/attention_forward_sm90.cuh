@@ -100,7 +100,7 @@ __device__ __forceinline__ void pipeline_next(PipelineState &state) {
     }
 }
 
-// Waits until the stage is full or empty; `barriers` is the first of the stages' mbarriers.
+// Waits until the stage is full (barriers: the first of the stages' full mbarriers) or empty (their empty ones).
 __device__ __forceinline__ void pipeline_wait(uint32_t barriers, const PipelineState &state) {
     mbarrier_wait(barriers + 8 * state.index, state.phase);
 }
@@ -176,8 +176,8 @@ __device__ __forceinline__ void forward_start_output(float (&o)[N], const uint32
     wgmma_commit();
 }
 
-// Sets the scores of keys after the query to -inf. row is this thread's first row (its second is 8 below); column is
-// the column of s[0].
+// Sets the scores of keys after the query to -inf. row is this thread's first query (its second is row + 8), column the
+// key of s[0].
 template <int N>
 __device__ __forceinline__ void forward_mask(float (&s)[N], int row, int column) {
 #pragma unroll
@@ -196,7 +196,7 @@ __device__ __forceinline__ void forward_softmax(float (&s)[N], float (&row_max)[
                                                 float (&correction)[2], float c) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        // Two chains each for the max and the sum shorten the dependences.
+        // Two independent chains each for the max and the sum shorten the wait for earlier results.
         float m0 = row_max[h], m1 = s[2 * h];
 #pragma unroll
         for (int j = 2 * h; j < N; j += 4) {
@@ -300,8 +300,8 @@ __device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, floa
         const int loaded = forward_key_blocks<Tile::ROWS, Tile::KEYS>(at.row, plan.T),
                   blocks = forward_key_blocks<64, Tile::KEYS>(first_row, plan.T);
         for (int j = loaded; j > blocks;
-             // A skipped block is awaited too: an arrival before it is there would count for the block before it in
-             // this stage, and could release that while another warp reads it.
+             // A skipped block is awaited too. If this warp arrived before the block is loaded, its arrival would count
+             // for the stage's previous block, and could release that while another warp still reads it.
              j--) {
             pipeline_wait(smem + Tile::K_FULL, k);
             pipeline_release<Tile::STAGES>(smem + Tile::K_EMPTY, k);
@@ -318,8 +318,8 @@ __device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, floa
         wgmma_wait<0>();
         wgmma_fence_registers(s);
         pipeline_release<Tile::STAGES>(smem + Tile::K_EMPTY, k);
-        // Only this first block reaches past the diagonal. Each row has its own key in it, so the maximum is finite
-        // from here on.
+        // Only this first block reaches past the diagonal. Each row sees at least the block's first key, so the
+        // maximum is finite from here on.
         forward_mask(s, row, (blocks - 1) * Tile::KEYS + 2 * (lane % 4));
         forward_softmax(s, row_max, row_sum, correction, c);
         forward_pack(p, s);

@@ -28,7 +28,7 @@ __device__ __forceinline__ uint32_t mma_chunk(uint32_t tile, int row, int chunk)
     return tile + (uint32_t)(row * HD * 2 + ((chunk ^ (row & 7)) << 4));
 }
 
-// Starts the copy of rows row0.. of a [T, stride] matrix; rows from T on become zero.
+// Starts the copy of 64 rows, from row0 on, of a [T, stride] matrix; rows from T on become zero.
 template <int HD>
 __device__ __forceinline__ void mma_copy_tile(uint32_t tile, const bf16 *from, int64_t stride, int64_t row0,
                                               int64_t T) {
@@ -105,7 +105,8 @@ __device__ __forceinline__ void mma_add_times_tile(float (&d)[HD / 8][4], const 
     }
 }
 
-// Writes factor[h] * d as bf16 rows row0 + l/4 + 8h of a [T, stride] matrix, as far as they are below T.
+// Writes an accumulator d, 16 x HD, as bf16 rows row0 to row0 + 15 of a [T, stride] matrix, as far as they are below T.
+// Lane l multiplies its part of row row0 + l/4 + 8h by factor[h].
 template <int HD>
 __device__ __forceinline__ void mma_store_rows(bf16 *to, int64_t stride, int64_t row0, int64_t T,
                                                const float (&d)[HD / 8][4], const float (&factor)[2]) {
@@ -373,7 +374,7 @@ static inline void attention_forward_mma(bf16 *out, float *lse, uint32_t *amax, 
     if (amax) tensor_amax(amax, out, d.B * d.T * d.NH * d.HD, stream);
 }
 
-// The workspace holds delta [B,NH,T] fp32.
+// Returns the bytes of backward's workspace, which holds delta [B,NH,T] fp32.
 static inline size_t attention_backward_mma_workspace_bytes(AttentionDims d) {
     return (size_t)(d.B * d.NH * d.T) * sizeof(float);
 }

@@ -1,6 +1,6 @@
 // --fp8-audit on the GPU: compares FP8 data that a cast has written with the bf16 values that it was made from.
 // (fp16_weights.cuh compares FP8 weights with FP16 masters.) A step with an audit is slower: audits are meant to be
-// rare. The last bits of the sums depend on the order in which thread blocks end.
+// rare. The last bits of the sums of squares depend on the order in which thread blocks end.
 #ifndef LLMC_AUDIT_CUH
 #define LLMC_AUDIT_CUH
 
@@ -152,9 +152,8 @@ static __global__ void __launch_bounds__(AUDIT_THREADS)
     audit_publish(destinations, sums);
 }
 
-// Adds the audit sums of n consecutive elements to *to. n is a multiple of 8; with 0 it does nothing. The elements are
-// a rank's slice of a weight, and the scale is that of the whole weight. Device pointers; x is aligned to 16 bytes,
-// codes to 8.
+// Adds the audit sums of n consecutive elements, which share the scale whose inverse is *scale_inv, to *to. n is a
+// multiple of 8; with 0 it does nothing. Device pointers; x is aligned to 16 bytes, codes to 8.
 static inline void audit_part(AuditSums *to, const bf16 *x, const uint8_t *codes, const float *scale_inv, int64_t n,
                               Fp8Format format, cudaStream_t stream) {
     if (n < 0 || n % 8) die("audit_part: %lld elements: need a multiple of 8", (long long)n);

@@ -1,9 +1,9 @@
 // --fp8-filter auto: which linear layers are faster in bf16 on this GPU, found by timing both.
 //
 // The FP8 time of a linear layer is the time of its three GEMMs plus the casts of x, w and dy as separate passes over
-// memory. The times of the casts of x and dy are upper bounds, because casts that follow a norm or SwiGLU are fused
-// with it. The cast of w is counted once per step, as with FP8 all-gather or --fp8-weight-cache on, so each micro-step
-// has its share of it.
+// memory. In a step the casts of x and dy may take less, because those that follow a norm or SwiGLU are fused with it.
+// The cast of w counts once per step, as with FP8 all-gather or --fp8-weight-cache on: its time is divided by the
+// number of micro-steps.
 #ifndef LLMC_AUTO_FILTER_CUH
 #define LLMC_AUTO_FILTER_CUH
 
@@ -21,7 +21,7 @@ typedef struct {
     int64_t R;
     bf16 *result;                 // large enough for the result of each GEMM
     QTensor tensor[NUM_TENSORS];  // w [N, K], x [R, K], dy [R, N]
-    int64_t amaxes[NUM_TENSORS];
+    int64_t amaxes[NUM_TENSORS];  // number of amaxes of each tensor
     void *buffers[AUTO_FILTER_BUFFERS];
     int num_buffers;
     cudaEvent_t begin, end;
@@ -33,7 +33,7 @@ static __global__ void auto_filter_fill_kernel(bf16 *x, int64_t n, uint64_t key)
         x[i] = __float2bfloat16(rng_normal(key, (uint64_t)i));
 }
 
-// Allocates zeroed device memory; NULL for 0 bytes.
+// Allocates zeroed device memory; NULL for 0 bytes. Dies if it cannot be had.
 static inline void *auto_filter_alloc(AutoFilter *f, int64_t bytes) {
     if (!bytes) return NULL;
     void *p = NULL;
@@ -53,7 +53,7 @@ static inline int64_t auto_filter_cols(const AutoFilter *f, TensorRole t) {
     return t == TENSOR_DY ? f->shape.N : f->shape.K;
 }
 
-// Fills a tensor with random data, and allocates its FP8 data.
+// Allocates a tensor's bf16 data, FP8 data, scales and amaxes, and fills the bf16 data with random numbers.
 static inline void auto_filter_tensor(AutoFilter *f, TensorRole t) {
     const Recipe *r = f->precision->recipe;
     const int64_t rows = auto_filter_rows(f, t), cols = auto_filter_cols(f, t), n = rows * cols;
@@ -104,7 +104,7 @@ static inline double auto_filter_time(AutoFilter *f, Launch launch) {
     return us[AUTO_FILTER_RUNS / 2];
 }
 
-// Returns the microseconds of the three GEMMs in a recipe. FP8 GEMMs read what auto_filter_cast wrote.
+// Returns the microseconds of the layer's three GEMMs in recipe r. FP8 GEMMs read what auto_filter_cast wrote.
 static inline double auto_filter_gemms(AutoFilter *f, const Recipe *r) {
     double us = 0;
     for (int i = 0; i < NUM_GEMMS; i++) {
@@ -140,8 +140,7 @@ static inline bool auto_filter_layer(AutoFilter *f) {
 // comma-separated as for --fp8-filter; "" if there are none. Layers whose sizes the recipe does not support stay in
 // bf16 anyway: they are neither timed nor listed. `p` is a plan without a filter, R the rows of a micro-step. Prints
 // the times in one line, and allocates and frees GPU memory for one layer at a time. options_rules.h refuses
-// --fp8-filter auto with --fp8-emulate and with --deterministic. Dies if memory is short or the GPU lacks the recipe's
-// GEMMs.
+// --fp8-filter auto with --fp8-emulate and with --deterministic. Dies if memory is short or cuBLASLt lacks a GEMM.
 static inline void auto_filter(char *list, size_t capacity, const Precision *p, const Options *o, int64_t R,
                                cudaStream_t stream) {
     AutoFilter f;

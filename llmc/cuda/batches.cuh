@@ -15,9 +15,9 @@ typedef struct {
 
 typedef struct {
     int64_t rows, ranks;  // tokens in this rank's batch; number of ranks whose inputs the embedding index covers
-    int64_t sent;         // batches sent so far
+    int64_t sent;         // slots that batches_next has returned so far
     TokenSlot slots[TOKEN_SLOTS];
-    // Host memory [ranks, rows] if the index covers several ranks; else NULL.
+    // Inputs of all these ranks, in host memory [ranks, rows]; NULL if the index covers one rank.
     int32_t *group_inputs;
 } Batches;
 
@@ -62,7 +62,7 @@ static inline TokenSlot *batches_next(Batches *b) { return &b->slots[b->sent++ %
 
 // Returns the inputs [ranks, rows] that the index covers: this rank's from the slot, the other ranks' read from `data`.
 // first_sample is the number of the first sample (dataloader.h) of the first of these ranks; `rank` is this rank's
-// index among them.
+// index among them. The result is valid until the next call, or until the slot is overwritten.
 static inline const int32_t *batches_group_inputs(Batches *b, const TokenSlot *slot, DataLoader *data,
                                                   int64_t first_sample, int64_t rank) {
     const int64_t B = b->rows / data->T;

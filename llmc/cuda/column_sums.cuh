@@ -6,8 +6,8 @@
 
 enum { COLUMN_SUMS_WARPS = 32 };
 
-// Computes sums_out [C] = sum of partials [count, C]. A block of 32 x 32 threads takes 32 columns; warp w adds rows w,
-// w + 32, ..., then one warp adds up the warps' sums.
+// Computes sums_out [C] = sum over the rows of partials [count, C]. A block of 32 x 32 threads takes 32 columns; warp w
+// adds rows w, w + 32, ..., then one warp adds up the warps' sums.
 static __global__ void __launch_bounds__(COLUMN_SUMS_WARPS *WARP_SIZE)
     column_sums_finish_kernel(bf16 *sums_out, const float *partials, int count, int C) {
     grid_dependency_wait();
@@ -26,7 +26,7 @@ static __global__ void __launch_bounds__(COLUMN_SUMS_WARPS *WARP_SIZE)
     sums_out[column] = __float2bfloat16_rn(sum);
 }
 
-// Writes out [C] = sum of partials [count, C].
+// Writes out [C] = sum over the rows of partials [count, C], rounded to bf16.
 static inline void column_sums_finish(bf16 *out, const float *partials, int64_t count, int64_t C, cudaStream_t stream) {
     CUDA_LAUNCH(column_sums_finish_kernel, grid_size(C, WARP_SIZE), COLUMN_SUMS_WARPS * WARP_SIZE, 0, stream, out,
                 partials, (int)count, (int)C);
@@ -66,8 +66,8 @@ static __global__ void __launch_bounds__(BIAS_THREADS)
 
 static inline int64_t bias_parts(int64_t rows) { return min_i64(BIAS_MAX_PARTS, ceil_div(rows, 4 * BIAS_WARPS)); }
 
-// Writes dbias [columns] = sum over the rows of dy [rows, columns]. columns is a multiple of 8. workspace holds
-// bias_workspace_bytes.
+// Writes dbias [columns] = sum over the rows of dy [rows, columns], rounded to bf16. workspace holds
+// bias_workspace_bytes. Dies unless rows is at least 1 and columns a multiple of 8.
 static inline void bias_backward(bf16 *dbias, const bf16 *dy, int64_t rows, int64_t columns, void *workspace,
                                  cudaStream_t stream) {
     if (rows < 1 || columns < 8 || columns % 8 || columns > INT_MAX)

@@ -8,10 +8,10 @@
 //
 // Bytes moved: 2 read + 2 written per logit (2 read without gradient). A row of 128k-152k logits (257-304 KB) fits on
 // one SM only in its registers and shared memory together. So a persistent block keeps the row there from reading to
-// overwriting: each thread holds its vectors of the row, most in registers, the rest in shared memory. Once a vector's
-// gradient is computed, its registers or shared memory take the next row's vector. If V is above 163840, too large for
-// the GPU's shared memory or not a multiple of 8, or the logits are not aligned to 16 bytes, another kernel reads each
-// row three times (twice without gradient). Sums have a fixed order, so every run gives equal bits.
+// overwriting: each thread holds its vectors of the row in registers and, if these do not suffice, in shared memory.
+// When a vector is no longer needed, its registers or shared memory take the next row's vector. If V is above 163840,
+// too large for the GPU's shared memory or not a multiple of 8, or the logits are not aligned to 16 bytes, another
+// kernel reads each row three times (twice without gradient). Sums have a fixed order, so every run gives equal bits.
 #ifndef LLMC_CROSS_ENTROPY_CUH
 #define LLMC_CROSS_ENTROPY_CUH
 
@@ -43,7 +43,7 @@ __device__ static inline uint32_t cross_entropy_pair_max(uint32_t a, uint32_t b)
 }
 
 // These two return the maximum and the sum over a block of whole warps, with equal bits in every thread. scratch is 32
-// floats of shared memory that no other reduction of the block uses.
+// floats of shared memory, which a block may use again only after another barrier.
 __device__ static inline float cross_entropy_block_max(float x, float *scratch) {
     const int lane = threadIdx.x % WARP_SIZE, warps = blockDim.x / WARP_SIZE;
     for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2)
@@ -218,12 +218,14 @@ static __global__ void cross_entropy_row_kernel(float *losses, bf16 *logits, con
     }
 }
 
-// Returns the bytes of shared memory of a block whose threads hold `held` vectors in registers.
+// Returns the bytes of dynamic shared memory that a block needs for a row whose threads hold `held` vectors each in
+// registers.
 static inline int64_t cross_entropy_shared_bytes(int64_t V, int64_t held) {
     return max_i64(0, ceil_div(V / 8, CROSS_ENTROPY_THREADS) - held) * CROSS_ENTROPY_THREADS * (int64_t)sizeof(Bf16x8);
 }
 
-// True if an SM can hold a row. Consumer GPUs have less than 100 KB of shared memory per block.
+// True if an SM can hold a row of V logits in registers and shared memory. Consumer GPUs have about 100 KB of shared
+// memory per block.
 static inline bool cross_entropy_row_fits(int64_t V) {
     const int available = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     const int64_t needed = cross_entropy_shared_bytes(V, CROSS_ENTROPY_MANY), scratch = 1024;
@@ -270,8 +272,8 @@ static inline void cross_entropy_loss(float *losses, const bf16 *logits, const i
 }
 
 // Computes the losses like cross_entropy_loss, and overwrites the logits with their gradient times gradient_scale (1 /
-// number of tokens in the mean). Returns the least bytes that must move, 2 read and 2 written per logit, even if
-// cross_entropy_row_kernel moves more.
+// number of tokens in the mean; dies unless it is above 0). Returns the least bytes that must move, 2 read and 2
+// written per logit, even if cross_entropy_row_kernel moves more.
 static inline int64_t cross_entropy_loss_and_gradient(float *losses, bf16 *logits, const int32_t *targets, int64_t R,
                                                       int64_t V, float gradient_scale, cudaStream_t stream) {
     cross_entropy_check(R, V);

@@ -1,5 +1,5 @@
 // Basics of CUDA files: checked calls, launches, bf16 vectors, cp.async, sums, amax slots, FP8 casts, pinned memory.
-// Do not build with -use_fast_math or -ftz=true: the casts give the bits of the CPU's code, which keeps denormals.
+// Do not build with -use_fast_math or -ftz=true: kernels give the bits of the CPU's code, which keeps denormals.
 #ifndef LLMC_CUDA_UTILS_CUH
 #define LLMC_CUDA_UTILS_CUH
 
@@ -65,7 +65,7 @@ static inline void cuda_launch(const char *file, int line, void (*kernel)(P...),
 // shared_bytes, stream>>>(arguments...). From compute capability 9.0 it uses programmatic dependent launch: the
 // kernel's blocks are launched when the previous kernel's blocks have ended, before that kernel counts as complete,
 // which saves about a microsecond. So every kernel that it launches must start with grid_dependency_wait(). A bad
-// launch configuration ends the process; an error inside the kernel is reported by a later synchronizing call.
+// launch configuration ends the process; an error inside the kernel shows in a later CUDA call.
 #define CUDA_LAUNCH(...) cuda_launch(__FILE__, __LINE__, __VA_ARGS__)
 
 // Returns the number of thread blocks for n items, with `per_block` items in each; at least 1. Dies if that is more
@@ -78,8 +78,7 @@ static inline unsigned grid_size(int64_t n, int64_t per_block) {
     return (unsigned)blocks;
 }
 
-// Dies unless the pointer is aligned to 16 bytes (NULL passes). Launchers call it for the pointers that their kernels
-// access 16 bytes at a time.
+// Dies unless the pointer is aligned to 16 bytes (NULL passes). For pointers that kernels access 16 bytes at a time.
 static inline void require_aligned16(const void *pointer, const char *function, const char *name) {
     if ((uintptr_t)pointer % 16) die("%s: %s at %p is not 16-byte aligned", function, name, pointer);
 }
@@ -188,7 +187,7 @@ __device__ static inline float block_sum(float x, float *scratch) {
 // An amax slot holds the largest |x| of a tensor, a row or a column: the bits of an fp32 number as an unsigned integer,
 // in device memory, cleared to 0 before use. Unsigned order is the order of non-negative floats, with infinity above
 // the finite numbers and NaN above infinity. So the result does not depend on the order of the atomics, and one NaN
-// makes the amax NaN. Casts with delayed or blockwise scaling leave NaN out of the amax (KEEPS_NAN is false).
+// makes the amax NaN. The recipes delayed and blockwise leave NaN out of amaxes (fp8_rule_keeps_nan; KEEPS_NAN false).
 
 // Returns, in each 16-bit half, the larger of the two bf16 magnitudes in that half. With KEEPS_NAN, NaN is above
 // infinity. Without it, a NaN in `magnitudes` is ignored; `packed_amax` never holds one if it starts from 0.
@@ -234,8 +233,8 @@ __device__ static inline void amax_publish(uint32_t *slot, uint32_t packed_amax)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// FP8 casts, and decoding of E4M3. Casts give the bits of fp8_from_float, but the GPU's instruction turns every NaN
-// into 0x7f (it drops the sign).
+// FP8 casts, and decoding of E4M3. Casts give the bits of fp8_from_float, except that the GPU's instruction turns every
+// NaN into 0x7f (it drops the sign).
 
 // Casts two floats to two bytes, `low` in bits 0-7. GPUs below compute capability 8.9 lack the instruction and run the
 // plain code.
@@ -261,7 +260,7 @@ __device__ static inline float half_bits_to_float(uint32_t bits) {
     return __half2float(__ushort_as_half((unsigned short)bits));
 }
 
-// Decodes 8 E4M3 codes. From compute capability 8.9 on it goes by way of FP16, which holds all their values exactly.
+// Decodes 8 E4M3 codes. From compute capability 8.9 on it goes by way of FP16, which holds all E4M3 values exactly.
 __device__ static inline void fp8x8_to_floats(float out[8], uint2 codes) {
 #pragma unroll
     for (int k = 0; k < 8; k += 2) {
@@ -279,7 +278,8 @@ __device__ static inline void fp8x8_to_floats(float out[8], uint2 codes) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Pinned host memory
 
-// Returns `bytes` of pinned host memory, all zero. Dies if it cannot be had: `what` names the option that needs it.
+// Returns `bytes` of pinned host memory, all zero. Dies if it cannot be had; the message names `what`, the option that
+// needs it.
 static inline void *host_memory_pinned(const char *what, int64_t bytes) {
     void *memory = NULL;
     const cudaError_t status = cudaHostAlloc(&memory, (size_t)bytes, cudaHostAllocDefault);

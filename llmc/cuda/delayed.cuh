@@ -10,7 +10,7 @@ enum { DELAYED_THREADS = 256 };
 // State of delayed scaling of the tensors of consecutive layers, in device memory.
 typedef struct {
     float *history, *scale;  // [layers, per_layer, window], [layers, per_layer]
-    const uint32_t *amax;    // [layers, per_layer] amaxes raised since the last update
+    const uint32_t *amax;    // [layers, per_layer] the new amaxes, as fp32 bits
     int64_t per_layer, window;
     int margin;
     Fp8Format gradient_format;  // format of tensors from first_gradient on in each layer; the others are E4M3
@@ -48,7 +48,8 @@ static __global__ void __launch_bounds__(DELAYED_THREADS) delayed_update_kernel(
 }
 
 // For tensors [first, last) of each of `layers` layers, appends the new amaxes to the histories and computes new
-// scales, as delayed_update() does: after an amax of zero or NaN, the history and a scale above 0 stay as they are.
+// scales, as delayed_update() does: after an amax of zero or NaN, the history and a scale above 0 stay as they are, and
+// a scale of 0 becomes 1.
 static inline void delayed_update_all(const DelayedArrays *d, int64_t layers, int64_t first, int64_t last,
                                       cudaStream_t stream) {
     const dim3 grid((unsigned)(last - first), (unsigned)layers);
@@ -62,8 +63,8 @@ static __global__ void delayed_begin_kernel(const DelayedArrays d, int64_t count
     d.scale[number] = fp8_scale_te(__uint_as_float(d.amax[number]), delayed_format(d, tensor), d.margin);
 }
 
-// For the first cast of a tensor: gives those of tensors [first, last) of each layer that have no scale yet (0) one
-// from their own amax.
+// Called before the first cast of a tensor: among tensors [first, last) of each layer, gives each whose scale is 0 (it
+// was not cast yet) a scale from its own amax.
 static inline void delayed_begin(const DelayedArrays *d, int64_t layers, int64_t first, int64_t last,
                                  cudaStream_t stream) {
     const int64_t count = layers * d->per_layer;
