@@ -1,6 +1,6 @@
 // Memory of a step's activations and of their gradients.
 // It holds what each layer keeps for backward, what one layer at a time needs, and the logits. Many buffers whose
-// lifetimes do not overlap share memory.
+// lifetimes do not overlap share memory. Letters such as R, C and F are sizes in Dims (model_config.h).
 //
 // The placement is a function of an ActivationsLayout and an arena. dev/test/test_placement.cu checks that no buffer
 // overwrites one that is still needed.
@@ -60,7 +60,7 @@ typedef struct {
     float *rstd_final;          // [R]
     bf16 *logits;               // [chunk, V]; in training, overwritten by their gradient
     float *losses;              // [R]
-    float *rope_table;          // [T, HD] cos, sin
+    float *rope_table;          // [T, HD] cosines and sines (rope_table_fill)
     bf16 *dx;                   // [R, C] gradient of the residual stream
     bf16 *dbranch, *dh, *datt;  // [R, C], [R, F], [R, ATT] gradients inside a layer; dbranch also holds that of y_final
     OutputGradients dy;         // only memory: activations_output_gradients adds a layer's amaxes and scales

@@ -1,4 +1,5 @@
 // AdamW on the GPU: updates a rank's shard. The gradient norm (adamw_norm.cuh) decides clipping and skipped steps.
+// A unit is a layer or the root unit, which holds all other parameters (parameters.h).
 //
 // adamw_math.h, which the CPU uses too, defines the arithmetic of one element, its stochastic rounding and the clip
 // factor: equal input gives equal bits. The norm, the clip factor and the decision to skip a step stay in device memory
@@ -7,8 +8,8 @@
 // The norm is computed before the update if the update depends on it: with clipping, or if a step with a non-finite
 // norm must leave weights and moments unchanged. It also comes first with FP8 gradients, which are cheap to read.
 // Otherwise the update kernel itself sums the squares of the gradients, so gradients are read only once.
-// --optimizer-in-backward is the exception: the update kernel always sums them, and clipping reads the gradients of
-// each unit once more before the unit's update (adamw_clip). For recipes with one scale per tensor the update kernel
+// --optimizer-in-backward is the exception: the update kernel sums them also with clipping, which reads the gradients
+// of each unit once more before the unit's update (adamw_clip). For recipes with one scale per tensor the update kernel
 // also finds the amax of each FP8 weight's new values.
 //
 // Bytes per element: the update with bf16 weights, moments and gradients reads 8 and writes 6. fp32 master weights add
@@ -24,8 +25,8 @@ typedef struct {
     AdamwArrays arrays;
     AdamwStep step;
     const AdamwControl *control;  // NULL: the step is applied, without clipping
-    // Sums of squared gradients (adamw_workspace_bytes), for adamw_updated_squares and adamw_locate_block. NULL: not
-    // computed.
+    // Workspace of adamw_workspace_bytes, in which each block of the update stores its sum of squared gradients, for
+    // adamw_updated_squares and adamw_locate_block. NULL: not computed.
     double *squares;
     // amax[l * amax_stride + j] is the amax slot of the j-th fused FP8 weight of layer l (table order: qkv, o, gate_up,
     // down). The caller has cleared it. The update raises it to the largest magnitude in this rank's part, even if the
@@ -93,11 +94,12 @@ __device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i,
     return a;
 }
 
-// Updates a block's elements, at most ADAMW_BLOCK; a thread takes 8 at a time. Returns the sum of squares of its
-// gradients. 16 threads share a run, because runs end at multiples of 128 elements. The loop is bound by instruction
-// issue, so NEAREST is a template parameter and the run is looked up only where a new one begins. With COAT's moments
-// whole warps stay together: where only the first half of a warp has elements, the second half computes the same ones
-// and stores nothing. Few of these warps fit an SM, too few to hide latency, so they prefetch the next elements.
+// Updates a block's elements, at most ADAMW_BLOCK; a thread takes 8 at a time. Returns the sum of squares of this
+// thread's gradients (with COAT's moments 0 in a skipped step). 16 threads share a run, because runs end at multiples
+// of 128 elements. The loop is bound by instruction issue, so NEAREST is a template parameter and the run is looked up
+// only where a new one begins. With COAT's moments whole warps stay together: if only the first half of a warp has
+// elements, the second half computes the same ones and stores nothing. With COAT's moments an SM holds too few warps to
+// hide latency, so they prefetch the next elements.
 template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS, bool NEAREST>
 __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArrays &arrays, const AdamwUnits &u,
                                                   AdamwTerms c) {

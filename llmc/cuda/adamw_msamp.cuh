@@ -19,7 +19,7 @@ typedef enum { MSAMP_WEIGHTS_BF16, MSAMP_WEIGHTS_FP32, MSAMP_WEIGHTS_FP16 } Msam
 typedef struct {
     uint32_t begin, end;
     bool decay;
-    bool has_bf16;  // the array of bf16 weights has it (weights_have)
+    bool has_bf16;  // the part has bf16 weights (weights_have)
     int tensor;     // index among the tensors of the unit
     int amax_slot;  // amax slot of the fused FP8 weight; -1: none
     int64_t shift;  // index in the unit of the flat parameter array minus index in this rank's part of the unit
@@ -247,9 +247,9 @@ __device__ static inline void msamp_publish(MsampAmaxes *shared, const MsampRun 
     }
 }
 
-// Processes a block's ADAMW_BLOCK elements of one unit; each thread takes 8 at a time. Returns the sum of squares of
-// this thread's gradients. In a skipped step the first pass does nothing, and the second only finds the magnitudes of
-// the stored weights.
+// Processes a block's elements of one unit, at most ADAMW_BLOCK; a thread takes 8 at a time. Returns the sum of squares
+// of this thread's gradients. In a skipped step it returns 0: the first pass does nothing, and the second only finds
+// the magnitudes of the stored weights.
 template <MsampWeights WEIGHTS, bool FP32_MOMENTS, AdamwGradientType GRADIENTS, bool STORE>
 __device__ static inline float msamp_update_block(const AdamwUpdate &w, const MsampUnits &u, MsampAmaxes *amaxes) {
     const bool skipped = w.control && w.control->nonfinite;
@@ -337,7 +337,7 @@ static inline MsampTensors msamp_tensors(const ParameterTable *t, int64_t l, int
 }
 
 // Fills u->runs: this rank's parts of the tensors of unit l that the launch updates, in the order of memory, counted
-// from where the launch begins. Runs begin and end at multiples of 8 elements.
+// from where the launch begins. Dies unless runs begin and end at multiples of 8 elements.
 static inline void msamp_runs(MsampUnits *u, const ParameterTable *t, const ShardPlan *plan, int64_t l) {
     const MsampTensors tensors = msamp_tensors(t, l, 1);
     if (tensors.count > MSAMP_MAX_TENSORS) die("a unit has more than %d tensors", MSAMP_MAX_TENSORS);
@@ -397,8 +397,8 @@ static inline void adamw_msamp_pass(const AdamwUpdate *w, const ParameterTable *
 }
 
 // The first pass of the update of this rank's part of unit l and of the count - 1 layers that follow it: finds this
-// rank's amaxes. The caller replaces them by the maxima over all ranks that share the tensors. Then it calls
-// adamw_msamp_store.
+// rank's amaxes. If ranks share the tensors, the caller then replaces the amaxes by the maxima over these ranks. Then
+// it calls adamw_msamp_store.
 static inline void adamw_msamp_amaxes(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, int64_t l,
                                       int64_t count, int64_t first_gradient, cudaStream_t stream) {
     const MsampTensors tensors = msamp_tensors(t, l, count);

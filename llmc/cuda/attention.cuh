@@ -1,5 +1,5 @@
 // Causal self-attention with grouped key/value heads, forward and backward, without a T x T matrix in memory.
-// If hopper_available(), it uses the implementation with TMA and wgmma, else that with mma.sync.
+// On Hopper, if the program was built for it (hopper_available), kernels with TMA and wgmma run, else with mma.sync.
 #ifndef LLMC_ATTENTION_CUH
 #define LLMC_ATTENTION_CUH
 

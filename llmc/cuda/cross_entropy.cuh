@@ -218,8 +218,8 @@ static __global__ void cross_entropy_row_kernel(float *losses, bf16 *logits, con
     }
 }
 
-// Returns the bytes of dynamic shared memory that a block needs for a row whose threads hold `held` vectors each in
-// registers.
+// Returns the bytes of dynamic shared memory that a block needs for rows of V logits, if each thread holds `held`
+// vectors of 8 logits in registers.
 static inline int64_t cross_entropy_shared_bytes(int64_t V, int64_t held) {
     return max_i64(0, ceil_div(V / 8, CROSS_ENTROPY_THREADS) - held) * CROSS_ENTROPY_THREADS * (int64_t)sizeof(Bf16x8);
 }

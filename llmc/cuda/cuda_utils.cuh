@@ -1,5 +1,6 @@
 // Basics of CUDA files: checked calls, launches, bf16 vectors, cp.async, sums, amax slots, FP8 casts, pinned memory.
-// Do not build with -use_fast_math or -ftz=true: kernels give the bits of the CPU's code, which keeps denormals.
+// Do not build with -use_fast_math or -ftz=true: casts and AdamW must give the bits of the CPU's code, which keeps
+// denormals.
 #ifndef LLMC_CUDA_UTILS_CUH
 #define LLMC_CUDA_UTILS_CUH
 
