@@ -19,7 +19,7 @@ typedef struct {
     // 1 if the norm is not finite or too large (adamw_accepts): an update that reads it then changes no weight and no
     // moment.
     uint32_t nonfinite;
-    // What adamw_locate finds. If nonfinite is 0: 0 and ADAMW_NONE. If it is 1: the largest magnitude of this rank's
+    // Results of adamw_locate. If nonfinite is 0: 0 and ADAMW_NONE. If it is 1: the largest magnitude of this rank's
     // gradients (adamw_magnitude), and the place in backward order of the first large one (adamw_large).
     // adamw_locate_block takes norms of blocks of ADAMW_BLOCK elements instead of magnitudes, and the place of a
     // block's first element.

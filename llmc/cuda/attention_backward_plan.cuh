@@ -22,9 +22,9 @@ typedef struct {
 static inline int64_t attention_backward_queries(int64_t HD) { return HD == 128 ? 64 : 128; }  // queries per step
 
 // Chooses heads_per_block and section. Few thread blocks leave SMs idle. Many blocks cost a pass over fp32 partial sums
-// of dK and dV. So this takes the most heads per block for which the longest block has at most longest_share times the
-// average work of one of 132 SMs, or one head if there is no such number. (The longest block owns the first keys, which
-// every query sees.) A section has at most as many triples as fit in l2_bytes (Q, dO and dQ of one query head for
+// of dK and dV. So this takes the most heads per block for which the longest block has at most longest_share times an
+// SM's average work, with 132 SMs, or one head if there is no such number. (The longest block owns the first keys,
+// which every query sees.) A section has at most as many triples as fit in l2_bytes (Q, dO and dQ of one query head for
 // each), but at least one. In deterministic order the blocks of one head wait for each other: shorter blocks and larger
 // sections are faster. These numbers were found by measurements on an H200 at T 2048 to 8192.
 static inline AttentionBackwardPlan attention_backward_plan(AttentionDims d) {

@@ -63,8 +63,8 @@ static __global__ void delayed_begin_kernel(const DelayedArrays d, int64_t count
     d.scale[number] = fp8_scale_te(__uint_as_float(d.amax[number]), delayed_format(d, tensor), d.margin);
 }
 
-// Called before the first cast of a tensor: among tensors [first, last) of each layer, gives each whose scale is 0 (it
-// was not cast yet) a scale from its own amax.
+// Gives a scale, made from its own amax, to each tensor of [first, last) in each layer whose scale is 0, because it was
+// not cast yet.
 static inline void delayed_begin(const DelayedArrays *d, int64_t layers, int64_t first, int64_t last,
                                  cudaStream_t stream) {
     const int64_t count = layers * d->per_layer;
