@@ -1,9 +1,9 @@
 // Token embedding: x [R, C] = table[token], and its gradient.
 //
-// The gradient of a table row is the sum of the rows of dx [R, C] whose token it is. The order of atomics would change
-// from run to run. Instead the host sorts the batch's tokens by id before it sends them (embedding_sort), and a block
-// adds up the rows of an id in a fixed order, so every run gives equal bits. If ranks shard the table, each rank can
-// add the gradients of all ranks' tokens to its own part of the table's gradient.
+// The gradient of a token's table row is the sum of the rows of dx [R, C] at that token's places in the batch. The
+// order of atomics would change from run to run. Instead the host sorts the batch's tokens by id before it sends them
+// (embedding_sort), and a block adds up the rows of an id in a fixed order, so every run gives equal bits. If ranks
+// shard the table, each rank can add the gradients of all ranks' tokens to its own part of the table's gradient.
 //
 // Bytes: forward reads 2 + writes 2 per element of x. For a whole table, backward reads 2 per element of dx. It also
 // reads 2 and writes 2 per element of each row of the table's gradient whose token occurs (4 and 4 if that gradient is
@@ -130,13 +130,12 @@ static __global__ void __launch_bounds__(EMBEDDING_THREADS)
 }
 
 // Adds to dtable [part.count], bf16 or fp32, for each id in `index` (device), the sum of the id's rows of dx [R, C].
-// dtable is the part of the table's gradient that `part` names; other parts of a row are left out. The sum with the old
-// value is computed in fp32. A bf16 dtable gets it rounded once, to nearest or stochastically, as `rounding` says
-// (`rounding.add` is not read; `rounding.flat` is the index of dtable's first element in the flat array of all
-// parameters). Rows of other ids stay unchanged. The caller has cleared dtable, or has left in it a gradient to add to:
-// of a tied lm_head, or of earlier micro-steps. Returns the bytes that it would move if all ids differed, the part were
-// the whole table and dtable bf16. Dies as embedding_forward does, and if the part does not begin and end at multiples
-// of 8 elements.
+// dtable is the rank's part of the table's gradient; elements outside that part are left out. Sums are fp32. If dtable
+// is bf16, the sum with the old value is rounded once, to nearest or stochastically, as `rounding` says (`rounding.add`
+// is not read; `rounding.flat` is the index of dtable's first element in the flat array of all parameters). Rows of
+// other ids stay unchanged. The caller has cleared dtable, or has left in it a gradient to add to: of a tied lm_head,
+// or of earlier micro-steps. Returns the bytes that it would move if all ids differed, the part were the whole table
+// and dtable bf16. Dies as embedding_forward does, and if the part does not begin and end at multiples of 8 elements.
 template <class Sum>
 static inline int64_t embedding_backward(Sum *dtable, EmbeddingPart part, const bf16 *dx, const int32_t *index,
                                          int64_t R, int64_t C, GradientSum rounding, cudaStream_t stream) {

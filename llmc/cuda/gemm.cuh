@@ -6,15 +6,15 @@
 //   wgrad  dw[N, K] = dy[R, N]^T x [R, K]   contraction over R
 // All matrices are row-major, results are bf16. Sums are fp32, with fewer mantissa bits in FP8 GEMMs with fast_accum.
 // BF16 GEMMs need no transposed copies of their operands. FP8 GEMMs on Hopper need the contraction index contiguous in
-// both operands, so on every GPU an FP8 dgrad reads the transposed weight [K, N], and an FP8 wgrad reads x^T [K, R] and
-// dy^T [N, R]. The transposed matrices are the columnwise data of recipes.h; the other FP8 operands are rowwise data. N
-// and K, and in FP8 R too, must be multiples of the recipe's `multiple`: 8 for BF16, 16 or more for FP8, because
-// cuBLASLt needs rows aligned to 16 bytes.
+// both operands, so an FP8 dgrad reads the transposed weight [K, N], and an FP8 wgrad reads x^T [K, R] and dy^T [N, R].
+// The transposed matrices are the columnwise data of recipes.h; the other FP8 operands are rowwise data. N and K, and
+// in FP8 R too, must be multiples of the recipe's `multiple`: 8 for BF16, 16 or more for FP8, because cuBLASLt needs
+// rows aligned to 16 bytes.
 //
 // FP8 GEMMs can be emulated (--fp8-emulate), even if the GPU has them: the FP8 data is decoded into bf16, and a BF16
 // GEMM multiplies it. bf16 holds an FP8 number times a power of two exactly, except near the ends of bf16's range. An
-// emulated GEMM also sums in another order, multiplies the sums by the product of the tensors' scale_inv, and has no
-// fast_accum.
+// emulated GEMM may sum in another order, and has no fast_accum. It multiplies its sums by each scale_inv that belongs
+// to a whole tensor.
 //
 // A result is rounded to bf16 once, even if it is added to an old value. With beta = 1 in host memory, cuBLASLt on
 // Hopper may round the GEMM's result first and then the sum (seen with cuBLAS 13.1). So wgrad, the only GEMM that

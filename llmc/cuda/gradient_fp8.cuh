@@ -48,7 +48,7 @@ typedef struct {
 
 // Returns the layout of this rank's slices, or, if `gathered`, of whole layers as backward computes them. Dies if a
 // layer has more than GRADIENT_FP8_MOST matrices, or if a matrix's part does not begin and end at multiples of 8
-// elements or does not follow the part before.
+// elements, or does not begin where the part before it ends.
 static inline GradientFp8Layout gradient_fp8_layout(const ParameterTable *t, const ShardPlan *s, bool gathered) {
     GradientFp8Layout a;
     memset(&a, 0, sizeof a);

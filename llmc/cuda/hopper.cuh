@@ -193,7 +193,8 @@ __device__ __forceinline__ uint64_t l2_evict_first(void) {
     return policy;
 }
 
-// Load the box of the map at coordinates c0, c1, ... to shared memory at `to`. The bytes count on `barrier`.
+// The three tma_load functions copy the box of the map at coordinates c0, c1, ... to shared memory at `to`. The bytes
+// arrive on `barrier`.
 __device__ __forceinline__ void tma_load_3d(uint32_t to, const CUtensorMap *map, uint32_t barrier, int c0, int c1,
                                             int c2) {
     asm volatile(
@@ -254,16 +255,15 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint3
 // Accumulators 8i..8i+7 of one wgmma, packed in pairs as bf16, are the A registers of k-step i of the next wgmma, so no
 // shuffles are needed.
 
-// Returns the descriptor of a swizzled tile whose contraction index runs along the 128-byte rows (TRANS = 0): Q and K
-// in S = Q K^T. The next k-step of 16 is at address + 32; beyond 64 columns it is in the next tile. A descriptor that
-// begins at a later row r, a multiple of 8, is made from address + 128 * r.
+// Returns the descriptor of a swizzled tile whose contraction index runs along the 128-byte rows (TRANS = 0), as with Q
+// and K in S = Q K^T. The next k-step of 16 is at address + 32; beyond 64 columns it is in the next tile. A descriptor
+// that begins at a later row r, a multiple of 8, is made from address + 128 * r.
 __device__ __forceinline__ uint64_t wgmma_desc_k_major(uint32_t address) {
     return (uint64_t)((address & 0x3ffff) >> 4) | ((uint64_t)1 << 16) | ((uint64_t)(1024 >> 4) << 32) |
            ((uint64_t)1 << 62);
 }
-// Returns the descriptor of a swizzled tile whose contraction index runs down the rows (TRANS = 1): V in O = P V, K in
-// dQ = dS K. tile_bytes is the distance to the next 64 columns (rows * 128). The next k-step of 16 is at address +
-// 2048.
+// Returns the descriptor of a swizzled tile whose contraction index runs down the rows (TRANS = 1), as with V in O = P
+// V. tile_bytes is the distance to the next 64 columns (rows * 128). The next k-step of 16 is at address + 2048.
 __device__ __forceinline__ uint64_t wgmma_desc_mn_major(uint32_t address, uint32_t tile_bytes) {
     return (uint64_t)((address & 0x3ffff) >> 4) | ((uint64_t)(tile_bytes >> 4) << 16) | ((uint64_t)(1024 >> 4) << 32) |
            ((uint64_t)1 << 62);

@@ -207,9 +207,9 @@ static inline void qtensor_amax_pass(Linears *ln, const QTensor *q, const Source
     profile_bytes(ln->profile, "amax passes", quantize_amax_source("quantize", *q, source, R, C, ln->gemm.stream));
 }
 
-// Casts the tensor, and audits the cast if the step is audited. Amaxes that the scales follow from must be known. Only
-// with the delayed recipe, while scales_ready is false, does this function find the amax; a tensor without a scale then
-// gets one from that amax.
+// Casts the tensor, and audits the cast if the step is audited. Amaxes that the scales follow from must be known. But
+// with the delayed recipe, while scales_ready is false, this function finds the amax itself, and a tensor without a
+// scale gets one from that amax.
 template <class Source>
 static inline void qtensor_cast(Linears *ln, const QTensor *q, const Source &source, int64_t R, int64_t C) {
     if (q->amax_source == AMAX_DELAYED && !ln->scales.scales_ready) {
