@@ -145,7 +145,7 @@ static __global__ void __launch_bounds__(FP16_THREADS)
 }
 
 // Casts the slices of all layers, n elements each, to E4M3: codes [layers, n]. Padding behind the last tensor becomes
-// 0. Dies unless n is a multiple of 16, the stride one of 8, and the pointers are aligned to 16 bytes.
+// 0. Dies unless n is a multiple of 16, w->stride is a multiple of 8, and the pointers are aligned to 16 bytes.
 static inline void fp16_cast_slices(uint8_t *codes, const Fp16Weights *w, int64_t layers, int64_t n,
                                     cudaStream_t stream) {
     if (n % FP16_ELEMENTS || w->stride % 8)

@@ -1,4 +1,4 @@
-// GEMMs of linear layers through cuBLASLt: planned once per shape, run many times.
+// GEMMs of linear layers through cuBLASLt: planned once, run many times.
 //
 // A linear layer has weight w [N, K] and three GEMMs over R rows:
 //   fprop  y [R, N] = x [R, K]   w^T        contraction over K
@@ -359,7 +359,7 @@ static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, const QTenso
     }
     if (!count)
         die_with(EXIT_UNSUPPORTED,
-                 "cuBLASLt has no algorithm for %s %s, %lld x %lld x %lld, %s x %s (recipe %s%s), on "
+                 "cuBLASLt has no algorithm for %s %s, R x N x K %lld x %lld x %lld, %s x %s (recipe %s%s), on "
                  "this GPU: %s",
                  p->layer, gemm_kind_name(p->kind), (long long)p->R, (long long)p->N, (long long)p->K,
                  gemm_type_name(p->granularity_a, p->spec.format_a), gemm_type_name(p->granularity_b, p->spec.format_b),

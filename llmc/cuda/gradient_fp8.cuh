@@ -1,10 +1,10 @@
 // Gradients in FP8 on the GPU (--grad-accum-dtype fp8, --reduce-dtype fp8), bit-identical to the CPU (gradient_fp8.h).
 //
 // Backward computes a layer's gradients in bf16, in a buffer. The first pass finds the amax of each matrix, or of its
-// sum with the stored gradient; the second casts to codes with the new scales. With several ranks the amaxes are
-// reduced over ranks between the passes (fsdp_gradient_fp8.cuh). A last kernel, which moves almost nothing, stores the
-// scales. Bytes per element of a bf16 gradient: the first pass reads 2, the second reads 2 and writes 1. In later
-// micro-steps each pass also reads the 1 byte of the stored code.
+// sum with the stored gradient; the second casts to codes with the new scales. If several ranks need one scale, the
+// amaxes are reduced over these ranks between the passes (fsdp_gradient_fp8.cuh). A last kernel, which moves almost
+// nothing, stores the scales. Bytes per element of a bf16 gradient: the first pass reads 2, the second reads 2 and
+// writes 1. In later micro-steps each pass also reads the 1 byte of the stored code.
 //
 // The codes of all layers lie one behind the other. The gradients that stay bf16 have memory of their own: the root's,
 // and behind them those of the vectors of each layer.

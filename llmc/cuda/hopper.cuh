@@ -138,7 +138,8 @@ template <int REGISTERS> __device__ __forceinline__ void warpgroup_reg_dealloc(v
 #if HOPPER_DEVICE_CODE
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Device: mbarriers, by shared-memory address. A phase completes when `count` arrivals and all expected bytes are in.
+// Device: mbarriers, by shared-memory address. A phase completes when as many arrivals as mbarrier_init's `count`, and
+// all expected bytes, are in.
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");

@@ -10,8 +10,8 @@
 typedef enum {
     AMAX_UNUSED,         // no amax needed: the tensor is not cast, or its scales are per block and found by the cast
     AMAX_FROM_PRODUCER,  // the kernel that produces the tensor raises its amax
-    AMAX_FROM_PASS,      // a separate pass over what the cast reads raises the amaxes before it
-    AMAX_DELAYED         // the scale follows from amaxes of earlier casts (for the first cast, from its own amax)
+    AMAX_FROM_PASS,      // a separate pass over the values, before the cast, raises the amaxes
+    AMAX_DELAYED         // the scale follows from amaxes of earlier casts; at the first cast, from the tensor's amax
 } AmaxSource;
 
 // A tensor [R, C]. All pointers are to device memory; those of data and of scale_inv are aligned to 16 bytes. Data

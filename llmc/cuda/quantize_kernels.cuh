@@ -29,8 +29,8 @@
 // the exclusive or permutes a column's 16-byte chunks, and for odd column / 8 swaps their halves.
 //
 // A Source is a struct of pointers with
-//    ROLES         the roles (x, w, dy) that it is cast for, as bits 1 << TensorRole. Kernels for E5M2 and for 128x128
-//                  blocks are compiled only for sources with role dy, or w
+//    ROLES         the roles (x, w, dy) that it is cast for, as bits 1 << TensorRole. Kernels for E5M2 are compiled
+//                  only for sources with role dy, and kernels for 128x128 blocks only for sources with role w
 //    OUTPUTS       number of outputs side by side in one tensor [R, OUTPUTS * C]: output o is columns
 //                  [o * C, (o + 1) * C)
 //    MIN_BLOCKS    minimum occupancy in blocks per SM; limits registers
