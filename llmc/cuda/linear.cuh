@@ -24,8 +24,8 @@ typedef struct {
     Profile *profile;
 } Linears;
 
-// Rows of logits in memory at a time. Large chunks keep the GEMMs efficient: each chunk reads and writes lm_head's
-// gradient once. Small chunks save memory.
+// Rows of logits in memory at a time. Large chunks keep the GEMMs efficient: each chunk writes lm_head's gradient, and
+// each but the first also reads it. Small chunks save memory.
 enum { LOGITS_ROWS = 4096, LOGITS_FEW_ROWS = 2048 };
 
 // Returns the rows of logits in memory at a time: the R rows of a micro-step, but at most LOGITS_ROWS. If the logits of

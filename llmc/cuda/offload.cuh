@@ -27,7 +27,7 @@ typedef struct {
 
 typedef struct Offload {
     int64_t bytes[OFFLOAD_ARRAYS];  // bytes of an element; 0: the array stays on the GPU
-    int64_t element;                // bytes of an element of all arrays; 0: neither moments nor masters are offloaded
+    int64_t element;                // sum of `bytes`; 0: neither moments nor masters are offloaded
     const ShardPlan *plan;
     int64_t layers;
     bool backwards;              // true: the layers are updated from the last to the first, and the root after them
