@@ -1,36 +1,37 @@
 // Token embedding: x [R, C] = table[token], and its gradient.
 //
-// The gradient of a table row is a sum over the batch's rows with that token. The order of atomics would change from
-// run to run. Instead the host sorts the batch's tokens by id before it sends them (embedding_sort), and a block adds
-// up the rows of an id in a fixed order, so every run gives equal bits. If ranks shard the table, each rank can add the
-// gradients of all ranks' tokens to its own part of the table's gradient.
+// The gradient of a token's table row is the sum of the rows of dx [R, C] at that token's places in the batch. The
+// order of atomics would change from run to run. Instead the host sorts the batch's tokens by id before it sends them
+// (embedding_sort), and a block adds up the rows of an id in a fixed order, so every run gives equal bits. If ranks
+// shard the table, each rank can add the gradients of all ranks' tokens to its own part of the table's gradient.
 //
-// Bytes: forward reads 2 + writes 2 per element of x. Backward reads 2 per element of dx, and reads 2 + writes 2 (fp32
-// sums: 4 + 4) per element of each row of the table that occurs. C must be a multiple of 8.
+// Bytes: forward reads 2 + writes 2 per element of x. For a whole table, backward reads 2 per element of dx. It also
+// reads 2 and writes 2 per element of each row of the table's gradient whose token occurs (4 and 4 if that gradient is
+// fp32). C must be a multiple of 8.
 #ifndef LLMC_EMBEDDING_CUH
 #define LLMC_EMBEDDING_CUH
 
 #include "gradient_sum.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------------
-// A rank's part of a table [V, C]: `count` elements from element `first` on, both multiples of 8. It may begin and end
-// inside a row.
+// A rank's part of a table [V, C]: `count` elements from element `first` on, both multiples of 8. The part may begin
+// and end inside a row, and may reach into padding behind the table.
 typedef struct {
     int64_t first, count;
 } EmbeddingPart;
 
-// The index groups the rows of x [R, C], one for each token of a batch, by token id. It is int32 in one buffer, so that
-// one copy moves it to the GPU. Tokens whose table row lies wholly outside the rank's part are left out.
+// The index lists the rows of x [R, C], grouped by their token ids. It is one buffer of int32, so that one copy moves
+// it to the GPU. It leaves out tokens whose table row lies wholly outside the rank's part.
 //    [0]               number of distinct ids, n
 //    [1 .. R]          rows, sorted by id and within an id by row
-//    [R+1 .. 2R+1]     start of each id's rows in that list, and the end of the last
+//    [R+1 .. 2R+1]     for each id, where its rows begin in that list, counted from 0; then the end of the list
 //    [2R+2 .. 3R+1]    the ids
-// A list may be shorter than its place here: the rest of the place has no meaning.
+// If fewer than R rows or ids are listed, the rest of each place has no meaning.
 
 static inline int64_t embedding_index_size(int64_t R) { return 3 * R + 2; }
 
-// Fills index (host memory, embedding_index_size(R) items) from tokens [R], all in [0, 2^24). It is a stable radix sort
-// with 8 bits per pass.
+// Fills index (host memory, embedding_index_size(R) items) from tokens [R], all in [0, 2^24). C: columns of the table.
+// The sort is a stable radix sort with 8 bits per pass. Dies if R is less than 1 or more than INT_MAX / 4.
 static inline void embedding_sort(int32_t *index, const int32_t *tokens, int64_t R, int64_t C, EmbeddingPart part) {
     if (R < 1 || R > INT_MAX / 4)
         die("embedding_sort: %lld tokens in a batch, must be between 1 and %d", (long long)R, INT_MAX / 4);
@@ -78,7 +79,9 @@ static inline void embedding_check(const char *function, int64_t R, int64_t C, c
     require_aligned16(x, function, "the activations");
 }
 
-// Writes x [R, C] = rows of table [V, C] at tokens [R] (device), which must be valid ids. Returns the bytes moved.
+// Writes x [R, C] = rows of table [V, C] at tokens [R] (device), which must be valid ids. Returns the bytes moved,
+// without those of the tokens. Dies if C is not a multiple of 8, if R or C is out of range, or if a pointer is not
+// 16-byte aligned.
 static inline int64_t embedding_forward(bf16 *x, const bf16 *table, const int32_t *tokens, int64_t R, int64_t C,
                                         cudaStream_t stream) {
     embedding_check("embedding_forward", R, C, table, x);
@@ -87,8 +90,8 @@ static inline int64_t embedding_forward(bf16 *x, const bf16 *table, const int32_
     return R * C * 4;
 }
 
-// blockIdx.y selects 256 columns, and block x of gridDim.x takes ids x, x + gridDim.x, ... For each id, warp w adds up
-// rows w, w + EMBEDDING_WARPS, ... Then the warps' sums are added in order.
+// blockIdx.y selects 256 columns, and block x of gridDim.x takes entries x, x + gridDim.x, ... of the list of ids. Warp
+// w adds up rows w, w + EMBEDDING_WARPS, ... of an id. Then the warps' sums are added in order.
 template <class Sum>
 static __global__ void __launch_bounds__(EMBEDDING_THREADS)
     embedding_backward_kernel(Sum *dtable, EmbeddingPart part, GradientSum to, const bf16 *dx, const int32_t *index,
@@ -100,7 +103,7 @@ static __global__ void __launch_bounds__(EMBEDDING_THREADS)
               column = (int)blockIdx.y * EMBEDDING_COLUMNS + lane * 8;
     for (int s = (int)blockIdx.x; s < index[0]; s += (int)gridDim.x) {
         const int end = begins[s + 1];
-        // Index in the part of the table.
+        // Index in dtable.
         const int64_t at = (int64_t)ids[s] * C + column - part.first;
         const bool kept = column < C && at >= 0 && at < part.count;
         float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
@@ -126,11 +129,13 @@ static __global__ void __launch_bounds__(EMBEDDING_THREADS)
     }
 }
 
-// Adds to dtable [part.count], bf16 or fp32, for each id in `index` (device), the sum of its rows of dx [R, C],
-// restricted to the part. The sum is fp32; for a bf16 dtable it is rounded once, to nearest or stochastically, as
-// `rounding` says (its `flat` is the index of dtable's first element in the flat array of all parameters). Other rows
-// stay unchanged. The caller has cleared dtable, or has left in it a gradient to add to: of a tied lm_head, or of
-// earlier micro-steps. Returns the bytes moved if all ids differ, the part is the whole table and dtable is bf16.
+// Adds to dtable [part.count], bf16 or fp32, for each id in `index` (device), the sum of the id's rows of dx [R, C].
+// dtable is the rank's part of the table's gradient; elements outside that part are left out. Sums are fp32. If dtable
+// is bf16, the sum with the old value is rounded once, to nearest or stochastically, as `rounding` says (`rounding.add`
+// is not read; `rounding.flat` is the index of dtable's first element in the flat array of all parameters). Rows of
+// other ids stay unchanged. The caller has cleared dtable, or has left in it a gradient to add to: of a tied lm_head,
+// or of earlier micro-steps. Returns the bytes that it would move if all ids differed, the part were the whole table
+// and dtable bf16. Dies as embedding_forward does, and if the part does not begin and end at multiples of 8 elements.
 template <class Sum>
 static inline int64_t embedding_backward(Sum *dtable, EmbeddingPart part, const bf16 *dx, const int32_t *index,
                                          int64_t R, int64_t C, GradientSum rounding, cudaStream_t stream) {

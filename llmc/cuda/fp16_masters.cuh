@@ -2,8 +2,9 @@
 //
 // A master's scale follows from the amax of its whole tensor. While a tensor has no scale, its masters are fp32 numbers
 // in two halves: the lower 16 bits are in the memory of the FP16 masters, the upper 16 bits in that of the second
-// moments. When the masters of all tensors are there, they are encoded as FP16 in place, and the second moments become
-// zero. If a checkpoint has set a tensor's scale first, its masters are encoded as FP16 at once.
+// moments. Once all tensors' masters are in memory, fp16_masters_encode turns them into FP16 in place and sets the
+// second moments to zero. If a checkpoint has set a tensor's scale before, fp16_masters_write encodes the tensor's
+// masters as FP16 at once.
 #ifndef LLMC_FP16_MASTERS_CUH
 #define LLMC_FP16_MASTERS_CUH
 
@@ -46,10 +47,11 @@ static __global__ void fp16_masters_encode_kernel(bf16 *weights, fp16_bits *mast
 // Returns the memory of the upper halves, which is that of the second moments.
 static inline uint16_t *fp16_masters_upper(const AdamwArrays *a) { return (uint16_t *)a->exp_avg_sq; }
 
-// Returns a number of blocks of 256 threads: one thread for each of n elements, but no more blocks than fill any GPU.
+// Returns the number of blocks of 256 threads for n elements: one thread for each element, but at most 2^20 threads.
 static inline unsigned fp16_masters_blocks(int64_t n) { return grid_size(min_i64(n, 1 << 20), 256); }
 
-// Finds the amaxes of this rank's parts of all masters that are in halves.
+// Finds the amaxes of this rank's parts of all masters that are in halves. Sets all other amaxes of AdamW's states to
+// 0.
 static inline void fp16_masters_amaxes(const AdamwArrays *a, const ParameterTable *t, const ShardPlan *plan,
                                        cudaStream_t stream) {
     const AdamwScaled *s = &a->scaled;
@@ -64,8 +66,9 @@ static inline void fp16_masters_amaxes(const AdamwArrays *a, const ParameterTabl
     }
 }
 
-// Encodes all masters that are in halves. The amaxes must be those of whole tensors by now. Then rounds the bf16
-// weights that this rank stores from the masters.
+// Encodes all masters that are in halves. The amaxes must be those of whole tensors: the caller has reduced them over
+// the shard group. Then rounds the bf16 weights that this rank stores from the masters, and makes the new scales the
+// masters' scales.
 static inline void fp16_masters_encode(const AdamwArrays *a, const ParameterTable *t, const ShardPlan *plan,
                                        cudaStream_t stream) {
     const AdamwScaled *s = &a->scaled;
@@ -93,8 +96,8 @@ static inline float fp16_masters_scale(const AdamwScaled *s, int64_t i, cudaStre
     return scale;
 }
 
-// Copies to the host the fp32 numbers that `count` masters of tensor i stand for. The first of these masters is element
-// `shard` of the flat shard arrays. Waits for the copy.
+// Copies to the host the fp32 numbers that `count` masters of tensor i, encoded as FP16, stand for. The first of these
+// masters is element `shard` of the flat shard arrays. Waits for the copy.
 static inline void fp16_masters_read(const AdamwArrays *a, int64_t i, int64_t shard, int64_t count, float *host,
                                      cudaStream_t stream) {
     const AdamwScaled *s = &a->scaled;
@@ -105,7 +108,7 @@ static inline void fp16_masters_read(const AdamwArrays *a, int64_t i, int64_t sh
 }
 
 // Copies `count` masters of tensor i, given as fp32 numbers, from the host: encoded as FP16 if the tensor has its
-// scale, else in halves. Waits for the copy.
+// scale, else in halves. `shard` is as in fp16_masters_read. Waits for the copy.
 static inline void fp16_masters_write(const AdamwArrays *a, int64_t i, int64_t shard, int64_t count, const float *host,
                                       cudaStream_t stream) {
     const float scale = fp16_masters_scale(&a->scaled, i, stream);

@@ -5,8 +5,8 @@
 //
 //    code = saturating RNE cast of fp32(master) * (FP8 scale / FP16 scale of its tensor)
 //
-// All scales are powers of two, and they are known before the cast begins. So the cast takes one pass: it reads 2 bytes
-// per element and writes 1 or 2.
+// All scales are powers of two. They are known before the cast begins, so the cast takes one pass. It reads 2 bytes per
+// element and writes 1, or 2 if it makes rowwise and columnwise codes.
 #ifndef LLMC_FP16_WEIGHTS_CUH
 #define LLMC_FP16_WEIGHTS_CUH
 
@@ -144,7 +144,8 @@ static __global__ void __launch_bounds__(FP16_THREADS)
     *(uint4 *)(codes + layer * n + i) = out;
 }
 
-// Casts the slices of all layers, n elements each: codes [layers, n]. Padding becomes 0.
+// Casts the slices of all layers, n elements each, to E4M3: codes [layers, n]. Padding behind the last tensor becomes
+// 0. Dies unless n is a multiple of 16, w->stride is a multiple of 8, and the pointers are aligned to 16 bytes.
 static inline void fp16_cast_slices(uint8_t *codes, const Fp16Weights *w, int64_t layers, int64_t n,
                                     cudaStream_t stream) {
     if (n % FP16_ELEMENTS || w->stride % 8)
@@ -158,7 +159,7 @@ static inline void fp16_cast_slices(uint8_t *codes, const Fp16Weights *w, int64_
 }
 
 // This kernel splits the weight into tiles and transposes them like quantize_transpose_kernel. Each tensor has a
-// multiple of 4 rows, so the 4 rows of a thread belong to one tensor.
+// multiple of 4 rows, so the 4 rows that a thread casts at a time belong to one tensor.
 static __global__ void __launch_bounds__(CAST_THREADS, 4)
     fp16_transpose_kernel(uint8_t *rowwise, uint8_t *columnwise, const __grid_constant__ Fp16Weights w, int64_t layer,
                           int64_t at, int64_t R, int64_t C) {
@@ -191,9 +192,9 @@ static __global__ void __launch_bounds__(CAST_THREADS, 4)
     store_tile_columns<1>(columnwise, tile, first_row, first_column, R, C);
 }
 
-// Casts the weight [R, C] that begins at element `at` of the layer's matrices. This rank must have all of these. Writes
-// rowwise codes, columnwise codes or both: those whose pointer in `out` is not NULL. It writes no scale_inv, because
-// fp16_factors has done so. C is a multiple of 16.
+// Casts the weight [R, C] that begins at element `at` of the layer's matrices. This rank must have the layer's whole
+// matrices. Writes E4M3 codes, rowwise, columnwise or both: those whose pointer in `out` is not NULL. fp16_factors has
+// written their scale_inv. Dies unless C is a multiple of 16.
 static inline void fp16_cast(QTensor out, const Fp16Weights *w, int64_t layer, int64_t at, int64_t R, int64_t C,
                              cudaStream_t stream) {
     quantize_check_size("fp16_cast", R, C);
@@ -221,8 +222,8 @@ static __global__ void __launch_bounds__(AUDIT_THREADS)
 }
 
 // Adds to *to the audit sums of n codes of one weight, which compare the codes with the values that the masters stand
-// for. The n elements begin at element `at` of this rank's slice of the layer, and their codes at `codes`. *scale_inv
-// belongs to the FP8 weight.
+// for. The n elements begin at element `at` of this rank's slice of the layer's matrices, and their codes at `codes`.
+// *scale_inv belongs to the FP8 weight.
 static inline void fp16_audit(AuditSums *to, const Fp16Weights *w, int64_t layer, int64_t at, int64_t n,
                               const uint8_t *codes, const float *scale_inv, cudaStream_t stream) {
     int64_t begin = at;

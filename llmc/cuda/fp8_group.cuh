@@ -1,6 +1,7 @@
 // Casts bf16 activations to groups of FP8 codes (base/fp8_group.h), and back.
 //
-// Bytes per value: the cast reads 2 and writes 1, the way back reads 1 and writes 2. Both are bound by memory.
+// Bytes per value: the cast reads 2 and writes 1, the way back reads 1 and writes 2. Each also moves one byte of
+// scale_inv for each group of 128 values. Both are bound by memory.
 #ifndef LLMC_FP8_GROUP_CUH
 #define LLMC_FP8_GROUP_CUH
 
@@ -8,9 +9,9 @@
 #include "../base/fp8_group.h"
 #include "cuda_utils.cuh"
 
-// Values of an activation that is kept in FP8.
+// The n values of an activation that is kept in FP8.
 typedef struct {
-    uint8_t *codes, *scales_inv;  // [n], [n / FP8_GROUP]
+    uint8_t *codes, *scales_inv;  // E4M3 [n], E8M0 [n / FP8_GROUP]
 } Fp8Groups;
 
 enum { FP8_GROUP_THREADS = 256, FP8_GROUP_AHEAD = 4, FP8_GROUP_VECTOR = 8 };
@@ -19,8 +20,8 @@ static inline int64_t fp8_group_blocks(int64_t n) {
     return grid_size(n, FP8_GROUP_THREADS * FP8_GROUP_VECTOR * FP8_GROUP_AHEAD);
 }
 
-// A thread takes 8 values at each of FP8_GROUP_AHEAD places, and 16 neighbouring threads take the 128 values of a
-// group. n is a multiple of FP8_GROUP.
+// A thread takes 8 values at each of FP8_GROUP_AHEAD places, and 16 neighbouring threads together take the 128 values
+// of a group. n is a multiple of FP8_GROUP.
 static __global__ void __launch_bounds__(FP8_GROUP_THREADS)
     fp8_group_encode_kernel(Fp8Groups to, const bf16 *x, int64_t n) {
     grid_dependency_wait();
@@ -82,7 +83,8 @@ static inline Fp8Groups fp8_group_place(Arena *a, int64_t n) {
     return g;
 }
 
-// Casts x [n] to groups; n is a multiple of FP8_GROUP. Returns the bytes that it reads and writes.
+// Casts x [n] to groups. Returns the bytes that it reads and writes. Dies unless n is a multiple of FP8_GROUP and x is
+// 16-byte aligned.
 static inline int64_t fp8_group_encode(Fp8Groups to, const bf16 *x, int64_t n, cudaStream_t stream) {
     require_aligned16(x, "fp8_group_encode", "x");
     if (n % FP8_GROUP) die("fp8_group_encode: %lld values are not a multiple of %d", (long long)n, FP8_GROUP);
@@ -90,7 +92,8 @@ static inline int64_t fp8_group_encode(Fp8Groups to, const bf16 *x, int64_t n, c
     return 3 * n + n / FP8_GROUP;
 }
 
-// Writes the values of groups to x [n]. Returns the bytes that it reads and writes.
+// Writes the values of groups, rounded to bf16, to x [n]; n is a multiple of FP8_GROUP. Returns the bytes that it reads
+// and writes. Dies unless x is 16-byte aligned.
 static inline int64_t fp8_group_decode(bf16 *x, Fp8Groups from, int64_t n, cudaStream_t stream) {
     require_aligned16(x, "fp8_group_decode", "x");
     CUDA_LAUNCH(fp8_group_decode_kernel, (unsigned)fp8_group_blocks(n), FP8_GROUP_THREADS, 0, stream, x, from, n);

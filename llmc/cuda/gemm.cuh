@@ -1,21 +1,22 @@
-// GEMMs of linear layers through cuBLASLt: planned once per shape, run many times.
+// GEMMs of linear layers through cuBLASLt: planned once, run many times.
 //
 // A linear layer has weight w [N, K] and three GEMMs over R rows:
 //   fprop  y [R, N] = x [R, K]   w^T        contraction over K
 //   dgrad  dx[R, K] = dy[R, N]   w          contraction over N
 //   wgrad  dw[N, K] = dy[R, N]^T x [R, K]   contraction over R
-// All matrices are row-major, accumulation is fp32, results are bf16. BF16 GEMMs need no transposed copies of their
-// operands. FP8 GEMMs on Hopper need the contraction index contiguous in both operands, so dgrad reads the transposed
-// weight [K, N], and wgrad reads x^T [K, R] and dy^T [N, R]. These are the columnwise data of recipes.h; the other
-// operands are rowwise data. N and K, and in FP8 R too, must be multiples of the recipe's `multiple`. It is at least 8
-// for BF16 and 16 for FP8, because cuBLASLt needs an alignment of 16 bytes.
+// All matrices are row-major, results are bf16. Sums are fp32, with fewer mantissa bits in FP8 GEMMs with fast_accum.
+// BF16 GEMMs need no transposed copies of their operands. FP8 GEMMs on Hopper need the contraction index contiguous in
+// both operands, so an FP8 dgrad reads the transposed weight [K, N], and an FP8 wgrad reads x^T [K, R] and dy^T [N, R].
+// The transposed matrices are the columnwise data of recipes.h; the other FP8 operands are rowwise data. N and K, and
+// in FP8 R too, must be multiples of the recipe's `multiple`: 8 for BF16, 16 or more for FP8, because cuBLASLt needs
+// rows aligned to 16 bytes.
 //
 // FP8 GEMMs can be emulated (--fp8-emulate), even if the GPU has them: the FP8 data is decoded into bf16, and a BF16
-// GEMM multiplies it. bf16 holds an FP8 number times a power of two exactly, except near the ends of bf16's range.
-// Apart from these numbers, an emulated GEMM differs only in the order of its sums and in lacking Hopper's reduced
-// accumulation precision.
+// GEMM multiplies it. bf16 holds an FP8 number times a power of two exactly, except near the ends of bf16's range. An
+// emulated GEMM may sum in another order, and has no fast_accum. It multiplies its sums by each scale_inv that belongs
+// to a whole tensor.
 //
-// Every result is rounded to bf16 once, even if it is added to an old value. With beta = 1 in host memory, cuBLASLt on
+// A result is rounded to bf16 once, even if it is added to an old value. With beta = 1 in host memory, cuBLASLt on
 // Hopper may round the GEMM's result first and then the sum (seen with cuBLAS 13.1). So wgrad, the only GEMM that
 // accumulates, has alpha and beta in device memory.
 #ifndef LLMC_GEMM_CUH
@@ -27,7 +28,7 @@
 #include "quantize.cuh"
 
 #define GEMM_WORKSPACE_BYTES (64ll << 20)
-#define GEMM_CANDIDATES 8  // cuBLASLt 13.1 offers no more for these GEMMs
+#define GEMM_CANDIDATES 8  // cuBLASLt 13.1 offered no more (dev/LOG.md)
 #define GEMM_TIMING_MS 20
 #define GEMM_TIMING_RUNS 32
 
@@ -41,9 +42,9 @@ static inline void gemm_check_status(cublasStatus_t status, const char *call, co
 typedef struct {
     cublasLtHandle_t handle;
     void *workspace;  // at least GEMM_WORKSPACE_BYTES, 256-byte aligned, used on one stream
-    // At least as many elements as the largest gemm_scratch_elements(), 16-byte aligned; NULL if no plan emulates.
+    // At least gemm_scratch_elements() of each plan, 16-byte aligned; may be NULL if no plan is emulated.
     bf16 *scratch;
-    float *alpha;        // one float, for emulated GEMMs; NULL if no plan emulates
+    float *alpha;        // one float, for emulated GEMMs; may be NULL if no plan is emulated
     bool deterministic;  // take the first usable algorithm instead of the fastest
     cudaStream_t stream;
 } Gemm;
@@ -53,7 +54,7 @@ typedef struct {
     const Recipe *recipe;
     Fp8Format format_a, format_b;
     bool fast_accum;  // lower-precision accumulation: precision_fast_accum() of precision.h
-    bool emulate;     // compute FP8 GEMMs in BF16
+    bool emulate;     // compute this FP8 GEMM in BF16
 } GemmSpec;
 
 // Returns the spec of one of the run's GEMMs in recipe r.
@@ -173,9 +174,9 @@ static inline cublasLtMatmulDesc_t gemm_matmul(const GemmPlan *p, bool transpose
 
 static __device__ float gemm_one_zero[2] = {1.0f, 0.0f};
 
-// Describes one GEMM. cuBLASLt is column-major and computes D^T, so the row-major result needs no transpose. Dies if
-// the recipe does not allow the sizes. Dies if the GEMM is FP8 and not emulated, and the GPU lacks a GEMM of the
-// recipe.
+// Describes one GEMM, without an algorithm. cuBLASLt's matrices are column-major: it computes the transposed result,
+// which in memory is the row-major result. Dies if the recipe does not allow the sizes. Dies if the GEMM is FP8 and not
+// emulated, and the GPU lacks a GEMM of the recipe.
 static inline GemmPlan gemm_describe(const char *layer, GemmKind kind, int64_t R, int64_t N, int64_t K, GemmSpec spec,
                                      bool bias) {
     GemmPlan p;
@@ -234,7 +235,8 @@ static inline void gemm_set_pointers(GemmPlan *p, const QTensor *a, const QTenso
     if (p->bias) gemm_set(p->matmul, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias);
 }
 
-// Launches the GEMM. An emulated GEMM reads g->scratch and g->alpha, which gemm_decode has written, instead of a and b.
+// Launches the GEMM, and returns cuBLASLt's status. An emulated GEMM reads g->scratch and g->alpha, which gemm_decode
+// writes, instead of a and b.
 static inline cublasStatus_t gemm_launch(const Gemm *g, const GemmPlan *p, const cublasLtMatmulAlgo_t *algo, bf16 *d,
                                          const QTensor *a, const QTensor *b, bool accumulate) {
     const float host_one_zero[2] = {1.0f, 0.0f}, *one_zero = p->one_zero ? p->one_zero : host_one_zero;
@@ -252,7 +254,7 @@ static __global__ void gemm_alpha_kernel(float *alpha, const float *inverse_a, c
 }
 
 // Decodes the operands of an emulated GEMM to bf16. Scales of whole tensors, which need not be powers of two, go into
-// its alpha: *g->alpha becomes the product of their scale_inv.
+// its alpha: *g->alpha becomes the product of their scale_inv; 1 without such scales.
 static inline void gemm_decode(const Gemm *g, const GemmPlan *p, const QTensor *a, const QTensor *b) {
     const void *scale_a = gemm_scale_inv(p, 0, a), *scale_b = gemm_scale_inv(p, 1, b);
     fp8_dequantize(g->scratch, (const uint8_t *)gemm_data(p, 0, a), scale_a, p->granularity_a, p->spec.format_a,
@@ -265,8 +267,9 @@ static inline void gemm_decode(const Gemm *g, const GemmPlan *p, const QTensor *
 }
 
 // Returns the milliseconds that a candidate takes per launch; infinity if cuBLASLt refuses it. Times batches of 1, 2,
-// 4, ... back-to-back launches until a batch takes GEMM_TIMING_MS or has GEMM_TIMING_RUNS launches. Only the last batch
-// counts: at its power limit a GPU clocks lower than at first, and another algorithm may then be the fastest.
+// 4, ... back-to-back launches until a batch takes at least GEMM_TIMING_MS or has GEMM_TIMING_RUNS launches. Only the
+// last batch counts: at its power limit a GPU clocks lower than at first, and another algorithm may then be the
+// fastest.
 static inline float gemm_time_candidate(const Gemm *g, const GemmPlan *p, const cublasLtMatmulAlgo_t *algo, bf16 *d,
                                         const QTensor *a, const QTensor *b, cudaEvent_t begin, cudaEvent_t end) {
     float ms = 0;
@@ -282,14 +285,16 @@ static inline float gemm_time_candidate(const Gemm *g, const GemmPlan *p, const 
     }
 }
 
-// Asks cuBLASLt for candidates for a plan whose pointers are set, best guess first. Returns how many there are.
+// Asks cuBLASLt for candidates for a plan whose pointers are set, best guess first. Returns how many there are, and
+// cuBLASLt's answer in *status.
 static inline int gemm_candidates(const Gemm *g, const GemmPlan *p,
                                   cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES], cublasStatus_t *status) {
     cublasLtMatmulPreference_t preference;
     const uint64_t workspace = GEMM_WORKSPACE_BYTES;
     // An algorithm that splits the contraction (split-K) adds the parts in fp32, in a fixed order.
     const uint32_t reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-    // In bytes. FP8 weights gathered by an odd number of ranks have only this alignment; cuBLASLt would assume 256.
+    // In bytes. FP8 weights gathered by an odd number of ranks may have only this alignment; cuBLASLt assumes 256 by
+    // default.
     const uint32_t alignment = PARAMETER_ALIGNMENT;
     const cublasLtMatmulPreferenceAttributes_t operands[] = {
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
@@ -308,8 +313,8 @@ static inline int gemm_candidates(const Gemm *g, const GemmPlan *p,
     return *status == CUBLAS_STATUS_SUCCESS ? count : 0;
 }
 
-// Returns the first candidate that cuBLASLt calls usable and launches (overwrites d); -1 if none. Timing has no
-// influence.
+// Returns the index of the first candidate that cuBLASLt calls usable and can launch; -1 if there is none. Overwrites
+// d.
 static inline int gemm_first_usable(const Gemm *g, const GemmPlan *p, const cublasLtMatmulHeuristicResult_t *found,
                                     int count, bf16 *d, const QTensor *a, const QTensor *b) {
     for (int i = 0; i < count; i++)
@@ -319,7 +324,8 @@ static inline int gemm_first_usable(const Gemm *g, const GemmPlan *p, const cubl
     return -1;
 }
 
-// Returns the fastest candidate that cuBLASLt calls usable and launches (overwrites d); -1 if none.
+// Returns the index of the fastest candidate that cuBLASLt calls usable and can launch; -1 if there is none. Overwrites
+// d.
 static inline int gemm_fastest(const Gemm *g, const GemmPlan *p, const cublasLtMatmulHeuristicResult_t *found,
                                int count, bf16 *d, const QTensor *a, const QTensor *b) {
     cudaEvent_t begin, end;
@@ -337,9 +343,9 @@ static inline int gemm_fastest(const Gemm *g, const GemmPlan *p, const cublasLtM
     return fastest;
 }
 
-// Chooses the plan's algorithm: the fastest of cuBLASLt's candidates on these buffers (overwrites d), or the first
-// usable one when deterministic. If cuBLASLt has no fast_accum algorithm (rowwise scales, few rows and columns, long
-// contraction), the plan takes one with full accumulation. Dies if no algorithm can be used.
+// Chooses the plan's algorithm: the fastest of cuBLASLt's candidates on these buffers, or the first usable one if
+// g->deterministic. Overwrites d. If cuBLASLt has no fast_accum algorithm for the GEMM, the plan takes one with full
+// accumulation. Dies if no algorithm can be used.
 static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b,
                                const bf16 *bias) {
     cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES];
@@ -353,7 +359,7 @@ static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, const QTenso
     }
     if (!count)
         die_with(EXIT_UNSUPPORTED,
-                 "cuBLASLt has no algorithm for %s %s, %lld x %lld x %lld, %s x %s (recipe %s%s), on "
+                 "cuBLASLt has no algorithm for %s %s, R x N x K %lld x %lld x %lld, %s x %s (recipe %s%s), on "
                  "this GPU: %s",
                  p->layer, gemm_kind_name(p->kind), (long long)p->R, (long long)p->N, (long long)p->K,
                  gemm_type_name(p->granularity_a, p->spec.format_a), gemm_type_name(p->granularity_b, p->spec.format_b),
@@ -365,8 +371,8 @@ static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, const QTenso
     p->algo = found[chosen].algo;
 }
 
-// Computes d = a b, or d += a b with accumulate (wgrad only). Operands are in cuBLASLt's order: fprop w, x; dgrad w,
-// dy; wgrad x, dy. `bias` [N] is only for plans made with a bias.
+// Computes d = a b, or d += a b if `accumulate`; dies if that is set for a GEMM other than wgrad. Operands are in
+// cuBLASLt's order: fprop w, x; dgrad w, dy; wgrad x, dy. `bias` [N] is only for plans made with a bias.
 static inline void gemm_run(const Gemm *g, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b, const bf16 *bias,
                             bool accumulate) {
     if (accumulate && p->kind != GEMM_WGRAD)

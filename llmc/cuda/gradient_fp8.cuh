@@ -1,10 +1,10 @@
 // Gradients in FP8 on the GPU (--grad-accum-dtype fp8, --reduce-dtype fp8), bit-identical to the CPU (gradient_fp8.h).
 //
 // Backward computes a layer's gradients in bf16, in a buffer. The first pass finds the amax of each matrix, or of its
-// sum with the stored gradient; the second casts to codes with the new scales. With several ranks the amaxes are
-// reduced over ranks between the passes (fsdp_gradient_fp8.cuh). A last kernel, which moves almost nothing, stores the
-// scales. Bytes per element: the first pass reads 2, the second reads 2 and writes 1. In later micro-steps each pass
-// also reads the 1 byte of the stored code.
+// sum with the stored gradient; the second casts to codes with the new scales. If several ranks need one scale, the
+// amaxes are reduced over these ranks between the passes (fsdp_gradient_fp8.cuh). A last kernel, which moves almost
+// nothing, stores the scales. Bytes per element of a bf16 gradient: the first pass reads 2, the second reads 2 and
+// writes 1. In later micro-steps each pass also reads the 1 byte of the stored code.
 //
 // The codes of all layers lie one behind the other. The gradients that stay bf16 have memory of their own: the root's,
 // and behind them those of the vectors of each layer.
@@ -28,7 +28,7 @@ typedef struct {
 typedef struct {
     int64_t root, vectors, matrices;  // elements of the root, and of a layer's vectors and matrices, padding included
     int64_t layers, first_entry, entries;
-    int count;
+    int count;  // matrices of a layer
     GradientFp8Tensor tensors[GRADIENT_FP8_MOST];
 } GradientFp8Layout;
 
@@ -46,7 +46,9 @@ typedef struct {
     const float *scale_inv;  // [entries of the layer]
 } GradientFp8Source;
 
-// Returns the layout of this rank's slices, or, if `gathered`, of whole layers as backward computes them.
+// Returns the layout of this rank's slices, or, if `gathered`, of whole layers as backward computes them. Dies if a
+// layer has more than GRADIENT_FP8_MOST matrices, or if a matrix's part does not begin and end at multiples of 8
+// elements, or does not begin where the part before it ends.
 static inline GradientFp8Layout gradient_fp8_layout(const ParameterTable *t, const ShardPlan *s, bool gathered) {
     GradientFp8Layout a;
     memset(&a, 0, sizeof a);
@@ -79,8 +81,8 @@ static inline GradientFp8 gradient_fp8_of_layer(GradientFp8 g, const GradientFp8
 // ---------------------------------------------------------------------------------------------------------------------
 // Casts
 
-// Loads 8 gradients of a layer: with CODES from from.codes, whose scale_inv is from_inv, else from from.data. With ADD,
-// adds the stored gradients, which are `codes` with scale_inv.
+// Loads 8 gradients of a layer. With CODES they are from.codes with scale_inv from_inv, else from.data. With ADD, adds
+// the stored gradients, which are `codes` with scale_inv.
 template <bool ADD, bool CODES>
 __device__ static inline void gradient_fp8_load(float x[8], const GradientFp8Source &from, float from_inv,
                                                 const uint8_t *codes, float scale_inv, int64_t i) {
@@ -98,8 +100,8 @@ __device__ static inline void gradient_fp8_load(float x[8], const GradientFp8Sou
     for (int j = 0; j < 8; j++) x[j] += __fmul_rn(before[j], scale_inv);
 }
 
-// Raises to.amaxes to the amaxes of a layer's matrices. With ADD, the stored gradients are added first. blockIdx.y is
-// the matrix.
+// Raises to.amaxes to the amaxes of a layer's gradients, one for each matrix. With ADD, the stored gradients are added
+// first. blockIdx.y is the matrix.
 template <bool ADD, bool CODES>
 static __global__ void __launch_bounds__(GRADIENT_FP8_THREADS)
     gradient_fp8_amax_kernel(GradientFp8 to, GradientFp8Source from, const __grid_constant__ GradientFp8Layout a) {
@@ -176,7 +178,7 @@ static inline void gradient_fp8_amaxes(GradientFp8 to, const GradientFp8Layout *
 }
 
 // Stores the gradients `from` of a layer's matrices in `to`; if `add`, their sums with the stored gradients. A matrix's
-// scale is the one for its amax, which gradient_fp8_amaxes has found, multiplied by `headroom`.
+// scale is the one for its amax, which gradient_fp8_amaxes has found, multiplied by `headroom`. Clears the amaxes.
 static inline void gradient_fp8_cast(GradientFp8 to, const GradientFp8Layout *a, GradientFp8Source from, bool add,
                                      float headroom, cudaStream_t stream) {
     const bool codes = !from.data;
@@ -204,8 +206,8 @@ static inline int64_t gradient_fp8_join(GradientFp8 to, const GradientFp8Layout 
 // Sums over ranks
 
 // to [n] = the sum of the codes of `ranks` ranks, which all have one scale, in the order of ranks (gradient_fp8_sum).
-// own [n] has the codes of rank `rank` and may be `to`; others [ranks - 1][stride] has those of the other ranks. n is a
-// multiple of 8.
+// own [n] has the codes of rank `rank` and may be `to`; others [ranks - 1][stride] has the codes of the other ranks, in
+// the order of ranks. n is a multiple of 8.
 static __global__ void __launch_bounds__(GRADIENT_FP8_THREADS)
     gradient_fp8_sum_kernel(uint8_t *to, const uint8_t *own, const uint8_t *others, int64_t stride, int64_t ranks,
                             int64_t rank, int64_t n) {

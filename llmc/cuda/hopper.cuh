@@ -19,7 +19,7 @@
 #endif
 
 // For targets other than sm_90a the Hopper kernels only wait for earlier work (plain sm_90 is refused above). The host
-// calls hopper_available() before a launch.
+// launches them only if hopper_available().
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HOPPER_DEVICE_CODE 1
 #else
@@ -29,7 +29,7 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Host
 
-// True if the current device has compute capability 9.0 and this program was built for it.
+// True if the current device has compute capability 9.0 and this program was built for 9.0.
 static inline bool hopper_available(void) {
 #ifdef __CUDA_ARCH_LIST__
     const int built_for[] = {__CUDA_ARCH_LIST__};
@@ -61,9 +61,9 @@ static inline TensorMapEncode tensor_map_encoder(void) {
     return (TensorMapEncode)function;
 }
 
-// Describes a tensor of `rank` (3 to 5) dimensions for TMA, innermost first. dims: elements per dimension. strides:
-// bytes from one index to the next of dimensions 1..rank-1 (multiples of 16). box: elements per dimension of the tile
-// that one copy moves. Reads outside the tensor give zero, writes outside it are dropped. Dies if the driver refuses
+// Describes a tensor of `rank` (3 to 5) dimensions for TMA, innermost first. dims: elements per dimension. strides[i]:
+// bytes from one index to the next of dimension i + 1, a multiple of 16. box: elements per dimension of the tile that
+// one copy moves. Reads outside the tensor give zero; writes outside the tensor are dropped. Dies if the driver refuses
 // the description. Runs on the host only, and neither allocates nor synchronizes.
 static inline CUtensorMap tensor_map_create(CUtensorMapDataType type, CUtensorMapSwizzle swizzle, int rank,
                                             const void *base, const int64_t *dims, const int64_t *strides,
@@ -88,9 +88,9 @@ static inline CUtensorMap tensor_map_create(CUtensorMapDataType type, CUtensorMa
 }
 
 // Describes a bf16 tensor [B, T, columns] (row-major, `columns` a multiple of 64) as (64, T, columns/64, B). One copy
-// of box (64, rows, blocks, 1) then loads `rows` tokens x 64*blocks columns as `blocks` swizzled tiles [rows][64], one
-// after another. Copy coordinates are (0, token, column / 64, sequence). The sequence is its own dimension, so a tail
-// tile never reads the next sequence.
+// of a box (64, rows, blocks, 1) then loads `rows` tokens x 64*blocks columns as `blocks` swizzled tiles [rows][64],
+// one after another. Copy coordinates are (0, token, column / 64, sequence). The sequence is its own dimension, so a
+// tail tile never reads the next sequence.
 static inline CUtensorMap tensor_map_tokens(const void *base, int64_t B, int64_t T, int64_t columns, int rows,
                                             int blocks) {
     const int64_t dims[4] = {64, T, columns / 64, B};
@@ -138,7 +138,8 @@ template <int REGISTERS> __device__ __forceinline__ void warpgroup_reg_dealloc(v
 #if HOPPER_DEVICE_CODE
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Device: mbarriers, by shared-memory address. A phase completes when `count` arrivals and all expected bytes are in.
+// Device: mbarriers, by shared-memory address. A phase completes when as many arrivals as mbarrier_init's `count`, and
+// all expected bytes, are in.
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
@@ -181,7 +182,7 @@ __device__ __forceinline__ void tensor_map_prefetch(const CUtensorMap *map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// L2 policies for tma_load_4d_hint.
+// L2 policies for tma_load_4d_hint: data is evicted from L2 last, or first.
 __device__ __forceinline__ uint64_t l2_evict_last(void) {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -193,6 +194,8 @@ __device__ __forceinline__ uint64_t l2_evict_first(void) {
     return policy;
 }
 
+// The three tma_load functions copy the box of the map at coordinates c0, c1, ... to shared memory at `to`. The bytes
+// arrive on `barrier`.
 __device__ __forceinline__ void tma_load_3d(uint32_t to, const CUtensorMap *map, uint32_t barrier, int c0, int c1,
                                             int c2) {
     asm volatile(
@@ -216,6 +219,7 @@ __device__ __forceinline__ void tma_load_4d_hint(uint32_t to, const CUtensorMap 
                  : "memory");
 }
 
+// Stores shared memory at `from` to the box of the map at these coordinates.
 __device__ __forceinline__ void tma_store_4d(const CUtensorMap *map, uint32_t from, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                  "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
@@ -239,7 +243,7 @@ template <int PENDING> __device__ __forceinline__ void bulk_wait(void) {
 }
 
 // Stores four 8x8 bf16 matrices to shared memory. Lane l gives the address of row l%8 of matrix l/8; register i holds
-// matrix i in fragment layout (lane l: row l/4, columns 2*(l%4), +1).
+// matrix i in fragment layout (lane l: row l/4, columns 2*(l%4) and 2*(l%4) + 1).
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
                  "r"(r2), "r"(r3)
@@ -252,15 +256,15 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint3
 // Accumulators 8i..8i+7 of one wgmma, packed in pairs as bf16, are the A registers of k-step i of the next wgmma, so no
 // shuffles are needed.
 
-// Returns the descriptor of a swizzled tile whose contraction index runs along the 128-byte rows (Q, K; TRANS = 0). The
-// next k-step of 16 is at address + 32; beyond 64 columns it is in the next tile. A descriptor that begins at a later
-// row r, a multiple of 8, is made from address + 128 * r.
+// Returns the descriptor of a swizzled tile whose contraction index runs along the 128-byte rows (TRANS = 0), as with Q
+// and K in S = Q K^T. The next k-step of 16 is at address + 32; beyond 64 columns it is in the next tile. A descriptor
+// that begins at a later row r, a multiple of 8, is made from address + 128 * r.
 __device__ __forceinline__ uint64_t wgmma_desc_k_major(uint32_t address) {
     return (uint64_t)((address & 0x3ffff) >> 4) | ((uint64_t)1 << 16) | ((uint64_t)(1024 >> 4) << 32) |
            ((uint64_t)1 << 62);
 }
-// Returns the descriptor of a swizzled tile whose contraction index runs down the rows (V as B, K as B of dQ; TRANS =
-// 1). tile_bytes is the distance to the next 64 columns (rows * 128). The next k-step of 16 is at address + 2048.
+// Returns the descriptor of a swizzled tile whose contraction index runs down the rows (TRANS = 1), as with V in O = P
+// V. tile_bytes is the distance to the next 64 columns (rows * 128). The next k-step of 16 is at address + 2048.
 __device__ __forceinline__ uint64_t wgmma_desc_mn_major(uint32_t address, uint32_t tile_bytes) {
     return (uint64_t)((address & 0x3ffff) >> 4) | ((uint64_t)(tile_bytes >> 4) << 16) | ((uint64_t)(1024 >> 4) << 32) |
            ((uint64_t)1 << 62);
@@ -291,7 +295,8 @@ template <int N> __device__ __forceinline__ void wgmma_fence_registers(float (&d
         HOPPER_ACC8(d, 96), HOPPER_ACC8(d, 104), HOPPER_ACC8(d, 112), HOPPER_ACC8(d, 120)
 
 // N follows from the accumulator: float[16] is N = 32, [32] is 64, [64] is 128, [128] is 256. accumulate = 0 overwrites
-// D. wgmma_ss reads A and B from shared memory (descriptors); wgmma_rs reads A from registers.
+// D. wgmma_ss reads A and B from shared memory, by descriptors. wgmma_rs reads A from registers and B from shared
+// memory.
 
 template <int TRANS_A, int TRANS_B>
 __device__ __forceinline__ void wgmma_ss(float (&d)[16], uint64_t a, uint64_t b, int accumulate) {

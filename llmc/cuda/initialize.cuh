@@ -6,7 +6,7 @@
 #include "../reference/initialize.h"
 #include "../config/shard_plan.h"
 
-// Flat shard arrays [total] that get initial values. Only `weights` must not be NULL.
+// Flat shard arrays [total] that get initial values. `master` and `lower` may be NULL.
 typedef struct {
     // If `lower` is NULL: bf16 weights, rounded to nearest even. Else the array of second moments, which gets the upper
     // halves of the fp32 values, not rounded (fp16_masters.cuh).
@@ -39,7 +39,7 @@ static inline void initialize_parameters(InitialWeights w, const ParameterTable 
         const Parameter *p = &t->entries[i];
         const ShardRange r = shard_parameter(t, plan, p);
         if (!r.count) continue;
-        // Enough blocks to fill any GPU.
+        // At most 2^20 threads, which loop over the elements.
         const unsigned blocks = grid_size(min_i64(r.count, 1 << 20), 256);
         CUDA_LAUNCH(initialize_parameter_kernel, blocks, 256, 0, stream, w, r.shard, r.first, r.count, p->flags,
                     initializer_range, seed, i);

@@ -7,8 +7,8 @@
 #include "profile.cuh"
 #include "tensor_scales.cuh"
 
-// Plans of the three GEMMs of a linear layer, in bf16 and in FP8. With --fp8-filter some layers run in bf16 and others
-// in FP8.
+// Plans of the three GEMMs of a linear layer, in bf16 and in FP8. With --fp8-filter a linear layer may run in bf16 in
+// some transformer layers and in FP8 in others.
 typedef struct {
     GemmPlan bf16[NUM_GEMMS], fp8[NUM_GEMMS];
 } LinearPlans;
@@ -19,18 +19,18 @@ typedef struct {
     bool qkv_bias;
     Gemm gemm;
     LinearPlans plans[NUM_LINEARS];
-    LinearPlans lm_head, lm_head_tail;  // for head_rows rows, and for the remaining rows
+    LinearPlans lm_head, lm_head_tail;  // for head_rows rows, and for the last chunk if it has fewer
     TensorScales scales;
     Profile *profile;
 } Linears;
 
-// Rows of logits in memory at a time. Large chunks keep the GEMMs efficient: each chunk reads and writes lm_head's
-// gradient once. Small chunks save memory.
+// Rows of logits in memory at a time. Large chunks keep the GEMMs efficient: each chunk writes lm_head's gradient, and
+// each but the first also reads it. Small chunks save memory.
 enum { LOGITS_ROWS = 4096, LOGITS_FEW_ROWS = 2048 };
 
-// Returns the rows of logits in memory at a time: the R rows of a micro-step, but at most LOGITS_ROWS. If these do not
-// fit into `room`, at most LOGITS_FEW_ROWS. `room` is the number of logits that fit into the memory of gradients that
-// are computed later; 0: there is no such memory, and no limit.
+// Returns the rows of logits in memory at a time: the R rows of a micro-step, but at most LOGITS_ROWS. If the logits of
+// that many rows do not fit into `room`, at most LOGITS_FEW_ROWS. `room` is the number of logits that fit into the
+// memory of gradients that are computed later; 0: there is no such memory, and no limit.
 static inline int64_t logits_rows(const Dims *d, int64_t room) {
     const int64_t many = min_i64(d->R, LOGITS_ROWS);
     return room && many * d->V > room ? min_i64(d->R, LOGITS_FEW_ROWS) : many;
@@ -45,7 +45,8 @@ static inline void linears_describe(Linears *ln, const Precision *p, const Model
     tensor_scales_describe(&ln->scales, p, R, o);
 }
 
-// Returns how many elements of decoded operands the largest emulated GEMM has; 0 if no GEMM is emulated.
+// Returns how many elements the two decoded operands of the largest GEMM have, if all linear layers are emulated; 0
+// without --fp8-emulate.
 static inline int64_t linears_emulation_elements(const Linears *ln) {
     int64_t most = 0;
     for (int i = 0; i < NUM_LINEARS && ln->precision->emulated; i++) {
@@ -55,8 +56,8 @@ static inline int64_t linears_emulation_elements(const Linears *ln) {
     return most;
 }
 
-// Places the GEMM workspace, of at least GEMM_WORKSPACE_BYTES and at least `workspace` bytes, and the scratch of
-// emulated GEMMs.
+// Places the GEMM workspace, of at least GEMM_WORKSPACE_BYTES and at least `workspace` bytes. With --fp8-emulate also
+// places what emulated GEMMs need.
 static inline void linears_place(Linears *ln, int64_t workspace, Arena *a) {
     const bool emulated = ln->precision->emulated;
     arena_group(a, "GEMMs, optimizer");
@@ -68,8 +69,8 @@ static inline void linears_place(Linears *ln, int64_t workspace, Arena *a) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Planning
 
-// Writes random bytes that are finite numbers of ordinary size in every format, for timing. Constant data would run
-// faster than real data.
+// Writes random bytes that are finite numbers in every format of operands and scales, for timing. GEMMs of constant
+// data would run faster than those of real data.
 static __global__ void fill_for_timing_kernel(uint64_t *out, int64_t n) {
     grid_dependency_wait();
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
@@ -80,12 +81,12 @@ static inline void fill_for_timing(char *from, char *to, cudaStream_t stream) {
     CUDA_LAUNCH(fill_for_timing_kernel, 4 * device_sm_count(), 256, 0, stream, (uint64_t *)from, (to - from) / 8);
 }
 
-// Chooses a GEMM's algorithm. The operands and the result of its timing lie in `memory`, which is not in use yet and
-// has room for them.
+// Chooses a GEMM's algorithm. Candidates run with operands and results in `memory`, which must not be in use yet and
+// must have room for them. Emulated operands are in the scratch.
 static inline void linears_plan_gemm(Linears *ln, GemmPlan *p, char *memory) {
     char *a = memory, *b = a + round_up(gemm_bytes_a(p), ARENA_ALIGNMENT),
          *d = b + round_up(gemm_bytes_b(p), ARENA_ALIGNMENT);
-    // The scales are read from the memory of the data, which is larger than they are.
+    // The GEMM reads its scales from the memory of the data, which has more bytes than the scales.
     const QTensor operand_a = qtensor_for_timing(a), operand_b = qtensor_for_timing(b);
     char *const scratch = (char *)ln->gemm.scratch;
     if (p->emulated)
@@ -104,7 +105,7 @@ static inline void linears_plan_layer(Linears *ln, const LinearShape *s, GemmPla
     }
 }
 
-// Plans all GEMMs. `memory` is the arena, which is not in use yet.
+// Plans all GEMMs that the run has. `memory` is the arena of GPU memory, which is not in use yet.
 static inline void linears_plan(Linears *ln, cudaStream_t stream, char *memory) {
     const Precision *p = ln->precision;
     const Recipe *bf16_recipe = recipe_row(RECIPE_BF16);
@@ -142,8 +143,8 @@ static inline void linears_destroy(Linears *ln) {
 // Prints the table of all GEMMs with their operands.
 static inline void linears_print(const Linears *ln) { precision_print(ln->precision, ln->rows, ln->head_rows, "bf16"); }
 
-// Prints in one line the GEMMs that the run wants with fast accumulation but cuBLASLt has only without (gemm_choose);
-// prints nothing if there are none. Call it after linears_plan.
+// Prints in one line the GEMMs that should have fast accumulation, but for which cuBLASLt has no such algorithm
+// (gemm_choose). Prints nothing if there are none. Call it after linears_plan.
 static inline void linears_print_full_accum(const Linears *ln) {
     bool found = false;
     for (int id = 0; id < NUM_LINEARS; id++)
@@ -163,7 +164,8 @@ static inline void linears_print_full_accum(const Linears *ln) {
 // ---------------------------------------------------------------------------------------------------------------------
 // GEMMs
 
-// Computes d = a b (+ d) with operands as in gemm_run(). `op` is its name in the profile.
+// Computes d = a b, or d += a b if `accumulate`, with operands as in gemm_run(). `op` names the operation in the
+// profile.
 static inline void linears_gemm(Linears *ln, const char *op, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b,
                                 const bf16 *bias, bool accumulate) {
     gemm_run(&ln->gemm, p, d, a, b, bias, accumulate);
@@ -174,7 +176,7 @@ static inline GemmPlan *linears_plan_of(Linears *ln, const QTensor *w, GemmKind 
     return w->fp8 ? &ln->plans[w->linear].fp8[kind] : &ln->plans[w->linear].bf16[kind];
 }
 
-// Computes y [R, N] = x [R, K] w [N, K]^T + bias [N]. bias is NULL, except for q, k and v of models with such a bias.
+// Computes y [R, N] = x [R, K] w [N, K]^T + bias [N]. bias may be NULL; only q, k and v of some models have one.
 static inline void linears_fprop(Linears *ln, bf16 *y, const QTensor *x, const QTensor *w, const bf16 *bias) {
     linears_gemm(ln, "linear layers, fprop", linears_plan_of(ln, w, GEMM_FPROP), y, w, x, bias, false);
 }
@@ -189,7 +191,7 @@ static inline void linears_wgrad(Linears *ln, bf16 *dw, const QTensor *dy, const
     linears_gemm(ln, "linear layers, wgrad", linears_plan_of(ln, x, GEMM_WGRAD), dw, x, dy, NULL, false);
 }
 
-// Returns lm_head's plans for `rows` rows: head_rows, or the remainder in the last chunk.
+// Returns lm_head's plans for `rows` rows: head_rows, or the rows of a smaller last chunk.
 static inline GemmPlan *linears_lm_head(Linears *ln, int64_t rows) {
     return (rows == ln->head_rows ? &ln->lm_head : &ln->lm_head_tail)->bf16;
 }
@@ -197,16 +199,17 @@ static inline GemmPlan *linears_lm_head(Linears *ln, int64_t rows) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Casts of tensors [R, C]. A Source supplies the values (quantize_kernels.cuh).
 
-// Raises the amaxes that the tensor's rowwise and columnwise casts need. With block scales there are none, and it does
-// nothing.
+// Raises the amaxes that the tensor's rowwise and columnwise casts need. Does nothing if they need none, as with block
+// scales.
 template <class Source>
 static inline void qtensor_amax_pass(Linears *ln, const QTensor *q, const Source &source, int64_t R, int64_t C) {
     if (!tensor_amaxes(q->row_granularity, q->col_granularity, R, C)) return;
     profile_bytes(ln->profile, "amax passes", quantize_amax_source("quantize", *q, source, R, C, ln->gemm.stream));
 }
 
-// Casts the tensor, and audits the cast if the step is audited. Amaxes that the scales follow from must be known. The
-// delayed recipe is different: for a tensor's first cast, this function finds the amax and makes the scale from it.
+// Casts the tensor, and audits the cast if the step is audited. Amaxes that the scales follow from must be known. But
+// with the delayed recipe, while scales_ready is false, this function finds the amax itself, and a tensor without a
+// scale gets one from that amax.
 template <class Source>
 static inline void qtensor_cast(Linears *ln, const QTensor *q, const Source &source, int64_t R, int64_t C) {
     if (q->amax_source == AMAX_DELAYED && !ln->scales.scales_ready) {
@@ -217,7 +220,7 @@ static inline void qtensor_cast(Linears *ln, const QTensor *q, const Source &sou
     profile_bytes(ln->profile, "FP8 casts", quantize_source("quantize", audited, source, R, C, ln->gemm.stream));
 }
 
-// Makes the FP8 data of a tensor, unless no FP8 GEMM reads it.
+// Makes the FP8 data of a tensor. Does nothing if its linear layer is not FP8.
 template <class Source>
 static inline void qtensor_produce(Linears *ln, const QTensor *q, const Source &source, int64_t R, int64_t C) {
     if (!q->fp8) return;

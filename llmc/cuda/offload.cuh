@@ -3,9 +3,9 @@
 //
 // The update takes a rank's shard in parts. A part is copied to a slot of GPU memory, updated there, and copied back.
 // Each direction of copies has a stream of its own. While one slot's part is updated, every other slot gets one of the
-// parts that follow in the order of updates. With --optimizer-in-backward the parts of up to a whole layer are copied
-// while backward computes. Only the codes of COAT's moments are offloaded; the words of its groups (coat.h) stay on the
-// GPU. Results do not depend on offloading.
+// parts that follow in the order of updates. With --optimizer-in-backward, parts are copied while backward computes.
+// Only the codes of COAT's moments are offloaded; the words of its groups (coat.h) stay on the GPU. Results do not
+// depend on offloading.
 #ifndef LLMC_OFFLOAD_CUH
 #define LLMC_OFFLOAD_CUH
 
@@ -13,7 +13,7 @@
 #include "adamw_state.cuh"
 #include "offload_kept.cuh"
 
-enum { OFFLOAD_PART = 1024 * ADAMW_BLOCK, OFFLOAD_MAX_SLOTS = 64 };  // elements of a part: 16 Mi
+enum { OFFLOAD_PART = 1024 * ADAMW_BLOCK, OFFLOAD_MAX_SLOTS = 64 };  // elements of a part: at most 16 Mi
 
 // The arrays that may be offloaded.
 enum { OFFLOAD_EXP_AVG, OFFLOAD_EXP_AVG_SQ, OFFLOAD_MASTER, OFFLOAD_ARRAYS };
@@ -27,7 +27,7 @@ typedef struct {
 
 typedef struct Offload {
     int64_t bytes[OFFLOAD_ARRAYS];  // bytes of an element; 0: the array stays on the GPU
-    int64_t element;                // bytes of an element of all arrays; 0: neither moments nor masters are offloaded
+    int64_t element;                // sum of `bytes`; 0: neither moments nor masters are offloaded
     const ShardPlan *plan;
     int64_t layers;
     bool backwards;              // true: the layers are updated from the last to the first, and the root after them
@@ -65,9 +65,9 @@ static inline int64_t offload_following(const Offload *f, int64_t index) {
     return offload_index(f, l, 0);
 }
 
-// Describes the parts of a rank's shard. The slots hold a layer's parts and two more, but at most OFFLOAD_MAX_SLOTS. A
-// shard with at most twice as many parts gets one slot only: then a part is copied to the GPU after the part before it
-// is back in host memory.
+// Describes the parts of a rank's shard. The slots hold a layer's parts and two more, but at most OFFLOAD_MAX_SLOTS. If
+// the shard has at most twice as many parts as that, there is only one slot: then a part is copied to the GPU after the
+// part before it is back in host memory.
 static inline void offload_describe(Offload *f, const Options *o, const ShardPlan *plan, const KeptSpan *kept,
                                     int64_t layers) {
     const Offloaded offloaded = options_offloaded(o);
@@ -92,7 +92,7 @@ static inline void offload_place(Offload *f, Arena *a) {
             f->slots[i].array[k] = f->bytes[k] ? (char *)arena_take(a, OFFLOAD_PART * f->bytes[k]) : NULL;
 }
 
-// Prints, in a dry run, what offloading takes and moves: activations, then moments and masters.
+// Prints, for a dry run, what offloading of activations, and then of moments and masters, takes and moves.
 static inline void offload_print(const Offload *f, KeptPasses passes) {
     const double bytes = (double)(f->plan->total * f->element);
     kept_print(&f->kept, passes);
@@ -106,8 +106,8 @@ static inline void offload_print(const Offload *f, KeptPasses passes) {
                         : "; with --optimizer-in-backward backward would hide some of it");
 }
 
-// Allocates the host memory, and sets the pointers of offloaded arrays in `params` to it. The GPU reads and writes this
-// memory directly when weights are initialized or loaded.
+// Allocates the host memory, and sets the pointers of offloaded arrays in `params` to it. Dies if the memory cannot be
+// pinned. The GPU reads and writes this memory directly when weights are initialized or loaded.
 static inline void offload_create(Offload *f, AdamwArrays *params) {
     kept_create(&f->kept);
     if (!f->element) return;
@@ -165,8 +165,8 @@ static inline void offload_copy(const Offload *f, const OffloadSlot *s, int64_t 
 }
 
 // Returns the slot of part `index`. If no slot has the part, takes the next slot and enqueues the part's copy to the
-// GPU. This copy waits until the part that was in the slot before is back in host memory. By then all parts that were
-// copied back earlier are there too.
+// GPU. This copy waits until the part that was in the slot before is back in host memory, and with it each part that
+// was copied back earlier.
 static inline OffloadSlot *offload_fetch(Offload *f, int64_t index) {
     const OffloadSpan span = offload_span(f, index);
     for (int64_t i = 0; i < f->num_slots; i++)

@@ -1,7 +1,7 @@
 // Keeps activations in pinned host memory between a layer's forward and its backward pass (--offload activations).
 //
-// The GPU has at most KEPT_SLOTS slots, and layer l uses slot l % KEPT_SLOTS. The activations that forward of layer l
-// leaves there are copied to the host while the next layers compute. They come back after backward of layer l +
+// The GPU has at most KEPT_SLOTS slots, and layer l uses slot l % KEPT_SLOTS. The activations of layer l that forward
+// leaves there are copied to the host while the next layers compute. They are copied back after backward of layer l +
 // KEPT_SLOTS, which uses the slot too. One stream makes all copies, since forward copies only to the host and backward
 // only to the GPU. The activations of the last KEPT_SLOTS layers stay in their slots. Results do not depend on
 // offloading.
@@ -59,7 +59,8 @@ static inline KeptPasses kept_passes(const Options *o, const ModelConfig *m, con
     return s;
 }
 
-// Prints, in a dry run, what offloading takes and moves, and whether copies take longer than computation.
+// Prints, for a dry run, what offloading takes and moves, and whether copies take longer than computation. Prints
+// nothing without --offload activations.
 static inline void kept_print(const KeptOffload *f, KeptPasses s) {
     const double bytes = (double)kept_host_begin(f, kept_leaving(f)), seconds = bytes / (OFFLOAD_GB_PER_S * 1e9);
     const bool forward = seconds <= s.forward, backward = seconds <= s.backward;

@@ -11,13 +11,13 @@
 #include <nvtx3/nvToolsExt.h>
 #define PROFILE_HAS_NVTX 1
 #else
-#define PROFILE_HAS_NVTX 0  // 0 if the CUDA Toolkit was installed without NVTX
+#define PROFILE_HAS_NVTX 0  // the CUDA Toolkit was installed without NVTX
 #endif
 
 enum { PROFILE_MAX_OPS = 64 };
 
-// How an operation's work is counted, and so which rate limits it: bytes of memory traffic, or FLOPs in bf16 or FP8.
-// PROFILE_WAIT has no work.
+// How an operation's work is counted, and so which rate limits the operation: bytes of memory traffic, or FLOPs in bf16
+// or FP8. PROFILE_WAIT: it has no work.
 typedef enum { PROFILE_WAIT, PROFILE_BYTES, PROFILE_FLOPS_BF16, PROFILE_FLOPS_FP8 } ProfileBound;
 
 typedef struct {
@@ -113,7 +113,7 @@ static inline int profile_sum(const Profile *p, ProfileOp *ops) {
 }
 
 // Returns the GPU's copy rate in bytes per second, reads plus writes: the fastest of five copies of `bytes` from the
-// first half of `buffer`, which has 2 * bytes, to the second.
+// first half of `buffer`, which has 2 * bytes, to the second. Overwrites the second half.
 static inline double profile_copy_rate(char *buffer, int64_t bytes, cudaStream_t stream) {
     cudaEvent_t begin, end;
     float best = INFINITY;
@@ -148,8 +148,8 @@ static inline void profile_add(JsonText *parts, const ProfileOp *o, double limit
 }
 
 // Prints the table, adds its rows to the JSON array `parts`, and clears the marks. peak_bf16 is the dense peak in
-// FLOP/s (0: unknown) and limits bf16 GEMMs; twice that limits FP8 GEMMs. copy_rate, in bytes per second, limits the
-// others.
+// FLOP/s (0: unknown). It limits bf16 GEMMs and attention; twice that limits FP8 GEMMs. copy_rate, in bytes per second,
+// limits operations that are counted in bytes.
 static inline void profile_print(Profile *p, double peak_bf16, double copy_rate, JsonText *parts) {
     ProfileOp ops[PROFILE_MAX_OPS];
     double total = 0;

@@ -10,12 +10,12 @@
 typedef enum {
     AMAX_UNUSED,         // no amax needed: the tensor is not cast, or its scales are per block and found by the cast
     AMAX_FROM_PRODUCER,  // the kernel that produces the tensor raises its amax
-    AMAX_FROM_PASS,      // a separate pass over what the cast reads raises the amaxes before it
-    AMAX_DELAYED         // the scale follows from amaxes of earlier casts (for the first cast, from its own amax)
+    AMAX_FROM_PASS,      // a separate pass over the values, before the cast, raises the amaxes
+    AMAX_DELAYED         // the scale follows from amaxes of earlier casts; at the first cast, from the tensor's amax
 } AmaxSource;
 
 // A tensor [R, C]. All pointers are to device memory; those of data and of scale_inv are aligned to 16 bytes. Data
-// whose pointer is NULL does not exist.
+// whose pointer is NULL does not exist, or is not to be written by a cast.
 typedef struct {
     bf16 *data;                     // [R, C], for readers of bf16: GEMMs, casts, attention
     uint8_t *rowwise, *columnwise;  // FP8 [R, C], and its transpose [C, R]
@@ -26,7 +26,7 @@ typedef struct {
     // read if there are none, as with block scales.
     uint32_t *amax;
     // The scale to cast with, for PER_TENSOR granularities. The cast then raises the amax, in which NaN does not count.
-    // NULL: the scale follows from the amax.
+    // NULL: scales follow from amaxes.
     const float *delayed_scale;
     AuditSums *audit[2];  // audit sums of rowwise and columnwise data; NULL: not audited
     Fp8Format format;

@@ -50,8 +50,8 @@ static inline void quantize_fine_launch(const QTensor &out, const Source &source
                 fine_amaxes(&out, R), R, C);
 }
 
-// Casts with scales finer than a tensor. If no recipe needs such a cast of this source, no kernel is compiled for it:
-// then returns false, and casts nothing.
+// Casts with scales finer than a tensor. Returns false, and casts nothing, if there is no kernel for this cast: kernels
+// are compiled only for casts that some recipe needs of the source.
 template <class Source, Fp8Format FORMAT>
 static inline bool quantize_fine(const QTensor &out, const Source &source, int64_t R, int64_t C, cudaStream_t stream) {
     if constexpr (!Source::AMAX) {
@@ -81,7 +81,8 @@ static inline void quantize_any(const char *function, const QTensor &out, const 
             function, out.row_granularity, out.col_granularity, out.rule);
 }
 
-// Returns the bytes that a source reads to make a tensor of R rows and C columns per output.
+// Returns about how many bytes a source reads to make a tensor of R rows and C columns per output: one Raw, with its
+// padding, for 8 columns of a row.
 template <class Source>
 static inline int64_t source_bytes(int64_t R, int64_t C) {
     return R * C * (int64_t)(sizeof(typename Source::Raw) / sizeof(Bf16x8)) * (int64_t)sizeof(bf16);
@@ -89,7 +90,8 @@ static inline int64_t source_bytes(int64_t R, int64_t C) {
 
 // Casts a source with C columns per output: writes codes and scale_inv of the data wanted (pointers that are not NULL),
 // and adds audit sums if out.audit is set. `function` names the caller in error messages. Returns the bytes that the
-// cast moves, without those of the audit.
+// cast moves (source_bytes and codes), without those of the audit. Dies if R or C is out of range, if `out` lacks a
+// pointer that the cast needs, if a pointer is not aligned, or if no kernel does this cast.
 template <class Source>
 static inline int64_t quantize_source(const char *function, QTensor out, Source source, int64_t R, int64_t C,
                                       cudaStream_t stream) {
@@ -126,8 +128,8 @@ static inline bool source_amax(uint32_t *amax, const TensorSource &source, int64
 }
 
 // The amax pass: raises the amaxes at out.amax, which the caller has cleared. It raises those of rowwise and of
-// columnwise data, even if only one of the two is wanted now. Does nothing for block granularities. Returns the bytes
-// moved.
+// columnwise data, even if only one of the two is wanted now. Does nothing if the granularities need no amax, as those
+// of blocks. Returns the bytes read (source_bytes).
 template <class Source>
 static inline int64_t quantize_amax_source(const char *function, QTensor out, Source source, int64_t R, int64_t C,
                                            cudaStream_t stream) {
@@ -148,7 +150,7 @@ static inline int64_t quantize_amax_source(const char *function, QTensor out, So
 // ---------------------------------------------------------------------------------------------------------------------
 // Tensors in memory
 
-// Casts x [R, C]. If its granularities need amaxes, these are in out.amax.
+// Casts x [R, C]. If the granularities of `out` need amaxes, the caller has found them in out.amax.
 static inline void quantize_transpose(QTensor out, const bf16 *x, int64_t R, int64_t C, cudaStream_t stream) {
     require_aligned16(x, "quantize_transpose", "x");
     TensorSource source = {x, C};
@@ -213,8 +215,9 @@ static __global__ void __launch_bounds__(DEQUANTIZE_THREADS)
 }
 
 // Decodes an operand of a GEMM: out [outer, depth] = value of each code, times its scale_inv if the granularity is
-// finer than a tensor. Those scales are powers of two, so only bf16's smallest numbers are rounded. With tensor
-// granularities scale_inv is left out: the GEMM multiplies its sums by it. depth is a multiple of 16.
+// finer than a tensor. Such a scale_inv is a power of two, so bf16 holds the product exactly, except near the ends of
+// bf16's range. With tensor granularities scale_inv is left out: the GEMM multiplies its sums by it. depth is a
+// multiple of 16.
 static inline void fp8_dequantize(bf16 *out, const uint8_t *codes, const void *scales, ScaleGranularity granularity,
                                   Fp8Format format, int64_t outer, int64_t depth, cudaStream_t stream) {
     if (outer < 1 || depth < DEQUANTIZE_ELEMENTS || depth % DEQUANTIZE_ELEMENTS)
@@ -313,7 +316,7 @@ static inline void audit_slices(const Fp8Slices *s, AuditSums *sums, int64_t lay
         }
 }
 
-// Transposes existing codes; this is the second half of quantize_transpose_kernel.
+// Transposes existing codes by tiles, as quantize_transpose_kernel does after its cast.
 static __global__ void __launch_bounds__(CAST_THREADS, 4)
     fp8_transpose_kernel(uint8_t *col, const uint8_t *row, int64_t R, int64_t C) {
     grid_dependency_wait();

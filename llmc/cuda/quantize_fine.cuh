@@ -3,12 +3,13 @@
 //    1x128, 128x128, 1x32   one pass: a tile holds whole blocks, so the cast finds their amaxes itself
 //    row                    two passes: amaxes of all rows (for rowwise data) and columns (for columnwise data), then
 //                           the cast
-//    tensor broadcast       two passes, as for rows: the amax of the tensor, then a cast that writes scale_inv per row
+//    tensor broadcast       two passes: the amax of the tensor, then a cast that writes scale_inv once for each row
 //
 // All passes use the tiles of the tensorwise cast (see "Cast and transpose" in quantize_kernels.cuh). A cast keeps its
-// tile's values in registers as bf16 until the thread block has computed the scales: 2 bytes read, 1 + 1 written per
-// element. Except for 128x128, rowwise and columnwise data have different scales and so different codes: every value is
-// cast twice. Each granularity uses the scale rule of the recipes that have it.
+// tile's values in registers as bf16 until the thread block has computed the scales. So a cast of a tensor in memory to
+// rowwise and columnwise data reads 2 bytes and writes 1 + 1 per element. Except for 128x128, these data have different
+// scales and so different codes: each value is cast twice. Each granularity uses the scale rule of the recipes that
+// have it.
 //
 // At ragged edges threads read the last row or columns again: duplicate values change no maximum.
 #ifndef LLMC_QUANTIZE_FINE_CUH
@@ -27,7 +28,7 @@ typedef struct {
     uint32_t *rows, *columns, *tensor;
 } FineAmaxes;
 
-// Returns the scale rule of a granularity. PER_ROW is also used for PER_TENSOR_BROADCAST. fine_keeps_nan is
+// Returns the scale rule of a granularity. For PER_TENSOR_BROADCAST call it with PER_ROW. fine_keeps_nan is
 // fp8_rule_keeps_nan() of the rule, as a constant for template arguments.
 __host__ __device__ constexpr ScaleRule fine_rule(ScaleGranularity g) {
     return g == PER_ROW ? SCALE_TORCHAO_POW2 : g == BLOCK_1X32 ? SCALE_MX : SCALE_TE_POW2;
@@ -288,7 +289,8 @@ __device__ static inline uint2 fp8x8_by_columns(Bf16x8 v, const float scale[8]) 
     return make_uint2(fp8x4_from_floats<FORMAT>(f), fp8x4_from_floats<FORMAT>(f + 4));
 }
 
-// Writes a thread's codes of a group's 4 rows of output o to the rowwise data, and to `tile` for the columnwise data.
+// Writes a thread's codes of a group's 4 rows of output o: to the rowwise data if `out` has it, and to `tile` if `out`
+// has columnwise data.
 template <Fp8Format FORMAT, int OUTPUTS>
 __device__ static inline void fine_put_group(uint32_t (*tile)[CAST_WORDS], const QTensor &out, const Bf16x8 v[4],
                                              const float row_scale[4], const float column_scale[8], int o, int group,

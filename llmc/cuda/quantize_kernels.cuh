@@ -5,9 +5,9 @@
 //    scale_inv = 1 / scale, for the GEMM
 //
 // Current scaling must know the amax before the first element is cast, so it takes two passes. The kernel that produces
-// the tensor may be the first pass. With delayed scaling one pass casts and finds the amax. The cast writes rowwise
-// data, columnwise (transposed) data, or both in one pass, because FP8 GEMMs on Hopper need the contraction index
-// contiguous in both operands: 2 bytes read, 1 + 1 written per element.
+// the tensor may be the first pass. With a delayed scale one pass casts and finds the amax for later scales. The cast
+// writes rowwise data, columnwise (transposed) data, or both in one pass, because FP8 GEMMs on Hopper need the
+// contraction index contiguous in both operands: 2 bytes read, 1 + 1 written per element.
 //
 // The cast is a template over the source of the bf16 values, so that a norm or SwiGLU can be recomputed in the cast
 // instead of stored: rmsnorm.cuh and swiglu.cuh have such sources. Sizes: any number of rows, columns a multiple of 16;
@@ -29,14 +29,15 @@
 // the exclusive or permutes a column's 16-byte chunks, and for odd column / 8 swaps their halves.
 //
 // A Source is a struct of pointers with
-//    ROLES         the roles (x, w, dy) it is cast for, as bits 1 << TensorRole; other casts are not compiled
+//    ROLES         the roles (x, w, dy) that it is cast for, as bits 1 << TensorRole. Kernels for E5M2 are compiled
+//                  only for sources with role dy, and kernels for 128x128 blocks only for sources with role w
 //    OUTPUTS       number of outputs side by side in one tensor [R, OUTPUTS * C]: output o is columns
 //                  [o * C, (o + 1) * C)
 //    MIN_BLOCKS    minimum occupancy in blocks per SM; limits registers
 //    GROUPS_AHEAD  1 or 2: how many of the two groups of 4 rows a thread loads at once
 //    AMAX          true if values() also raises an amax, which goes to the member amax_slot
 //    Column        data that depends on the column only; load_column() loads it
-//    Raw           the inputs of one row; load() loads them
+//    Raw           the inputs for 8 columns of one row; load() loads them
 //    values()      computes 8 values of each output from a Raw and a Column
 
 enum { CAST_TILE = 128, CAST_THREADS = 256, CAST_COLUMN_THREADS = CAST_TILE / 8, CAST_WORDS = CAST_TILE / 4 };
@@ -134,8 +135,8 @@ __device__ static inline void quantize_group(uint32_t (*tile)[CAST_TILE][CAST_WO
 }
 
 // Thread blocks process the tiles from the last to the first, because the end of the tensor, which the previous kernel
-// touched last, is still in L2. A source with AMAX goes from the first to the last: its cast is also the amax pass of
-// another tensor, whose cast comes next and begins at the end.
+// touched last, is probably still in L2. A source with AMAX goes from the first to the last: its cast is also the amax
+// pass of another tensor, whose cast comes next and begins at the end.
 template <class Source, Fp8Format FORMAT, bool DELAYED>
 static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS)
     quantize_transpose_kernel(const Source source, const QTensor out, int64_t R, int64_t C) {

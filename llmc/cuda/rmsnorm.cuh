@@ -3,12 +3,12 @@
 //    rstd = 1 / sqrt(mean(x^2) + eps),   y = bf16(x * rstd * w)
 //    n = x * rstd, g = dy * w:   dx = bf16(dresidual + rstd * (g - n * mean(g * n))),   dw = sum over rows of dy * n
 //
-// All arithmetic is fp32, so the sum of squares of a row must stay below 3e38. y is stored only if a GEMM reads it in
-// bf16. The forward kernel writes rstd, and the amax of y if the tensor has one current scale. A cast for FP8 GEMMs
-// recomputes y, bit for bit, in its tile. Bytes per element: forward with residual reads 4 and writes 2 (2 more for y);
-// the cast reads 2 and writes 1 + 1; backward with dresidual reads 6 and writes 2. Sizes: any number of rows, C a
-// multiple of 16 up to 16384, pointers aligned to 16 bytes. The bits of the results do not depend on the number of SMs
-// or on the order of blocks.
+// All arithmetic is fp32, so the sum of squares of a row must stay below 3e38. y is stored only if the caller wants it
+// in bf16, for a GEMM. The forward kernel writes rstd, and the amax of y if the tensor has one current scale. A cast
+// for FP8 GEMMs recomputes y, bit for bit, in its tile. Bytes per element: forward with residual reads 4 and writes 2
+// (2 more for y); the cast reads 2 and writes 1 + 1; backward with dresidual reads 6 and writes 2. Sizes: any number of
+// rows, C a multiple of 16 up to 16384, pointers aligned to 16 bytes. The bits of the results do not depend on the
+// number of SMs or on the order of blocks.
 #ifndef LLMC_RMSNORM_CUH
 #define LLMC_RMSNORM_CUH
 
@@ -104,7 +104,7 @@ static inline void rmsnorm_check(const char *function, int64_t R, int64_t C, con
     require_aligned16(weight, function, "weight");
 }
 
-// Calls LAUNCH(VECTORS, THREADS) for rows of C values: THREADS threads hold a row, each VECTORS times 8 values.
+// Calls LAUNCH(VECTORS, THREADS) for rows of C values: THREADS threads hold a row, each up to VECTORS times 8 values.
 #define RMSNORM_DISPATCH(C, LAUNCH)           \
     do {                                      \
         if ((C) <= 1024) LAUNCH(1, 128);      \
@@ -115,7 +115,7 @@ static inline void rmsnorm_check(const char *function, int64_t R, int64_t C, con
     } while (0)
 
 static inline void rmsnorm_forward_launch(RmsnormForward p, cudaStream_t stream) {
-    const int64_t slots = 8ll * device_sm_count();  // resident blocks of 128 threads on the whole GPU
+    const int64_t slots = 8ll * device_sm_count();  // blocks of 128 threads that the whole GPU runs at once
 #define RMSNORM_LAUNCH(VECTORS, THREADS)                                                                         \
     do {                                                                                                         \
         const unsigned blocks = (unsigned)min_i64(p.R, slots * 128 / (THREADS));                                 \

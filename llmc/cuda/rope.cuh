@@ -38,8 +38,8 @@ typedef struct {
     bf16 *out;                    // [rows, (NH + 2 NKV) * HD]; backward works in place
     const bf16 *in;               // the projection's output; backward without QK-norm does not read it
     const bf16 *q_norm, *k_norm;  // [HD]; NULL: no norm
-    const float *table;
-    int64_t rows;
+    const float *table;           // cosines and sines [T, HD] (rope_table_fill)
+    int64_t rows;                 // B * T tokens
     int T, NH, NKV;
     float eps;
     uint32_t *amax;  // backward: raised to max |out|; NULL: not wanted
@@ -288,9 +288,9 @@ static inline void rope_check(const char *function, const RopeKernel *p, RopeDim
     for (int i = 0; i < 5; i++) require_aligned16(pointers[i], function, "an array");
 }
 
-// Applies QK-norm (unless q_norm and k_norm [HD] are NULL) and rotation to the queries and keys of `in`, and copies V.
-// `in` and `out` are [B, T, (NH + 2 NKV) * HD], and may be one array. table is rope_table_fill's, with T positions.
-// Returns the bytes moved, without those of V.
+// Applies QK-norm (unless q_norm and k_norm [HD] are NULL) and rotation to the queries and keys of `in`, and copies V
+// if `out` is another array. `in` and `out` are [B, T, (NH + 2 NKV) * HD], and may be the same array. table is
+// rope_table_fill's, with T positions. Returns the bytes moved, without those of V.
 static inline int64_t qknorm_rope_forward(bf16 *out, const bf16 *in, const bf16 *q_norm, const bf16 *k_norm,
                                           const float *table, RopeDims d, cudaStream_t stream) {
     const RopeKernel p = {out,      in,        q_norm,     k_norm, table, d.B * d.T,
@@ -305,9 +305,9 @@ static inline int64_t qknorm_rope_forward(bf16 *out, const bf16 *in, const bf16 
 }
 
 // Turns dqkv [B, T, (NH + 2 NKV) * HD], in place, from the gradient of the forward pass's output into that of its input
-// `qkv`, the projection's output. Also computes dq_norm, dk_norm [HD]. Without QK-norm, qkv and all pointers to norms
-// are NULL. Raises *amax to max |dqkv|, V included, unless NULL. workspace holds rope_workspace_bytes. Returns the
-// bytes moved, without those of V.
+// `qkv`, the projection's output. With QK-norm also computes dq_norm, dk_norm [HD]. Without QK-norm, qkv and all
+// pointers to norms are NULL, and workspace is not used. Raises *amax to max |dqkv|, V included, unless NULL. workspace
+// holds rope_workspace_bytes. Returns the bytes moved, without those of V.
 static inline int64_t qknorm_rope_backward(bf16 *dqkv, bf16 *dq_norm, bf16 *dk_norm, uint32_t *amax, const bf16 *qkv,
                                            const bf16 *q_norm, const bf16 *k_norm, const float *table, RopeDims d,
                                            void *workspace, cudaStream_t stream) {

@@ -7,7 +7,7 @@
 #include "rmsnorm.cuh"
 
 // Dies if SwiGLU's gradient would be cast with block scales (blockwise, mxfp8), but intermediate_size is not a multiple
-// of CAST_TILE.
+// of CAST_TILE. With --fp8-filter auto, does nothing until the run has decided on a filter.
 static inline void check_casts(const ModelConfig *m, const Options *o) {
     const Recipe *r = options_recipe(o);
     const ScaleGranularity gradient = recipe_granularity(r, TENSOR_DY, ROWWISE);

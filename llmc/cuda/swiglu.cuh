@@ -3,19 +3,21 @@
 //    s = 1 / (1 + exp(-gate)),   h = bf16(gate * s * up)
 //    d_gate = bf16(dh * up * s * (1 + gate * (1 - s))),   d_up = bf16(dh * gate * s)
 //
-// h and d_gate_up are stored in bf16 only if a GEMM reads them in bf16. For FP8 GEMMs one pass finds the amax if the
-// recipe needs it, and another recomputes the values, bit for bit, and casts. The gradient's first pass can also write
-// the columnwise FP8 h, which wgrad of the down projection needs. Then the forward pass writes only rowwise h, and of h
-// only the amax is kept for backward. Bytes per element of h: the forward amax pass reads 4; the forward cast reads 4
-// and writes 1 for each of rowwise and columnwise data; the backward amax pass reads 6, and writes 1 if it casts h; the
-// backward cast reads 6 and writes 4. Sizes: any number of rows, F a multiple of 16, pointers aligned to 16 bytes.
+// h and d_gate_up are stored in bf16 only if the caller wants them in bf16, for a GEMM. For FP8 GEMMs one pass finds
+// the amax if the recipe needs it, and another recomputes the values, bit for bit, and casts. The gradient's first pass
+// can also write the columnwise FP8 h, which wgrad of the down projection needs. Then the forward pass writes only
+// rowwise h, and of h only the amax is kept for backward. Bytes per element of h: the kernels for bf16 read 4 and write
+// 2 (forward), and read 6 and write 4, or 6 with h (backward). With FP8 the forward amax pass reads 4; the forward cast
+// reads 4 and writes 1 for each of rowwise and columnwise data; the backward amax pass reads 6, and writes 1 if it
+// casts h; the backward cast reads 6 and writes 4 for rowwise and columnwise data. Sizes: any number of rows, F a
+// multiple of 16, pointers aligned to 16 bytes.
 #ifndef LLMC_SWIGLU_CUH
 #define LLMC_SWIGLU_CUH
 
 #include "quantize.cuh"
 
-// Returns 1 / (1 + exp(-x)). The relative error is below 1e-6 for x > -10 and grows further down (8e-6 at -87), but
-// stays far below bf16's 2e-3. Overflow of exp gives the correct limit 0.
+// Returns 1 / (1 + exp(-x)). The relative error is below 1e-6 for x > -10 and grows further down, but at -87 it is
+// still below 1e-5, far below bf16's 2e-3. Overflow of exp gives the correct limit 0.
 __device__ static inline float sigmoid_fast(float x) {
     float e, s;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(x, -LOG2_E)));

@@ -24,18 +24,19 @@ typedef struct {
     // state of the delayed recipe; NULL with other recipes
     float *history;        // [tensors, window]
     float *delayed_scale;  // [tensors], directly behind the histories
-    // Copy of histories and scales from before the current step; NULL if steps are never skipped.
+    // Copy of histories and scales from before the current step; NULL also without --on-nonfinite skip.
     float *before;
     int64_t window;
     int margin;
-    bool may_skip;  // steps may be skipped, so `before` is kept
-    // True if every tensor has been cast once, so that its delayed scale is known. It may be false although all are
-    // known; casts then make amax passes that they do not need.
+    bool may_skip;  // --on-nonfinite skip
+    // True only if each tensor that is cast has a delayed scale. It may be false although all have one; casts then make
+    // amax passes that they do not need.
     bool scales_ready;
     cudaStream_t stream;
 } TensorScales;
 
-// Describes the state of a model's tensors over R rows. tensor_scales_place must follow before use.
+// Describes the state of a model's tensors; x and dy have R rows. Dies if a recipe with one scale per tensor does not
+// have one amax for each tensor. tensor_scales_place must follow before use.
 static inline void tensor_scales_describe(TensorScales *s, const Precision *p, int64_t R, const Options *o) {
     memset(s, 0, sizeof *s);
     s->precision = p, s->layers = p->num_layers, s->rows = R;
@@ -49,7 +50,7 @@ static inline void tensor_scales_describe(TensorScales *s, const Precision *p, i
             s->amax_offset[tensor_index(0, (TensorRole)role, id)] = s->amax_stride;
             s->amax_stride += tensor_amaxes(row, col, rows, precision_columns(p, (TensorRole)role, id));
         }
-    // the kernels of delayed.cuh and quantize_slices() index amaxes as they index scales
+    // The kernels of delayed.cuh and quantize_slices() index amaxes like scales, by tensor_index().
     if (recipe_has_tensor_scales(p->recipe) && s->amax_stride != TENSORS_PER_LAYER)
         die("recipe %s has %lld amaxes per layer, but needs one for each of %d tensors", p->recipe->name,
             (long long)s->amax_stride, TENSORS_PER_LAYER);
@@ -86,8 +87,9 @@ static inline uint32_t *tensor_scales_amax(const TensorScales *s, int64_t l, Ten
     return s->amax + l * s->amax_stride + s->amax_offset[tensor_index(0, role, id)];
 }
 
-// Returns a tensor of layer l without data. If its linear layer is FP8, the tensor gets pointers to its amaxes and, if
-// it has one scale for the whole tensor, to scale_inv. l may be -1, below the first layer: no GEMM reads that tensor.
+// Returns a tensor of layer l without data. If its linear layer is FP8, the tensor gets pointers to its amaxes, to its
+// delayed scale if the recipe is delayed, and to scale_inv for PER_TENSOR data. l may be -1, below the first layer: no
+// GEMM reads that tensor.
 static inline QTensor tensor_scales_of(const TensorScales *s, int64_t l, TensorRole role, LinearId id) {
     const Recipe *r = l < 0 ? recipe_row(RECIPE_BF16) : precision_of(s->precision, l, id);
     QTensor q = recipe_qtensor(r, role, precision_format(s->precision, role));
@@ -110,8 +112,8 @@ static inline QTensor tensor_scales_audited(const TensorScales *s, QTensor q) {
     return q;
 }
 
-// Returns the bytes of the scales that are stored with rowwise or columnwise data [rows, columns]: 0 for PER_TENSOR,
-// whose scale TensorScales holds, and for bf16 data.
+// Returns the bytes of the scales that are stored with the rowwise or columnwise data of a tensor [rows, columns]: 0
+// for PER_TENSOR, whose scale TensorScales holds, and for bf16 data.
 static inline int64_t tensor_scales_own_bytes(const TensorScales *s, TensorRole role, TensorUsage usage, int64_t rows,
                                               int64_t columns) {
     const ScaleGranularity g = recipe_granularity(s->precision->recipe, role, usage);
@@ -152,29 +154,31 @@ static inline DelayedArrays tensor_scales_delayed(const TensorScales *s, int64_t
     return d;
 }
 
-// Gives a tensor that has not been cast yet the scale of its own amax.
+// Gives a tensor that has no delayed scale yet one from its own amax.
 static inline void tensor_scales_begin(TensorScales *s, const QTensor *q) {
     const DelayedArrays layer = tensor_scales_delayed(s, q->layer);
     const int64_t tensor = tensor_index(0, q->role, q->linear);
     delayed_begin(&layer, 1, tensor, tensor + 1, s->stream);
 }
 
-// Gives every weight that has not been cast yet the scale of its own amax.
+// Gives each weight that has no delayed scale yet one from its own amax. Does nothing with other recipes, or if
+// scales_ready.
 static inline void tensor_scales_begin_weights(TensorScales *s) {
     if (!s->delayed_scale || s->scales_ready) return;
     const DelayedArrays d = tensor_scales_delayed(s, 0);
     delayed_begin(&d, s->layers, tensor_index(0, TENSOR_W, 0), tensor_index(0, TENSOR_X, 0), s->stream);
 }
 
-// Appends the amaxes of the weights' last cast to their histories, in `count` layers from layer l on.
+// Appends the amaxes of the weights' last cast to their histories, and makes new scales (delayed_update), in `count`
+// layers from layer l on. Does nothing with other recipes.
 static inline void tensor_scales_update_weights(TensorScales *s, int64_t l, int64_t count) {
     if (!s->delayed_scale) return;
     const DelayedArrays d = tensor_scales_delayed(s, l);
     delayed_update_all(&d, count, tensor_index(0, TENSOR_W, 0), tensor_index(0, TENSOR_X, 0), s->stream);
 }
 
-// Appends the amaxes of a micro-step's inputs and output gradients to their histories. They must be maxima over all
-// ranks by now.
+// Appends the amaxes of a micro-step's inputs and output gradients to their histories, and makes new scales. The caller
+// has made these amaxes the maxima over all ranks. Only for the delayed recipe.
 static inline void tensor_scales_update_activations(TensorScales *s) {
     const DelayedArrays d = tensor_scales_delayed(s, 0);
     delayed_update_all(&d, s->layers, tensor_index(0, TENSOR_X, 0), TENSORS_PER_LAYER, s->stream);
@@ -182,7 +186,7 @@ static inline void tensor_scales_update_activations(TensorScales *s) {
     if (!s->before) s->scales_ready = true;
 }
 
-// Saves histories and scales (keep), or restores them. Does nothing if steps are never skipped.
+// If `keep`, copies histories and scales to `before`; else restores them from there. Does nothing without `before`.
 static inline void tensor_scales_copy_before(TensorScales *s, bool keep) {
     float *to = keep ? s->before : s->history, *from = keep ? s->history : s->before;
     if (s->before)
@@ -190,14 +194,14 @@ static inline void tensor_scales_copy_before(TensorScales *s, bool keep) {
                                    cudaMemcpyDeviceToDevice, s->stream));
 }
 
-// Restores histories and scales if *skipped, in device memory, is not 0.
+// Restores histories and scales from `before` if *skipped, in device memory, is not 0. Does nothing without `before`.
 static inline void tensor_scales_restore_if(TensorScales *s, const uint32_t *skipped) {
     if (s->before) delayed_restore(s->history, s->before, tensor_scales_delayed_elements(s), skipped, s->stream);
 }
 
-// Prepares the scales of `count` layers, from layer l on, for new weights: appends the amaxes of the weights' last cast
-// to the histories, and clears these amaxes. If *skipped, in device memory, is not 0, restores the histories and scales
-// of all tensors.
+// Called before the update of the weights of `count` layers from layer l on. With the delayed recipe, appends the
+// amaxes of these weights' last cast to the histories; then, if *skipped, in device memory, is not 0, restores the
+// histories and scales of all tensors from `before`, if there is one. With every recipe, clears the weights' amaxes.
 static inline void tensor_scales_begin_new_weights(TensorScales *s, int64_t l, int64_t count, const uint32_t *skipped) {
     tensor_scales_update_weights(s, l, count);
     tensor_scales_restore_if(s, skipped);
