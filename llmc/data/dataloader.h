@@ -74,7 +74,7 @@ typedef struct {
     int64_t token, shard, position;
 } TokenPlace;
 
-// Reads `bytes` bytes from `offset` on. Dies if the read fails or the file ends before them.
+// Reads `bytes` bytes from `offset` on. Dies if the read fails or the file has fewer.
 static inline void shard_read_bytes(const DataShard *shard, int64_t offset, int64_t bytes, void *out) {
     for (int64_t done = 0; done < bytes;) {
         ssize_t got = FILE_WORK("pread", shard->path,

@@ -279,7 +279,7 @@ static inline void fsdp_zero_padding(Fsdp *f, int64_t l) {
 
 // Makes the compute stream wait until the last reduction from the unit's gradient buffer is done, and zeroes the
 // padding of the unit's gradient. Call it before the first write to that gradient in a micro-step. Call it with ROOT
-// before the loss: the compute stream then waits for all buffers, because the loss may use the layers'
+// before the loss: the compute stream then waits for all buffers, because the loss may use the buffers of layers
 // (fsdp_loss_span).
 static inline void fsdp_begin_gradients(Fsdp *f, int64_t l) {
     const int buffer = fsdp_gradient_buffer(l);
@@ -288,8 +288,8 @@ static inline void fsdp_begin_gradients(Fsdp *f, int64_t l) {
     fsdp_zero_padding(f, l);
 }
 
-// Without sharding: adds a unit's gradient to the sums, unless it was computed there. In the first micro-step, stores
-// it there instead. The embedding's gradient is not part of it. Returns the bytes moved.
+// Without sharding: adds a unit's gradient to the sums, unless it was computed there; the first micro-step stores it
+// there instead. Leaves out the embedding's gradient, which fsdp_embedding_join adds. Returns the bytes moved.
 static inline int64_t fsdp_join(Fsdp *f, int64_t l) {
     if (fsdp_in_place(f, l)) return 0;
     const bool fp8 = f->fp8_gradients && l != ROOT;

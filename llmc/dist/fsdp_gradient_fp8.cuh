@@ -4,7 +4,7 @@
 // fp8 each rank casts its whole gradient of a layer's matrices, with scales common to the shard group, and receives the
 // other ranks' codes of its slice; a kernel adds them in the order of ranks. Over replicas, with scales common to all
 // ranks, each rank sums one part of its slice and then sends that part to the other replicas. So copy engines and NCCL
-// give these gradients equal bits. With another --reduce-dtype, these gradients are reduced to bf16 and then cast.
+// give these gradients equal bits. With --reduce-dtype bf16, these gradients are reduced to bf16 and then cast.
 #ifndef LLMC_FSDP_GRADIENT_FP8_CUH
 #define LLMC_FSDP_GRADIENT_FP8_CUH
 

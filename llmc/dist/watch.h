@@ -31,8 +31,8 @@
 #include "beats.h"
 #include "../config/parameters.h"
 
-// Interval of the watcher in seconds. If an interval takes longer than WATCH_SUSPENDED_SECONDS, this process itself was
-// stopped: its timeouts for silent, file and standing then start again.
+// Interval of the watcher in seconds. If an interval takes longer than WATCH_SUSPENDED_SECONDS, the watcher assumes
+// that its own process was stopped: its timeouts for silent, file and standing then start again.
 #define WATCH_BEAT_SECONDS 0.5
 #define WATCH_SUSPENDED_SECONDS 4
 
