@@ -4,8 +4,8 @@
 // bandwidth is defined as in NVIDIA's nccl-tests. With n ranks, and `bytes` of the array that is gathered or reduced:
 //   all-gather, reduce-scatter   bytes / seconds * (n - 1) / n
 //   all-reduce                   bytes / seconds * 2 (n - 1) / n
-// So it can be compared with the rate of a rank's link, for any n. The time is that of the slowest rank. It includes
-// the run's work on data that has arrived, for example sums of gradients.
+// So a bus bandwidth can be compared with the rate of a rank's link, for any n. The time is that of the slowest rank.
+// It includes the run's work on data that has arrived, for example sums of gradients.
 //
 // Then ranks exchange data in pairs, several pairs at once. Rank number k of a host (k is its place) meets the other
 // ranks of its host, and rank number k of each other host that has one. With many ranks or hosts it meets only some of

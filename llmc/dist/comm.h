@@ -23,10 +23,10 @@
 typedef enum { COMM_WORLD, COMM_SHARD, COMM_REPLICAS, COMM_NUM_GROUPS } CommGroup;
 
 typedef struct {
-    int64_t world, rank;              // number of all ranks, and this one's index
-    int64_t local_world, local_rank;  // ranks on this host, and this one's index among them: it picks the GPU
-    int64_t shard_size, shard_rank;   // ranks of the shard group, and this one's index; 1 and 0 before comm_split
-    int64_t replicas, replica;        // ranks of the replica group, and this one's index; 1 and 0 before comm_split
+    int64_t world, rank;              // number of all ranks, and this rank's index
+    int64_t local_world, local_rank;  // ranks on this host, and this rank's index among them: it picks the GPU
+    int64_t shard_size, shard_rank;   // ranks of the shard group, and this rank's index; 1 and 0 before comm_split
+    int64_t replicas, replica;        // ranks of the replica group, and this rank's index; 1 and 0 before comm_split
     char host[64];
     MPI_Comm comms[COMM_NUM_GROUPS];  // MPI_COMM_NULL without MPI; before comm_split only COMM_WORLD has one
     Mesh *mesh;                       // NULL if MPI started the ranks, or if there is a single rank

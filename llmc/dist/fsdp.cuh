@@ -36,7 +36,8 @@
 // Copy engines read other ranks' memory, so two orders must hold:
 //   before a layer's gather   every rank has updated its shard: the gather of the vectors, which comes first, waits for
 //                             all ranks
-//   before the optimizer      every rank has finished its last gather: the reduction of layer 0's gradient waits for it
+//   before AdamW's update     every rank has finished its last gather of these weights: the reduction of their gradient
+//                             comes after that gather and waits for all ranks
 //
 // Events order the compute stream and the communication stream, without waits of the host:
 //   slot.arrived    the compute stream waits for it before it reads the slot

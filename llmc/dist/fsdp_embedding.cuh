@@ -1,4 +1,4 @@
-// Computes the embedding's gradient under FSDP, from this rank's or all ranks' input gradients.
+// Computes the embedding's gradient under FSDP, from input gradients of this rank or of all ranks of its shard group.
 #ifndef LLMC_FSDP_EMBEDDING_CUH
 #define LLMC_FSDP_EMBEDDING_CUH
 

@@ -4,8 +4,8 @@
 
 #include "fsdp_plan.cuh"
 
-// Replaces the loss by its sum over all ranks and, if gradients are sharded, their squares too. Without sharding every
-// rank has the same gradients.
+// Replaces *loss by its sum over all ranks. If gradients are sharded, also replaces *squares, the sum of squares of
+// this rank's gradients, by its sum over all ranks. Without sharding every rank has the same gradients.
 static inline void fsdp_reduce_step_stats(Fsdp *f, float *loss, double *squares) {
     if (!f->in.nccl) return;
     comm_waits_compute(&f->transport);

@@ -51,7 +51,7 @@ typedef enum {
 typedef enum {
     FSDP_EMBEDDING_OWN,         // this rank adds the embedding's gradient to its sums, which hold the whole table
     FSDP_EMBEDDING_REDUCED,     // this rank computes the whole gradient, which is reduced with the rest of the root
-    FSDP_EMBEDDING_FROM_INPUTS  // this rank adds the input gradients of all ranks to its part of the table
+    FSDP_EMBEDDING_FROM_INPUTS  // this rank adds the input gradients of its shard group to its part of the sums
 } FsdpEmbedding;
 
 // The time for which gathered layers are kept.

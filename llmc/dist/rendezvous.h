@@ -45,7 +45,7 @@ typedef struct {
     int64_t missing;     // rank 0: number of ranks that have not come
     int listener;        // socket for connections of the ranks above this one (mesh.h)
     char problem[1024];  // a reason for which the run cannot start; "": none
-    int code;            // the exit status for it
+    int code;            // the exit status for that problem
 } Meeting;
 
 static inline void meet_read_line(const char *path, char *out, size_t capacity) {
