@@ -9,9 +9,9 @@
 // next. Each token is predicted once an epoch, except a shard's first and those at its end, fewer than T, that fill no
 // window. Documents are packed: a window starts and ends anywhere in them.
 //
-// Order: sample g of a run (g = 0, 1, 2, ...) lies in epoch g / num_sequences, rounded down. Each epoch is a keyed
-// permutation of all sequences of all shards, so that the order depends on the seed, T and the shards alone: not on
-// ranks, batch size or where the run was resumed. Without shuffling it is file order.
+// Order: sample g of a run (g = 0, 1, 2, ...) lies in epoch g / num_sequences, rounded down. The order of an epoch is a
+// permutation of all sequences of all shards, keyed by seed and epoch. So it depends on the seed, T and the shards
+// alone: not on ranks, batch size or where the run was resumed. Without shuffling it is the order of the files.
 #ifndef LLMC_DATALOADER_H
 #define LLMC_DATALOADER_H
 
@@ -37,12 +37,12 @@ typedef struct {
     char *path;
     int fd;
     int64_t bytes;            // size of the file when it was opened
-    struct timespec changed;  // its modification time then
+    struct timespec changed;  // its modification time then, or when shard_has_changed last found its data unchanged
     uint64_t fingerprint;     // made by dataloader_identity; 0: not known
     int token_bytes;          // 2 or 4
     int64_t num_tokens;
     int64_t first_sequence;  // number of the shard's first window among those of all shards
-    int64_t num_sequences;
+    int64_t num_sequences;   // windows of this shard
 } DataShard;
 
 typedef struct {
@@ -51,7 +51,7 @@ typedef struct {
     int64_t num_tokens;     // in all shards
     int64_t num_sequences;  // in all shards: one epoch
     int64_t T;
-    int64_t vocabulary;  // an id that is not below it ends the run; the caller sets it as soon as it is known
+    int64_t vocabulary;  // a token with an id that is not below it ends the run; the caller sets it when it is known
     bool shuffle;
     uint64_t seed;
     uint32_t *buffer;  // holds max(T + 1, SHARD_SCAN_TOKENS) tokens
@@ -66,7 +66,7 @@ typedef struct {
 // Token ids of a batch of B sequences of T tokens, in memory of the host or of a GPU.
 typedef struct {
     int32_t *inputs, *targets;  // [B, T]; targets may be NULL if no loss is computed
-    int32_t *index;             // rows of the inputs, sorted by token id (embedding.cuh); NULL on the CPU
+    int32_t *index;             // the rows of the inputs, grouped by token id (embedding.cuh); NULL on the CPU
 } Batch;
 
 // A token's id, the number of its shard, and its position there, for error messages.
@@ -74,7 +74,7 @@ typedef struct {
     int64_t token, shard, position;
 } TokenPlace;
 
-// Reads `bytes` bytes from `offset` on. Dies if the read fails or the file has shrunk since it was opened.
+// Reads `bytes` bytes from `offset` on. Dies if the read fails or the file has fewer.
 static inline void shard_read_bytes(const DataShard *shard, int64_t offset, int64_t bytes, void *out) {
     for (int64_t done = 0; done < bytes;) {
         ssize_t got = FILE_WORK("pread", shard->path,
@@ -109,7 +109,7 @@ static inline void shard_refuse_token(const DataShard *shard, int64_t position, 
         (long long)id, (long long)vocabulary, cause);
 }
 
-// The largest of `count` ids. gcc vectorizes it.
+// The largest of `count` ids; 0 if count is 0.
 static inline uint32_t tokens_largest(const uint32_t *tokens, int64_t count) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < count; i++) largest = tokens[i] > largest ? tokens[i] : largest;
@@ -133,7 +133,8 @@ static inline void shard_parse_header(DataShard *shard, const int32_t *header) {
         die("%s: the header gives an impossible token count, %lld", shard->path, (long long)shard->num_tokens);
 }
 
-// Opens one of `num_shards` shards, which all stay open. Dies if this is no whole shard of at least T + 1 tokens.
+// Opens one of `num_shards` shards, which all stay open. Dies if it cannot be read, or is not a whole shard of at least
+// T + 1 tokens.
 static inline DataShard shard_open(const char *path, int64_t T, int64_t num_shards) {
     DataShard shard;
     memset(&shard, 0, sizeof shard);
@@ -170,8 +171,8 @@ static inline DataShard shard_open(const char *path, int64_t T, int64_t num_shar
     return shard;
 }
 
-// Opens every shard that the pattern matches (shell wildcards, or a plain path), in sorted order, for sequences of T
-// tokens. Dies if none matches or one is not a whole shard of at least T + 1 tokens.
+// Opens every shard that the pattern matches (shell wildcards, or a plain path), sorted by path, for sequences of T
+// tokens. Dies if none matches, or if shard_open dies.
 static inline DataLoader dataloader_open(const char *pattern, int64_t T, bool shuffle, uint64_t seed) {
     if (T < 1) die("sequence length %lld: at least 1 token is needed", (long long)T);
     const bool is_path = access(pattern, F_OK) == 0;  // a file name may hold characters of wildcards
@@ -232,8 +233,9 @@ static inline uint64_t shard_fingerprint(const DataShard *shard, XxHash64 *all) 
     return xxhash64_end(&own);
 }
 
-// Reads the header and FINGERPRINT_BLOCKS blocks of tokens of each shard, and sets its fingerprint. That is enough to
-// notice other data, or another order of the shards, but not always one changed token.
+// Reads the header and FINGERPRINT_BLOCKS blocks of tokens of each shard, and sets its fingerprint. Returns the
+// identity of the data, by which a run notices other data or another order of the shards. A change of a few tokens may
+// go unnoticed.
 static inline DataIdentity dataloader_identity(const DataLoader *dl) {
     XxHash64 hash = xxhash64_begin();
     for (int64_t s = 0; s < dl->num_shards; s++) dl->shards[s].fingerprint = shard_fingerprint(&dl->shards[s], &hash);
@@ -242,7 +244,8 @@ static inline DataIdentity dataloader_identity(const DataLoader *dl) {
 }
 
 // True if the open file has changed. Another file under its name does not count, since the open file is still read. A
-// new modification time (touch) does not count either if size and fingerprint are equal; without a fingerprint it does.
+// new modification time (touch) does not count either if size and fingerprint are as before; without a fingerprint it
+// does. Dies if the file cannot be examined.
 static inline bool shard_has_changed(DataShard *shard) {
     struct stat now;
     if (fstat(shard->fd, &now) != 0) die("%s: cannot be examined: %s", shard->path, strerror(errno));
@@ -254,8 +257,8 @@ static inline bool shard_has_changed(DataShard *shard) {
     return false;
 }
 
-// Sample number of row 0 of a rank's micro-batch of B rows; row b is this + b. The step's samples, from `first` on, are
-// the same for every split of the global batch into micro-steps x world x B.
+// Returns the number of the sample in row 0 of a rank's micro-batch of B rows; row b has that number + b. The samples
+// of a step, from `first` on, are the same for every split of the global batch into micro-steps x world x B.
 static inline int64_t dataloader_sample_index(int64_t first, int64_t micro_step, int64_t world, int64_t rank,
                                               int64_t B) {
     return first + (micro_step * world + rank) * B;
@@ -304,14 +307,14 @@ static inline DataShard *dataloader_find_shard(const DataLoader *dl, int64_t seq
     return &dl->shards[low];
 }
 
-// Reads the tokens of a sequence, [T + 1], into dl->buffer. Dies if the shard has changed since it was opened, or if an
+// Reads the tokens of a sequence, [T + 1], into dl->buffer. Dies if the shard has changed (shard_has_changed), or if an
 // id is not in the vocabulary. Files may be rewritten and disks may fail during a run, and such an id would be looked
 // up outside the embedding.
 static inline void dataloader_read(DataLoader *dl, int64_t sequence) {
     DataShard *shard = dataloader_find_shard(dl, sequence);
     const int64_t first = (sequence - shard->first_sequence) * dl->T, count = dl->T + 1;
     shard_read_tokens(shard, first, count, dl->buffer);
-    const bool changed = shard_has_changed(shard);  // after the read, so that no change before it is missed
+    const bool changed = shard_has_changed(shard);  // after the read: notices a change before it too
     if ((int64_t)tokens_largest(dl->buffer, count) >= dl->vocabulary) {
         int64_t i = 0;
         while ((int64_t)dl->buffer[i] < dl->vocabulary) i++;
@@ -323,8 +326,9 @@ static inline void dataloader_read(DataLoader *dl, int64_t sequence) {
         die("%s: the file changed after it was opened; a run needs its shards as they are until it ends", shard->path);
 }
 
-// Rows are samples first_sample ... first_sample + B - 1. inputs [B, T] and targets [B, T] are token ids, targets[b][t]
-// the token after inputs[b][t]. targets NULL: they are not wanted. Dies as dataloader_read does.
+// Reads samples first_sample ... first_sample + B - 1, one into each row. inputs [B, T] and targets [B, T] are token
+// ids; targets[b][t] is the token after inputs[b][t]. targets may be NULL: they are then not returned. Dies as
+// dataloader_read does.
 static inline void dataloader_batch(DataLoader *dl, int64_t first_sample, int64_t B, int32_t *inputs,
                                     int32_t *targets) {
     int64_t T = dl->T;
@@ -358,11 +362,12 @@ static inline TokenPlace dataloader_scan(DataLoader *dl, int64_t limit) {
     return largest;
 }
 
-// The largest token id of all shards (a full read). Without a tokenizer table, the presets tiny and small take their
-// vocabulary size from it.
+// Returns the largest token id of all shards, after a full read. Without a tokenizer table, the presets tiny and small
+// take their vocabulary size from it.
 static inline int64_t dataloader_max_token(DataLoader *dl) { return dataloader_scan(dl, INT64_MAX).token; }
 
-// Dies if a token id is >= vocabulary, with the position of the first one. A full read: call it once, before training.
+// Dies if a token id is >= vocabulary, with the position of the first one. Reads all tokens: call it once, before
+// training.
 static inline void dataloader_check_vocabulary(DataLoader *dl, int64_t vocabulary) {
     TokenPlace found = dataloader_scan(dl, vocabulary);
     if (found.token < vocabulary) return;

@@ -1,8 +1,8 @@
 // The tokenizer table beside a shard: it turns sampled tokens into text, and cannot encode text.
 //
 // File (little-endian): uint32 magic 20251121, version 1, count, separator; then for each id 0 ... count - 1: uint32
-// length, bytes. The separator is the token before each document: samples start with it, and end where the model emits
-// it again, after --sample-tokens tokens, or when the run is asked to stop.
+// length, bytes. The separator is the id of the token before each document: a sample starts after it, and ends where
+// the model emits it again, after --sample-tokens tokens, or when the run is asked to stop.
 //
 // Name: the shard's path without ".bin", then without a "_DIGITS" at its end (a shard's number), then without "_train",
 // "_val" or "_valid", then ".tokenizer": data/tiny_train.bin, data/tiny_val.bin and data/tiny_train_000001.bin all have
@@ -19,7 +19,7 @@
 #define TOKENIZER_HEADER_BYTES 16
 
 typedef struct {
-    int64_t count;      // number of ids: the vocabulary; 0 = no table
+    int64_t count;      // number of ids; 0: no table
     int64_t separator;  // id of the token before each document
     char *file;         // the whole table
     size_t bytes;       // size of `file`
@@ -119,9 +119,9 @@ static inline const char *tokenizer_decode(const Tokenizer *tok, int64_t id, siz
     return entry + 4;
 }
 
-// Prints a token as text, or as "[id]" if the table does not have it. Control characters are printed as \xNN: an
-// untrained model emits them, and they must not reach the terminal. A character may have its bytes in several tokens:
-// *at goes from one token of a text to the next.
+// Prints a token as text, or as "[id]" if the table does not have it. Control characters other than newline and tab are
+// printed as \xNN: an untrained model emits them, and they must not reach the terminal. A character may have its bytes
+// in several tokens, so pass the same *at for all tokens of a text (TextPlace).
 static inline void tokenizer_print(const Tokenizer *tok, int64_t id, TextPlace *at, FILE *out) {
     size_t length;
     char number[32];

@@ -1,6 +1,6 @@
 // Messages between the watcher threads of all ranks (watch.h), in rows of a fixed size.
 // A row is one message. At most one row of this rank is on its way to each other rank. Rows use an MPI communicator of
-// their own, or the second connections of mesh.h. Only beats_open blocks.
+// their own, or the second connections of mesh.h. beats_send and beats_receive do not wait for other ranks.
 #ifndef LLMC_BEATS_H
 #define LLMC_BEATS_H
 
@@ -10,14 +10,15 @@ typedef struct {
     const Comm *comm;  // NULL: not open
     int64_t bytes;     // size of a row
     MPI_Comm mpi;
-    MPI_Request *requests;  // [world] sends on their way; synchronous, so that none pile up for a stopped rank
-    char *rows;             // [world][bytes] rows on their way
-    MPI_Request parting;    // barrier of beats_part
-    bool parts;             // beats_part was called
+    MPI_Request *requests;  // MPI: [world] sends on their way; synchronous, so that none pile up for a stopped rank
+    char *rows;             // MPI: [world][bytes] rows on their way
+    MPI_Request parting;    // MPI: the barrier of beats_part
+    bool parts;             // MPI: this rank has entered that barrier
 } Beats;
 
 // Opens rows of `bytes` between all ranks. All ranks call it. Returns false if the MPI of a rank does not allow
-// several threads to call it at the same time. *comm must stay where it is until beats_free.
+// several threads to call it at the same time. *comm must stay where it is until beats_free. Dies if `bytes` is above
+// MESH_ROW.
 static inline bool beats_open(Beats *b, const Comm *comm, int64_t bytes) {
     int provided = MPI_THREAD_SINGLE, lowest = MPI_THREAD_SINGLE;
     memset(b, 0, sizeof *b);
@@ -36,7 +37,8 @@ static inline bool beats_open(Beats *b, const Comm *comm, int64_t bytes) {
     return true;
 }
 
-// True if no row of this rank to `rank` is on its way.
+// True if no row of this rank to `rank` is on its way. Over TCP this function also sends what is left of such a row,
+// and returns true if the connection is broken.
 static inline bool beats_sent(Beats *b, int64_t rank) {
     int done = 1;
     if (b->comm->mesh) return mesh_flush_to(b->comm->mesh, rank);
@@ -44,7 +46,8 @@ static inline bool beats_sent(Beats *b, int64_t rank) {
     return done;
 }
 
-// Sends a row to a rank. Drops this row if an earlier row to that rank is still on its way.
+// Sends a row to a rank. Drops this row if an earlier row to that rank is still on its way or, over TCP, if the
+// connection is broken.
 static inline void beats_send(Beats *b, int64_t rank, const void *row) {
     if (!beats_sent(b, rank)) return;
     if (b->comm->mesh) {
@@ -68,7 +71,8 @@ static inline int64_t beats_receive(Beats *b, void *row) {
     return from;
 }
 
-// Returns a rank whose process was lost, or -1. With MPI it is always -1: mpirun itself ends the other ranks.
+// Over TCP: returns a rank whose connection has broken (mesh_gone), or -1. With MPI: returns -1; mpirun notices lost
+// ranks.
 static inline int64_t beats_gone(const Beats *b) { return b->comm->mesh ? mesh_gone(b->comm->mesh) : -1; }
 
 // Ends the rows of all ranks. On each rank the watcher calls beats_receive and beats_part in turn until beats_part

@@ -1,6 +1,6 @@
 // --check-links on GPUs: the collectives of FSDP, pairs of GPUs by copy engines or NCCL, and each GPU alone.
 //
-// The measurements use the trainer's memory. Weights and gradients are zero there before and after them. The
+// The measurements use the trainer's memory. Weights and gradients are zero there before and after them. So the
 // collectives gather and sum zeros.
 // Pairs, and the copies and GEMMs of one GPU, use the memory of this rank's sums of gradients. NCCL's pairs have a
 // communicator of their own: NCCL keeps buffers for each pair of ranks until the communicator is destroyed.
@@ -19,8 +19,8 @@
 
 enum { GPU_LINKS_GEMM_SIZE = 8192, GPU_LINKS_GEMM_ALIGNMENT = 256, GPU_LINKS_GEMM_RUNS = 20 };
 
-// Smaller GEMMs and copies are not measured. They take some microseconds, about as long as their launches, so their
-// times say little about the GPU: with a model of 36M parameters, two equal GPUs differed by 34%.
+// Smaller GEMMs and copies are not measured. They take little longer than their launches, so their times say little
+// about the GPU.
 enum { GPU_LINKS_LEAST_GEMM = 2048, GPU_LINKS_LEAST_COPY = 64 << 20 };
 enum { NVML_P2P_READ = 0, NVML_P2P_NVLINK = 2 };  // nvmlGpuP2PCapsIndex_t; the status 0 means that it works
 
@@ -73,7 +73,8 @@ static inline double gpu_links_collective(void *context, LinkCollective c, int64
     return gpu_links_seconds(g);
 }
 
-// True if this rank reads the memory of rank `peer` by copy engines.
+// True if this rank reads the memory of rank `peer` by copy engines: if copy engines are in use, and both ranks are in
+// one shard group.
 static inline bool gpu_links_reads(const GpuLinks *g, int64_t peer) {
     const Comm *c = g->comm;
     return g->f->transport.kind == TRANSPORT_COPY_ENGINES && peer / c->shard_size == c->replica;
@@ -217,13 +218,14 @@ static inline void gpu_links_gather_cards(GpuLinks *g) {
     comm_all_gather(c, COMM_WORLD, own, g->cards, (int64_t)sizeof *own);
 }
 
-// Returns what --check-links needs of FSDP. All ranks call it, after trainer_create and before the weights have values.
+// Returns the functions and sizes that --check-links uses. All ranks call it, after trainer_create and before the
+// weights have values.
 // `gemm` runs on the compute stream.
 static inline LinkOps gpu_links(Fsdp *f, const Comm *c, const Gemm *gemm) {
     GpuLinks *g = (GpuLinks *)xcalloc(1, sizeof *g);
     const Transport *t = &f->transport;
     const bool engines = t->kind == TRANSPORT_COPY_ENGINES, fp32 = t->reduce_dtype == REDUCE_FP32,
-               codes = t->reduce_dtype == REDUCE_FP8;  // one byte for each gradient of a matrix
+               codes = t->reduce_dtype == REDUCE_FP8;  // one byte for each gradient of a layer's matrices
     const int64_t element = t->fp32_sums ? sizeof(float) : sizeof(bf16), all = fsdp_sums_elements(f);
     LinkOps ops;
     memset(&ops, 0, sizeof ops);

@@ -1,18 +1,19 @@
 // Measures at the start of a run how fast the ranks reach each other, and names slow links and ranks (--check-links).
 //
-// Three collectives move the weights or gradients of one layer, by the functions that the steps call. Their bus
+// Up to three collectives move weights or gradients of one layer, by the functions that the steps call. Their bus
 // bandwidth is defined as in NVIDIA's nccl-tests. With n ranks, and `bytes` of the array that is gathered or reduced:
 //   all-gather, reduce-scatter   bytes / seconds * (n - 1) / n
 //   all-reduce                   bytes / seconds * 2 (n - 1) / n
-// That is the rate of each rank's link, for any n. The time is that of the slowest group. It includes what the run does
-// with the data on arrival, such as sums of gradients.
+// So a bus bandwidth can be compared with the rate of a rank's link, for any n. The time is that of the slowest rank.
+// It includes the run's work on data that has arrived, for example sums of gradients.
 //
-// Then ranks exchange data in pairs, several pairs at once. Rank number k of a host (k is its place) meets all ranks of
-// its host, and number k of each other host, but at most LINKS_PARTNERS of either kind. A rank is slow over a path
-// (NVLink, PCIe, ...) if its best pair over that path is below LINKS_SLOW of the median of the other ranks' best pairs
-// over it. A pair of two ranks that are not slow is slow if it is below LINKS_SLOW of the median of all pairs over its
-// path. A path with one pair has no slow rank and no slow pair. A rank is also slow if its GPU copies or computes GEMMs
-// at less than LINKS_SLOW_GPU of the median of the other ranks.
+// Then ranks exchange data in pairs, several pairs at once. Rank number k of a host (k is its place) meets the other
+// ranks of its host, and rank number k of each other host that has one. With many ranks or hosts it meets only some of
+// them, at most LINKS_PARTNERS on its host and as many on other hosts. A rank is slow over a path (NVLink, PCIe, ...)
+// if its best pair over that path is below LINKS_SLOW times the median of the other ranks' best pairs over it. A pair
+// of two ranks that are not slow is slow if it is below LINKS_SLOW times the median of all pairs over its path. A path
+// with one pair has no slow rank and no slow pair. A rank is also slow if its GPU copies or computes GEMMs at less than
+// LINKS_SLOW_GPU times the median of the other ranks.
 #ifndef LLMC_CHECK_LINKS_H
 #define LLMC_CHECK_LINKS_H
 
@@ -23,20 +24,21 @@
 
 #define LINKS_SLOW 0.5                 // share of the median below which a rank or a pair is slow over a path
 #define LINKS_SLOW_GPU 0.8             // share for a GPU's copies and GEMMs: GPUs of one kind differ by a few percent
-#define LINKS_SECONDS 0.3              // for which a collective is repeated
-#define LINKS_PAIR_SECONDS 0.1         // for which a pair exchanges messages
+#define LINKS_SECONDS 0.3              // time for the repetitions of a collective (links_runs)
+#define LINKS_PAIR_SECONDS 0.1         // time for the repetitions of a pair's exchange (links_runs)
 #define LINKS_LEAST_BYTES (1ll << 20)  // smallest message of a pair in the CPU trainer
 #define LINKS_MOST_BYTES (64ll << 20)  // largest message of a pair in both trainers
 
 enum {
     LINKS_RUNS = 50,      // the most repetitions
     LINKS_PARTNERS = 31,  // the most partners of a rank on its own host; and the most on other hosts
-    LINKS_FAULTS = 16     // slow ranks and links that are named; more are counted
+    LINKS_FAULTS = 16     // the most slow ranks and pairs that are named; more are only counted
 };
 
 typedef enum { LINK_GATHER, LINK_REDUCE, LINK_REPLICAS, NUM_LINK_COLLECTIVES } LinkCollective;
 
-// The path between two ranks. On a GPU, the host's memory is the path if the GPUs cannot reach each other.
+// The path between two ranks. Between two GPUs of a host, it is the host's memory if they cannot reach each other
+// directly, or must not (NCCL_P2P_DISABLE).
 #define LINK_PATHS(X)                     \
     X(LINK_NVLINK, "NVLink")              \
     X(LINK_PCIE, "PCIe")                  \
@@ -63,7 +65,8 @@ typedef struct {
 typedef struct {
     void *context;
     const char *within, *across;         // names of what moves data within shard groups, and over replicas
-    double bytes[NUM_LINK_COLLECTIVES];  // size of the array that a collective gathers or reduces; 0: the run lacks it
+    double bytes[NUM_LINK_COLLECTIVES];  // size of the array that a collective gathers or reduces; 0: the run has no
+                                         // such collective
     int64_t pair_bytes;                  // the message of a pair, each way
     // Runs a collective `runs` times, with all ranks of its group. Returns the seconds of all runs together.
     double (*collective)(void *context, LinkCollective c, int64_t runs);
@@ -88,9 +91,9 @@ typedef struct {
 typedef struct {
     int64_t world;
     LinkHost *hosts;                       // [world]
-    double seconds[NUM_LINK_COLLECTIVES];  // one collective; 0: not measured
-    double *rates;                         // [world][world] bytes per second in one direction, while both are used;
-                                           // 0: not measured
+    double seconds[NUM_LINK_COLLECTIVES];  // for one collective; 0: not measured
+    double *rates;                         // [world][world] measured by rank i with rank j: bytes per second in one
+                                           // direction, while both directions are used; 0: not measured
     double *paths;                         // [world][world] LinkPath, as numbers that comm_sum adds
     LinkGpu *gpus;                         // [world]
     char no_pairs[256];                    // the reason why a rank could not open its pairs; else ""
@@ -102,7 +105,7 @@ typedef struct {
 // Rounds in which n members meet each other once.
 static inline int64_t links_rounds(int64_t n) { return n < 2 ? 0 : n % 2 ? n : n - 1; }
 
-// Returns the partner of member i of n in a round, or -1 if it has none. In round k members i and k - i meet, modulo
+// Returns the partner of member i of n in a round, or -1 if there is none. In round k members i and k - i meet, modulo
 // the odd number among n - 1 and n. The member that would meet itself meets the last one if n is even, else none.
 static inline int64_t links_partner(int64_t n, int64_t round, int64_t i) {
     const int64_t even = n + n % 2, odd = even - 1;
@@ -227,9 +230,9 @@ UTILS_PRINTF(2, 3) static inline void links_add_fault(LinkFaults *f, const char 
     f->count++;
 }
 
-// Names the ranks whose value [world] is below `share` of the median of the other ranks' values, and sets slow [world].
-// Values of 0 were not measured. `what` stands before a value in the message, for example "computes GEMMs at". `unit`
-// is the value of one `unit_name`.
+// Adds a fault for each rank i whose values[i] is below `share` times the median of the other ranks' values, and sets
+// slow[i] for all ranks. Values of 0 were not measured: such a rank is not slow, and no median counts it. `what` stands
+// before the value in the message, for example "computes GEMMs at". `unit` is the value of one `unit_name`.
 static inline void links_name_ranks(LinkReport *r, const double *values, double share, const char *what,
                                     const char *unit_name, double unit, bool *slow) {
     double *others = (double *)xcalloc((size_t)r->world, sizeof *others);
@@ -246,7 +249,7 @@ static inline void links_name_ranks(LinkReport *r, const double *values, double 
     free(others);
 }
 
-// Returns the rate of a pair over a path, the slower of what its ranks measured; 0 if it was not measured.
+// Returns the rate of a pair, the slower of what its two ranks measured; 0 if it was not measured or has another path.
 static inline double links_pair_rate(const LinkReport *r, LinkPath path, int64_t i, int64_t j) {
     const int64_t at = i * r->world + j, back = j * r->world + i;
     if (r->rates[at] == 0 || r->rates[back] == 0 || (LinkPath)r->paths[at] != path) return 0;
@@ -262,7 +265,7 @@ static inline int64_t links_pair_rates(const LinkReport *r, LinkPath path, doubl
     return n;
 }
 
-// Names the slow ranks of a path, then the slow pairs of ranks that are not slow.
+// Adds a fault for each slow rank of a path, then for each slow pair of ranks that are not slow.
 static inline void links_name_path(LinkReport *r, LinkPath path) {
     const int64_t W = r->world;
     char what[128];
@@ -375,7 +378,7 @@ static inline void links_print_gpus(const LinkReport *r) {
     printf("  GPUs measured: %s, %s\n", copies, gemms);
 }
 
-// Prints the report: at most 13 lines, and one for each slow rank or link that is named.
+// Prints the report, with a line for each slow rank or pair that is named.
 static inline void links_print(const LinkReport *r, const LinkOps *ops, const Comm *c) {
     const int64_t hosts = links_count_hosts(r->hosts, r->world);
     if (r->world == 1) printf("links: there is one rank, and so no link\n");

@@ -1,6 +1,6 @@
 // The ranks of a run on the host side: groups of ranks, small collectives, and ending all ranks together.
 // MPI carries the collectives if it started the ranks, and else the TCP connections of mesh.h (--init-from).
-// Collectives of a single rank use neither.
+// In a group of one rank, a collective uses neither.
 //
 // There are three groups of ranks: all ranks; the shard group, whose ranks split one replica of the parameters
 // (shard_plan.h); and the replica group, which has one rank of each shard group, all with the same slices. With
@@ -16,20 +16,20 @@
 
 #include "mesh.h"
 
-// A rank other than 0 waits at least this long before it prints an error. If rank 0 has the same error, for example a
-// wrong option, rank 0 prints it and ends all ranks in that time. So the error is printed once.
+// In die(), a rank other than 0 waits at least this long before it prints its error. If rank 0 has the same error, for
+// example a wrong option, rank 0 prints it and ends all ranks in that time. So the error is printed once.
 #define COMM_SILENCE_SECONDS 5
 
 typedef enum { COMM_WORLD, COMM_SHARD, COMM_REPLICAS, COMM_NUM_GROUPS } CommGroup;
 
 typedef struct {
-    int64_t world, rank;              // number of all ranks, and this one's index
-    int64_t local_world, local_rank;  // ranks on this host, and this one's index among them: it picks the GPU
-    int64_t shard_size, shard_rank;   // ranks of the shard group, and this one's index; 1 and 0 before comm_split
-    int64_t replicas, replica;        // ranks of the replica group, and this one's index
+    int64_t world, rank;              // number of all ranks, and this rank's index
+    int64_t local_world, local_rank;  // ranks on this host, and this rank's index among them: it picks the GPU
+    int64_t shard_size, shard_rank;   // ranks of the shard group, and this rank's index; 1 and 0 before comm_split
+    int64_t replicas, replica;        // ranks of the replica group, and this rank's index; 1 and 0 before comm_split
     char host[64];
     MPI_Comm comms[COMM_NUM_GROUPS];  // MPI_COMM_NULL without MPI; before comm_split only COMM_WORLD has one
-    Mesh *mesh;                       // NULL unless the ranks found each other without MPI
+    Mesh *mesh;                       // NULL if MPI started the ranks, or if there is a single rank
 } Comm;
 
 static inline void comm_check(int status, const char *call) {
@@ -42,14 +42,14 @@ static inline void comm_check(int status, const char *call) {
 
 #define COMM_CHECK(call) comm_check(call, #call)
 
-// Seconds that this rank has spent in collectives, most of them waiting for other ranks.
+// Seconds that this rank has spent in calls that wait for other ranks (COMM_WAIT).
 static inline double *comm_seconds(void) {
     static double seconds;
     return &seconds;
 }
 
-// COMM_CHECK for a call that waits for other ranks: its time counts in comm_seconds. `what` names the collective for
-// messages (activity.h).
+// COMM_CHECK for a call that waits for other ranks: its time counts in comm_seconds. `what` names the call in messages
+// of the watcher (activity.h).
 #define COMM_WAIT(what, call)                       \
     do {                                            \
         const double start_ = seconds_now();        \
@@ -74,7 +74,8 @@ static inline void comm_wait_before_dying(void) {
 }
 
 // Called instead of comm_wait_before_dying if there is a mesh. If a rank other than 0 gets another rank's notice of an
-// error meanwhile, it ends and does not print its own. Higher ranks wait longer: if rank 0 was lost, rank 1 prints.
+// error meanwhile, it ends and does not print its own. Higher ranks wait longer, up to a limit: if rank 0 was lost and
+// several ranks die because of that, the lowest of them prints first.
 static inline void comm_wait_for_notice(void) {
     Mesh *m = *comm_mesh();
     if (m->rank > 0) mesh_await_notice(m, COMM_SILENCE_SECONDS + 0.25 * (double)min_i64(m->rank - 1, 40));
@@ -88,8 +89,9 @@ extern "C" int ompi_mpi_abort(MPI_Comm comm, int code) __attribute__((weak));
 int ompi_mpi_abort(MPI_Comm comm, int code) __attribute__((weak));
 #endif
 
-// Ends all ranks. mpirun exits with the `code` of the first rank that calls it. The caller must exit afterwards: over a
-// mesh this only tells the other ranks to end, and Open MPI's function returns if another thread has called it before.
+// Ends all ranks. Under mpirun, mpirun exits with the `code` of the first rank that calls this function. The caller
+// must exit afterwards: over a mesh this function only tells the other ranks to end, and Open MPI's function returns if
+// another thread has called it before.
 static inline void comm_end_all(int code) {
     if (*comm_mesh()) mesh_end_all(*comm_mesh(), code);
     else if (ompi_mpi_abort) ompi_mpi_abort(MPI_COMM_WORLD, code);
@@ -103,8 +105,8 @@ static inline void comm_abort(int code) {
     if (*comm_mesh()) _exit(code);  // functions of atexit would wait for other ranks
 }
 
-// Called by comm_close and at exit, for example after --help: MPI requires MPI_Finalize of each rank. The second call
-// does nothing.
+// Called by comm_close and at exit, for example after --help: MPI requires MPI_Finalize of each rank. Does nothing
+// after MPI_Finalize.
 static inline void comm_finalize(void) {
     int done = 1;
     MPI_Finalized(&done);
@@ -170,8 +172,9 @@ static inline void comm_open_mesh(Comm *c, const InitFrom *init) {
     die_hook()->end = comm_abort;
 }
 
-// Call it at the start of main, after process_prepare. With several ranks, die() then names the rank and ends all
-// ranks, and ranks other than 0 print nothing on stdout. Dies if the ranks cannot find each other (--init-from).
+// Joins the run, or returns the Comm of a single rank. Call it at the start of main, after process_prepare. With
+// several ranks, die() then names the rank and ends all ranks, and ranks other than 0 print nothing on stdout. Dies if
+// --init-from or its variables are wrong, or if the ranks cannot find each other.
 static inline Comm comm_open(int *argc, char ***argv) {
     Comm c = comm_one();
     const InitFrom init = init_from(*argc, *argv);
@@ -318,7 +321,8 @@ static inline double comm_max(const Comm *c, CommGroup g, double value) {
 
 static inline double comm_min(const Comm *c, CommGroup g, double value) { return -comm_max(c, g, -value); }
 
-// Replaces each of n words by its maximum over the group. For bits of non-negative floats, NaN is the largest.
+// Replaces each of n words by its maximum over the group. If the words are the bits of floats with sign bit 0, that is
+// the largest float, and a NaN counts as larger than infinity.
 static inline void comm_max_u32(const Comm *c, CommGroup g, uint32_t *values, int64_t n) {
     const int64_t ranks = comm_size(c, g);
     if (ranks == 1) return;

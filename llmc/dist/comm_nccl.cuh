@@ -21,19 +21,20 @@
 
 // Largest number of multiprocessors (SMs) for a collective. Each block of NCCL occupies one SM, also while it waits for
 // data; GEMMs that run at the same time cannot use that SM. More blocks move data faster. 16 are about an eighth of an
-// H200's SMs; NCCL's default may be up to 32.
+// H200's SMs; NCCL's own limit is higher.
 #define NCCL_MAX_CTAS 16
 
 // Largest number of pending operations (collectives or copies); the host waits before it enqueues more.
 #define NCCL_PENDING 256
 
-// GPU memory of one communicator, outside the arena: channels and their buffers. NCCL allocates most at first use.
+// Assumed GPU memory of one communicator, outside the arena: channels and their buffers. NCCL allocates most of it at
+// first use.
 #define NCCL_OVERHEAD_BYTES (512ll << 20)
 
 typedef struct {
     cudaEvent_t begun, done;
     const char *what;
-    int64_t layer, step;  // layer is ROOT for the root unit, NO_LAYER for no unit
+    int64_t layer, step;  // layer is ROOT for the root unit, NO_LAYER for no unit; step: Nccl.step at that time
 } NcclOperation;
 
 typedef struct {
@@ -41,8 +42,8 @@ typedef struct {
     ncclComm_t comms[COMM_NUM_GROUPS];  // NULL for a group of one rank. Groups with the same ranks share one
     cudaStream_t stream;
     NcclOperation operations[NCCL_PENDING];
-    int64_t step;                // current step of the trainer, for messages
-    int64_t enqueued, finished;  // numbers of operations
+    int64_t step;                // current step of the trainer, counted from 0, for messages; -1 before the first
+    int64_t enqueued, finished;  // numbers of operations that are enqueued, and known to have finished
 } Nccl;
 
 // Returns the exit status for an error of NCCL. Only the text of NCCL's message shows that memory was the reason.
@@ -104,7 +105,7 @@ static inline void nccl_watch(Nccl *n) {
         nccl_publish(n, true);
     }
     if (n->finished < n->enqueued && !nccl_has_happened(n->operations[n->finished % NCCL_PENDING].begun))
-        activity_moved();  // it waits for this rank's own earlier work, which counts as progress
+        activity_moved();  // the oldest operation waits for this rank's own earlier work: that counts as progress
     const ncclResult_t state = nccl_state(n);
     if (state == ncclSuccess || state == ncclInProgress) return;
     char reason[512];
@@ -183,7 +184,7 @@ typedef struct {
     int64_t part, total, ranks;
 } CodeParts;
 
-// Cuts `total` codes into parts whose sizes are multiples of 16.
+// Cuts `total` codes into parts of `part` codes, a multiple of 16.
 static inline CodeParts code_parts(int64_t total, int64_t ranks) {
     return CodeParts{round_up((total + ranks - 1) / ranks, 16), total, ranks};
 }
@@ -265,7 +266,7 @@ static inline void nccl_open(Nccl *n, const Comm *host) {
     else if (host->replicas > 1) n->comms[COMM_REPLICAS] = world;
 }
 
-// Destroys the communicators. All ranks call it when their GPU is idle.
+// Destroys the communicators, the stream and the events. All ranks call it when their GPU is idle.
 static inline void nccl_close(Nccl *n) {
     const ncclComm_t world = n->comms[COMM_WORLD];
     for (int g = COMM_NUM_GROUPS - 1; g >= 0; g--) {

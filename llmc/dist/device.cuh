@@ -6,7 +6,8 @@
 #include "../cuda/gemm.cuh"
 #include "comm_nccl.cuh"
 
-// GPU memory in use outside the arena: context, kernels, cuBLASLt. Measured with cudaMemGetInfo on an H200, CUDA 13.0.
+// Assumed GPU memory in use outside the arena, without NCCL's: context, kernels, cuBLASLt. An estimate, after
+// measurements with cudaMemGetInfo on an H200 with CUDA 13.0.
 #define CUDA_OVERHEAD_BYTES (640ll << 20)
 
 // Each rank sends this description of its GPU to all ranks.
@@ -81,7 +82,7 @@ static inline void format_cuda_arch(char *out, size_t capacity, int major, int m
     format_checked(out, capacity, "%d%s", 10 * major + minor, major == 9 ? "a" : "");  // only sm_90a has wgmma
 }
 
-// Dies if the program was not compiled for the GPU's architecture.
+// Dies if the GPU cannot run the kernels of this program, because they were compiled for another architecture.
 static inline void check_architecture(const cudaDeviceProp *device) {
     char arch[16];
     cudaFuncAttributes attributes;

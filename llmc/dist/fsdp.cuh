@@ -2,45 +2,47 @@
 //
 // Layers are numbered from 0; ROOT is the root unit (embedding, final norm, lm_head), which has no FP8 weights.
 //
-// With one rank in the shard group (a single GPU, or --sharding none), the shard is the whole model, and units are
-// views of the flat arrays. FP8 weights are cast in each pass; with --fp8-weight-cache on, once when the weights
-// change. Each unit's gradient is all-reduced over replicas after its last micro-step. If the sums of gradients are
-// bf16, the first micro-step of a step writes gradients directly into the gradient array. All later micro-steps, and
-// the first one too if the sums are fp32, write a unit's gradient into a buffer, which is then added to the sums
+// With one rank in the shard group (for example a single GPU, or --sharding none), the shard is the whole model, and
+// units are views of the flat arrays. FP8 weights are cast in each pass; with --fp8-weight-cache on, once when the
+// weights change. Each unit's gradient is all-reduced over replicas after its last micro-step. If the sums of gradients
+// are bf16, the first micro-step of a step writes gradients directly into the sums. All later micro-steps, and the
+// first one too if the sums are fp32, write a unit's gradient into a buffer, which is then added to the sums
 // (gradient_sum.h). With FP8 gradients a layer's gradient always goes through the buffer. The embedding's gradient
-// never does: it is added to the sums at the end of backward.
+// never does: it is added directly to the sums at the end of backward.
 //
-// With several ranks in the shard group, a layer's matrices are gathered into one of `num_slots` slots while the layer
-// before it computes. There are 2 slots (1 if there is 1 layer), or one for each layer if they keep their data for the
-// whole step. Recipes with one scale per tensor gather FP8, which each rank casts from its shard once a step, with
-// scales common to all ranks. Without FP8 all-gather they gather bf16 and cast it on arrival with these scales, to the
-// same bytes. Forward reads rowwise data. Backward reads columnwise data, which each rank transposes from the rowwise
-// data. Recipes with finer scales gather bf16 and cast it on arrival, rowwise for forward and columnwise for backward.
-// If backward recomputes GEMMs of a layer, it reads rowwise data too. A layer that has a bf16 linear layer is gathered
-// in bf16. The root unit and all vectors are gathered once a step, after the optimizer has changed them.
+// With several ranks in the shard group, a layer's matrices are gathered into one of `num_slots` slots while the pass
+// computes the layer before. There are 2 slots (1 if there is 1 layer), or one for each layer if slots keep their data
+// for the whole step. With one scale per tensor, a layer is gathered in FP8, which each rank casts from its shard once
+// a step, with scales common to all ranks. With --fp8-all-gather off it is gathered in bf16 and cast on arrival with
+// these scales, to the same bytes. Forward reads rowwise data. Backward reads columnwise data, which each rank
+// transposes from the rowwise data. With finer scales, a layer is gathered in bf16 and cast on arrival, rowwise for
+// forward and columnwise for backward. If backward recomputes GEMMs of a layer, it reads rowwise data too. A layer that
+// has a bf16 linear layer is gathered in bf16. The root unit and all vectors are gathered once a step, after the
+// optimizer has changed them.
 //
 // Backward writes a layer's whole gradient into one of two buffers. Its reduce-scatter overlaps with the backward pass
 // of the layer below. The root's gradient has its own buffer. A batch touches few rows of the embedding. So if the
 // input gradients (dx [R, C], the gradient of the embedding's output) of all ranks of the group are together no larger
 // than the embedding's table, they are gathered at the end of backward, and each rank adds them to its part of the
-// table's gradient. The buffer of the root's gradient then lacks this gradient, and is reduced right after the loss.
-// Otherwise the whole root gradient is reduced at the end.
+// table's gradient. The buffer of the root's gradient then lacks the embedding's gradient, and is reduced right after
+// the loss. Otherwise the whole root gradient is reduced at the end.
 //
 // With --optimizer-in-backward, AdamW updates a layer in the backward pass. With one rank, it does so right after the
-// layer's backward, and the layers' sums take turns in the memory of one layer. With several ranks, it does so one
-// layer later, when the layer's gradient is reduced, and the sums take turns in the memory of two layers. Every rank
-// has then finished its last gather of the layer. With --grad-clip and several ranks, a layer's squares are summed
-// right after its reduction.
+// layer's backward, and the layers' sums take turns in the memory of one layer. With several ranks, it waits until the
+// layer's gradient is reduced: it updates the layer after the backward of the layer below (layer 0 after its own), and
+// the sums take turns in the memory of two layers. Every rank has then finished its last gather of the layer. With
+// --grad-clip and several ranks, a layer's squares are summed right after its reduction.
 //
 // Copy engines read other ranks' memory, so two orders must hold:
 //   before a layer's gather   every rank has updated its shard: the gather of the vectors, which comes first, waits for
 //                             all ranks
-//   before the optimizer      every rank has finished its last gather: the reduction of layer 0's gradient waits for it
+//   before AdamW's update     every rank has finished its last gather of these weights: the reduction of their gradient
+//                             comes after that gather and waits for all ranks
 //
 // Events order the compute stream and the communication stream, without waits of the host:
 //   slot.arrived    the compute stream waits for it before it reads the slot
 //   slot.released   a gather into the slot waits for it
-//   reduced         the compute stream waits for it before it writes the gradient buffer again
+//   reduced         the compute stream waits for it before it writes into the gradient buffer again
 //   summed          the compute stream waits for it before AdamW reads a layer's sums in the backward pass
 //   handover        (transport.cuh) one stream waits for all work enqueued on the other so far
 #ifndef LLMC_FSDP_CUH
@@ -108,15 +110,15 @@ static inline void fsdp_begin_micro_step(Fsdp *f, int64_t micro) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Weights
 
-// True if layer l's rowwise data is still valid from an earlier pass and replaces a gather of its bf16 weights:
-// backward transposes it (only with one scale per tensor and without FP8 all-gather).
+// True if layer l's rowwise data is still valid from an earlier pass and replaces a gather of its bf16 weights: forward
+// reads it, and backward transposes it. Only with one scale per tensor and without FP8 all-gather.
 static inline bool fsdp_rowwise_is_cached(const Fsdp *f, int64_t l) {
     return fsdp_tensor_scales(f) && f->weights != FSDP_WEIGHTS_GATHER_FP8 && precision_layer_is_fp8(f->precision, l) &&
            f->rowwise_layer[l % f->num_rowwise] == l;
 }
 
-// Starts the gather of layer l, unless it is already gathered, needs no gather (fsdp_rowwise_is_cached), or l is no
-// layer. Call it before the work that is to overlap with the gather.
+// With sharding: starts the gather of layer l, unless that has been started before, the layer needs no gather
+// (fsdp_rowwise_is_cached), or l is no layer. Call it before the work that is to overlap with the gather.
 static inline void fsdp_prefetch(Fsdp *f, int64_t l) {
     if (!fsdp_is_sharded(f) || l < 0 || l >= f->table->num_layers || fsdp_rowwise_is_cached(f, l)) return;
     const int64_t index = l % f->num_slots, slice = f->plan.layer_slices[SEGMENT_MATRICES];
@@ -152,8 +154,8 @@ static inline void fsdp_make_casts(Fsdp *f, int64_t l, bool backward) {
 }
 
 // Makes the compute stream wait for layer l's weights, and makes the FP8 casts that the pass reads. Work enqueued
-// afterwards may read the weights: in forward rowwise FP8 data; in backward columnwise FP8 data, and rowwise data only
-// if backward recomputes GEMMs.
+// afterwards may read the weights: in forward rowwise FP8 data; in backward columnwise FP8 data and, if backward
+// recomputes GEMMs, rowwise data.
 static inline void fsdp_unshard(Fsdp *f, int64_t l, bool backward) {
     if (fsdp_is_sharded(f) && !fsdp_rowwise_is_cached(f, l)) {
         fsdp_prefetch(f, l);
@@ -170,11 +172,12 @@ static inline void fsdp_reshard(Fsdp *f, int64_t l) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Publishing changed weights. The optimizer, or a load, writes the root's weights in in.weights and calls
-// fsdp_publish_root; then it writes the layers' weights (and their amaxes, if fsdp_tensor_scales) and calls
-// fsdp_publish_layers.
+// Publishing changed weights. The trainer calls fsdp_publish_root when the root's weights in in.weights have changed.
+// It calls fsdp_publish_layers after that, when the layers' weights (and, if fsdp_tensor_scales, their amaxes) have
+// changed too.
 
-// Gathers the root unit, whose shard has changed. The gather overlaps with the update of the layers' weights.
+// Gathers the root unit, whose shard has changed. The gather may overlap with the update of the layers' weights. Does
+// nothing without sharding.
 static inline void fsdp_publish_root(Fsdp *f) {
     if (!fsdp_is_sharded(f)) return;
     const FsdpUnit root = fsdp_weights(f, ROOT);
@@ -200,7 +203,7 @@ static inline void fsdp_gather_vectors(Fsdp *f) {
     nccl_end(f->in.nccl);
 }
 
-// Replaces the amaxes of all tensors by their maxima over a group of ranks. Amaxes that are not known yet are zero.
+// Replaces the amaxes in in.scales by their maxima over a group of ranks. Does nothing if the group has one rank.
 static inline void fsdp_reduce_amaxes(Fsdp *f, CommGroup group) {
     if (!f->in.nccl || (group == COMM_SHARD && !fsdp_is_sharded(f))) return;
     comm_waits_compute(&f->transport);
@@ -275,9 +278,10 @@ static inline void fsdp_zero_padding(Fsdp *f, int64_t l) {
         CUDA_CHECK(cudaMemsetAsync(g.matrices + matrices, 0, (size_t)padding * sizeof(bf16), f->transport.compute));
 }
 
-// Makes the compute stream wait until the last reduction from the unit's gradient buffer is done. Call it before the
-// first write to the unit's gradient in a micro-step. Call it with ROOT before the loss: it then waits for all buffers,
-// because the loss may use the layers' buffers (fsdp_loss_span).
+// Makes the compute stream wait until the last reduction from the unit's gradient buffer is done, and zeroes the
+// padding of the unit's gradient. Call it before the first write to that gradient in a micro-step. Call it with ROOT
+// before the loss: the compute stream then waits for all buffers, because the loss may use the buffers of layers
+// (fsdp_loss_span).
 static inline void fsdp_begin_gradients(Fsdp *f, int64_t l) {
     const int buffer = fsdp_gradient_buffer(l);
     for (int i = 0; fsdp_is_sharded(f) && i < 1 + FSDP_GRADIENT_BUFFERS; i++)
@@ -285,7 +289,8 @@ static inline void fsdp_begin_gradients(Fsdp *f, int64_t l) {
     fsdp_zero_padding(f, l);
 }
 
-// Without sharding: adds a unit's gradient to the sums, unless it was computed there. Returns the bytes that it moves.
+// Without sharding: adds a unit's gradient to the sums, unless it was computed there; the first micro-step stores it
+// there instead. Leaves out the embedding's gradient, which fsdp_embedding_join adds. Returns the bytes moved.
 static inline int64_t fsdp_join(Fsdp *f, int64_t l) {
     if (fsdp_in_place(f, l)) return 0;
     const bool fp8 = f->fp8_gradients && l != ROOT;
@@ -299,9 +304,9 @@ static inline int64_t fsdp_join(Fsdp *f, int64_t l) {
     return bytes + gradient_fp8_join(f->fp8_sums, &f->fp8_layout, l, from + n, how.add, f->transport.compute);
 }
 
-// Reduce-scatters the unit's gradient of this micro-step and adds the result to the sums of earlier micro-steps. The
-// gradient of the loss was divided by the number of tokens of all ranks, so the sum is the mean. Returns the bytes that
-// the compute stream moves.
+// Reduce-scatters the unit's gradient of this micro-step and adds the result to the sums of earlier micro-steps.
+// Without sharding only adds it (fsdp_join). The gradient of the loss was divided by the number of the step's tokens on
+// all ranks, so the sum is the mean. Returns the bytes that the compute stream moves.
 static inline int64_t fsdp_reduce_scatter(Fsdp *f, int64_t l) {
     if (!fsdp_is_sharded(f)) return fsdp_join(f, l);
     const FsdpUnit full = fsdp_gradients(f, l);
@@ -336,7 +341,7 @@ static inline void fsdp_await_sums(Fsdp *f, int64_t l) {
 }
 
 // All-reduces this rank's part of a unit's gradient over replicas if this is the `last` micro-step. After
-// compute_waits_comm, or fsdp_await_sums, it is the sum over all ranks.
+// compute_waits_comm, or fsdp_await_sums, that part is the sum over all ranks.
 static inline void fsdp_reduce_replicas(Fsdp *f, int64_t l, bool last) {
     if (!f->in.nccl || !last) return;
     if (f->replicas > 1) {

@@ -1,4 +1,4 @@
-// Computes the embedding's gradient under FSDP, from this rank's or all ranks' input gradients.
+// Computes the embedding's gradient under FSDP, from input gradients of this rank or of all ranks of its shard group.
 #ifndef LLMC_FSDP_EMBEDDING_CUH
 #define LLMC_FSDP_EMBEDDING_CUH
 
@@ -18,7 +18,7 @@ static inline EmbeddingPart fsdp_embedding_part(const Fsdp *f) {
 static inline bool fsdp_embedding_is_untied(const Fsdp *f) { return embedding_segment(f->table) == SEGMENT_EMBEDDING; }
 
 // Adds the embedding's gradient to this rank's sums (fsdp_embedding_joins). If the embedding is untied, the first
-// micro-step zeroes the embedding's sums before that. Returns the bytes that it moves.
+// micro-step zeroes the embedding's sums before that. Returns the bytes moved, as embedding_backward counts them.
 static inline int64_t fsdp_embedding_join(Fsdp *f, const int32_t *index, const bf16 *dx, int64_t rows, int64_t C) {
     const ShardSegment g = fsdp_segment(f, ROOT, embedding_segment(f->table));
     const EmbeddingPart part = fsdp_embedding_part(f);
@@ -33,7 +33,7 @@ static inline int64_t fsdp_embedding_join(Fsdp *f, const int32_t *index, const b
 }
 
 // Computes the gradient of the whole table in the buffer of the root's gradient. If the embedding is tied, adds it to
-// lm_head's gradient in that buffer. Returns the bytes that it moves.
+// lm_head's gradient in that buffer. Returns the bytes moved, as embedding_backward counts them.
 static inline int64_t fsdp_embedding_whole(Fsdp *f, const int32_t *index, const bf16 *dx, int64_t rows, int64_t C) {
     const EmbeddingPart part = fsdp_embedding_part(f);
     const GradientSum nearest = {};
@@ -44,8 +44,8 @@ static inline int64_t fsdp_embedding_whole(Fsdp *f, const int32_t *index, const 
 }
 
 // Computes the embedding's gradient from this rank's input gradients dx [R, C] and, if fsdp_input_ranks > 1, those of
-// the other ranks, which it gathers. `index` sorts the tokens of all these ranks (embedding_sort). Returns the bytes
-// that it moves.
+// the other ranks of the shard group, which it gathers. `index` sorts the tokens of all these ranks (embedding_sort).
+// Returns the bytes moved, as embedding_backward counts them.
 static inline int64_t fsdp_embedding_backward(Fsdp *f, const int32_t *index, const bf16 *dx, int64_t R, int64_t C) {
     const bf16 *all = fsdp_gather_input_gradients(f, dx);
     if (fsdp_embedding_joins(f)) return fsdp_embedding_join(f, index, all, fsdp_input_ranks(f) * R, C);

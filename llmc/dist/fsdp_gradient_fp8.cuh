@@ -2,9 +2,9 @@
 //
 // Only gradients of the layers' matrices are FP8. All work here runs on the communication stream. With --reduce-dtype
 // fp8 each rank casts its whole gradient of a layer's matrices, with scales common to the shard group, and receives the
-// other ranks' codes of its slice; a kernel adds them in the order of ranks. Over replicas each rank sums one part of
-// its slice and then sends that part to the other replicas. Copy engines and NCCL then give these gradients equal bits.
-// With --reduce-dtype bf16, these gradients are reduced to bf16 and then cast.
+// other ranks' codes of its slice; a kernel adds them in the order of ranks. Over replicas, with scales common to all
+// ranks, each rank sums one part of its slice and then sends that part to the other replicas. So copy engines and NCCL
+// give these gradients equal bits. With --reduce-dtype bf16, these gradients are reduced to bf16 and then cast.
 #ifndef LLMC_FSDP_GRADIENT_FP8_CUH
 #define LLMC_FSDP_GRADIENT_FP8_CUH
 
@@ -27,7 +27,7 @@ static inline void fsdp_join_reduced_fp8(Fsdp *f, int64_t l, GradientFp8Source f
     gradient_fp8_cast(to, &f->fp8_layout, from, add, 1, stream);
 }
 
-// Sums layer l's gradients of matrices over the shard group in FP8, and adds this rank's slice to its FP8 sums; the
+// Sums the gradients of layer l's matrices over the shard group in FP8, and adds this rank's slice to its FP8 sums; the
 // first micro-step stores the slice there instead. `whole` is this rank's gradient of the layer's matrices.
 static inline void fsdp_reduce_scatter_codes(Fsdp *f, int64_t l, const bf16 *whole) {
     Transport *t = &f->transport;
@@ -50,8 +50,8 @@ static inline void fsdp_reduce_scatter_codes(Fsdp *f, int64_t l, const bf16 *who
     }
 }
 
-// Reduce-scatters layer l's gradients of matrices over the shard group, and adds this rank's slice to its FP8 sums.
-// `whole` is this rank's gradient, and is overwritten.
+// Reduce-scatters the gradients of layer l's matrices over the shard group, and adds this rank's slice to its FP8 sums;
+// the first micro-step stores the slice there instead. `whole` is this rank's gradient, and may be overwritten.
 static inline void fsdp_reduce_scatter_fp8(Fsdp *f, int64_t l, bf16 *whole) {
     const int64_t slice = f->fp8_layout.matrices;
     if (f->transport.reduce_dtype == REDUCE_FP8) return fsdp_reduce_scatter_codes(f, l, whole);
@@ -60,8 +60,8 @@ static inline void fsdp_reduce_scatter_fp8(Fsdp *f, int64_t l, bf16 *whole) {
     fsdp_join_reduced_fp8(f, l, reduced, f->sum.add);
 }
 
-// Replaces this rank's FP8 sums of layer l by the sums over replicas, in FP8. All ranks share the scales, which leave
-// room for the sum (gradient_fp8_headroom).
+// Replaces this rank's FP8 sums of layer l by the sums over replicas, added in FP8. The scales are common to all ranks
+// and leave room for the sum (gradient_fp8_headroom).
 static inline void fsdp_reduce_replica_codes(Fsdp *f, int64_t l) {
     const cudaStream_t stream = f->transport.nccl->stream;
     const GradientFp8Layout *a = &f->fp8_layout;

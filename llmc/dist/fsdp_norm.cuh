@@ -4,8 +4,8 @@
 
 #include "fsdp_plan.cuh"
 
-// Sums the loss over all ranks, and also the squares of gradients if gradients are sharded. Without sharding every rank
-// has the same gradients.
+// Replaces *loss by its sum over all ranks. If gradients are sharded, also replaces *squares, the sum of squares of
+// this rank's gradients, by its sum over all ranks. Without sharding every rank has the same gradients.
 static inline void fsdp_reduce_step_stats(Fsdp *f, float *loss, double *squares) {
     if (!f->in.nccl) return;
     comm_waits_compute(&f->transport);
@@ -16,14 +16,16 @@ static inline void fsdp_reduce_step_stats(Fsdp *f, float *loss, double *squares)
     compute_waits_comm(&f->transport);
 }
 
-// Returns how often each gradient is counted in the sum of squares over all ranks.
+// Returns how often each gradient is counted in the sum of squares: with sharding, that sum is over all ranks, and each
+// replica counts the gradient once.
 static inline int64_t fsdp_times_counted(const Fsdp *f) { return fsdp_is_sharded(f) ? f->replicas : 1; }
 
 // Returns the slot of unit l's sum of squares.
 static inline int64_t fsdp_clip_slot(const Fsdp *f, int64_t l) { return l == ROOT ? 0 : l % f->sum_layers; }
 
-// Only with grad_clip: adds up the squares of unit l's gradients, whose sums must be complete in `stream`. If gradients
-// are sharded, it adds up the squares of all ranks. Returns the bytes that this rank's kernel moves.
+// Only with grad_clip: computes the sum of squares of unit l's gradients, which must be complete in `stream`. If
+// gradients are sharded, sums it over all ranks; `stream` must then be the communication stream. Returns the bytes that
+// this rank's kernel moves.
 static inline int64_t fsdp_sum_squares(Fsdp *f, int64_t l, cudaStream_t stream) {
     const Transport *t = &f->transport;
     const int64_t at = fsdp_sums_begin(f, l);
@@ -39,8 +41,8 @@ static inline int64_t fsdp_sum_squares(Fsdp *f, int64_t l, cudaStream_t stream) 
     return bytes;
 }
 
-// Only with grad_clip: sets the clipping factor of unit l and whether its update is skipped. The unit's gradient must
-// be complete in the compute stream. With several ranks, fsdp_complete_sums has already added up a layer's squares.
+// Only with grad_clip: sets the clip factor of unit l and whether its update is skipped. The unit's gradient must be
+// complete in the compute stream. With several ranks, a layer's sum of squares is already there (fsdp_complete_sums).
 // Returns the bytes that the compute stream moves.
 static inline int64_t fsdp_clip_unit(Fsdp *f, AdamwControl *control, int64_t l) {
     Transport *t = &f->transport;

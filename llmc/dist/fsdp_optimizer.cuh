@@ -34,8 +34,8 @@ static inline void fsdp_update_units(Fsdp *f, Offload *offload, const AdamwUpdat
     adamw_msamp_store(w, f->table, &f->plan, l, count, gradients, stream);
 }
 
-// Call it after the weights were initialized or loaded. Does nothing without masters. Rounds the bf16 weights from fp32
-// or FP16 masters. FP16 masters that arrived as fp32 numbers (fp16_masters.cuh) are encoded as FP16 before that.
+// Rounds the bf16 weights from fp32 or FP16 masters. FP16 masters that arrived as fp32 numbers (fp16_masters.cuh) are
+// encoded as FP16 before that. Does nothing without such masters. Call it after the weights were initialized or loaded.
 static inline void fsdp_masters_changed(Fsdp *f, const AdamwArrays *a) {
     const cudaStream_t stream = f->transport.compute;
     const MsampTensors all = {0, f->table->count};
@@ -60,8 +60,8 @@ static inline void fsdp_find_master_amaxes(Fsdp *f) {
         }
 }
 
-// Finds the amaxes of this rank's parts of all FP8 weights, for recipes with one scale per tensor; clears them for
-// other recipes. Call it after a load or initialization: later the update of the weights finds them.
+// Finds the amaxes of this rank's parts of the linear layers' weights, for recipes with one scale per tensor; clears
+// them for other recipes. Call it after a load or initialization: later AdamW's update of the weights finds them.
 static inline void fsdp_find_weight_amaxes(Fsdp *f) {
     const int64_t layers = f->table->num_layers;
     tensor_scales_clear_amaxes(f->in.scales, 0, layers, TENSOR_W, TENSOR_W);

@@ -26,7 +26,8 @@ static_assert(offsetof(LayerOffsets, wq) < offsetof(LayerOffsets, wk) &&
                   offsetof(LayerOffsets, wgate) < offsetof(LayerOffsets, wup) &&
                   offsetof(LayerOffsets, wup) < offsetof(LayerOffsets, wdown),
               "LinearId numbers the weights in the order of parameters.h");
-static_assert((int)ADAMW_CLIP_SLOTS >= (int)FSDP_GRADIENT_BUFFERS, "layers take turns in as many places of sums");
+static_assert((int)ADAMW_CLIP_SLOTS >= (int)FSDP_GRADIENT_BUFFERS,
+              "each place of a layer's sums needs a slot of squares");
 static_assert(TENSOR_W == 0, "a layer's weights are first among its amaxes and scales");
 static_assert((int)NUM_LINEARS <= (int)SLICE_MAX_TENSORS, "quantize_slices takes all FP8 weights of a layer");
 
@@ -50,13 +51,13 @@ typedef enum {
 typedef enum {
     FSDP_EMBEDDING_OWN,         // this rank adds the embedding's gradient to its sums, which hold the whole table
     FSDP_EMBEDDING_REDUCED,     // this rank computes the whole gradient, which is reduced with the rest of the root
-    FSDP_EMBEDDING_FROM_INPUTS  // this rank adds the input gradients of all ranks to its part of the table
+    FSDP_EMBEDDING_FROM_INPUTS  // this rank adds the input gradients of its shard group to its part of the sums
 } FsdpEmbedding;
 
 // The time for which gathered layers are kept.
 typedef enum {
     FSDP_KEPT_LAYER,  // until another layer needs the slot
-    FSDP_KEPT_STEP    // until the weights change; each layer has a slot
+    FSDP_KEPT_STEP    // until the weights change; each layer has a slot or FP8 data of its own
 } FsdpKept;
 
 // Views of a unit's weights or gradients: each pointer is the start of a segment.
@@ -72,7 +73,7 @@ typedef struct {
 
 // Memory for one gathered layer.
 typedef struct {
-    int64_t layer;  // the layer that it holds; NO_LAYER if it holds none, or weights of an earlier step
+    int64_t layer;  // the layer that it holds or will hold; NO_LAYER if its data is not valid
     cudaEvent_t arrived, released;
 } FsdpSlot;
 
@@ -95,15 +96,15 @@ typedef struct {
     FsdpEmbedding embedding;
     FsdpKept kept;
     bool recomputes_gemms;        // backward repeats GEMMs of a layer's forward pass, so it reads rowwise data too
-    bool embedding_is_transient;  // one forward pass a step reads the gathered embedding, which is kept in root_grads
+    bool embedding_is_transient;  // the gathered embedding is in root_grads, until backward writes gradients there
     Transport transport;
     FsdpInputs in;
 
     FsdpScales scales[NUM_LINEARS];
     int64_t rowwise_scale_bytes, columnwise_scale_bytes;  // bytes of a layer's scales
     bool optimizer_in_backward;
-    // Number of layers whose sums of gradients have memory: all, or with optimizer_in_backward one, or two with several
-    // ranks. Layer l uses place l % sum_layers.
+    // Number of layers whose sums of gradients have memory: all, or with optimizer_in_backward one with one rank, and
+    // at most two with several ranks. Layer l uses place l % sum_layers.
     int64_t sum_layers;
     uint64_t rounding_seed;
     int64_t step;
@@ -170,18 +171,19 @@ static inline int64_t fsdp_root_gradient(const Fsdp *f) {
     return f->plan.shard_size * segment_begin(f->plan.root_slices, fsdp_reduced_segments(f));
 }
 
-// First element of unit l's sums of gradients in transport.sums. The root's come first.
+// First element of unit l's sums of gradients in transport.sums or sums_fp32. The root's sums come first.
 static inline int64_t fsdp_sums_begin(const Fsdp *f, int64_t l) {
     if (f->fp8_gradients && l != ROOT) return f->fp8_layout.root + l * f->fp8_layout.vectors;
     return shard_begin(&f->plan, l == ROOT ? l : l % f->sum_layers);
 }
 
-// Elements that a layer has in transport.sums or sums_fp32: its shard, or with FP8 gradients only the vectors of that.
+// Elements that a layer has in transport.sums or sums_fp32: its shard, or with FP8 gradients only its shard of the
+// vectors.
 static inline int64_t fsdp_sum_elements(const Fsdp *f) {
     return f->fp8_gradients ? f->fp8_layout.vectors : shard_elements(&f->plan, 0);
 }
 
-// Elements of transport.sums, or of its fp32 sums.
+// Elements of transport.sums or sums_fp32.
 static inline int64_t fsdp_sums_elements(const Fsdp *f) {
     return fsdp_sums_begin(f, 0) + f->sum_layers * fsdp_sum_elements(f);
 }
@@ -195,7 +197,7 @@ static inline int64_t fsdp_layer_vectors(const Fsdp *f) {
 }
 
 // True if each FP8 weight has one scale. Columnwise data is then the transpose of rowwise data, so FP8 data can be
-// gathered. The amaxes of changed weights must be in in.scales before fsdp_publish_layers.
+// gathered. The amaxes of changed weights must then be in in.scales before fsdp_publish_layers.
 static inline bool fsdp_tensor_scales(const Fsdp *f) {
     return f->precision->any_fp8 && recipe_has_tensor_scales(f->precision->recipe);
 }
@@ -216,7 +218,7 @@ static inline int64_t fsdp_slot_element(const Fsdp *f) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The strategy
 
-// Chooses the strategy. f->plan and f->transport must be set.
+// Chooses the strategy. f->plan, f->transport, fp8_gradients and input_elements must be set.
 static inline void fsdp_describe_strategy(Fsdp *f, const Options *o) {
     const bool sharded = fsdp_is_sharded(f), one_pass = o->grad_accumulation_steps == 1;
     const int64_t table = f->table->root_segments[embedding_segment(f->table)];
@@ -253,7 +255,7 @@ static inline void fsdp_describe_scales(Fsdp *f) {
 static inline void fsdp_describe_buffers(Fsdp *f) {
     const int64_t L = f->table->num_layers;
     const bool fp8 = f->precision->any_fp8, sharded = fsdp_is_sharded(f), keep_gathered = f->kept == FSDP_KEPT_STEP;
-    // gathered bf16 that is read only by casts need not be kept
+    // bf16 weights that only one cast reads, to rowwise data, need not be kept
     const bool all_fp8 = fp8 && !f->precision->any_bf16, gathers_fp8 = f->weights == FSDP_WEIGHTS_GATHER_FP8;
     const bool bf16_is_cast = all_fp8 && !gathers_fp8 && fsdp_tensor_scales(f),
                slots_are_rowwise = all_fp8 && gathers_fp8;
@@ -353,7 +355,7 @@ static inline void fsdp_place_fp8_reduction(Fsdp *f, Arena *a) {
 }
 
 // Places the memory of FSDP except this rank's shard and sums, transient casts (fsdp_place_casts), and, without
-// sharding, buffers of gradients (the next two functions).
+// sharding, buffers of gradients (fsdp_place_root_buffer, fsdp_place_layer_buffer).
 static inline void fsdp_place(Fsdp *f, Arena *a) {
     const int64_t *slices = f->plan.layer_slices, L = f->table->num_layers;
     arena_group(a, fsdp_is_sharded(f) ? "FP8 weights (shard and layers)" : "FP8 weights and their transposes");

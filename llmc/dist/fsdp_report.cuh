@@ -5,7 +5,8 @@
 #include "fsdp.cuh"
 
 // Opens each rank's arena, memory [bytes], to the other ranks of its shard group, if copy engines are to be tried. If
-// that fails on any rank, all use NCCL, and rank 0 prints the reason. With `required` the run then ends instead.
+// that fails on any rank, all ranks use NCCL, and rank 0 prints the reason of the lowest rank on which it failed. With
+// `required` the run then ends with this reason instead.
 static inline void fsdp_open_peers(Fsdp *f, const Comm *c, char *memory, int64_t bytes, bool required) {
     char reason[256] = "";
     if (f->transport.kind != TRANSPORT_COPY_ENGINES) return;

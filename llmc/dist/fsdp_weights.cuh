@@ -38,7 +38,8 @@ static inline FsdpUnit fsdp_unit(const Fsdp *f, bf16 *unit, int64_t l, bool gath
     return u;
 }
 
-// Returns the bf16 weights of the whole unit l. A sharded layer's are valid between fsdp_unshard and fsdp_reshard.
+// Returns views of the bf16 weights of the whole unit l. A sharded layer's matrices are valid between fsdp_unshard and
+// fsdp_reshard, if fsdp_unshard needed them. A transient embedding is valid until backward computes gradients.
 static inline FsdpUnit fsdp_weights(const Fsdp *f, int64_t l) {
     FsdpUnit u = {NULL, NULL, NULL};
     if (!fsdp_is_sharded(f)) {
@@ -54,7 +55,7 @@ static inline FsdpUnit fsdp_weights(const Fsdp *f, int64_t l) {
     return u;
 }
 
-// Returns a linear layer's weight in layer l, for casts and GEMMs. bf16 data is NULL if only FP8 data exists.
+// Returns a linear layer's weight in layer l, for casts and GEMMs. `data` is NULL if the layer has no bf16 matrices.
 static inline QTensor fsdp_weight(const Fsdp *f, int64_t l, LinearId id) {
     const int64_t offset = f->precision->linear[id].offset;
     const bf16 *matrices = fsdp_weights(f, l).matrices;
@@ -82,7 +83,8 @@ static inline void fsdp_find_masters(Fsdp *f) {
     f->masters.first = f->plan.shard_rank * g.slice;
 }
 
-// Casts a weight of layer l from FP16 masters, all of which this rank has. Audits a rowwise cast in an audited step.
+// Casts a weight of layer l from FP16 masters. This rank must have the masters of the whole weight. Audits a rowwise
+// cast in an audited step.
 static inline void fsdp_cast_masters(Fsdp *f, QTensor w, int64_t l, const LinearShape *s) {
     fp16_cast(w, &f->masters, l, s->offset, s->N, s->K, f->transport.compute);
     if (w.rowwise && w.audit[ROWWISE])
@@ -90,8 +92,8 @@ static inline void fsdp_cast_masters(Fsdp *f, QTensor w, int64_t l, const Linear
                    (const float *)w.rowwise_scale_inv, f->transport.compute);
 }
 
-// Casts the layer's FP8 weights to rowwise data, columnwise data or both. With scales finer than per tensor, both casts
-// need amaxes: the layer's first cast after its weights changed computes them.
+// Casts the layer's FP8 weights to rowwise data, columnwise data or both. With scales finer than per tensor, the
+// layer's first cast after its weights changed computes the amaxes that both casts need.
 static inline void fsdp_cast(Fsdp *f, int64_t l, bool rowwise, bool columnwise) {
     for (int id = 0; id < NUM_LINEARS; id++) {
         const LinearShape *s = &f->precision->linear[id];

@@ -2,10 +2,10 @@
 // NVML (libnvidia-ml.so.1, part of the driver) is loaded at run time: without it there are no readings.
 //
 // A thread reads the GPU twice a second, since one reading may take longer than a short step. Between readings the
-// energy is extrapolated by the power, and corrected towards the GPU's energy counter within about a second; this also
-// smooths the counter's jumps. So the energy of a short step follows from the mean power around it, and the energy of
-// many steps is what the counter shows. The counter of an H200 lags by about 0.5 s, so the energy of a run's first step
-// includes some that the start-up used.
+// energy is extrapolated by the power. It is corrected towards the GPU's energy counter within about a second, which
+// also smooths the counter's jumps. So the energy of a short step follows from the mean power around it, and the energy
+// of many steps is about what the counter shows. The counter of an H200 lags by about 0.5 s, so the energy of a run's
+// first step includes some that the start-up used.
 #ifndef LLMC_GPU_MONITOR_H
 #define LLMC_GPU_MONITOR_H
 
@@ -20,7 +20,7 @@
 #endif
 #define GPU_MONITOR_SLEW_SECONDS 1.0
 
-// One reading. NAN: the GPU does not report the value.
+// One reading. A value is NAN if the GPU does not report it.
 typedef struct {
     bool present;       // false: there is no reading (no NVML, or a CPU)
     double joules;      // used since some moment before the run

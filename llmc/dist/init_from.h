@@ -1,6 +1,6 @@
 // Finds out a process's rank, the number of ranks, and how to reach the other ranks (--init-from).
-// By default MPI connects the ranks that mpirun or srun --mpi=pmix starts. Other launchers only set variables: then the
-// ranks meet at a TCP address or through a shared file (rendezvous.h).
+// By default MPI connects the ranks that mpirun or srun --mpi=pmix starts. Other launchers only set environment
+// variables: then the ranks meet at a TCP address or through a shared file (rendezvous.h).
 #ifndef LLMC_INIT_FROM_H
 #define LLMC_INIT_FROM_H
 
@@ -137,7 +137,8 @@ static inline void init_from_environment(InitFrom *init) {
 }
 
 // Returns how this process joins the run, from --init-from and --init-timeout in the command line and from the
-// environment. Dies with EXIT_USAGE if these are wrong or lack the rank.
+// environment. Dies with EXIT_USAGE if their values are wrong, or if a rank that MPI does not connect cannot find out
+// its number.
 static inline InitFrom init_from(int argc, char **argv) {
     const char *from = init_argument(argc, argv, "init-from"), *timeout = init_argument(argc, argv, "init-timeout");
     int64_t seconds = INIT_TIMEOUT_SECONDS;

@@ -1,15 +1,16 @@
 // Collectives between ranks that MPI did not start, by two TCP connections between every two ranks.
-// One connection carries the collectives, the other the watchers' messages (watch.h).
-// A collective sends its parts straight from rank to rank. Each part has a header, so ranks that are in different
-// collectives end with a clear error. If a rank ends with an error, it tells all others, which then end without a
-// message of their own. If a connection breaks without such a notice, the rank at its other end was lost.
+// One connection carries the collectives, the other the watchers' messages (watch.h) and notices of errors. A
+// collective sends its parts straight from rank to rank. Each part has a header, so ranks that are in different
+// collectives end with a clear error. If a rank ends with an error, it sends a notice to the others, which then end
+// without a message of their own. If a connection breaks without such a notice, the rank at its other end counts as
+// lost.
 #ifndef LLMC_MESH_H
 #define LLMC_MESH_H
 
 #include "rendezvous.h"
 
-#define MESH_SECONDS 60        // time to open all connections, after all ranks have come
-#define MESH_NOTICE_SECONDS 1  // within this time a notice arrives that another rank has ended with an error
+#define MESH_SECONDS 60        // limit for the connections of the higher ranks to come, after all ranks have met
+#define MESH_NOTICE_SECONDS 1  // limit for another rank's notice of an error to arrive, or for one to be sent to a rank
 
 enum { MESH_ROW = 448 };  // most bytes of a row, a watcher's message
 
@@ -26,15 +27,16 @@ typedef struct {
     MeshMessage in, out;      // the messages that are being received and sent on `beats`
     int64_t received, sent;   // bytes of `in` and of `out` that are done; sent == sizeof out: all of `out` is sent
     bool fresh;               // `row` has arrived, and mesh_take_row has not returned it yet
-    char row[MESH_ROW];       // the latest row that the rank has sent
-    bool parted, gone, told;  // it sends no more rows; `beats` is broken; it was told that this rank sends no more
+    char row[MESH_ROW];       // the latest row that has arrived from the rank
+    bool parted, gone, told;  // the rank sends no more rows; `beats` is broken; the rank was told that this one sends
+                              // no more rows
 } MeshPeer;
 
 typedef struct {
     int64_t world, rank;
     MeshPeer *peers;        // [world]
     pthread_mutex_t mutex;  // guards the messages, which the watcher and a dying thread send and receive
-    bool ended;             // a rank has ended with an error
+    bool ended;             // a notice has come that another rank has ended with an error
     int code;               // the exit status of that rank
 } Mesh;
 
@@ -54,7 +56,7 @@ static inline bool mesh_flush(MeshPeer *p) {
     return p->gone || p->sent == (int64_t)sizeof p->out;
 }
 
-// Starts a message to a rank. The message before must be sent.
+// Starts a message to a rank. The message before must have been sent.
 static inline void mesh_post(MeshPeer *p, MeshMessageKind kind, int code, const void *row, int64_t bytes) {
     memset(&p->out, 0, sizeof p->out);
     p->out.kind = kind, p->out.code = code;
@@ -78,7 +80,8 @@ static inline void mesh_receive_from(Mesh *m, MeshPeer *p) {
     }
 }
 
-// Reads all messages that have arrived. Returns true if a rank has ended with an error; m->code is its exit status.
+// Reads all messages that have arrived. Returns true if another rank has ended with an error; m->code is its exit
+// status.
 static inline bool mesh_receive(Mesh *m) {
     pthread_mutex_lock(&m->mutex);
     for (int64_t r = 0; r < m->world; r++)
@@ -95,7 +98,7 @@ static inline bool mesh_flush_to(Mesh *m, int64_t rank) {
     return sent;
 }
 
-// Sends a watcher's row to a rank. The message before must be sent.
+// Sends a watcher's row to a rank, unless the connection is broken. The message before must have been sent.
 static inline void mesh_send_row(Mesh *m, int64_t rank, const void *row, int64_t bytes) {
     pthread_mutex_lock(&m->mutex);
     if (!m->peers[rank].gone) mesh_post(&m->peers[rank], MESH_MESSAGE_ROW, 0, row, bytes);
@@ -121,7 +124,7 @@ static inline int64_t mesh_take_row(Mesh *m, void *row, int64_t bytes) {
     return -1;
 }
 
-// Returns a rank whose connection for messages is broken, or -1. Skips ranks that send no more rows: they may close it.
+// Returns a rank whose connection `beats` is broken, or -1. Skips ranks that send no more rows: they may close it.
 static inline int64_t mesh_gone(const Mesh *m) {
     for (int64_t r = 0; r < m->world; r++)
         if (m->peers[r].gone && !m->peers[r].parted) return r;
@@ -189,7 +192,8 @@ typedef struct {
 } MeshTransfer;
 
 // Ends the run with an error about the rank of `p`. `error`: the errno of its broken connection; 0: it sent the header
-// of another collective or size. If another rank has ended with an error of its own, ends this process silently.
+// of another collective or size. If a notice comes that another rank has ended with an error, ends this process
+// silently instead.
 __attribute__((noreturn)) static inline void mesh_lost(Mesh *m, const MeshPeer *p, const char *what, int error) {
     mesh_await_notice(m, MESH_NOTICE_SECONDS);
     const long long rank = p - m->peers;
@@ -378,7 +382,7 @@ static inline void mesh_accept(Mesh *m, const Meeting *meeting) {
                      m->peers[r].host, MESH_SECONDS);
 }
 
-// Returns the connections between all ranks of a meeting. Dies if one cannot be made.
+// Makes this rank's connections to all other ranks of a meeting, and returns them. Dies if one cannot be made.
 static inline Mesh *mesh_open(const Meeting *meeting) {
     const InitFrom *init = meeting->init;
     Mesh *m = (Mesh *)xcalloc(1, sizeof *m);

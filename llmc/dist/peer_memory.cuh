@@ -118,8 +118,8 @@ static inline bool peer_can_wait(PeerMemory *p, cudaStream_t stream) {
     return p->enqueue((CUstream)stream, (unsigned)p->ranks + 1, operations, 0) == CUDA_SUCCESS;
 }
 
-// Opens the memory of the other ranks of the group. Returns false, with the reason, if this rank cannot. Dies if two
-// ranks have planned different sizes.
+// Opens the memory of the other ranks of the group. Returns false, with the reason, if this rank cannot. Dies if
+// another rank has planned another size of memory than this one.
 static inline bool peer_memory_try(PeerMemory *p, const Comm *c, const PeerOffer *offers, cudaStream_t stream,
                                    char *reason, size_t capacity) {
     const PeerOffer *own = &offers[p->rank];
@@ -283,9 +283,10 @@ static inline bool peer_memory_prove(PeerMemory *p, const Comm *c, char *scratch
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Collective over all ranks. Opens memory [bytes] of each rank to the other ranks of its shard group, and checks it in
-// `scratch` (peer_memory_prove). arrivals [PEER_MAX_RANKS] is part of `memory` and zero. Returns true if all of it
-// works on every rank. Else returns false and sets p->ranks to 0, and `reason` on the ranks on which it failed.
+// Collective over all ranks. Opens memory [bytes] of each rank to the other ranks of its shard group, and checks reads
+// and barriers in `scratch` (peer_memory_prove). `arrivals` [PEER_MAX_RANKS] and `scratch` are parts of `memory`, and
+// `arrivals` is zero. Returns true if everything works on every rank. Else returns false, sets p->ranks to 0, and sets
+// `reason` on the ranks on which something failed.
 static inline bool peer_memory_open(PeerMemory *p, const Comm *c, char *memory, int64_t bytes, uint32_t *arrivals,
                                     void *scratch, int64_t scratch_bytes, cudaStream_t stream, char *reason,
                                     size_t capacity) {

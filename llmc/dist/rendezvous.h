@@ -24,8 +24,9 @@ typedef struct {
     int32_t kind, world, rank, pid;
     int32_t port;                     // at which the rank listens for the ranks above it
     char address[SOCKET_ADDRESS];     // as rank 0 sees it; "": rank 0 itself, or a rank that came by loopback
+                                      // (meet_ask puts an address there)
     char host[64], boot[40];          // name of the host, and its boot id: both are equal on ranks of one host
-    char job[64], token[MEET_TOKEN];  // InitFrom.job; a random text of the run
+    char job[64], token[MEET_TOKEN];  // InitFrom.job; a random text of the run, or "" before rank 0 has told one
 } RankCard;
 
 typedef enum { ANSWER_TABLE, ANSWER_OTHER_JOB, ANSWER_WRONG, ANSWER_ENDED } AnswerKind;
@@ -44,7 +45,7 @@ typedef struct {
     int64_t missing;     // rank 0: number of ranks that have not come
     int listener;        // socket for connections of the ranks above this one (mesh.h)
     char problem[1024];  // a reason for which the run cannot start; "": none
-    int code;            // the exit status for it
+    int code;            // the exit status for that problem
 } Meeting;
 
 static inline void meet_read_line(const char *path, char *out, size_t capacity) {
@@ -103,7 +104,7 @@ typedef struct {
     char addresses[2 * MEET_ADDRESSES][SOCKET_ADDRESS];
 } MeetFile;
 
-// Reads this file. Returns false if it is missing or was not written by meet_file_write.
+// Reads this file. Returns false if it cannot be read, or is not as meet_file_write writes it.
 static inline bool meet_file_read(const char *path, MeetFile *file) {
     char line[128];
     memset(file, 0, sizeof *file);
@@ -120,8 +121,8 @@ static inline bool meet_file_read(const char *path, MeetFile *file) {
     return good && file->num_addresses;
 }
 
-// Writes the numeric addresses of this host's interfaces, one a line; loopback last, for ranks of this host. At most
-// MEET_ADDRESSES of each kind, so that readers have room for both.
+// Writes numeric addresses of this host's interfaces, one a line; loopback addresses last, for ranks of this host. At
+// most MEET_ADDRESSES of each kind, so that readers have room for both.
 static inline void meet_write_addresses(FILE *f) {
     struct ifaddrs *all;
     char address[NI_MAXHOST];
@@ -134,7 +135,7 @@ static inline void meet_write_addresses(FILE *f) {
             if ((family != AF_INET && family != AF_INET6) || strlen(a->ifa_name) > 32 ||
                 getnameinfo(a->ifa_addr, bytes, address, sizeof address, NULL, 0, NI_NUMERICHOST))
                 continue;
-            // a link-local address means something only on its own host
+            // a '%' marks a link-local IPv6 address, which other hosts cannot use
             if (strchr(address, '%') || address_is_loopback(address) != loopback || strlen(address) >= SOCKET_ADDRESS)
                 continue;
             fprintf(f, "address %s\n", address);
@@ -145,6 +146,7 @@ static inline void meet_write_addresses(FILE *f) {
 }
 
 // Connects to the rank 0 that wrote a file: if it is on this host, by loopback, else by its other addresses in turn.
+// Returns -1, with the reason, if that fails.
 static inline int meet_file_connect(const MeetFile *file, const RankCard *own, Failure *failure) {
     const bool here = strcmp(file->host, own->host) == 0 && strcmp(file->boot, own->boot) == 0;
     int fd = -1;
@@ -253,7 +255,7 @@ static inline void meet_fail(const Meeting *m) {
     die_with(m->code, "%s", m->problem);
 }
 
-// Returns a rank that came and has ended since; 0: there is none.
+// Returns a rank that came and whose connection has broken since; 0: there is none.
 static inline int64_t meet_left(const Meeting *m) {
     char byte;
     for (int64_t r = 1; r < m->init->world; r++)
@@ -399,8 +401,9 @@ static inline void meet_as_other(Meeting *m) {
     }
 }
 
-// Returns the meeting of all ranks, after all have come: m->cards is the table, with addresses that can be reached from
-// here, and m->listener the socket at which the ranks above this one connect. Dies if they do not meet in time.
+// Returns the meeting of all ranks, after all have come: its `cards` are the table, with addresses that ranks above 0
+// can connect to, and its `listener` is the socket at which the ranks above this one connect. Dies if they do not meet
+// in time.
 static inline Meeting meet(const InitFrom *init) {
     Meeting m;
     memset(&m, 0, sizeof m);

@@ -1,5 +1,6 @@
 // TCP connections between ranks: connect, listen, send and receive with a deadline, and admit only known callers.
-// All sockets are non-blocking. A broken connection is found within SOCKET_LOST_SECONDS, also when its host is gone.
+// All sockets are non-blocking. A broken connection is found within about SOCKET_LOST_SECONDS, even if the other host
+// is gone.
 #ifndef LLMC_SOCKETS_H
 #define LLMC_SOCKETS_H
 
@@ -16,13 +17,14 @@
 
 enum { SOCKET_ADDRESS = 64 };  // bytes of a numeric address, with its terminating zero
 
-// Milliseconds to `deadline` for poll, at least 0 and at most one minute.
+// Milliseconds to `deadline` for poll, at least 0 and at most about one minute.
 static inline int socket_wait_ms(double deadline) {
     const double left = 1e3 * (deadline - seconds_now());
     return left < 0 ? 0 : left > 60000 ? 60000 : (int)left + 1;
 }
 
-// Waits until a socket is ready for `events` (POLLIN, POLLOUT). Returns false at the deadline, or if poll fails.
+// Waits until a socket is ready for `events` (POLLIN, POLLOUT) or has an error. Returns false at the deadline, or if
+// poll fails.
 static inline bool socket_await(int fd, short events, double deadline) {
     struct pollfd p = {fd, events, 0};
     int ready;
@@ -45,7 +47,8 @@ static inline void socket_prepare(int fd) {
     socket_set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 1000 * SOCKET_LOST_SECONDS);
 }
 
-// Listens on `port` of all addresses of this host; 0: on any free port. Returns -1, with errno, if that fails.
+// Listens on `port` of all addresses of this host; 0: on any free port. Returns the socket, or -1 with errno if that
+// fails.
 static inline int socket_listen(int port) {
     struct sockaddr_in6 six;
     struct sockaddr_in four;
@@ -104,8 +107,8 @@ static inline int socket_connect_one(const struct addrinfo *a, double deadline) 
     return -1;
 }
 
-// Connects to a host, by name or numeric address: tries each of its addresses once. Returns -1, with the reason in
-// *failure, if none accepts.
+// Connects to a host, given by name or numeric address: tries its addresses in turn, each once, until one accepts.
+// Returns the socket, or -1 with the reason in *failure.
 static inline int socket_connect(const char *host, int port, Failure *failure) {
     struct addrinfo hints, *all = NULL;
     char service[16];
@@ -129,8 +132,9 @@ static inline int socket_connect(const char *host, int port, Failure *failure) {
 // True for the errno of a call that must be repeated once the socket is ready.
 static inline bool socket_again(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
-// Sends or receives what a socket takes or has at once. Returns the number of bytes, 0 if the socket is not ready, or
-// -1 with errno if the connection is broken. ECONNRESET also stands for a connection that the other end has closed.
+// Sends as many bytes as a socket takes at once, or receives as many as it has, at most `bytes`. Returns their number,
+// 0 if the socket is not ready, or -1 with errno if the connection is broken. When receiving, ECONNRESET also stands
+// for a connection that the other end has closed.
 static inline int64_t socket_some(int fd, bool sends, void *data, int64_t bytes) {
     const ssize_t n = sends ? send(fd, data, (size_t)bytes, MSG_NOSIGNAL) : recv(fd, data, (size_t)bytes, 0);
     if (n > 0 || bytes == 0) return n;

@@ -3,10 +3,11 @@
 // This file moves arrays; fsdp.cuh knows which layer they belong to and when they move. Within a shard group it
 // all-gathers weights and reduce-scatters gradients. Over replicas it all-reduces the sums that a rank keeps.
 //
-// Unless --copy-engines is off, copy engines move the data if the GPUs of a shard group can read each other's memory
-// (peer_memory.cuh): each rank copies the parts of the other ranks, and a kernel then sums the gradients in fp32, in
-// the order of ranks. Otherwise NCCL moves the data and sums gradients in bf16 or fp32 (--reduce-dtype). FP8 codes of
-// gradients are summed by kernels in any case (fsdp_gradient_fp8.cuh). Sums over replicas always use NCCL.
+// Unless --copy-engines is off, copy engines move the data within shard groups if the GPUs of each group can read each
+// other's memory (peer_memory.cuh): each rank copies the parts of the other ranks, and a kernel then sums the gradients
+// in fp32, in the order of ranks. Otherwise NCCL moves the data and sums gradients in bf16 or fp32 (--reduce-dtype).
+// FP8 codes of gradients are summed by kernels in any case (fsdp_gradient_fp8.cuh). Between replicas NCCL moves the
+// data.
 #ifndef LLMC_TRANSPORT_CUH
 #define LLMC_TRANSPORT_CUH
 
@@ -18,7 +19,7 @@
 #include "../cuda/step_stats.cuh"
 #include "peer_memory.cuh"
 
-// Most fp32 elements that NCCL reduces at a time with --reduce-dtype fp32: 256 MiB reach most of the bandwidth.
+// Most elements of `staging`, the fp32 buffer of NCCL's reductions: 256 MiB reach most of the bandwidth.
 #define TRANSPORT_STAGING_ELEMENTS (64ll << 20)
 
 enum { TRANSPORT_THREADS = 256 };
@@ -32,7 +33,7 @@ typedef enum {
 
 typedef struct {
     TransportKind kind;  // before transport_open_peers, COPY_ENGINES means that they will be tried
-    int reduce_dtype;    // NCCL's dtype for sums of gradients. REDUCE_FP8: bf16; FP8 codes for layers' matrices
+    int reduce_dtype;    // --reduce-dtype. REDUCE_FP8: as REDUCE_BF16, except for the layers' matrices
     int64_t shard_size, shard_rank;
     Nccl *nccl;            // communicators and their stream; NULL if there is one rank
     PeerMemory peers;      // memory of the shard group's ranks, with copy engines
@@ -41,12 +42,13 @@ typedef struct {
     StepLog *log;          // measures how long the compute stream waits
     cudaEvent_t handover;  // recorded on one stream; the other waits for it, and so for all work before it
 
-    bool fp32_sums;         // the sums of gradients are fp32, else bf16
+    bool fp32_sums;         // true: the sums of gradients are in sums_fp32; false: in `sums`
     bf16 *sums;             // this rank's sums of gradients over micro-steps and ranks; NULL if they are fp32
     float *sums_fp32;       // the sums if they are fp32, else NULL
-    float *staging;         // [shard_size][staging_slice] buffer for fp32 reductions by NCCL
+    float *staging;         // [shard_size][staging_slice] buffer in which NCCL sums bf16 gradients in fp32
     int64_t staging_slice;  // elements per rank in `staging`
-    bf16 *received;         // [shard_size - 1][received_slice] other ranks' gradients of this rank's slice
+    bf16 *received;         // [shard_size - 1][received_slice] with copy engines: other ranks' gradients of this
+                            // rank's slice
     int64_t received_slice;
 } Transport;
 
@@ -72,7 +74,7 @@ static inline void transport_describe(Transport *t, const Options *o, int64_t wo
     t->shard_size = shard_size, t->shard_rank = shard_rank;
 }
 
-// True if bf16 gradients must be converted to fp32 in `staging`, so that NCCL sums them in fp32.
+// True if `staging` is needed: NCCL may have to sum bf16 gradients in fp32.
 static inline bool transport_is_staged(const Transport *t) {
     return t->kind != TRANSPORT_NONE && t->reduce_dtype == REDUCE_FP32 && !(t->fp32_sums && t->shard_size == 1);
 }
@@ -232,7 +234,8 @@ static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     gradient_join_8(to + i, sum, i, how);
 }
 
-// Returns the number of blocks for n elements on the communication stream: at most 128, to leave room for GEMMs.
+// Returns the number of blocks of a kernel that converts or adds n elements on the communication stream: at most 128,
+// to leave room for GEMMs.
 static inline unsigned transport_blocks(int64_t n) {
     return grid_size(min_i64(n, 128 * TRANSPORT_THREADS * 8), TRANSPORT_THREADS * 8);
 }
@@ -258,7 +261,7 @@ static inline void transport_add_computed(Transport *t, int64_t at, const bf16 *
     transport_add(t, at, from, n, how, grid_size(n, TRANSPORT_THREADS * 8), t->compute);
 }
 
-// Does transport_add for gradients that NCCL reduced, on the communication stream, with few blocks.
+// Does transport_add for gradients that NCCL reduced, on the communication stream, with few blocks (transport_blocks).
 template <class T>
 static inline void transport_add_reduced(Transport *t, int64_t at, const T *from, int64_t n, GradientSum how) {
     transport_add(t, at, from, n, how, transport_blocks(n), t->nccl->stream);

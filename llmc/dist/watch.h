@@ -2,8 +2,8 @@
 // There is no thread if there is only one rank.
 //
 // Twice a second the watcher of rank 0 and the watcher of each other rank send each other a message, on a communicator
-// or TCP connections of their own. The message says what the rank is doing (activity.h). From these messages a watcher
-// finds three kinds of stuck ranks:
+// or TCP connections of their own. The message says what the rank is doing (activity.h). From these messages the
+// watcher of rank 0 finds three kinds of stuck ranks:
 //   silent    no message has come from a rank: the rank is stopped (SIGSTOP), or its host is frozen or unreachable. The
 //             limit is a sixth of --stall-timeout, but at least 10 s and at most all of it (watch_silence_limit): a
 //             watcher is never busy
@@ -12,16 +12,17 @@
 //   standing  messages come from all ranks, but each waits for others (MPI, TCP, NCCL), and none has made progress. The
 //             limit is --stall-timeout
 // A rank that computes while no NCCL operation is pending, and sends messages, is never stuck, however long it takes.
-// If rank 0 is silent, the other ranks send messages to each other, and the lowest of them reports. One rank prints the
-// error and ends all ranks.
+// If rank 0 is silent, the other ranks send messages to each other, and the lowest of them that is not silent reports.
+// One rank prints the error and ends all ranks.
 //
 // A rank is lost if its process has died or cannot be reached. Over TCP (mesh.h) its connections then break, and
-// another rank ends the run. Under MPI, mpirun ends the run.
+// another rank ends the run. With MPI, mpirun ends the run.
 //
-// The watcher never calls CUDA or NCCL and never blocks. The main thread may block: when a rank dies, those of
-// the other ranks may hang in MPI or in a kernel launch. The watcher is alone (it knows only its own rank) before it
-// has a communicator, during MPI_Finalize, and if MPI does not allow several threads to call it. Waiting too long for
-// other ranks then also ends the run, but the message cannot name the stuck rank.
+// The watcher does not call CUDA or NCCL, and does not wait for other ranks while it watches them. The main thread may
+// block: when a rank dies, the main threads of other ranks may hang in MPI or in a kernel launch. A watcher is alone
+// (it knows only its own rank) until watch_open has opened the exchange of messages, after watch_close, and if MPI does
+// not allow several threads to call it. Then it ends the run too if a call on a file hangs, or if its rank waits too
+// long for other ranks; but it cannot name the rank that its own rank waits for.
 #ifndef LLMC_WATCH_H
 #define LLMC_WATCH_H
 
@@ -30,8 +31,8 @@
 #include "beats.h"
 #include "../config/parameters.h"
 
-// Interval of the watcher in seconds. If an interval takes longer than WATCH_SUSPENDED_SECONDS, this process itself was
-// stopped: its timeouts for silent, file and standing then start again.
+// Interval of the watcher in seconds. If an interval takes longer than WATCH_SUSPENDED_SECONDS, the watcher assumes
+// that its own process was stopped: its timeouts for silent, file and standing then start again.
 #define WATCH_BEAT_SECONDS 0.5
 #define WATCH_SUSPENDED_SECONDS 4
 
@@ -62,7 +63,7 @@ typedef struct {
     int64_t step, changes, collectives;  // copied from Activity
     int64_t waits_for_nccl;              // 1 if NCCL operations are pending
     double idle;                         // seconds since this rank last made progress
-    int64_t speaker;  // in rank 0's row: the rank that must report that its own call on a file hangs; -1: none
+    int64_t speaker;  // in rank 0's row: the rank whose call on a file hangs, which must report it; -1: none
     char doing[ACTIVITY_DETAIL + 64];
 } WatchRow;
 
@@ -77,9 +78,10 @@ typedef struct {
 typedef struct {
     WatchRank *ranks;  // [world]; on ranks other than 0 only rank 0, itself, and ranks that sent it a message are valid
     int64_t world, self, timeout;
-    bool alone;       // this watcher cannot exchange messages
+    bool alone;       // this watcher does not exchange messages
     double standing;  // seconds for which all ranks have waited and none has made progress
-    double calling;   // on ranks other than 0: seconds since rank 0 was found silent; 0: rank 0 is not silent
+    double calling;   // on ranks other than 0: seconds since rank 0 was found silent; 0: rank 0 is not silent, or this
+                      // is rank 0
     int64_t changes;  // sum of `changes` over all ranks
 } WatchTable;
 
@@ -87,7 +89,7 @@ typedef enum { WATCH_GOOD, WATCH_SILENT, WATCH_LOST, WATCH_FILE, WATCH_STANDING,
 
 typedef struct {
     WatchFinding finding;
-    int64_t rank, speaker;  // the stuck or lost rank, and the rank that must report it
+    int64_t rank, speaker;  // the stuck, lost or (WATCH_ALONE) waiting rank, and the rank that must report it
 } WatchVerdict;
 
 // ---- the verdict, a function of the table only
@@ -177,8 +179,8 @@ static inline void watch_where(const WatchRow *row, char *out, size_t capacity) 
     format_checked(out, capacity, "%s%s%s%s", step, phases[row->phase], *row->doing ? ": " : "", row->doing);
 }
 
-// Writes how many ranks are silent beside the verdict's; "" if there is none, or if rank 0 does not report: only rank 0
-// hears all ranks.
+// Writes how many ranks are silent beside the verdict's; "" if there is none, or if rank 0 does not report: the table
+// of another rank lacks most ranks.
 static inline void watch_more_silent(const WatchTable *t, WatchVerdict v, char *out, size_t capacity) {
     int64_t silent = 0;
     out[0] = 0;
@@ -236,7 +238,7 @@ typedef struct {
     bool closing, open;  // `open`: the thread was started, and watch_close was not called
     const Beats *beats;  // NULL: this watcher is alone
     Comm comm;
-    Beats messages;  // only the watcher uses the messages and the table
+    Beats messages;  // after watch_open only the watcher uses the messages and the table
     WatchTable table;
 } Watch;
 
@@ -281,7 +283,7 @@ static inline void watch_send(Watch *w) {
             beats_send(&w->messages, r, &t->ranks[t->self].row);
 }
 
-// Prints the verdict and ends all ranks. It must not wait for the main thread, which may hold the lock of stdout.
+// Prints the verdict and ends all ranks. Must not wait for the main thread, which may hold the lock of stdout.
 __attribute__((noreturn)) static inline void watch_speak(const Watch *w, WatchVerdict v) {
     char text[4096], line[4200];
     watch_message(&w->table, v, text, sizeof text);
@@ -290,10 +292,11 @@ __attribute__((noreturn)) static inline void watch_speak(const Watch *w, WatchVe
     alarm(WATCH_ABORT_SECONDS);
     if (write(STDERR_FILENO, line, strlen(line)) < 0) alarm(1);
     if (!w->table.alone || w->comm.mesh) comm_end_all(EXIT_LOST);
-    _exit(EXIT_LOST);  // mpirun ends the other ranks
+    _exit(EXIT_LOST);  // if this watcher is alone with MPI, mpirun ends the other ranks
 }
 
-// Ends the messages of all watchers (beats_part). Afterwards this watcher is alone.
+// Ends the messages of all watchers (beats_part). This watcher is alone from then on, and still watches its own rank
+// here.
 static inline void watch_part(Watch *w) {
     WatchTable *t = &w->table;
     double before = seconds_now();
@@ -377,8 +380,8 @@ static inline void watch_close(void) {
     activity_end();
 }
 
-// Starts the watcher: a stuck rank ends the run after `timeout` seconds (see the head of this file). All ranks call it
-// once, after comm_open. Does nothing for one rank. Dies if the thread cannot be started.
+// Starts the watcher. `timeout`: seconds of --stall-timeout, from which the limits at the head of this file follow. All
+// ranks call it once, after comm_open. Does nothing for one rank. Dies if the thread cannot be started.
 static inline void watch_open(const Comm *c, int64_t timeout) {
     Watch *w = watch_state();
     if (c->world == 1) return;
