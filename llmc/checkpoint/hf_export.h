@@ -27,7 +27,7 @@ static inline bool export_is_weights(const char *name) {
     return strncmp(name, "model", 5) == 0 && n > 12 && strcmp(name + n - 12, ".safetensors") == 0;
 }
 
-// True if this program writes a file of this name into exports.
+// True if an export may contain a file of this name.
 static inline bool export_owns(const char *name) {
     static const char *const names[] = {FOLDER_MARKER, EXPORT_HASHES, "config.json", "model.safetensors.index.json"};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)

@@ -1,12 +1,12 @@
 // Checkpoints in --checkpoint-dir: saves them, removes old ones, finds the newest and loads it.
 //
 // A checkpoint is a folder CHECKPOINT_DIR/step-00000123:
-//   config.json, model*.safetensors   as transformers reads them; FP16 masters are written as fp32; several files of
-//                                     weights have an index, as have several files of the optimizer
+//   config.json, model*.safetensors   as transformers reads them; FP16 masters are written as fp32
 //   optimizer*.safetensors            exp_avg.NAME and exp_avg_sq.NAME of every parameter; COAT's moments also have
 //                                     exp_avg_groups.NAME and exp_avg_sq_groups.NAME: the words of the groups (coat.h)
 //                                     that hold the parameter's elements; MS-AMP's have exp_avg_scale.NAME and
 //                                     exp_avg_sq_scale.NAME, and FP16 masters master_scale.NAME, one number each
+//   *.safetensors.index.json          of model or optimizer, if its tensors are in several files
 //   fp8_state.safetensors             with delayed scaling only: amax_history [tensors, window] and scale [tensors],
 //                                     tensors numbered by tensor_index()
 //   trainer.json                      the manifest (manifest.h); written last; "clip_norms" is there only if the run
