@@ -1,9 +1,8 @@
 // Writes and reads a trainer's arrays as tensors of safetensors files; each rank handles its shard of each tensor.
-// Both trainers give access to their arrays by TrainerState. Several ranks write the same files, byte for byte, as one
-// rank would that has the same values: the layout of checkpoints does not depend on the number of ranks. Each tensor is
-// written by one replica. All ranks call the functions that write or read tensors. Writing and reading fail on values
-// that are NaN or infinite, except an infinite amax that is read, and on scales of moments and masters that are not
-// above zero.
+// Both trainers give access to their arrays by TrainerState. The layout of the files does not depend on the number of
+// ranks (shard_plan.h): several ranks write equal values as the same bytes as one rank. Each tensor is written by one
+// replica. All ranks call the functions that write or read tensors. Writing and reading fail on values that are NaN or
+// infinite, except an infinite amax that is read, and on scales of moments and masters that are not above zero.
 #ifndef LLMC_TENSORS_H
 #define LLMC_TENSORS_H
 
@@ -34,9 +33,10 @@ typedef enum {
 } StateKind;
 
 // Access to the trainer's arrays. Weights and moments are this rank's flat shards, laid out by `plan`; words of groups
-// lie alike, one for each 128 elements. Scales of moments and masters are arrays with one number for each parameter, in
-// the order of the table, equal on all ranks. `read` copies elements offset .. offset + count - 1 to `host`, `write`
-// copies them from `host`, which has the array's type. One thread calls them, and may reuse `host` when they return.
+// have the same layout, with one word for each 128 elements. Scales of moments and masters are arrays with one number
+// for each parameter, in the order of the table, equal on all ranks. `read` copies `count` elements from element
+// `offset` on to `host`, `write` copies them from `host`, which has the array's type. One thread calls both, and may
+// reuse `host` when they return.
 // checkpoint_load passes the scales of masters to `write` before the weights: `write` can then store the weights in
 // FP16 at once.
 typedef struct {
@@ -193,8 +193,8 @@ static inline ShardRange state_range(const ParameterTable *t, const TrainerState
     return state_is_groups(kind) ? state_groups(p, range) : range;
 }
 
-// Fails unless `accepted`: then training could not continue from values that are to be saved. `what` names the bad
-// value. The failure is `lasting`, because saving again would fail again.
+// Fails if values that are to be saved are not `accepted`: training could not continue from them. `what` says what is
+// wrong with them. The failure is `lasting`, because saving again would fail again.
 static inline bool checkpoint_check_saved(bool accepted, const char *prefix, const char *name, const char *what,
                                           Failure *failure) {
     if (accepted) return true;

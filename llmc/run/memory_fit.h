@@ -51,7 +51,7 @@ static inline bool memory_fit_may_update_early(const Options *o) {
            o->grad_accumulation_steps == 1 && !options_fp8_gradients(o);
 }
 
-// True if a micro-step of one sequence is allowed: its tokens must fit the GEMMs of an FP8 recipe.
+// True if a micro-step of one sequence is allowed: with --precision fp8, its number of tokens must fit FP8 GEMMs.
 static inline bool memory_fit_may_split(const Options *o) {
     return o->precision != PRECISION_FP8 || o->sequence_length % options_recipe(o)->multiple == 0;
 }
@@ -121,13 +121,13 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
     }
 }
 
-// The cost of each change. `percent` is an estimate of the time that it adds to a step. It comes from llama3.1-8b in
-// FP8 on one H200 (docs/RESULTS.md): an FP8 weight cache gains 0.7% at most, batch 1 takes 28% more time per token than
-// batch 4, --recompute norm, attention, mlp and layer add 1%, 9%, 10% and 20% at T 8192 and 2%, 6%, 13% and 17% at
-// T 2048, --optimizer-in-backward adds 2% at most, and coat-stochastic 3% at T 8192. --fp8-activations adds 3% at most
-// on one H100. That of --sharding full is not measured, and that of offloading stands at 0, because the time of its
-// copies depends on much. `price` orders the combinations. bf16 moments and weights cost no time but change how numbers
-// are rounded, so their price is above that of changes with 1%. FP8 moments have a high price, and offloading has the
+// The cost of each change. `percent` is an estimate of the time that the change adds to a step. Most of them come from
+// llama3.1-8b in FP8 on one H200 (docs/RESULTS.md): an FP8 weight cache gains 0.7% at most, batch 1 takes 28% more time
+// per token than batch 4, --recompute norm, attention, mlp and layer add 1%, 9%, 10% and 20% at T 8192 and 2%, 6%, 13%
+// and 17% at T 2048, --optimizer-in-backward adds 2% at most, and coat-stochastic 3% at T 8192. --fp8-activations adds
+// 3% at most on one H100. For --sharding full there is no measurement. Offloading has 0, because the time of its copies
+// depends on much. `price` orders the combinations. bf16 moments and weights cost no time but change how numbers are
+// rounded, so their price is above that of changes with 1%. FP8 moments have a high price, and offloading has the
 // highest. No change offloads master weights, because bf16 masters cost less time and need less memory.
 static const struct {
     int price, percent;

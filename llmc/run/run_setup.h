@@ -11,11 +11,12 @@
 
 #define VOCABULARY_MULTIPLE 64
 
-// Every rank compares files of MODEL's folder up to this size with their saved hashes before it reads them
-// (run_setup_model). One rank of each host compares larger files too (run_setup_verify_weights).
+// Where hashes of MODEL's folder are checked, every rank checks files up to this size before it reads them
+// (run_setup_model). One rank of each host checks larger files too (run_setup_verify_weights).
 #define SMALL_FILE_BYTES ((int64_t)1 << 20)
 
-// A model's vocabulary may have padding: fewer rows than this that stand for no token. More such rows give a warning.
+// A model's vocabulary may have padding: rows that stand for no token. As many such rows as this, or more, give a
+// warning.
 #define VOCABULARY_PADDING 1024
 
 // Bytes hashed at the beginning of each weights file, to compare the files of all ranks.
@@ -114,7 +115,7 @@ static inline void run_setup_describe(JsonText *text, const char *name, const ch
 }
 
 // Writes to `out` the first value in which two descriptions differ. If a name differs before that, or one description
-// only is longer, writes that the program or MODEL differs.
+// is the beginning of the other, writes that the program or MODEL differs.
 static inline void run_setup_difference(const char *here, const char *here_end, const char *first,
                                         const char *first_end, char *out, size_t capacity) {
     for (const char *a = here, *b = first; a < here_end && b < first_end;) {

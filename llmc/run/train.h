@@ -196,8 +196,8 @@ static inline void run_report_audit(Run *run, int64_t done) {
 }
 
 // Reports the audit, validates, samples and saves, as `due` says, after `done` steps. `stop`: the signal that ends the
-// run here; 0: none. After a signal, also one that comes meanwhile, it starts no validation and no sample, but saves if
-// --checkpoint-dir is given. Returns the signal, or 0.
+// run here; 0: none. After a signal, also one that comes meanwhile, this function starts no validation and no sample,
+// but saves if --checkpoint-dir is given. Returns the signal, or 0.
 static inline int run_between_steps(Run *run, int64_t done, Due due, int stop) {
     const Options *o = &run->options;
     const Comm *c = &run->comm;
@@ -406,8 +406,8 @@ static inline void run_close(Run *run, int64_t steps_done, int stop) {
     free(run->audit);
 }
 
-// Replaces --recompute auto by the first choice that fits on all ranks, or by layer if none fits. Dies in a dry run
-// without --memory-limit.
+// With --recompute auto: replaces auto by the first choice that fits on all ranks, or by layer if none fits. A dry run
+// without --memory-limit dies, because it does not know how much memory there is.
 static inline void run_choose_recompute(Run *run) {
     Options *o = &run->options;
     const Comm *c = &run->comm;
