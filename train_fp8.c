@@ -1028,7 +1028,7 @@ static uint8_t *linear_codes(const Trainer *t, int64_t l, ShardRange r) {
 }
 
 // Casts this rank's part `r` of a linear layer's weight to FP8 with one scale. If the weight is cast from FP16 masters,
-// each of its tensors (q, k and v, or gate and up) has a scale of its own for decoding.
+// each of its tensors, such as q, k and v, is decoded with a scale of its own.
 static void weight_cast(Trainer *t, int64_t l, int id, ShardRange r) {
     const float scale = weight_scale(t, l, id);
     uint8_t *codes = linear_codes(t, l, r);
