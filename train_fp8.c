@@ -1,8 +1,8 @@
 // train_fp8: pre-trains Llama and Qwen models on the CPU. It is the readable reference for train_fp8cu: it has the same
-// model and FP8 recipes, and casts equal values to equal FP8 bits. With --precision bf16 or fp8 it rounds wherever the
-// GPU rounds (--precision fp32 rounds nowhere). Exceptions are sums that the GPU computes in parts: lm_head's weight
-// gradient, in chunks of rows; the embedding's gradient, which the GPU may add directly to lm_head's (if they are tied)
-// and to the sums of earlier micro-steps; and sums over ranks.
+// model and FP8 recipes, and casts equal values to equal FP8 bits. With --precision bf16 or fp8 it rounds to bf16 and
+// FP8 wherever the GPU does. Exceptions are sums that the GPU computes in parts: lm_head's weight gradient, in chunks
+// of rows; the embedding's gradient, which the GPU may add directly to lm_head's (if they are tied) and to the sums of
+// earlier micro-steps; and sums over ranks.
 //
 // From top to bottom: the trainer and its memory, gathering and reducing over ranks, quantized tensors and linear
 // layers, the model's operations, one layer, the whole model, the optimizer, the step, validation and samples,
@@ -143,7 +143,7 @@ typedef struct {
     int64_t step;         // its number, counted from 0
     double squares;       // sum of squares of the gradients
     float *norms;         // with --grad-clip: STATE_CLIP_NORMS, else NULL
-    NonfiniteStep large;  // magnitude and position from find_large, over units whose norm may be too large
+    NonfiniteStep large;  // magnitude and position from find_large, over units that could make the norm too large
 } BackwardUpdate;
 
 // A whole layer's weights, gathered from the shard group. Its segments lie where ShardSegment.gathered says.
@@ -165,7 +165,7 @@ typedef struct {
     bool fp32_sums;          // true: params.gradients, except FP8 ones, are fp32; false: bf16
     bool fp8_sums;           // params.gradients of the layers' matrices are FP8 (gradient_fp8.h)
     uint32_t *amaxes;        // [entries of the parameter table] fp32 bits: amaxes of FP8 gradients
-    bool buffered;           // gradients are computed in the next two arrays, then added to params.gradients
+    bool buffered;           // backward writes gradients to the next two arrays, which then go to params.gradients
     float *root_gradients;   // the root's
     float *layer_gradients;  // one layer's
     GradientSum sum;         // how this micro-step's gradients are added to params.gradients
@@ -727,8 +727,8 @@ static double gradient_norm(const Trainer *t, const float *gradients, int64_t n)
 // ---------------------------------------------------------------------------------------------------------------------
 // Quantized tensors and linear layers
 
-// Returns the scale of a tensor with one scale, given the fp32 bits of its own amax. Delayed scaling uses the scale
-// made from earlier amaxes, if there is one.
+// Returns the scale of a tensor with one scale, given the fp32 bits of its own amax: by the rule of the recipe, or of
+// weights that are cast from FP16 masters. Delayed scaling uses the scale made from earlier amaxes, if there is one.
 static float cast_scale(const Trainer *t, int64_t l, int id, TensorRole role, uint32_t amax) {
     const Recipe *r = precision_of(&t->precision, l, id);
     const Fp8Format format = precision_format(&t->precision, role);
@@ -814,13 +814,13 @@ static void watch_norm(Trainer *t, int64_t norm, const float *rstd) {
 // Returns the number of the norm whose output is the input y of a linear layer.
 static int64_t norm_number(const QTensor *y) { return nonfinite_norm(y->layer, y->linear == GATE_UP_PROJ); }
 
-// y [R, C] = RMSNorm(x)
+// y [R, C] = RMSNorm(x) w
 static void rmsnorm(Trainer *t, QTensor *y, float *rstd, const Real *x, const Real *w) {
     rmsnorm_forward_reference(y->data, rstd, x, w, t->d.R, t->d.C, t->m.rms_norm_eps, t->rounding);
     watch_norm(t, norm_number(y), rstd);
 }
 
-// sum [R, C] = residual + delta, y [R, C] = RMSNorm(sum)
+// sum [R, C] = residual + delta, y [R, C] = RMSNorm(sum) w
 static void add_rmsnorm(Trainer *t, QTensor *y, float *rstd, Real *sum, const Real *residual, const Real *delta,
                         const Real *w) {
     residual_rmsnorm_forward_reference(y->data, rstd, sum, residual, delta, w, t->d.R, t->d.C, t->m.rms_norm_eps,
@@ -865,7 +865,7 @@ static void swiglu(Trainer *t, QTensor *h, const Real *gate_up) {
     swiglu_forward_reference(h->data, gate_up, t->d.R, t->d.F, t->rounding);
 }
 
-// Keeps gate and up for backward in FP8 (--fp8-activations): rounds them to the values of the codes.
+// If options_keeps_fp8: keeps gate and up for backward in FP8, which here means rounded to the values of FP8 codes.
 static void keep_gate_up(Trainer *t, int64_t l) {
     if (options_keeps_fp8(t->o)) fp8_group_round(t->acts.layer[l].gate_up, t->d.R * 2 * t->d.F);
 }
@@ -892,7 +892,7 @@ static OutputGradients layer_output_gradients(Trainer *t, int64_t l) {
 // ---------------------------------------------------------------------------------------------------------------------
 // One layer: the same text as in train_fp8.cu
 
-// Computes q, k, v and attention from the first norm's output. The output projection is not part of it.
+// Computes q, k, v and attention from the first norm's output, without the output projection.
 static void layer_attention(Trainer *t, int64_t l) {
     const Layer w = layer_weights(t, l);
     LayerActs *a = &t->acts.layer[l];
@@ -930,7 +930,7 @@ static void layer_recompute(Trainer *t, int64_t l) {
     if (again.mlp) linear(t, a->gate_up, &a->norm2, &w.gate_up, NULL);
 }
 
-// Turns t->acts.dx, the gradient of the layer's output, into that of its input. Computes its parameters' gradients.
+// Turns t->acts.dx, the gradient of layer l's output, into that of its input. Computes the gradients of its weights.
 static void layer_backward(Trainer *t, int64_t l) {
     const Layer w = layer_weights(t, l), dw = layer_gradients(t, l);
     LayerActs *a = &t->acts.layer[l];
@@ -1005,7 +1005,8 @@ static void loss_forward_backward(Trainer *t, const Batch *batch, float grad_sca
                                t->rounding);
 }
 
-// Computes the embedding's gradient from acts.dx. A tied embedding's is added to lm_head's, which is there already.
+// Computes the embedding's gradient from acts.dx. If the embedding is tied, adds the gradient to lm_head's, which is
+// there already.
 static void embedding_backward(Trainer *t, const Batch *batch) {
     embedding_backward_reference(root_gradients(t).embedding, t->acts.dx, batch->inputs, t->d.R, t->d.C, t->d.V,
                                  t->m.tie_word_embeddings, t->rounding);
@@ -1014,7 +1015,7 @@ static void embedding_backward(Trainer *t, const Batch *batch) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Weights and optimizer
 
-// Returns this rank's part of a fused weight of layer l.
+// Returns this rank's part of the weight of linear layer `id` in layer l.
 static ShardRange linear_range(const Trainer *t, int64_t l, int id) {
     const LinearShape *s = &t->precision.linear[id];
     return shard_matrix(&t->table, &t->plan, l, s->offset, s->N * s->K);
@@ -1026,8 +1027,8 @@ static uint8_t *linear_codes(const Trainer *t, int64_t l, ShardRange r) {
     return t->units.codes + l * g.slice + r.shard - g.shard;
 }
 
-// Casts this rank's part `r` of a fused weight to FP8 with one scale. If it is cast from FP16 masters, these are
-// decoded with scales of their own, one for each tensor of the fused weight.
+// Casts this rank's part `r` of a linear layer's weight to FP8 with one scale. If the weight is cast from FP16 masters,
+// each of its tensors, such as q, k and v, is decoded with a scale of its own.
 static void weight_cast(Trainer *t, int64_t l, int id, ShardRange r) {
     const float scale = weight_scale(t, l, id);
     uint8_t *codes = linear_codes(t, l, r);
@@ -1075,8 +1076,8 @@ static void masters_decode(Trainer *t, int64_t begin, int64_t end) {
 }
 
 // Finds the amaxes of whole tensors, entries [begin, end) of the parameter table, by one reduction over the shard
-// group. This rank's amaxes of moments are in params.amaxes already. This function computes those of FP16 masters from
-// params.master.
+// group. This rank's amaxes of MS-AMP's moments, if it has these, are in params.amaxes already. This function computes
+// those of FP16 masters from params.master.
 static void reduce_tensor_amaxes(Trainer *t, int64_t begin, int64_t end) {
     for (int64_t i = begin; t->params.fp16_master && i < end; i++) {
         const ShardRange r = shard_parameter(&t->table, &t->plan, &t->table.entries[i]);
@@ -1230,8 +1231,8 @@ static void parameters_update(Trainer *t, int64_t begin, int64_t end, int64_t st
     if (t->params.fp16_master) masters_encode(t, begin, end, false);
 }
 
-// Ends an optimizer step: adds the amaxes of the weights to their histories, and makes all later work read the new
-// weights. scales.amax still has the amaxes of the old weights.
+// Ends an optimizer step. With delayed scaling adds the amaxes of the old weights, which scales.amax still has, to
+// their histories. Then makes all later work read the new weights.
 static void finish_update(Trainer *t) {
     if (t->precision.recipe->delayed) histories_update(t, true);
     weights_refresh(t);

@@ -1,5 +1,5 @@
 // train_fp8cu: pre-trains Llama and Qwen models on NVIDIA GPUs, in BF16 or by the FP8 recipes of llmc/config/recipes.h.
-// Each process uses one GPU: `mpirun -np N ./train_fp8cu ...` trains one model on N GPUs (llmc/dist/fsdp.cuh).
+// Each rank uses one GPU: `mpirun -np N ./train_fp8cu ...` trains one model with N ranks (llmc/dist/fsdp.cuh).
 //
 // From top to bottom: the trainer and its memory, operations of a layer, the model's forward pass, its backward pass,
 // the optimizer, the step, validation and samples, checkpoints, setting up, the run. train_fp8.c is the same model in
@@ -114,8 +114,8 @@ static void place_activations(Trainer *t, Arena *a) {
     activations_place(&t->acts, &layout, a);
 }
 
-// Places all arrays of the trainer on an arena of GPU memory. An arena without memory only counts bytes: the memory
-// plan.
+// Places the trainer's arrays in GPU memory on an arena. An arena without memory only counts bytes: the result is the
+// memory plan.
 static void place(Trainer *t, Arena *a) {
     adamw_place(&t->params, t->o, &t->table, &t->fsdp.plan, a);
     offload_place(&t->offload, a);
@@ -170,8 +170,8 @@ static OutputGradients layer_output_gradients(const Trainer *t, int64_t l) {
     return activations_output_gradients(&t->acts, &t->linears.scales, l);
 }
 
-// Returns the watch of norm `number` (nonfinite_norm): if its input is bad (NonfiniteStep.forward), the norm writes its
-// number to the step's statistics, which are cleared before each step.
+// Returns the watch of norm `number` (nonfinite_norm): if the norm's input is bad (NonfiniteStep.forward), its kernel
+// lowers StepStats.bad_norm to `number`.
 static RmsnormWatch norm_watch(const Trainer *t, int64_t number) {
     const RmsnormWatch watch = {&t->step.stats->bad_norm, (uint32_t)number};
     return watch;
@@ -255,7 +255,7 @@ static void swiglu(Trainer *t, QTensor *h, const Real *gate_up) {
     qtensor_produce(&t->linears, &row, source, d->R, d->F);
 }
 
-// With --fp8-activations on: keeps gate and up for backward in FP8. All layers then share one bf16 gate_up.
+// If options_keeps_fp8: keeps gate and up for backward in FP8. All layers then share one bf16 gate_up.
 static void keep_gate_up(Trainer *t, int64_t l) {
     if (!options_keeps_fp8(t->o)) return;
     profile_bytes(&t->profile, "activations to FP8 and back",
@@ -355,7 +355,7 @@ static void reshard(Trainer *t, int64_t l, bool backward) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
 
-// Computes q, k, v and attention from the first norm's output. The output projection is not part of it.
+// Computes q, k, v and attention from the first norm's output, without the output projection.
 static void layer_attention(Trainer *t, int64_t l) {
     const Layer w = layer_weights(t, l);
     LayerActs *a = &t->acts.layer[l];
@@ -415,7 +415,7 @@ static GemmPlan *logits_forward(Trainer *t, int64_t first, int64_t rows) {
     return head;
 }
 
-// Computes the cross-entropy of every row into t->acts.losses.
+// Computes the cross-entropy of every row into t->acts.losses, after model_forward.
 static void loss_forward(Trainer *t, const Batch *batch) {
     const int64_t R = t->d.R, chunk = t->linears.head_rows;
     for (int64_t first = 0; first < R; first += chunk) {
@@ -428,8 +428,8 @@ static void loss_forward(Trainer *t, const Batch *batch) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward
 
-// Computes the loss of every row and, back through lm_head and the final norm, the gradients of their weights and
-// t->acts.dx, the gradient of the residual stream. Works in chunks of rows: only one chunk of logits is in memory.
+// After model_forward: computes the loss of every row and, back through lm_head and the final norm, t->acts.dx and the
+// gradients of lm_head's and the final norm's weights. Only one chunk of rows has its logits in memory at a time.
 static void loss_forward_backward(Trainer *t, const Batch *batch, float grad_scale) {
     const Dims *d = &t->d;
     Activations *a = &t->acts;
@@ -466,7 +466,7 @@ static void layer_recompute(Trainer *t, int64_t l) {
     if (again.mlp) linear(t, a->gate_up, &a->norm2, &w.gate_up, NULL);
 }
 
-// Turns t->acts.dx, the gradient of the layer's output, into that of its input. Computes its parameters' gradients.
+// Turns t->acts.dx, the gradient of layer l's output, into that of its input. Computes the gradients of its weights.
 static void layer_backward(Trainer *t, int64_t l) {
     const Layer w = layer_weights(t, l), dw = layer_gradients(t, l);
     LayerActs *a = &t->acts.layer[l];
@@ -519,8 +519,8 @@ static void update_delayed_scales(Trainer *t) {
 // Optimizer
 
 // True if the gradient norm is computed before the update: to clip by it, to skip a step, or because gradients are FP8,
-// which are cheap to read. Otherwise AdamW computes the norm too, and a norm that is not accepted (adamw_accepts) ends
-// the run before anything of the step is saved.
+// which are cheap to read. Otherwise AdamW sums the squares in its update, and a norm that is not accepted
+// (adamw_accepts) ends the run before anything of the step is saved.
 static bool norm_comes_first(const Options *o) {
     if (o->optimizer_in_backward) return false;
     return o->grad_clip > 0 || o->on_nonfinite == NONFINITE_SKIP || options_fp8_gradients(o);
@@ -574,8 +574,8 @@ static void update_layer(Trainer *t, int64_t l) {
     step_log_work(&t->log, TIME_COMPUTE);
 }
 
-// --optimizer-in-backward: updates a layer whose gradient is complete, after the backward pass of layer l. With several
-// ranks this is layer l + 1, if there is one, whose gradient was reduced meanwhile; after layer 0, also layer 0.
+// --optimizer-in-backward, after the backward pass of layer l: updates layer l if there is one rank. With several ranks
+// updates layer l + 1, if there is one, whose gradient was reduced meanwhile; after layer 0, also layer 0.
 static void update_in_backward(Trainer *t, int64_t l) {
     const int64_t late = t->comm->world > 1;
     if (l + late < t->d.L) update_layer(t, l + late);
@@ -719,7 +719,7 @@ static StepRecord finish_step(void *context, int64_t step) {
     return s;
 }
 
-// Returns what this rank knows of a skipped step, or of one that ends the run.
+// Returns what this rank knows of a step whose gradient norm is not accepted.
 static NonfiniteStep nonfinite_step(const StepStats *stats, bool optimizer_in_backward) {
     const AdamwControl *c = &stats->control;
     const int64_t forward = stats->bad_norm == UINT32_MAX ? NONFINITE_NONE : (int64_t)stats->bad_norm;
@@ -880,7 +880,7 @@ static void check_memory(const Trainer *t, const Arena *plan) {
     memory_fit_require(&fit, plan->used + memory_overhead(t->comm), "this GPU has free, with CUDA's own memory,");
 }
 
-// Allocates the GPU memory, plans the GEMMs, and clears all arrays.
+// Allocates the GPU memory, plans the GEMMs, and sets all arrays to their first values, most of them zero.
 static void trainer_create(Trainer *t, const Arena *plan) {
     CUDA_CHECK(cudaStreamCreateWithFlags(&t->stream, cudaStreamNonBlocking));
     if (t->comm->world > 1) nccl_open(&t->nccl, t->comm);

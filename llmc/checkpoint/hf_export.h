@@ -83,8 +83,8 @@ static inline bool export_clear(const char *temporary, Failure *failure) {
 }
 
 // Renames an earlier export from `aside` back to `path`. A run that was killed in export_try or folder_replace may have
-// left it there, with an empty folder or nothing at `path`. Fails if `path` holds something, or if `aside` is no
-// export. Removes `aside` if it is empty.
+// left it there, with an empty folder or nothing at `path`. Does nothing if there is nothing at `aside`, and removes
+// `aside` if it is empty. Else fails if `path` holds something, or if `aside` is no export.
 static inline bool export_restore(const char *path, const char *aside, Failure *failure) {
     char mark[PATH_CAPACITY];
     Failure why;

@@ -29,8 +29,8 @@ typedef struct {
     int64_t count;
 } CheckpointSteps;
 
-// A checkpoint stores the model and options of its run, and a fingerprint of its training data. In a resumed run the
-// model, the MUST_MATCH settings and the training data must be equal.
+// A run, as far as checkpoints need to know it. A checkpoint stores the model and options of its run, and a fingerprint
+// of its training data. In a resumed run the model, the MUST_MATCH settings and the training data must be equal.
 typedef struct {
     const ModelConfig *model;
     const Options *options;  // with `auto` values resolved
@@ -135,8 +135,8 @@ static inline bool checkpoint_check_seal(const char *path, const char *text, siz
     return true;
 }
 
-// Parses the manifest FOLDER/NAME. Fails if it is damaged, or of a version that this program does not read. The caller
-// frees *json on success.
+// Parses the manifest FOLDER/NAME. Fails if it cannot be read, is damaged, or is of a version that this program does
+// not read. The caller frees *json on success.
 static inline bool checkpoint_open_sealed(const char *folder, const char *name, Json *json, Failure *failure) {
     char path[PATH_CAPACITY];
     format_checked(path, sizeof path, "%s/%s", folder, name);
@@ -222,9 +222,9 @@ static inline bool checkpoint_is_whole(const char *checkpoint, bool hash, Failur
     return ok;
 }
 
-// Checks a folder given as MODEL against the hashes in its manifest: all files of an export, or config.json and weights
-// of a checkpoint. For files of more than `largest` bytes it checks only the size. A folder of another program has no
-// manifest and is not checked. On failure, `failure` names the damaged file.
+// Checks a folder given as MODEL against the hashes in its manifest: all files of an export, or all files of a
+// checkpoint except optimizer* and fp8_state*. For files of more than `largest` bytes it checks only the size. A folder
+// without a manifest, such as one of another program, is not checked. On failure, `failure` names the damaged file.
 static inline bool model_verify(const char *folder, int64_t largest, Failure *failure) {
     static const char *const lists[] = {"trainer.json", EXPORT_HASHES};
     for (int i = 0; i < 2; i++) {
@@ -251,8 +251,8 @@ static inline bool model_verify(const char *folder, int64_t largest, Failure *fa
 // ---- a resumed run against its checkpoint
 
 // Returns the MUST_MATCH settings that differ from the checkpoint, one per line "--name is A in the checkpoint, B now";
-// empty if none differs. A setting that the checkpoint lacks did not exist when the checkpoint was written: that run
-// worked as today's default does.
+// empty if none differs. If --precision differs, leaves out the options for FP8. A setting that the checkpoint lacks
+// did not exist when the checkpoint was written: that run worked as today's default does.
 static inline JsonText checkpoint_settings_mismatch(const Json *json, const Options *o) {
     JsonText out = {NULL, 0, 0};
     json_text_add(&out, "%s", "");
@@ -263,7 +263,7 @@ static inline JsonText checkpoint_settings_mismatch(const Json *json, const Opti
     options_resolve(&initial);
     char precision_now[64];
     option_format(o, option_find("precision", strlen("precision")), precision_now, sizeof precision_now);
-    // if --precision differs, its own line says so, and lines about FP8 options would not help
+    // if --precision differs, it has a line of its own, and lines about FP8 options would not help
     const bool other_precision = precision && strcmp(precision->text, precision_now) != 0;
     for (const OptionRow *row = option_rows(); row->name; row++) {
         if (row->kind == OPTION_GROUP || row->match != MUST_MATCH || (other_precision && option_is_fp8(row))) continue;

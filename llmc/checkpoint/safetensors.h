@@ -145,7 +145,8 @@ static inline int safetensors_compare_names(const void *a, const void *b) {
     return strcmp(((const Safetensor *)a)->name, ((const Safetensor *)b)->name);
 }
 
-// Fails unless the tensors of one file follow each other without gap or overlap, to the end of the file.
+// Fails unless the tensors of one file follow each other without gap or overlap, to the end of the file. Sorts them by
+// offset.
 static inline bool safetensors_check_offsets(Safetensor *tensors, int64_t count, int64_t data,
                                              const SafetensorsFile *file, Failure *failure) {
     qsort(tensors, (size_t)count, sizeof *tensors, safetensors_compare_offsets);
@@ -163,7 +164,7 @@ static inline bool safetensors_check_offsets(Safetensor *tensors, int64_t count,
     return true;
 }
 
-// Reads the header's JSON of an opened file; the data starts at byte *data.
+// Reads the header's JSON of an opened file; the data starts at byte *data. The caller frees *json on success.
 static inline bool safetensors_read_header(const SafetensorsFile *file, Json *json, int64_t *data, Failure *failure) {
     uint64_t length = 0;
     if (file->bytes < 8)
@@ -189,7 +190,8 @@ static inline bool safetensors_read_header(const SafetensorsFile *file, Json *js
     return ok;
 }
 
-// True if this program wrote the file. (Another program that changes the file writes its own header.)
+// True if the file's header says that this program wrote it. (Another program that changes the file writes its own
+// header.)
 static inline bool safetensors_is_own(const char *path) {
     SafetensorsFile file = {(char *)path, -1, 0};
     Failure ignored;

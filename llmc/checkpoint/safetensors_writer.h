@@ -12,8 +12,8 @@ typedef struct {
     int64_t rows, cols;  // cols = 0: a vector of `rows` elements
 } SafetensorSpec;
 
-// Fetches `count` elements from element `offset` on, of the tensor with specification number `tensor`, in its type.
-// Returns false, with the reason, if they must not be written.
+// Fetches `count` elements from element `offset` on, of the tensor with specification number `tensor`, in that tensor's
+// type. Returns false, with the reason, if these elements must not be written.
 typedef bool (*SafetensorsSource)(void *context, int64_t tensor, int64_t offset, int64_t count, void *out,
                                   Failure *failure);
 

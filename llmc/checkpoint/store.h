@@ -4,8 +4,9 @@
 //   config.json, model*.safetensors   as transformers reads them; FP16 masters are written as fp32
 //   optimizer*.safetensors            exp_avg.NAME and exp_avg_sq.NAME of every parameter; COAT's moments also have
 //                                     exp_avg_groups.NAME and exp_avg_sq_groups.NAME: the words of the groups (coat.h)
-//                                     that hold its elements; MS-AMP's have exp_avg_scale.NAME and
+//                                     that hold the parameter's elements; MS-AMP's have exp_avg_scale.NAME and
 //                                     exp_avg_sq_scale.NAME, and FP16 masters master_scale.NAME, one number each
+//   *.safetensors.index.json          of model or optimizer, if its tensors are in several files
 //   fp8_state.safetensors             with delayed scaling only: amax_history [tensors, window] and scale [tensors],
 //                                     tensors numbered by tensor_index()
 //   trainer.json                      the manifest (manifest.h); written last; "clip_norms" is there only if the run
@@ -33,8 +34,8 @@ static inline int checkpoint_compare_steps(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-// Lists the steps of all that has a checkpoint's name in `dir`, whole or not, highest step first. The list is empty if
-// `dir` does not exist.
+// Lists the steps of everything in `dir` that has a checkpoint's name, whole or not, highest step first. The list is
+// empty if `dir` does not exist. The caller frees list->steps on success.
 static inline bool checkpoint_list(const char *dir, CheckpointSteps *list, Failure *failure) {
     memset(list, 0, sizeof *list);
     DIR *d = opendir(dir);
@@ -140,8 +141,8 @@ static inline void checkpoint_leave(const char *path, int64_t step, CheckpointSt
 }
 
 // Keeps checkpoint `newest`, which was just saved, and the keep - 1 complete ones before it, and removes older ones.
-// Incomplete checkpoints between these do not count, and stay. Later steps, checkpoints that the run skipped when it
-// resumed, and those that this program may not remove are kept too.
+// Incomplete checkpoints do not count, and stay until `keep` complete ones are newer. Checkpoints of higher steps,
+// checkpoints that the run skipped when it resumed, and those that this program may not remove are kept too.
 static inline bool checkpoint_prune(const char *dir, int64_t newest, int64_t keep, CheckpointSteps *skipped,
                                     Failure *failure) {
     CheckpointSteps list;
@@ -194,8 +195,8 @@ static inline bool checkpoint_write(const char *folder, const TrainerProgress *p
 }
 
 // Saves CHECKPOINT_DIR/step-NNNNNNNN (see the head of this file), then removes older checkpoints (checkpoint_prune); if
-// that fails, it only warns. All ranks call it. If the save fails, it returns false on all ranks, with the reason;
-// checkpoints of earlier steps are untouched.
+// the removal fails, only warns. All ranks call it. shard_bytes: the limit of safetensors_set. If the save fails,
+// returns false on all ranks, with the reason; checkpoints of earlier steps are untouched.
 static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const TrainerProgress *progress,
                                            const CheckpointRun *run, const ParameterTable *t, const TrainerState *s,
                                            int64_t shard_bytes, Failure *failure) {
@@ -230,10 +231,10 @@ static inline bool checkpoint_save(const char *dir, int64_t keep, const TrainerP
     return checkpoint_save_sharded(dir, keep, progress, run, t, s, SAFETENSORS_SHARD_BYTES, failure);
 }
 
-// Makes the folder, removes leftovers in it, and checks before any work that it can be written. Dies with the reason if
-// not, or if:
-//   it holds checkpoints and the run does not resume: the newest by step might then not be the newest by time
-//   another run uses it: each run would remove what the other is saving. The lock lasts until the process ends.
+// Makes the folder, removes leftovers in it, and checks before any work that checkpoints can be written there. Locks
+// the folder until the process ends (folder_lock): of two runs, each would remove what the other is saving. Dies with
+// the reason if any of this fails, or if the folder holds checkpoints and the run does not resume: the newest by step
+// might then not be the newest by time.
 static inline void checkpoint_prepare(const char *dir, bool resume) {
     Failure failure;
     CheckpointSteps list;
@@ -262,9 +263,9 @@ static inline void checkpoint_check_shared(const Comm *c, const char *dir) {
 // ---- resuming
 
 // Finds the checkpoint of the highest step in `dir` that is whole, by the hash of every file. Prints its name. Also
-// prints the name of each checkpoint of a higher step, which it skips, and the reason: damage, a wrong name or another
-// format version. Returns false if there is no checkpoint: the run then starts at its first step. Dies if there are
-// some but none is whole.
+// prints the name of each checkpoint of a higher step, which it skips, and the reason, such as damage, a wrong name or
+// another format version. Returns false if there is no checkpoint: the run then starts at its first step. Dies if there
+// are some but none is whole.
 static inline bool checkpoint_find_newest(const char *dir, char *path, size_t capacity) {
     CheckpointSteps list;
     Failure failure;

@@ -1,7 +1,7 @@
 // Writes and reads a trainer's arrays as tensors of safetensors files; each rank handles its shard of each tensor.
-// Both trainers give access to their arrays by TrainerState. Several ranks write the same files, byte for byte, as one
-// rank would (shard_plan.h): checkpoints do not depend on the number of ranks. Each tensor is written by one replica.
-// All ranks must call the functions that write or read tensors. Writing and reading fail on values that are NaN or
+// Both trainers give access to their arrays by TrainerState. The layout of the files does not depend on the number of
+// ranks (shard_plan.h): several ranks write equal values as the same bytes as one rank. Each tensor is written by one
+// replica. All ranks call the functions that write or read tensors. Writing and reading fail on values that are NaN or
 // infinite, except an infinite amax that is read, and on scales of moments and masters that are not above zero.
 #ifndef LLMC_TENSORS_H
 #define LLMC_TENSORS_H
@@ -33,9 +33,10 @@ typedef enum {
 } StateKind;
 
 // Access to the trainer's arrays. Weights and moments are this rank's flat shards, laid out by `plan`; words of groups
-// lie alike, one for each 128 elements. Scales of moments and masters are arrays with one number for each parameter, in
-// the order of the table, equal on all ranks. `read` copies elements offset .. offset + count - 1 to `host`, `write`
-// copies them from `host`, which has the array's type. One thread calls them, and may reuse `host` when they return.
+// have the same layout, with one word for each 128 elements. Scales of moments and masters are arrays with one number
+// for each parameter, in the order of the table, equal on all ranks. `read` copies `count` elements from element
+// `offset` on to `host`, `write` copies them from `host`, which has the array's type. One thread calls both, and may
+// reuse `host` when they return.
 // checkpoint_load passes the scales of masters to `write` before the weights: `write` can then store the weights in
 // FP16 at once.
 typedef struct {
@@ -49,8 +50,8 @@ typedef struct {
     // all ranks; delayed_tensors is 0 without delayed scaling
     int64_t delayed_tensors, delayed_window;
     // STATE_CLIP_NORMS has this many numbers, equal on all ranks; 0 without options_clips_in_backward. Number 0 is the
-    // norm of all gradients of the newest step, and number 1 + l that of its gradients of layers l, l + 1, ...
-    // together. All are 0 before the first step.
+    // norm of all gradients of the newest step, and number 1 + l that of the gradients of layers l, l + 1, ... together
+    // in that step. All are 0 before the first step.
     int64_t clip_norms;
 } TrainerState;
 
@@ -78,7 +79,8 @@ static inline bool checkpoint_agree(const Comm *c, bool ok, Failure *failure) {
 static inline bool checkpoint_is_leader(const Comm *c) { return !c || c->rank == 0; }
 
 // Dies, on all ranks, if a rank does not see a folder that rank 0 makes: the ranks write one checkpoint or export
-// together. `probe`: a path where rank 0 can make a folder. `option`: "--checkpoint-dir /x". All ranks call.
+// together. `probe`, of rank 0: a path where it can make a folder, which it then removes. `option`: "--checkpoint-dir
+// /x". All ranks call.
 static inline void checkpoint_require_shared(const Comm *c, const char *option, const char *probe) {
     Failure failure;
     char path[PATH_CAPACITY] = "";
@@ -191,8 +193,8 @@ static inline ShardRange state_range(const ParameterTable *t, const TrainerState
     return state_is_groups(kind) ? state_groups(p, range) : range;
 }
 
-// Fails if a load would not accept values that are to be saved: training could not continue from them. `what` names the
-// bad value. The failure is `lasting`, because saving again would fail again.
+// Fails if values that are to be saved are not `accepted`: training could not continue from them. `what` says what is
+// wrong with them. The failure is `lasting`, because saving again would fail again.
 static inline bool checkpoint_check_saved(bool accepted, const char *prefix, const char *name, const char *what,
                                           Failure *failure) {
     if (accepted) return true;

@@ -6,10 +6,11 @@
 #include "../dist/comm.h"
 #include "logger.h"
 
-// Audit sums are an array [layer][LinearId][TensorRole][TensorUsage].
+// Returns the number of a model's audit sums, which are an array [layer][LinearId][TensorRole][TensorUsage].
 static inline int64_t audit_count(const Precision *p) { return p->num_layers * AUDIT_LAYER; }
 
-// Replaces n sums by those over all ranks (their maxima by the largest). All ranks call.
+// Merges each of n audit sums with those of all other ranks: adds counts and squares, and takes the largest amax and
+// scales. All ranks call, and get equal results.
 static inline void audit_reduce(const Comm *c, AuditSums *sums, int64_t n) {
     double *totals = (double *)xcalloc((size_t)n, 5 * sizeof(double)), *total = totals;
     uint32_t *maxima = (uint32_t *)xcalloc((size_t)n, 3 * sizeof(uint32_t)), *maximum = maxima;
@@ -52,8 +53,8 @@ static inline bool audit_shared(const Precision *p, TensorRole tensor) {
                               recipe_granularity(p->recipe, tensor, COLUMNWISE));
 }
 
-// Returns the sums of one operand of linear layer `id` of layer l; count is 0 if it is bf16 or was in no audit. If
-// rowwise and columnwise data have equal codes, the sums are those of both together.
+// Returns the sums of one operand of linear layer `id` of layer l; count is 0 if the operand is bf16 or was in no
+// audit. If rowwise and columnwise data have equal codes, returns the sums of both together.
 static inline AuditSums audit_of(const AuditSums *sums, const Precision *p, int64_t l, int id, AuditOperand o) {
     AuditSums s;
     memset(&s, 0, sizeof s);
@@ -64,8 +65,8 @@ static inline AuditSums audit_of(const AuditSums *sums, const Precision *p, int6
     return s;
 }
 
-// Writes the audit of one step: a line for each layer, linear layer and FP8 operand that was cast. A value that JSON
-// cannot hold, such as an infinite sqnr_db, is null.
+// Writes the audit of one step to the log, if it is open: a line for each layer, linear layer and FP8 operand that was
+// cast. A value that JSON cannot hold, such as an infinite sqnr_db, is null.
 static inline void audit_log(Logger *logger, int64_t step, const AuditSums *sums, const Precision *p) {
     if (!logger->file) return;
     for (int64_t i = 0; i < p->num_layers * NUM_LINEARS * AUDIT_OPERANDS; i++) {
@@ -92,7 +93,8 @@ static inline void audit_log(Logger *logger, int64_t step, const AuditSums *sums
     }
 }
 
-// Ends the audit of a step: reduces `sums` over all ranks, writes them to the log, and adds them to the run's sums.
+// Ends the audit of a step: merges its `sums` over all ranks, writes them to the log, and adds them to *run, the sums
+// of all audits so far. All ranks call.
 static inline void audit_finish(const Comm *c, Logger *logger, int64_t step, AuditSums *sums, AuditSums *run,
                                 const Precision *p) {
     audit_reduce(c, sums, audit_count(p));
@@ -103,7 +105,8 @@ static inline void audit_finish(const Comm *c, Logger *logger, int64_t step, Aud
 // True if SQNR db is worse than `than`. NaN is the worst.
 static inline bool audit_is_worse(double db, double than) { return isnan(db) ? !isnan(than) : db < than; }
 
-// Prints one row: an operand of a linear layer over all layers. Prints nothing if it is bf16 or was in no audit.
+// Prints one row of the table: an operand of a linear layer, over all layers that have audited casts of it. Prints
+// nothing if there is no such layer.
 static inline void audit_print_operand(const AuditSums *sums, const Precision *p, int id, AuditOperand o) {
     AuditSums all;
     memset(&all, 0, sizeof all);
@@ -131,8 +134,8 @@ typedef struct {
     AuditOperand operand;
 } AuditPlace;
 
-// Finds the operands with the lowest SQNR, worst first; ties in the order of the layers. Returns how many it found, at
-// most AUDIT_WORST. Rowwise and columnwise data with equal codes count once.
+// Finds the operands with the lowest SQNR, worst first; ties in the order of layers, linear layers and operands.
+// Returns how many it found, at most AUDIT_WORST. Rowwise and columnwise data with equal codes count once.
 static inline int audit_find_worst(AuditPlace worst[AUDIT_WORST], const AuditSums *sums, const Precision *p) {
     int found = 0;
     for (int64_t i = 0; i < p->num_layers * NUM_LINEARS * AUDIT_OPERANDS; i++) {

@@ -5,11 +5,12 @@
 #include "../base/json.h"
 #include "../base/step_times.h"
 
-// Seconds of this process, by purpose. `steps` has the time of its steps by parts, as a mean over all ranks.
+// How this process has spent its time, in seconds. `steps`: the parts of the time of all steps, each a mean over all
+// ranks.
 typedef struct {
     double began;    // seconds_now() at the start of the process
-    double start;    // until the first step: reading files, loading weights, planning GEMMs
-    double skipped;  // steps whose update was skipped (nonfinite.h)
+    double start;    // from there to the first step: reading files, loading weights, planning GEMMs
+    double skipped;  // in steps whose update was skipped (nonfinite.h); `steps` includes them
     double validation, sampling, saving;
     StepTimes steps;
 } RunTimes;
@@ -20,8 +21,8 @@ static inline double run_times_steps(const RunTimes *t) {
     return sum;
 }
 
-// Goodput: the share of `wall`, the seconds since the process began, in which the run computed steps that count. The
-// time in which steps waited for data or for other ranks, and steps that were skipped, do not count.
+// Returns the goodput: the share of `wall`, the seconds since the process began, in which the run computed steps that
+// count. Skipped steps do not count, nor does the time in which steps waited for data or for other ranks.
 static inline double run_times_goodput(const RunTimes *t, double wall) {
     const double *s = t->steps.seconds, all = run_times_steps(t);
     const double useful = all > 0 ? (s[TIME_COMPUTE] + s[TIME_OPTIMIZER]) / all : 0;
@@ -35,7 +36,8 @@ typedef struct {
     double seconds;
 } RunTimesRow;
 
-// Writes all purposes and their seconds. "other" is the rest of `wall`, or 0 if nothing is left.
+// Writes the parts of steps and the other purposes, with their seconds. "other" is the rest of `wall`, or 0 if nothing
+// is left.
 static inline void run_times_rows(const RunTimes *t, double wall, RunTimesRow rows[RUN_TIMES_ROWS]) {
     int n = 0;
     double known = run_times_steps(t) + t->start + t->validation + t->sampling + t->saving;
@@ -51,7 +53,7 @@ static inline void run_times_rows(const RunTimes *t, double wall, RunTimesRow ro
     for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) rows[n++] = others[i];
 }
 
-// Prints goodput and the shares of the time that are at least 0.05%.
+// Prints `wall`, the goodput, and the share of each purpose that takes at least 0.05% of `wall`.
 static inline void run_times_print(const RunTimes *t, double wall) {
     RunTimesRow rows[RUN_TIMES_ROWS];
     run_times_rows(t, wall, rows);

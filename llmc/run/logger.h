@@ -1,6 +1,6 @@
 // Writes the records of log.jsonl, and prints the lines of steps and validations and the summary.
-// A run that continues from a checkpoint appends to the file, with a settings record of its own. For any other run an
-// earlier file is renamed (logger_step_aside has the exceptions).
+// A run that continues from a checkpoint appends to the file, with a settings record of its own. Any other run first
+// renames an earlier file. logger_open and logger_step_aside have the exceptions.
 #ifndef LLMC_LOGGER_H
 #define LLMC_LOGGER_H
 
@@ -13,11 +13,12 @@
 
 #define TRAINER_VERSION "0.1"
 
-// The summary's speed and joules per token leave out this many first steps, in which clocks and caches settle. A run
-// with fewer than twice as many steps leaves out half of them.
+// The summary's speed and joules per token leave out this many first steps of the process, in which clocks and caches
+// settle. With fewer than twice as many steps, they leave out half of the steps, rounded down.
 #define SUMMARY_WARMUP_STEPS 10
 
-// The summary's last loss is the mean over this many last steps, or over all if there are fewer: one batch is noisy.
+// The summary's last loss is the mean over this many last steps of the process, or over all if there are fewer: one
+// batch is noisy.
 #define SUMMARY_LOSS_STEPS 20
 
 // Facts about a run that its options do not say.
@@ -25,7 +26,7 @@ typedef struct {
     const char *program;   // "train_fp8", "train_fp8cu"
     const char *device;    // GPU's name, or "CPU, 2 threads"
     const char *versions;  // compiler, CUDA and libraries, as free text
-    int64_t world_size;    // ranks: GPUs, or processes of the CPU trainer
+    int64_t world_size;    // number of ranks
     double peak_bf16;      // dense FLOP/s of one GPU; 0: unknown, mfu and sol are n/a
     bool resumed;          // the run continues from a checkpoint
     int64_t memory_plan;   // bytes of a rank, without those of CUDA and the libraries
@@ -39,30 +40,30 @@ typedef struct {
     double seconds;          // time of the whole step
     int64_t memory;          // GPU: bytes in use after the first step, measured once; CPU: peak of the largest process
     bool skipped;            // the gradient norm was not finite or too large (adamw_accepts)
-    StepTimes times;         // parts of `seconds`: from the trainer of this rank, then the mean over all ranks
-    const GpuReading *gpus;  // [world_size] when the step is logged; NULL: not all GPUs can be read
+    StepTimes times;         // parts of `seconds` on this rank; when the step is logged, their means over all ranks
+    const GpuReading *gpus;  // [world_size] readings at the time of logging; NULL: not all GPUs can be read
     double joules;           // energy of all GPUs in this step; NAN: not known
 } StepRecord;
 
 typedef struct {
-    FILE *file;  // unbuffered, open for appending; NULL: no --log-dir, or closed after an error
+    FILE *file;  // unbuffered, open for appending; NULL: this rank has no log, or the log was closed after an error
     char path[PATH_CAPACITY];
     int64_t end;      // bytes of the whole lines in it
-    bool lines_lost;  // some could not be written
+    bool lines_lost;  // some lines could not be written
     RunInfo run;
     TokenFlops flops;
     int64_t num_steps, tokens_per_step;
     int64_t log_every;                  // steps between printed lines; 0, 1: every step has one
     char unprinted[512];                // the line of the latest step if it was not printed, else ""
     double *seconds, *losses, *joules;  // one for each step of this process
-    double run_joules;                  // energy of all GPUs since this process's first step; NAN: not known
+    double run_joules;                  // energy of all GPUs from this process's first step to its end; NAN: not known
     RunTimes times;
     int64_t count, capacity, skipped;
-    int64_t memory;  // largest seen
+    int64_t memory;  // largest StepRecord.memory so far
 } Logger;
 
-// Writes one line. On a full disk the log loses lines and the run goes on: a part of a line is cut off again, so that
-// the next line begins at a line's start. A file that cannot be cut (a pipe, a failing disk) is closed.
+// Writes one line, and frees it. On a full disk the log loses lines and the run goes on: a part of a line is cut off
+// again, so that the next record has a line of its own. A file that cannot be cut (a pipe, a failing disk) is closed.
 static inline void logger_write(Logger *l, JsonText *line) {
     json_text_add(line, "\n");
     if (l->file && FILE_WORK("write", l->path, fwrite(line->data, 1, line->size, l->file)) == line->size) {
@@ -134,7 +135,7 @@ static inline void logger_write_settings(Logger *l, const Options *o, const Mode
 }
 
 // Opens the log and cuts off a last line that a full disk or a power failure left incomplete. *end: bytes of its whole
-// lines. NULL on failure, with errno set.
+// lines; 0 for a pipe. Returns NULL on failure, with errno set.
 static inline FILE *logger_append(const char *path, int64_t *end) {
     FILE *file = FILE_WORK("fopen", path, fopen(path, "a+"));
     *end = 0;
@@ -152,8 +153,8 @@ static inline FILE *logger_append(const char *path, int64_t *end) {
     return file;
 }
 
-// Makes LOG_DIR and checks that the log can be written there, before any work. Locks the folder to the end of the
-// process, so that two runs never write to one log. Dies with the reason.
+// Makes the folder `dir` of the log, and checks that the log can be written there, before any work. Locks the folder
+// until the process ends (folder_lock), so that two runs do not write to one log. Dies with the reason.
 static inline void logger_prepare(const char *dir) {
     Failure failure;
     char path[PATH_CAPACITY];
@@ -185,8 +186,9 @@ static inline bool logger_step_aside(const char *dir, const char *path) {
     return true;
 }
 
-// Opens LOG_DIR/log.jsonl, if --log-dir is given, and writes the settings. Dies if the file cannot be opened.
-// logger_prepare and options_resolve come first. `p`: the precision of the GEMMs, for the settings and for sol.
+// Opens log.jsonl in --log-dir, if that is given, and writes the settings. A log that is a lost link is renamed even if
+// the run continues from a checkpoint. Dies if the file cannot be opened. logger_prepare and options_resolve come
+// first. `p`: the precision of the GEMMs, for the settings and for sol.
 static inline Logger logger_open(const Options *o, const ModelConfig *m, const ParameterTable *t, const Precision *p,
                                  RunInfo run) {
     Logger l;
@@ -256,7 +258,7 @@ static inline void logger_print_line(Logger *l) {
 }
 
 // Formats one step's line, and prints it unless --log-every leaves it out. This process's first step, step --num-steps
-// and the multiples of --log-every are printed. If a signal ends the run, run_between_steps prints its last step.
+// and the multiples of --log-every are printed. If a signal ends the run, run_between_steps prints the run's last step.
 static inline void logger_print_step(Logger *l, const StepRecord *s, const Throughput *r) {
     char speed[256], width[32];
     format_checked(width, sizeof width, "%lld", (long long)l->num_steps);
@@ -285,7 +287,7 @@ static inline void logger_keep(Logger *l, const StepRecord *s) {
     if (s->skipped) l->times.skipped += s->seconds;
 }
 
-// Adds one value of each GPU as an array with the key `key`. `offset`: of the value in GpuReading.
+// Adds one value of each rank's GPU as an array with the key `key`. `offset`: where GpuReading has the value.
 static inline void logger_add_gpus(JsonText *line, const char *key, const GpuReading *gpus, int64_t n, size_t offset) {
     json_text_add(line, ", \"%s\": [", key);
     for (int64_t i = 0; i < n; i++) {
@@ -313,8 +315,8 @@ static inline void logger_add_throttle(JsonText *line, const GpuReading *gpus, i
     json_text_add(line, "]");
 }
 
-// Adds the parts of a step's time except computing, its energy, and the readings of all GPUs. Leaves out energy that is
-// not known, and all readings if a GPU cannot be read. Any other value that is not known is null.
+// Adds the parts of a step's time except computing, the step's energy, and the readings of all GPUs. Leaves out energy
+// that is not known, and all readings if a GPU cannot be read. Any other value that is not known is null.
 static inline void logger_add_times(JsonText *line, const StepRecord *s, int64_t world) {
     logger_add(line, "data_ms", s->times.seconds[TIME_DATA] * 1e3);
     logger_add(line, "communication_ms", s->times.seconds[TIME_COMMUNICATION] * 1e3);
@@ -346,7 +348,8 @@ static inline void logger_step(Logger *l, const StepRecord *s) {
     logger_write(l, &line);
 }
 
-// Prints and logs a validation. losses [n]: the loss of each sequence, in the order of --val-data. seconds: its time.
+// Prints and logs a validation. losses [n]: the loss of each sequence, in the order of --val-data. seconds: the time
+// that the validation took.
 static inline void logger_validation(Logger *l, int64_t step, const double *losses, int64_t n, double seconds) {
     double loss = 0;
     for (int64_t i = 0; i < n; i++) loss += losses[i] / (double)n;
@@ -371,7 +374,7 @@ static inline void logger_validation(Logger *l, int64_t step, const double *loss
     logger_write(l, &line);
 }
 
-// Logs a save that took `seconds`. error: why it failed; NULL: it did not.
+// Logs a save that took `seconds`. error: the reason if the save failed, else NULL.
 static inline void logger_save(Logger *l, int64_t step, double seconds, const char *error) {
     JsonText line = {NULL, 0, 0};
     l->times.saving += seconds;
@@ -403,7 +406,7 @@ static inline void logger_profile(Logger *l, int64_t step, const char *parts) {
     logger_write(l, &line);
 }
 
-// Logs the report of --check-links. members: of the record, as JSON.
+// Logs the report of --check-links. members: the record's members except "type", as JSON.
 static inline void logger_links(Logger *l, const char *members) {
     JsonText line = {NULL, 0, 0};
     json_text_add(&line, "{\"type\": \"links\", %s}", members);
@@ -424,7 +427,7 @@ static inline void logger_energy(const Logger *l, JsonText *line, int64_t warmup
     logger_add(line, "kwh", kwh);
 }
 
-// Prints and writes the summary of at least one step.
+// Prints and writes the summary. The process must have taken at least one step.
 static inline void logger_summary(Logger *l) {
     const int64_t warmup = min_i64(SUMMARY_WARMUP_STEPS, l->count / 2), last = min_i64(SUMMARY_LOSS_STEPS, l->count);
     const double wall = seconds_now() - l->times.began;

@@ -19,10 +19,10 @@ typedef struct {
     const Comm *comm;
     MemoryNeeded needed;
     int64_t available;  // bytes that one rank may use
-    bool ranks_help;    // true: each additional rank brings as many bytes; false: ranks share the memory
+    bool ranks_help;    // true: each rank has `available` bytes, however many there are; false: ranks share the memory
 } MemoryFit;
 
-// The changes, in the order in which they are made.
+// The changes of options that may make a run fit, in the order in which a combination makes them.
 enum {
     FIT_WEIGHT_CACHE_OFF,
     FIT_FULL_SHARDING,
@@ -51,7 +51,7 @@ static inline bool memory_fit_may_update_early(const Options *o) {
            o->grad_accumulation_steps == 1 && !options_fp8_gradients(o);
 }
 
-// True if a micro-step of one sequence is allowed: its tokens must fit the GEMMs of an FP8 recipe.
+// True if a micro-step of one sequence is allowed: with --precision fp8, its number of tokens must fit FP8 GEMMs.
 static inline bool memory_fit_may_split(const Options *o) {
     return o->precision != PRECISION_FP8 || o->sequence_length % options_recipe(o)->multiple == 0;
 }
@@ -77,7 +77,7 @@ static inline bool memory_fit_change_states(Options *o, int change, char *words,
     }
 }
 
-// Returns --offload with moments and all else that is offloaded.
+// Returns --offload with moments and what is offloaded already.
 static inline const char *memory_fit_with_moments(Offloaded out) {
     static const char *const lists[2][2] = {{"moments", "moments,activations"},
                                             {"moments,master", "moments,master,activations"}};
@@ -121,14 +121,14 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
     }
 }
 
-// The cost of each change. `percent` is an estimate of the time that it adds to a step, from llama3.1-8b in FP8 on one
-// H200 (docs/RESULTS.md): an FP8 weight cache gains 0.7% at most, batch 1 takes 28% more time than batch 4,
-// --recompute norm, attention, mlp and layer add 1%, 9%, 10% and 20% at T 8192 and 2%, 6%, 13% and 17% at T 2048,
-// --optimizer-in-backward adds 2% at most, --fp8-activations 3%, and coat-stochastic 3% at T 8192. `price` orders the
-// combinations. bf16 moments and weights cost no time but change how numbers are rounded, so they have a higher price
-// than the options that cost at most 1% of time. FP8 moments have a high price, and offloading has the highest: how
-// long its copies take depends on much. No change offloads master weights, because bf16 masters cost less time and need
-// less memory.
+// The cost of each change. `percent` is an estimate of the time that the change adds to a step. Most of them come from
+// llama3.1-8b in FP8 on one H200 (docs/RESULTS.md): an FP8 weight cache gains 0.7% at most, batch 1 takes 28% more time
+// per token than batch 4, --recompute norm, attention, mlp and layer add 1%, 9%, 10% and 20% at T 8192 and 2%, 6%, 13%
+// and 17% at T 2048, --optimizer-in-backward adds 2% at most, and coat-stochastic 3% at T 8192. --fp8-activations adds
+// 3% at most on one H100. For --sharding full there is no measurement. Offloading has 0, because the time of its copies
+// depends on much. `price` orders the combinations. bf16 moments and weights cost no time but change how numbers are
+// rounded, so their price is above that of changes with 1%. FP8 moments have a high price, and offloading has the
+// highest. No change offloads master weights, because bf16 masters cost less time and need less memory.
 static const struct {
     int price, percent;
 } memory_fit_costs[FIT_CHANGES] = {
@@ -194,7 +194,7 @@ static inline MemoryCombination memory_fit_search(const MemoryFit *f) {
 
 // Returns the smallest power of two, above the run's number of ranks, with which the run fits without other changes. 0:
 // none up to FIT_MOST_RANKS; or none is tried, with --sharding hybrid, if more ranks bring no memory, or if the run has
-// options that the trainers refuse on several ranks.
+// options that the GPU trainer refuses on several ranks.
 static inline int64_t memory_fit_ranks(const MemoryFit *f) {
     const Options *o = f->options;
     if (o->sharding == SHARDING_HYBRID || !f->ranks_help) return 0;
@@ -207,7 +207,8 @@ static inline int64_t memory_fit_ranks(const MemoryFit *f) {
     return 0;
 }
 
-// Returns the first choice of --recompute, in the order of their cost, with which the run fits; else `layer`.
+// Returns the first of none, norm, attention, mlp and layer, as --recompute, with which the run fits; layer if none
+// does.
 static inline int memory_fit_recompute(const MemoryFit *f) {
     Options o = *f->options;
     for (o.recompute = RECOMPUTE_NONE; o.recompute < RECOMPUTE_LAYER; o.recompute++)
@@ -215,7 +216,7 @@ static inline int memory_fit_recompute(const MemoryFit *f) {
     return o.recompute;
 }
 
-// Writes what would make the run fit, or at least need less.
+// Writes which options would make the run fit, or at least need fewer bytes.
 static inline void memory_fit_advice(const MemoryFit *f, char *out, size_t capacity) {
     const double GiB = 1024.0 * 1024 * 1024;
     const MemoryCombination best = memory_fit_search(f);

@@ -11,15 +11,15 @@
 // With --on-nonfinite skip, this many skipped steps in a row end the run.
 #define NONFINITE_MAX_SKIPPED 10
 
-// Means "none", for a position or for the number of an RMSNorm (nonfinite_norm). It is larger than any of them. A
-// double holds it exactly: ranks compare both as doubles.
+// Means "none", for a position or for the number of an RMSNorm (nonfinite_norm). It is larger than all positions and
+// numbers. A double holds it exactly: ranks compare positions and numbers as doubles.
 #define NONFINITE_NONE ((int64_t)1 << 53)
 
 // One rank's findings about a step whose gradient norm is not accepted (adamw_accepts).
 typedef struct {
     double loss, norm;  // over all ranks
-    // number (nonfinite_norm) of the first RMSNorm in the forward pass whose input was bad: not finite or, on a GPU, so
-    // large that the sum of its squares overflowed fp32. NONFINITE_NONE: there is none
+    // lowest number (nonfinite_norm) of an RMSNorm whose input was bad on this rank: not finite or, on a GPU, so large
+    // that the sum of its squares overflowed fp32. NONFINITE_NONE: there is none
     int64_t forward;
     uint32_t magnitude;  // this rank's largest gradient (adamw_magnitude)
     int64_t position;    // this rank's first large gradient (adamw_large): its place in the backward order of the shard
@@ -111,7 +111,7 @@ static inline int64_t nonfinite_position(const ParameterTable *t, const ShardPla
     return backward_position(backward_order(t), shard_to_flat(t, s, element));
 }
 
-// Describes the first large gradient of all ranks, and returns its parameter. All ranks call.
+// Describes the first large gradient, in backward order, of all ranks, and returns its parameter. All ranks call.
 static inline const Parameter *nonfinite_gradient(const ParameterTable *t, const TrainerState *s,
                                                   const NonfiniteStep *step, char *out, size_t capacity) {
     const Comm *c = s->comm;
@@ -139,8 +139,8 @@ static inline const Parameter *nonfinite_gradient(const ParameterTable *t, const
     return p;
 }
 
-// Describes where the first bad value appears: the block of the model, and its largest weight, which is often the
-// cause. Bad values elsewhere may only follow from that one. All ranks call.
+// Describes where the first bad value appears: the block of the model, and the block's largest weight, which is often
+// the cause. Bad values in other blocks may only follow from the first. All ranks call.
 static inline void nonfinite_place(const ParameterTable *t, const TrainerState *s, const NonfiniteStep *step, char *out,
                                    size_t capacity) {
     char name[64], gradient[320] = "";

@@ -39,7 +39,8 @@ static inline void plan_json_memory(JsonText *out, const PlanFacts *f) {
     json_text_add(out, "}");
 }
 
-// Adds the dtype and scale granularity of operand i of a GEMM (Recipe.granularity); the key is the tensor's role.
+// Adds the dtype of operand i of a GEMM and, if it is FP8, its scale granularity (Recipe.granularity). The key is the
+// tensor's role.
 static inline void plan_json_operand(JsonText *out, const PlanFacts *f, const Recipe *r, GemmKind gemm, int i) {
     static const char *const roles[NUM_TENSORS] = {"w", "x", "dy"};
     const TensorRole role = gemm_tensor(gemm, i);
@@ -51,8 +52,8 @@ static inline void plan_json_operand(JsonText *out, const PlanFacts *f, const Re
     json_text_add(out, "}");
 }
 
-// Adds the three GEMMs of linear layer `s`, with the numbers of the model's layers in which it has recipe r. `id`: its
-// LinearId; -1: lm_head, which is in no layer.
+// Adds the three GEMMs of linear layer `s` with recipe r, and the numbers of the model's layers in which `s` has that
+// recipe. `id`: its LinearId; -1: lm_head, which is in no layer.
 static inline void plan_json_linear(JsonText *out, const PlanFacts *f, const LinearShape *s, int id, const Recipe *r) {
     const Precision *p = f->precision;
     for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
@@ -95,8 +96,8 @@ static inline void plan_json_fingerprint(JsonText *out, const char *key, const D
     logger_add_text(out, key, text);
 }
 
-// Adds what follows from the options and the data: sizes, memory and GEMMs. The settings record of log.jsonl has them
-// too.
+// Adds what follows from the options and the data: sizes, memory and GEMMs. The settings record of log.jsonl has the
+// same members.
 static inline void plan_json_derived(JsonText *out, const PlanFacts *f) {
     const DataLoader *data = &f->setup->train;
     if (data->num_shards) {

@@ -24,7 +24,7 @@ static inline void run_print(const RunSetup *s, const Options *o, const Comm *c,
     printf("%-26s %lld elements, padding included\n", "shard of a rank", (long long)plan->total);
 }
 
-// Reports a failed save, which took `seconds`, to stderr and to the log. `next`: the end of the message.
+// Reports a failed save, which took `seconds`, on stderr and in the log. `next`: the end of the message on stderr.
 static inline void run_warn_of_save(Logger *log, const TrainerState *state, int64_t step, double seconds,
                                     const Failure *failure, const char *next) {
     if (checkpoint_is_leader(state->comm)) warn("%s; %s", failure->text, next);
@@ -32,8 +32,9 @@ static inline void run_warn_of_save(Logger *log, const TrainerState *state, int6
 }
 
 // Saves a checkpoint in --checkpoint-dir. `last`: this is the run's last save. Retries a failed save once. If the retry
-// fails too, the run goes on to its next save; after the last save run_end dies. Dies without a retry if the save fails
-// with --on-save-error stop, or because a value is not finite. All ranks call, with equal results.
+// fails too, the run goes on to its next save; after the last save run_end dies. Dies at once if the save fails with
+// --on-save-error stop, or because of a value that must not be saved (Failure.lasting). All ranks call, with equal
+// results.
 static inline void run_save(RunSetup *s, const Options *o, const TrainerProgress *progress, const ParameterTable *t,
                             const TrainerState *state, bool last, Logger *log) {
     const CheckpointRun run = run_setup_checkpoint(s, o);
@@ -86,9 +87,9 @@ static inline void run_export(const RunSetup *s, const Options *o, int64_t steps
     activity_phase(PHASE_END, steps_done);
 }
 
-// Ends a run after its last step. Exports the weights with --export-hf, unless a signal (stop; 0: none) stopped the run
-// before --num-steps; dies if the export fails. Then dies if the last save failed. Prints the signal that stopped the
-// run if the last save did not fail.
+// Ends a run after its last step. If a signal (stop; 0: none) stopped the run before --num-steps, exports nothing, and
+// prints the signal unless the last save failed. Else exports the weights with --export-hf. Dies if the export fails,
+// and after it if the last save failed.
 static inline void run_end(const RunSetup *s, const Options *o, int stop, int64_t steps_done, const ParameterTable *t,
                            const TrainerState *state) {
     const bool early = stop && steps_done < o->num_steps;

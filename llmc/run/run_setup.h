@@ -1,4 +1,4 @@
-// Sets up a run of either trainer: its model, data and vocabulary. Checks all input before any work.
+// Sets up a run of either trainer: its model, data and vocabulary. Checks the input before any work.
 #ifndef LLMC_RUN_SETUP_H
 #define LLMC_RUN_SETUP_H
 
@@ -11,14 +11,15 @@
 
 #define VOCABULARY_MULTIPLE 64
 
-// Every rank compares files of MODEL's folder up to this size with their saved hashes before it reads them. Larger
-// files are compared on one rank of each host.
+// Where hashes of MODEL's folder are checked, every rank checks files up to this size before it reads them
+// (run_setup_model). One rank of each host checks larger files too (run_setup_verify_weights).
 #define SMALL_FILE_BYTES ((int64_t)1 << 20)
 
-// Models pad their vocabularies by fewer rows than this (Qwen 2.5 and 3: up to 395).
+// A model's vocabulary may have padding: rows that stand for no token. As many such rows as this, or more, give a
+// warning.
 #define VOCABULARY_PADDING 1024
 
-// Bytes hashed at the beginning of each weights file: most often its header and a part of the first tensor.
+// Bytes hashed at the beginning of each weights file, to compare the files of all ranks.
 #define WEIGHTS_FINGERPRINT_BYTES (1 << 20)
 
 typedef struct {
@@ -31,15 +32,15 @@ typedef struct {
     DataIdentity val_data;  // identity of `val`
     char checkpoint[PATH_CAPACITY];  // to continue from; "": none
     TrainerProgress start;           // that checkpoint's progress, or 0
-    // checkpoints that checkpoint_prune keeps: later ones that --resume skipped, and old ones that are not this
-    // program's
+    // checkpoints that checkpoint_prune keeps: those of higher steps that --resume skipped, and old ones that this
+    // program may not remove
     CheckpointSteps passed_over;
-    int64_t saved_step;  // the latest step with a checkpoint; 0: none
+    int64_t saved_step;  // the latest step of the run with a checkpoint; 0: none
     bool save_failed;    // the latest save failed, for this reason:
     Failure save_failure;
     bool filter_decided;    // --fp8-filter was auto, and is now fp8_filter
     char fp8_filter[1024];  // the filter that auto stands for
-    Tokenizer tokenizer;    // count 0: none beside the shards
+    Tokenizer tokenizer;    // count 0: there is none beside the first training shard, or data is not opened
 } RunSetup;
 
 // True if --resume finds checkpoints, whole or damaged.
@@ -57,8 +58,8 @@ __attribute__((noreturn)) static inline void run_setup_die_damaged(const Options
 }
 
 // If the run starts from the weights in MODEL's folder, without --no-verify: one rank of each host compares the
-// folder's files with the hashes that were saved there, if there are any. It leaves out optimizer state. If a file is
-// damaged, all ranks die.
+// folder's files with the hashes that were saved there, if there are any (model_verify). If a file is damaged, all
+// ranks die.
 static inline void run_setup_verify_weights(const RunSetup *s, const Options *o, const Comm *c) {
     Failure failure;
     if (!s->load_weights || s->continues || o->no_verify) return;
@@ -87,7 +88,8 @@ static inline void run_setup_model(RunSetup *s, const Options *o) {
             o->model, name);
 }
 
-// Dies if a shard has a tokenizer table that differs from the first training shard's: ids would mean different texts.
+// Dies if a shard of `dl` has a tokenizer table that differs from the first training shard's: ids would mean different
+// texts.
 static inline void run_setup_check_tables(const RunSetup *s, const DataLoader *dl) {
     char first[PATH_CAPACITY], path[PATH_CAPACITY], known[PATH_CAPACITY];
     tokenizer_path(first, sizeof first, s->train.shards[0].path);
@@ -112,8 +114,8 @@ static inline void run_setup_describe(JsonText *text, const char *name, const ch
     json_text_add(text, "%s%c%s%c", name, 0, value, 0);
 }
 
-// Writes to `out` the first value in which two descriptions differ. If a name differs before that, writes only that the
-// settings differ.
+// Writes to `out` the first value in which two descriptions differ. If a name differs before that, or one description
+// is the beginning of the other, writes that the program or MODEL differs.
 static inline void run_setup_difference(const char *here, const char *here_end, const char *first,
                                         const char *first_end, char *out, size_t capacity) {
     for (const char *a = here, *b = first; a < here_end && b < first_end;) {
@@ -150,7 +152,7 @@ static inline void run_setup_compare(const Comm *c, JsonText *mine, const char *
 }
 
 // Dies if a rank's program or options differ from rank 0's. Must come before communication that depends on the options.
-// Paths of data may differ: run_setup_same_data compares the data. All ranks call.
+// Paths of data may differ: run_setup_same_data compares data that is opened. All ranks call.
 static inline void run_setup_same_options(const Comm *c, const Options *o, const char *program) {
     JsonText text = {NULL, 0, 0};
     run_setup_describe(&text, "the program", program);
@@ -186,7 +188,8 @@ static inline void run_setup_describe_weights(JsonText *text, const char *folder
     safetensors_close(&st);
 }
 
-// Dies if a rank's model differs from rank 0's: each rank reads it from its host's disk. All ranks call.
+// Dies if a rank's model differs from rank 0's: each rank reads a folder given as MODEL from its host's disk.
+// from_weights: also compares the weights. All ranks call.
 static inline void run_setup_same_model(const RunSetup *s, const Comm *c, bool from_weights) {
     if (c->world == 1) return;
     JsonText text = {NULL, 0, 0}, config = hf_config_text(&s->model, "");
@@ -220,7 +223,8 @@ static inline void run_setup_same_data(const DataLoader *data, const char *optio
             mine->tokens == first.tokens ? "but the shards differ" : "so the ranks would read different samples");
 }
 
-// Opens the shards, and the tokenizer table beside the first one.
+// Opens the shards, and the tokenizer table beside the first training shard. Dies if other ranks have other data, or if
+// shards have different tables.
 static inline void run_setup_data(RunSetup *s, const Options *o, const Comm *c) {
     s->train = dataloader_open(o->train_data, o->sequence_length, o->shuffle == ON, (uint64_t)o->seed);
     s->data = dataloader_identity(&s->train);
@@ -246,8 +250,8 @@ static inline int64_t run_setup_largest_token(DataLoader *dl) {
         dl->shards[place.shard].path, (long long)place.position, (long long)place.token, VOCABULARY_LARGEST);
 }
 
-// Sets the vocabulary of the presets tiny and small, which comes from the data. Checks the model's sizes, and that the
-// vocabulary has the separator of the tokenizer, if data with a tokenizer table is open.
+// Sets the vocabulary of the presets tiny and small, which comes from the data. Dies if the model's sizes are wrong, or
+// if data with a tokenizer table is open and its separator is not in the vocabulary.
 static inline void run_setup_vocabulary(RunSetup *s) {
     if (s->model.vocab_size == 0)
         s->model.vocab_size = round_up(s->tokenizer.count ? s->tokenizer.count : run_setup_largest_token(&s->train) + 1,
@@ -267,8 +271,8 @@ static inline void run_setup_warn_of_length(const RunSetup *s, const Options *o)
              (long long)o->sequence_length, (long long)s->model.max_position_embeddings, s->model.name);
 }
 
-// Warns if the tokenizer has far fewer tokens than the model's vocabulary. Token ids alone do not show this: a larger
-// vocabulary contains all ids of a smaller one.
+// Warns if the model's vocabulary is larger than the tokenizer's by VOCABULARY_PADDING or more. Token ids alone do not
+// show this: a larger vocabulary contains all ids of a smaller one.
 static inline void run_setup_warn_of_tokenizer(const RunSetup *s) {
     if (s->tokenizer.count && s->model.vocab_size - s->tokenizer.count >= VOCABULARY_PADDING)
         warn(
@@ -276,7 +280,8 @@ static inline void run_setup_warn_of_tokenizer(const RunSetup *s) {
             (long long)s->tokenizer.count, (long long)s->model.vocab_size);
 }
 
-// Dies if the run writes logs or checkpoints into the export's folder or its temporary ones: the export replaces them.
+// Dies if the run writes logs or checkpoints into the export's folder or its temporary ones: the export replaces or
+// removes these folders.
 static inline void run_setup_check_export(const Options *o) {
     const char *const written[][2] = {{"log-dir", o->log_dir}, {"checkpoint-dir", o->checkpoint_dir}};
     static const char *const suffixes[] = {"", FOLDER_TEMPORARY, FOLDER_ASIDE};
@@ -299,8 +304,8 @@ static inline void run_setup_check_export(const Options *o) {
 // Dies if the trainer cannot run the model with these options. shard_size: ranks per replica.
 typedef void (*CheckSupported)(const ModelConfig *m, const Options *o, int64_t world, int64_t shard_size);
 
-// Sets --shard-size 0 of --sharding hybrid to the ranks of one host. Dies if hosts have different numbers of ranks, or
-// if ranks of one host do not follow each other: then a shard group would span hosts.
+// Sets --shard-size 0 of --sharding hybrid to the number of ranks of one host. Then dies if hosts have different
+// numbers of ranks, or if ranks of one host do not follow each other: a shard group would span hosts.
 static inline void run_setup_shard_size(Options *o, const Comm *c) {
     if (o->sharding != SHARDING_HYBRID || o->shard_size) return;
     const double least = comm_min(c, COMM_WORLD, (double)c->local_world);
@@ -316,9 +321,9 @@ static inline void run_setup_shard_size(Options *o, const Comm *c) {
 }
 
 // Checks the options, resolves them (options_resolve), and opens the model and the data that they name, on every rank.
-// A dry run opens data only if the vocabulary comes from it. In any other run one rank of each host reads all data
-// once, to check the tokens, and rank 0 checks that it can write the run's folders. Dies with the reason. Clears
-// --log-dir on all ranks but 0, which writes the log.
+// A dry run opens data only if the vocabulary comes from it. In any other run one rank of each host reads all data, to
+// check the tokens, and rank 0 checks that it can write the run's folders. Dies with the reason. Clears --log-dir on
+// all ranks but 0, which writes the log.
 static inline RunSetup run_setup(Options *o, const Comm *c, CheckSupported check_supported) {
     RunSetup s;
     char message[512];
@@ -355,7 +360,7 @@ static inline RunSetup run_setup(Options *o, const Comm *c, CheckSupported check
     return s;
 }
 
-// Returns the facts about a run that checkpoints store. They point into both arguments.
+// Returns what the functions of checkpoints need to know of a run. The result points into both arguments.
 static inline CheckpointRun run_setup_checkpoint(RunSetup *s, const Options *o) {
     const CheckpointRun run = {&s->model, o, s->data, &s->passed_over};
     return run;
@@ -367,8 +372,8 @@ static inline void run_setup_decide_filter(RunSetup *s, Options *o) {
     s->filter_decided = true;
 }
 
-// With --resume, after run_setup: finds the checkpoint to continue from, if there is one, and dies if its run does not
-// match. Replaces --fp8-filter auto by that run's filter. All ranks call.
+// With --resume, after run_setup: finds the checkpoint to continue from, if there is one, and dies if the run that
+// wrote it does not match (checkpoint_check). Replaces --fp8-filter auto by that run's filter. All ranks call.
 static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
     if (!o->resume || !checkpoint_find_together(c, o->checkpoint_dir, s->checkpoint, sizeof s->checkpoint)) return;
     if (strcmp(o->fp8_filter, "auto") == 0) {
@@ -387,13 +392,13 @@ static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
                (long long)s->start.step, (long long)o->num_steps);
 }
 
-// Returns the bytes of weights and both moments in a checkpoint. All else in it is small.
+// Returns the bytes of weights and both moments in a checkpoint. The rest of it is small in comparison.
 static inline int64_t run_setup_checkpoint_bytes(const ParameterTable *t, const Options *o) {
     return t->num_parameters * options_weight_bytes(o) + options_moment_bytes(o, t->num_parameters);
 }
 
 // Dies, on rank 0, if the disk lacks room for one checkpoint or for the export: otherwise the run would fail after its
-// work. Does nothing if the room is not known. Call it after run_setup_resume.
+// work. Where the room is not known, checks nothing. Call it after run_setup_resume.
 static inline void run_setup_check_room(const RunSetup *s, const Options *o, const Comm *c) {
     if (c->rank > 0) return;
     const double GiB = 1024.0 * 1024 * 1024;

@@ -29,13 +29,14 @@ static inline int32_t sampler_choose(const float *logits, int64_t count, uint64_
 }
 
 // Returns a trainer's logits [V], fp32, for the token after tokens[0 ... length), 1 <= length <= --sequence-length.
-// They are valid until the next call. All ranks call.
+// They are valid until the trainer computes anything else. All ranks call.
 typedef const float *(*NextLogits)(void *context, const int32_t *tokens, int64_t length);
 
 // Prints up to --sample-tokens tokens that the model writes after a separator, until the next separator or a request to
-// stop. Without a tokenizer table the separator is the model's BOS token; without that, the text begins after token 0.
-// There is no key/value cache: each token takes a forward pass over the last --sequence-length tokens. All ranks call,
-// since each may hold a part of the weights. Rank 0 chooses the token: logits of other ranks may differ by rounding.
+// stop. Without a tokenizer table the separator is the model's BOS token. If the model has none, the text begins after
+// token 0, and no token ends it. There is no key/value cache: each token takes a forward pass over the tokens before
+// it, at most --sequence-length of them. All ranks call, since each may hold a part of the weights. Rank 0's choice of
+// the token counts: logits of other ranks may differ by rounding.
 static inline void sampler_print(const Options *o, const Comm *c, const ModelConfig *m, const Tokenizer *tokenizer,
                                  int64_t step, NextLogits next, void *context) {
     const int64_t choices = tokenizer->count ? min_i64(tokenizer->count, m->vocab_size) : m->vocab_size;

@@ -1,6 +1,6 @@
 // Prints the start of a run: model, device, data, recipe, options and memory, in at most 25 lines.
 // A dry run does not print this: it prints the whole plan (run_print_plan). The largest number of lines: 1 model,
-// 1 validation data, 2 starting weights or checkpoint, 1 earlier export that was restored, 1 --fp8-filter auto,
+// 1 validation data, 2 starting weights and --resume, 1 earlier export that was restored, 1 --fp8-filter auto,
 // 1 device, 1 ranks, 1 data, 1 recipe, 5 options, 2 derived options, 2 memory, 3 communication and GEMMs of the GPU
 // trainer, 1 earlier log, 1 empty: 24. More lines come only with warnings, with checkpoints that --resume skips (one
 // each), with --resume when no step is left, with ranks that come late (rendezvous.h), and with the report of
@@ -10,11 +10,12 @@
 
 #include "plan_json.h"
 
-// Columns of a line: its text begins after a label, and is wrapped before START_COLUMNS.
+// A line begins with a label of START_LABEL columns. It has at most START_COLUMNS columns, unless one item is longer or
+// an ellipsis follows.
 enum { START_LABEL = 9, START_COLUMNS = 100 };
 enum { START_OPTION_LINES = 5, START_LINES = 2 };
 
-// A text under one label, of at most max_lines lines. `full`: it has more than fits.
+// A text under one label, of at most max_lines lines. `full`: an item did not fit.
 typedef struct {
     int column, lines, max_lines;
     bool full;
@@ -55,7 +56,7 @@ static inline const char *start_count(char *out, size_t capacity, int64_t n) {
     return out;
 }
 
-// Prints which program trains which model. Call it after run_setup and before open_device.
+// Prints which program trains which model. Call it after run_setup.
 static inline void start_print_model(const RunSetup *s, const char *program) {
     const ModelConfig *m = &s->model;
     ParameterTable t = parameter_table(m);
@@ -168,7 +169,7 @@ typedef struct {
 
 // True if an option is printed. The line of options has each option that the command line names, unless the program
 // changed its value. The line of `derived` options has each option that the program or another option (--msamp) set, if
-// start_concerns is true for it.
+// start_concerns is true for it. Neither line has --train-data.
 static inline bool start_prints(const StartOptions *s, const OptionRow *row, bool derived) {
     char value[PATH_CAPACITY], given[PATH_CAPACITY], standard[PATH_CAPACITY];
     const Options defaults = options_default();
@@ -181,7 +182,7 @@ static inline bool start_prints(const StartOptions *s, const OptionRow *row, boo
     return (changed || (!named && strcmp(given, standard) != 0)) && start_concerns(row, s->o, s->comm);
 }
 
-// Prints the line of options, or that of `derived` options, without --train-data, which is printed already.
+// Prints the line of options, or that of `derived` options.
 static inline void start_print_options(const StartOptions *s, bool derived) {
     StartText t = start_begin(derived ? "derived" : "options", derived ? START_LINES : START_OPTION_LINES);
     for (const OptionRow *row = option_rows(); row->name; row++) {

@@ -1,5 +1,5 @@
 // Runs a trainer from the command line to its end: set-up, steps, and what happens between steps.
-// Each trainer fills TrainerOps. Everything around the model is here, for both.
+// Each trainer fills TrainerOps with its operations, which this file calls.
 #ifndef LLMC_TRAIN_H
 #define LLMC_TRAIN_H
 
@@ -29,7 +29,7 @@ typedef struct {
 // operation, except where a comment says otherwise.
 typedef struct {
     const char *program;  // "train_fp8", "train_fp8cu"
-    int64_t steps_ahead;  // how many later steps start before a step is reported; 0: none
+    int64_t steps_ahead;  // how many later steps may start before a step is reported
 
     // Dies if model or options are not supported. Called in run_setup, and again when --fp8-filter auto is decided.
     CheckSupported check_supported;
@@ -37,18 +37,21 @@ typedef struct {
     void (*open_device)(const Options *o, const Comm *c);
     // Writes the fastest --fp8-filter on this device. Rank 0 alone calls; NULL if check_supported refuses auto.
     void (*find_filter)(const Options *o, const ModelConfig *m, char *filter, size_t capacity);
-    // Computes sizes and the memory plan; takes no device memory. The trainer keeps the pointers.
+    // Computes sizes and the memory plan; takes no device memory. Its arguments must live as long as the trainer.
     TrainerParts (*describe)(void *t, const Options *o, const ModelConfig *m, const Comm *c);
     MemoryNeeded memory_needed;
     // Returns the bytes of memory that this rank may take, after open_device. The run's memory_needed must not exceed
     // them.
     int64_t (*memory_available)(const Comm *c);
-    // print_settings prints settings that only a dry run prints; may be NULL. print_gemms prints the GEMM table.
+    // Only a dry run calls these two. print_settings prints settings of this trainer; may be NULL. print_gemms prints
+    // the GEMM table.
     void (*print_settings)(const void *t);
     void (*print_gemms)(const void *t);
-    // Takes the memory that describe planned, and clears it. Prints at most three lines (start.h).
+    // Takes the memory that describe planned, and makes it ready: zeros, except tables and scales. Prints at most 3
+    // lines (start.h).
     void (*create)(void *t, const Arena *memory);
-    // Returns what --check-links needs. Called after create. The measurements leave the memory as create left it.
+    // Returns what --check-links needs. Called after create, only with --check-links. The measurements find and leave
+    // weights and gradients zero.
     LinkOps (*links)(void *t);
     void (*initialize)(void *t);       // random weights, by --seed
     void (*weights_changed)(void *t);  // after initialize, or after TrainerState.write
@@ -67,8 +70,8 @@ typedef struct {
     // Runs the forward pass on this rank's part of batch number `batch`. Returns the loss of each token [B][T].
     const float *(*token_losses)(void *t, DataLoader *data, int64_t batch);
     NextLogits next_logits;
-    // Waits for all started work. If no step has been applied yet (--on-nonfinite skip), also drops the delayed scales
-    // that validation or samples made. May be NULL.
+    // Waits for all started work. May also drop delayed scales that validation or samples made (train_fp8.cu). May be
+    // NULL.
     void (*settle)(void *t);
     // Prints the profile of the last step, if there is one, and adds its rows to a JSON array. May be NULL.
     void (*print_profile)(void *t, double peak_bf16, JsonText *parts);
@@ -88,9 +91,10 @@ typedef struct {
     DeviceInfo device;
     Logger logger;
     GpuMonitor monitor;
-    double joules_at_first_step,
-        joules_at_step;  // energy of this rank's GPU when the first step, and the latest step, began
-    GpuReading *gpus;    // [world] of all ranks
+    // Energy counter of this rank's GPU: before the first step; and at the latest report of a step or, if that came
+    // later, at the end of the latest pause.
+    double joules_at_first_step, joules_at_step;
+    GpuReading *gpus;  // [world] the latest readings of all ranks' GPUs
     int64_t skipped_in_a_row;
     JsonText links;                 // the report of --check-links
     AuditSums *step_audit, *audit;  // [audit_count] sums of one step, and of all audits; NULL: no --fp8-audit
@@ -157,8 +161,8 @@ static inline void run_settle(Run *run) {
 }
 
 // Computes the loss of each of the first `sequences` validation sequences into losses [sequences], equal on all ranks.
-// In the last batch some ranks may have no such sequences: they compute too, and add nothing. False if a stop was
-// requested meanwhile.
+// Some ranks may have fewer sequences than others in the last batch, or none: they compute a whole batch all the same.
+// `losses` must be zero at first. Returns false if a stop was requested meanwhile.
 static inline bool run_validation_losses(Run *run, int64_t sequences, double *losses) {
     const int64_t B = run->options.batch_size, T = run->options.sequence_length, world = run->comm.world;
     for (int64_t i = 0; i * world * B < sequences; i++) {
@@ -172,8 +176,8 @@ static inline bool run_validation_losses(Run *run, int64_t sequences, double *lo
     return true;
 }
 
-// Validates on the first --val-steps sequences, and logs their losses. Returns a stop signal that came meanwhile, or 0;
-// a validation that it interrupts is not logged.
+// Validates on the first --val-steps sequences, or on all if there are fewer, and logs their losses. Returns a stop
+// signal that came meanwhile, or 0. A validation that a signal interrupts is not logged.
 static inline int run_validate(Run *run, int64_t done) {
     const int64_t sequences = min_i64(run->options.val_steps, run->setup.val.num_sequences);
     const double start = seconds_now();
@@ -191,9 +195,9 @@ static inline void run_report_audit(Run *run, int64_t done) {
     audit_finish(&run->comm, &run->logger, done, run->step_audit, run->audit, run->parts.precision);
 }
 
-// Audits, validates, samples and saves as due after `done` steps. `stop`: the signal that ends the run here; 0: none.
-// After a signal, also one that comes meanwhile, it does not validate or sample, but saves if --checkpoint-dir is
-// given. Returns the signal, or 0.
+// Reports the audit, validates, samples and saves, as `due` says, after `done` steps. `stop`: the signal that ends the
+// run here; 0: none. After a signal, also one that comes meanwhile, this function starts no validation and no sample,
+// but saves if --checkpoint-dir is given. Returns the signal, or 0.
 static inline int run_between_steps(Run *run, int64_t done, Due due, int stop) {
     const Options *o = &run->options;
     const Comm *c = &run->comm;
@@ -214,7 +218,8 @@ static inline int run_between_steps(Run *run, int64_t done, Due due, int stop) {
     return stop;
 }
 
-// Trains until --num-steps or a stop signal. Returns how many steps are done; *stop: the signal, 0 for none.
+// Trains until --num-steps or a stop signal. Returns how many steps are done, with those before a --resume. *stop: the
+// signal (stop_requested), 0 for none.
 static inline int64_t run_steps(Run *run, int *stop) {
     const Options *o = &run->options;
     const TrainerOps *ops = run->ops;
@@ -229,8 +234,8 @@ static inline int64_t run_steps(Run *run, int *stop) {
         ops->start_step(run->trainer, &run->setup.train, done, run_samples_seen(run, done), after_pause);
         const Due due = schedule_due(o, ++done);
         *stop = stop_requested(&run->comm);
-        // On the GPU, a step's line is printed while the next step runs, so that the GPU does not wait for the host.
-        // Before anything else is done, all lines are printed.
+        // On the GPU, a step is reported while the next step runs, so that the GPU does not wait for the host. Before a
+        // pause, all steps are reported.
         const bool pause = *stop || due.last || due.audit || due.validate || due.sample || due.save;
         for (; reported < (pause ? done : done - ops->steps_ahead); reported++) run_report_step(run, reported);
         if (pause) *stop = run_between_steps(run, done, due, *stop);
@@ -241,7 +246,8 @@ static inline int64_t run_steps(Run *run, int *stop) {
 
 // ---- from the command line to the first step
 
-// Replaces --fp8-filter auto by the fastest filter, which rank 0 finds; a resumed run takes it from its checkpoint.
+// Replaces --fp8-filter auto by the fastest filter, which rank 0 finds. (In a run that continues from a checkpoint,
+// run_setup_resume has replaced it already.) Then checks the options with the new filter.
 static inline void run_find_filter(Run *run, int64_t shard_size) {
     Options *o = &run->options;
     RunSetup *s = &run->setup;
@@ -253,8 +259,8 @@ static inline void run_find_filter(Run *run, int64_t shard_size) {
     if (s->filter_decided) run->ops->check_supported(&s->model, o, run->comm.world, shard_size);
 }
 
-// Reads and checks everything that the options name. Unless it is a dry run, opens the device, finds the checkpoint to
-// continue from, and resolves --fp8-filter auto.
+// Joins the other ranks, reads the command line, and sets up the run (run_setup). Unless it is a dry run, also opens
+// the device, finds the checkpoint to continue from, and resolves --fp8-filter auto.
 static inline void run_begin(Run *run, int argc, char **argv) {
     char presets[1024];
     Options *o = &run->options;
@@ -305,7 +311,7 @@ static inline void run_print_plan(const Run *run) {
     traffic_print(&traffic);
 }
 
-// Prints device, data, recipe, options and memory of a run, in a few lines (start.h).
+// Prints device, ranks, data, recipe, options and memory of a run, in a few lines (start.h).
 static inline void run_print_start(const Run *run) {
     const Options *o = &run->options;
     start_print_device(&run->device);
@@ -319,7 +325,8 @@ static inline void run_print_start(const Run *run) {
     fflush(stdout);
 }
 
-// Opens the log. Its settings record holds what --dry-run --json says of sizes, memory and GEMMs (plan_json_derived).
+// Opens the log. Its settings record holds what --dry-run --json says of data, sizes, memory and GEMMs
+// (plan_json_derived), and the host's name.
 static inline Logger run_open_log(const Run *run) {
     const TrainerParts *p = &run->parts;
     const DeviceInfo *d = &run->device;
@@ -335,8 +342,8 @@ static inline Logger run_open_log(const Run *run) {
     return logger;
 }
 
-// With --check-links: measures and prints. The trainer must have no weights yet. Keeps the report for the log, which is
-// not open yet.
+// With --check-links: measures, and prints the report. Keeps the report for the log, which is not open yet. The trainer
+// must have no weights yet.
 static inline void run_check_links(Run *run) {
     if (!run->options.check_links) return;
     const LinkOps links = run->ops->links(run->trainer);
@@ -347,7 +354,8 @@ static inline void run_check_links(Run *run) {
     links.close(links.context);
 }
 
-// Makes the trainer, with the weights that the first step starts from, and the log.
+// Makes the trainer, with the weights that the first step starts from, and the log. From now on signals ask the run to
+// stop (stop.h).
 static inline void run_create(Run *run) {
     const TrainerOps *ops = run->ops;
     const TrainerParts *p = &run->parts;
@@ -398,7 +406,8 @@ static inline void run_close(Run *run, int64_t steps_done, int stop) {
     free(run->audit);
 }
 
-// Replaces --recompute auto by the first choice that fits on all ranks, or by layer if none fits.
+// With --recompute auto: replaces auto by the first choice that fits on all ranks, or by layer if none fits. A dry run
+// without --memory-limit dies, because it does not know how much memory there is.
 static inline void run_choose_recompute(Run *run) {
     Options *o = &run->options;
     const Comm *c = &run->comm;
@@ -420,7 +429,7 @@ static inline void run_check_limit(const Run *run) {
         memory_fit_require(&fit, run->parts.memory.used + run->parts.memory_overhead, "--memory-limit is");
 }
 
-// Runs a trainer: all of its main. A dry run ends after the plan is printed.
+// Runs a trainer: the whole of its main. A dry run ends when it has printed the plan.
 static inline int run_trainer(int argc, char **argv, const TrainerOps *ops, void *trainer) {
     Run run;
     int stop;
