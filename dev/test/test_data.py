@@ -254,7 +254,7 @@ def test_hub(folder):
     check(status == 0 and server.breaks == 0 and stories_of("broken") == stories,
           f"a download continues after three broken connections: {output}")
 
-    whole = server.files["TinyStories-train.txt"]  # half is there from an earlier call: only the rest is asked for
+    whole = server.files["TinyStories-train.txt"]  # half is there, as after a broken call: only the rest is asked for
     os.makedirs(f"{folder}/resumed")
     with open(f"{folder}/resumed/TinyStories-train.txt.part", "wb") as f:
         f.write(whole[:size // 2])
@@ -349,8 +349,8 @@ def test_tokenizer_json(folder):
         os.makedirs(f"{folder}/my {kind}", exist_ok=True)
         path = f"{folder}/my {kind}/tokenizer.json"
         subprocess.run([VENV_PYTHON, "-c", MAKE_TOKENIZER, kind, text, path, special], check=True)
-        # The third tokenizer lies in the first one's folder. --name gives its shards the first one's name: they replace
-        # them.
+        # The third tokenizer lies in the first one's folder. --name gives its shards the name of the first one's
+        # shards, so they replace those.
         extra = ["--separator", special, "--name", f"tinystories_my_{kind}"] if special == "<sep>" else []
         status, output = run("--tokenizer", os.path.dirname(path), "--text", text, "--val-text", text, "--out", folder,
                              *extra, python=VENV_PYTHON)
@@ -362,7 +362,7 @@ def test_tokenizer_json(folder):
         check(decode(tokens, separator, table) == STORIES * 3 + ["the <s> is text, \U0001f600 is new"],
               f"{kind}: {decode(tokens, separator, table)[-1]!r}")
         check(max(tokens) > 260 and len(tokens) < os.path.getsize(text),
-              f"{kind}: the shard has fewer tokens than the text has bytes")
+              f"{kind}: the shard has ids above 260, and fewer tokens than the text has bytes")
     status, output = run("--tokenizer", path, "--text", text, python=VENV_PYTHON)
     check(status != 0 and "--separator" in output and "Traceback" not in output,
           f"a tokenizer without a known separator is refused: {output}")
@@ -396,10 +396,11 @@ def test_synth(folder):
     stories = {split: decode(shards[split][2], separator, table) for split in shards}
     check(shards["train"][:2] == (20240520, 1), "the shard has magic number 20240520 and version 1")
     check(300000 <= sum(map(len, stories["train"])) < 301000 and 15000 <= sum(map(len, stories["val"])) < 16000,
-          "the texts have the sizes that --bytes asks for")
+          "the training text has the size of --bytes, the validation text a 20th of it, or up to 1,000 bytes more")
     check(not set(stories["train"]) & set(stories["val"]), "no validation story is in the training set")
     text = "\n".join(stories["train"])
-    check(not re.search(r"[^A-Za-z .,!?:\"\n]", text), f"stories have only letters and punctuation: {set(text)}")
+    check(not re.search(r"[^A-Za-z .,!?:\"\n]", text),
+          f"stories have only letters, blanks and punctuation: {set(text)}")
     check(not re.search(r"\b[Aa] [aeiou]|\b[Aa]n [^aeiou]", text),
           "\"an\" stands before vowels alone, \"a\" before other letters")
     check(not re.search(r"[.!?] [a-z]", text), "sentences begin with a capital")

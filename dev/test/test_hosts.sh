@@ -88,7 +88,7 @@ await() {
     until "$@"; do [ $SECONDS -lt $end ] || return 1; sleep 0.1; done
 }
 
-# ---- As many ranks on hosts as on one host: equal bits.
+# ---- Ranks on several hosts compute the bits of as many ranks on one host.
 
 check "mpirun starts one rank on each host" equal "$(launch a,b,c hostname | sort | tr '\n' ' ')" "a b c "
 check "2 ranks on one host train" train one2 a:2 --batch-size 3
@@ -329,8 +329,8 @@ check "gone: a lost host ends all ranks with status 6 within 60 s ($((SECONDS - 
     equal "$statuses$((SECONDS - began <= 60))" "6 6 6 1"
 check "gone: rank 0 prints one error with the lost rank and host, rank 2 none: $(cat "$ROOM/gone.0.err")" \
     equal "$(grep -c '^error: rank 1 on b has not responded' "$ROOM/gone.0.err")$(cat "$ROOM/gone.2.err")" 1
-check "gone: a run goes on from step 2 on the 2 hosts that are left" meet gone-fewer "a c" --batch-size 3 \
+check "gone: the 2 hosts that are left train from step 2 of the run \"killed\"" meet gone-fewer "a c" --batch-size 3 \
     --num-steps 6 --checkpoint-dir "$ROOM/killed-copy" --resume
-check "gone: these 2 hosts have the losses and norms of the 2 hosts that went on with mpirun" \
+check "gone: these 2 hosts have the losses and norms of the run \"fewer\", which mpirun started" \
     equal "$(steps gone-fewer)" "$(steps fewer)"
 finish

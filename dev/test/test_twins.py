@@ -3,9 +3,10 @@
 
 usage: test_twins.py [DIRECTORY]    DIRECTORY holds train_fp8.c, train_fp8.cu and llmc/ (default: this repository)
 
-Also tests that the functions called there have equal types in both trainers, and that the layer's functions are short.
-Ends with "N passed, N failed" and status 1 if anything failed. Without a DIRECTORY it also tests itself: it plants
-changes in a copy of the CPU trainer, which stands for the GPU trainer, and must find them.
+Also tests that functions which this code calls have equal types in both trainers (DIFFERENT), and that layer_forward,
+layer_recompute and layer_backward are short. Ends with "N passed, N failed" and status 1 if anything failed. Without a
+DIRECTORY it also tests itself: it plants changes in a copy of the CPU trainer, which stands for the GPU trainer, and
+must find them.
 """
 import pathlib
 import re
@@ -32,8 +33,8 @@ DIFFERENT = {
     "restore_gate_up": "the CPU has nothing to do",
     "qtensor_ready": "the GPU casts a tensor once it is complete, on the CPU each GEMM casts its operands",
     "linear": "the CPU casts operands and multiplies, the GPU runs a cuBLASLt plan",
-    "linear_dgrad": "as linear",
-    "linear_wgrad": "as linear",
+    "linear_dgrad": "the CPU casts operands and multiplies, the GPU runs a cuBLASLt plan",
+    "linear_wgrad": "the CPU casts operands and multiplies, the GPU runs a cuBLASLt plan",
     "rmsnorm": KERNELS,
     "add_rmsnorm": KERNELS,
     "rmsnorm_backward": KERNELS,
