@@ -8,8 +8,8 @@
 //   FAULT_RANK    the MPI rank whose calls are counted; unset for a program without MPI
 //   FAULT_REPORT  a file that gets a line "call N NAME BYTES PATH" for each counted call with FAULT_KIND=none, and
 //                 "struck N NAME BYTES PATH" when the library strikes
-//   FAULT_STATE   a file shared by the ranks, which lists the written data that is not on disk yet; if unset, the list
-//                 is of this process only
+//   FAULT_STATE   a file shared by the ranks, which lists written data and renames that are not on disk yet; if unset,
+//                 the list is of this process only
 //   FAULT_CALLS   the only call that is counted, instead of all calls that change files: "pread"
 //   FAULT_DELAY   microseconds between the call and the kill, for FAULT_KIND=kill-later
 //
@@ -99,7 +99,7 @@ typedef struct {
 } Shared;
 
 typedef struct {
-    bool active, counts;  // active: FAULT_DIR is set; counts: calls of this rank are counted
+    bool active, counts;  // active: FAULT_DIR is set, and this is no mpirun; counts: calls of this rank are counted
     char dir[PATH_MAX];
     const char *report, *calls;
     Kind kind;
@@ -182,8 +182,8 @@ static void range_add(Fault *f, const char *path, int64_t begin, int64_t bytes) 
     shared_unlock(s);
 }
 
-// Removes from the list what belongs to a file or folder: after an fsync it is on disk, and a file that open has
-// truncated has no data.
+// Removes written data of a file, or renames into a folder, from the lists of what is not on disk yet. Called after an
+// fsync, and after open has truncated a file, which then has no data.
 static void path_is_synced(Fault *f, const char *path) {
     Shared *s = f->shared;
     int ranges = 0, renames = 0;
@@ -241,7 +241,7 @@ static void power_cut(Fault *f) {
     shared_lock(s);
     for (int i = 0; i < s->num_ranks; i++)
         if (s->ranks[i] != getpid()) kill(s->ranks[i], SIGKILL);
-    if (s->num_ranks > 1) usleep(20000);  // until their system calls have ended
+    if (s->num_ranks > 1) usleep(20000);  // time for their system calls to end
     for (int i = 0; i < s->num_ranges; i++) range_zero(&s->ranges[i]);
     for (int i = s->num_renames - 1; i >= 0 && f->kind == POWER_NAMES; i--) {
         const Rename *r = &s->renames[i];
