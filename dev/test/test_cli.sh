@@ -42,7 +42,8 @@ check "a dry run within --memory-limit ends with status 0" ends 0 $limited 1
 check "a plan past 2^63 bytes ends with status 3" \
     ends 3 llama3.1-405b $data --dry-run --batch-size 65535 --sequence-length 1048576
 check "--profile, which the CPU trainer lacks, ends with status 4" ends 4 tiny $data --profile
-check "a gradient that is not finite ends with status 7" ends 7 tiny $data --learning-rate 1000 --num-steps 50
+check "a gradient norm that counts as not finite ends with status 7" \
+    ends 7 tiny $data --learning-rate 1000 --num-steps 50
 for number in $(sed -n '/^exit status$/,$ s/^  \([0-9]\)  .*/\1/p' <($trainer --help)); do
     check "docs/TRAINING.md lists exit status $number" grep -q "^| $number | " docs/TRAINING.md
 done
@@ -73,7 +74,7 @@ check "a bad option prints one line on stderr" says_one_line tiny $data --bogus
 check "a missing shard prints one line on stderr" says_one_line tiny $data --train-data "$tmp/none.bin"
 check "a damaged checkpoint prints one line on stderr" says_one_line tiny $saved --resume
 check "a damaged model prints one line on stderr" says_one_line "$tmp/damaged/step-00000002" $data
-check "a gradient that is not finite prints one line on stderr" \
+check "a gradient norm that counts as not finite prints one line on stderr" \
     says_one_line tiny $data --learning-rate 1000 --num-steps 50
 
 # ---- --list prints the names that --help has.

@@ -2,8 +2,9 @@
 """Tests dev/peers without a GPU and without torch: the shard reader, the energy counter, command lines, options and
 results of torchtitan, and compare.py with stand-ins.
 
-A stand-in writes what the trainer or a peer writes, and fails where a test wants it. Our commands are also given to the
-CPU trainer. Ends with "N passed, N failed".
+A stand-in writes what the trainer or a peer writes, and fails where a test wants it. "Our" commands and runs are those
+that compare.py makes for this repository's trainer; the CPU trainer must accept the commands. Ends with "N passed, N
+failed".
 """
 import argparse
 import csv

@@ -528,8 +528,8 @@ done 3<<'CASES'
 4 --precision fp8 --fp8-recipe rowwise --sharding grad_op
 4 --precision fp8 --sharding hybrid --shard-size 2 --optimizer-state coat-stochastic
 CASES
-# With --grad-clip, 1, 2 and 4 ranks clip by equal norms, up to the order of sums, and a resumed run clips by the norms
-# of its checkpoint. The clip value is below all norms.
+# With --grad-clip, 1, 2 and 4 ranks clip by equal estimates of the norm, up to the order of sums. A resumed run makes
+# its first estimates from the norms in the checkpoint. The clip value is below all norms.
 while read -r n options <&3; do
     common="$tmp/fp8 $data --num-steps 4 --precision fp32 --grad-clip 0.2 --batch-size $((4 / (n + !n))) $options"
     common="$common --optimizer-in-backward"
@@ -552,8 +552,8 @@ done 3<<'CASES'
 4 --sharding grad_op
 4 --sharding hybrid --shard-size 2
 CASES
-# With --optimizer-in-backward, a gradient that is not finite ends the run and is located, and the earlier checkpoint is
-# still there.
+# With --optimizer-in-backward, a gradient norm that counts as not finite ends the run, the error names its place, and
+# the earlier checkpoint is still there.
 train 2 burst "$tmp/qwen2" $data --num-steps 1 --checkpoint-dir "$tmp/burst" --optimizer-in-backward
 refused 2 7 "is in .*, element [0-9]*.*The loss is" "$tmp/qwen2" $data --num-steps 40 --learning-rate 1000 \
     --checkpoint-dir "$tmp/burst" --resume --optimizer-in-backward

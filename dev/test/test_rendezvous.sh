@@ -32,7 +32,7 @@ ranks() {
     pids=()
     for ((r = 0; r < n; r++)); do rank "$name" "$r" "$n" "$from" "$@"; done
 }
-# Waits for all ranks of run $1, and leaves their exit statuses in $statuses and their errors in $tmp/NAME.errors.
+# Waits for all ranks of run $1, and leaves their exit statuses in `statuses` and their errors in $tmp/$1.errors.
 ends() {
     local r
     statuses=""

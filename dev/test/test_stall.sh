@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tests ranks of train_fp8 that hang: stopped in each phase of a run, stopped and continued, in a slow read or fsync, in
-# a read that never ends. Needs ./train_fp8, build/synth_stories and mpirun. Ends with "N passed, N failed".
+# Tests ranks of train_fp8 that hang: stopped in one of the phases of a run, stopped and continued, in a slow read or
+# fsync, in a read that never ends. Needs ./train_fp8, build/synth_stories and mpirun. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1

@@ -26,7 +26,7 @@ LINES = {"layer_forward": 20, "layer_recompute": 20, "layer_backward": 40}  # mo
 # bodies must differ.
 KERNELS = "the CPU computes with llmc/reference/, the GPU launches kernels"
 DIFFERENT = {
-    "layer_weights": "the CPU finds views of a gathered layer, the GPU asks fsdp",
+    "layer_weights": "the CPU finds views of a layer's weights, the GPU asks fsdp",
     "layer_gradients": "the CPU finds views of its gradient buffer, the GPU asks fsdp",
     "layer_output_gradients": "on the GPU these tensors also point to FP8 versions, scales and amaxes",
     "keep_gate_up": "the CPU rounds in place, the GPU stores FP8 codes",
