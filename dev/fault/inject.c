@@ -1,6 +1,7 @@
 // A shared library for LD_PRELOAD that makes file calls of a program fail, or kills the program at one. It simulates a
-// full disk, a bad disk, a killed process or a power cut. It counts the calls that change files under one folder, in
-// the order of the program's calls, and strikes at the Nth; with the kinds that end in "-on", at all later ones too.
+// full disk, a bad disk, a killed process or a power cut. It counts the calls that change files under one folder, such
+// as open for writing, write, fsync and rename, in the order of the program's calls. It strikes at the Nth; with the
+// kinds that end in "-on", at all later ones too.
 //
 //   FAULT_DIR     the folder, as an absolute path without links; if unset, the library does nothing
 //   FAULT_KIND    the fault, see KINDS; "none" only counts calls
@@ -89,7 +90,7 @@ typedef struct {
     bool exchange;
 } Rename;
 
-// The state that all ranks share.
+// The state that all ranks share if FAULT_STATE is set.
 typedef struct {
     int lock;
     int num_ranks, num_ranges, num_renames;

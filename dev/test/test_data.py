@@ -55,7 +55,7 @@ def read_table(path):
         tokens.append(data[at + 4:at + 4 + length])
         at += 4 + length
     check((magic, version, at) == (20251121, 1, len(data)),
-          f"{path}: magic {magic}, version {version}, {at} of {len(data)} bytes")
+          f"{path}: magic number, version and size are right: {magic}, {version}, {at} of {len(data)} bytes read")
     return separator, tokens
 
 
@@ -139,7 +139,7 @@ def test_split_and_fraction(folder):
         # it must be there.
         length = sum(len(s) + 15 for s in got)
         check(status == 0 and got == stories[:len(got)] and -40 < length - fraction * size <= 0,
-              f"--fraction {fraction}: {len(got)} stories, {length} of {size} bytes")
+              f"--fraction {fraction} gives the first whole stories of the text: {len(got)}, {length} of {size} bytes")
 
 
 def test_bad_inputs(folder):
@@ -312,12 +312,12 @@ def test_against_shared(folder):
         check(status == 0, output)
         table_separator, table = read_table(f"{folder}/tinystories_{name}.tokenizer")
         check((table_separator, len(table)) == (separator, vocabulary),
-              f"{name}: separator {table_separator}, {len(table)} tokens")
+              f"{name}: the table has separator {separator} and {vocabulary} tokens: {table_separator}, {len(table)}")
         for split, theirs in (("train", "train"), ("val", "valid")):
             ours = read_shard(f"{folder}/tinystories_{name}_{split}.bin")
             expected = read_shard(f"{SHARED}/tinystories_{family}_{theirs}.bin")
             check(ours == expected,
-                  f"{name} {split}: {len(ours[2])} tokens, {len(expected[2])} expected; first difference at "
+                  f"{name} {split}: the shards are equal: {len(ours[2])} and {len(expected[2])} tokens; they differ at "
                   f"{next((i for i, (a, b) in enumerate(zip(ours[2], expected[2])) if a != b), None)}")
             with open(f"{SHARED}/tinystories_{theirs}.txt", encoding="utf-8") as f:
                 stories = [s.strip() for s in f.read().split("<|endoftext|>") if s.strip()]
@@ -358,9 +358,9 @@ def test_tokenizer_json(folder):
         separator, table = read_table(f"{folder}/tinystories_my_{kind}.tokenizer")
         magic, version, tokens = read_shard(f"{folder}/tinystories_my_{kind}_train.bin")
         check(table[separator] == special.encode() and (magic, version) == (20240520, 1),
-              f"{kind}: separator {table[separator]}, magic {magic}")
+              f"{kind}: the separator is {special}, the shard has 16-bit tokens: {table[separator]}, {magic}")
         check(decode(tokens, separator, table) == STORIES * 3 + ["the <s> is text, \U0001f600 is new"],
-              f"{kind}: {decode(tokens, separator, table)[-1]!r}")
+              f"{kind}: the table gives the text back: {decode(tokens, separator, table)[-1]!r}")
         check(max(tokens) > 260 and len(tokens) < os.path.getsize(text),
               f"{kind}: the shard has ids above 260, and fewer tokens than the text has bytes")
     status, output = run("--tokenizer", path, "--text", text, python=VENV_PYTHON)

@@ -429,7 +429,7 @@ def test_fuzz(tmp):
             pairs.compare(found.runs, found.failed, pairs.name_recipes(found.runs))
             refused += any(str(log) in problem for problem in found.problems)
         except Exception:
-            check(False, f"trial {trial}: {traceback.format_exc()}")
+            check(False, f"trial {trial} raises no exception: {traceback.format_exc()}")
     check(60 < refused < 150, f"more than 60 and fewer than 150 of 150 damaged logs are refused: {refused}")
 
 

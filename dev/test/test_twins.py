@@ -104,7 +104,9 @@ def find_function(tokens, name):
 
 
 def types(tokens, function):
-    """Returns the types of a function's result and arguments: its head without names of arguments and const."""
+    """Returns the types of a function's result and arguments: its head without names of arguments, static, inline and
+    const.
+    """
     start, bracket, body, _ = function
     result, current = [" ".join(w for w in tokens[start:bracket] if w not in ("static", "inline", "const"))], []
     for word in tokens[bracket + 1:body - 1] + [","]:
