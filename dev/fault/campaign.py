@@ -4,8 +4,8 @@
 A test point runs ./train_fp8 with one fault, or damages its newest checkpoint, and then resumes the run without a
 fault. It passes if the resumed run starts from the newest complete checkpoint, leaves no .tmp, and has the losses,
 norms and weights of an uninterrupted run, bit for bit. In save, ranks and resume, the newest complete checkpoint must
-not be older than the last one that was reported as saved. Exports and fuzz targets have checks of their own. Ends with
-a table and "N passed, N failed".
+not be older than the last one that was reported as saved. A point of section export runs the export again instead, and
+one of section fuzz runs a fuzz target; both have checks of their own. Ends with a table and "N passed, N failed".
 """
 import argparse
 import collections

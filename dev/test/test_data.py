@@ -4,8 +4,8 @@
 It tests shards, tables, download and wrong input of tinystories.py, compares its tokens with those of ../shared/data,
 if that is there, and tests shards, stories and wrong options of synth_stories.
 
-Runs with any Python 3. Tests that need the packages of data/requirements.txt use data/.venv/bin/python, or are skipped
-with a reason. Ends with "N passed, N failed".
+Needs only the standard library. Tests that need the packages of data/requirements.txt use data/.venv/bin/python, or are
+skipped with a reason. Ends with "N passed, N failed".
 """
 import array
 import functools
