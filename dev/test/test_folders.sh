@@ -115,8 +115,8 @@ rm "$tmp/hf/train_fp8.json"
 check "a MODEL without hashes trains" trains ./train_fp8 "$tmp/hf" $model
 
 # ---- Saves that fail: in each process, the first $FAILING calls of mkdir for a checkpoint return an error. (Calls for
-# step-00000000 succeed: with it a run tries at its start if it can save.) Without --on-save-error stop, a failed save is
-# tried a second time at once.
+# step-00000000 succeed: with it a run tries at its start if it can save.) Without --on-save-error stop, a failed save
+# is tried a second time at once.
 
 cat >"$tmp/failing.c" <<'C'
 #define _GNU_SOURCE
