@@ -2,9 +2,10 @@
 """The fault campaign: crashes, full and bad disks, power cuts, damaged files, hostile input.
 
 A test point runs ./train_fp8 with one fault, or damages its newest checkpoint, and then resumes the run without a
-fault. It passes if the resumed run starts from the newest checkpoint that was reported as saved (or a newer complete
-one, never an incomplete one), leaves no .tmp, and has the losses, norms and weights of an uninterrupted run, bit for
-bit. Exports and fuzz targets have checks of their own. Ends with a table and "N passed, N failed".
+fault. It passes if the resumed run starts from the newest complete checkpoint, leaves no .tmp, and has the losses,
+norms and weights of an uninterrupted run, bit for bit. In save, ranks and resume, the newest complete checkpoint must
+not be older than the last one that was reported as saved. A point of section export runs the export again instead, and
+one of section fuzz runs a fuzz target; both have checks of their own. Ends with a table and "N passed, N failed".
 """
 import argparse
 import collections
@@ -53,7 +54,7 @@ def require(condition, text):
 
 
 class Trainer:
-    """Runs the trainer, each run in a new folder under `scratch`."""
+    """Runs the trainer, and makes the folders of runs under `scratch`."""
 
     def __init__(self, scratch):
         self.scratch = scratch
@@ -228,7 +229,7 @@ def check_end(run, kind):
 
 
 def save_point(reference, rank, kind, at, folder):
-    """Strikes a run that saves checkpoints."""
+    """Strikes a run that saves checkpoints, and resumes it."""
     options = [*reference.run_options(folder), "--keep-checkpoints", 1]
     run = reference.trainer.run(folder, options, reference.ranks, Fault(kind, at, folder / "ck", rank))
     well = check_end(run, kind)
@@ -332,7 +333,7 @@ def damage_file(kind, path, older, chance):
 
 
 def damage_point(reference, kind, n, folder):
-    """Damages a file of the newer of two checkpoints."""
+    """Damages a file of the newer of two checkpoints, and resumes from the older one."""
     chance = random.Random(f"damage {kind} {n}")
     first, second = sorted(reference.saved)[:2]
     for step in (first, second):
@@ -420,8 +421,8 @@ def thinned(calls, kind, every):
 
 
 def chosen(calls, kind, most, every):
-    """Returns the calls to strike: all of `thinned`, or a random `most` of them. At least half of these are calls other
-    than open, write and close, if there are so many."""
+    """Returns the calls to strike: all of `thinned`, or a random `most` of them. At least most // 2 of these are calls
+    other than open, write and close, if there are so many."""
     points = thinned(calls, kind, every)
     if most is None or len(points) <= most:
         return points
@@ -458,8 +459,8 @@ class Campaign:
               end="\r" if sys.stdout.isatty() else "\n", flush=True)
 
     def attempt(self, row, again, action):
-        """Runs one point in a new folder and counts it. `again` holds the options that repeat this point, and the
-        points with its number in other rows of its section.
+        """Runs one point in a new folder and counts it. `again` holds the options that repeat this point. They also
+        repeat the points with its number in other rows of its section.
         """
         folder = self.trainer.folder()
         problem = None
@@ -564,7 +565,7 @@ class Campaign:
         return dict(os.environ, TMPDIR=str(self.scratch), ASAN_OPTIONS="detect_leaks=0", OMP_NUM_THREADS="1")
 
     def replay(self, target, runs, folder):
-        runs *= 10 if target == "tokenizer" else 1  # this target is the fastest
+        runs *= 10 if target == "tokenizer" else 1  # runs of this target are short
         command = [ROOT / "build/fault/replay", target, str(runs)]
         start = time.monotonic()
         run = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -659,7 +660,8 @@ def main():
                                        "export) or this fuzz target; log, damage and resume run all their points")
     parser.add_argument("--at", type=int, help="only one point of each row: the number of the call, or of the point; "
                                                "fuzz ignores it")
-    parser.add_argument("--keep", action="store_true", help="keep the points' folders and print their names")
+    parser.add_argument("--keep", action="store_true",
+                        help="keep the points' folders, and print the folder of each point that passes")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(),
                         help="number of points that run at the same time [number of cores]; in ranks, three times it")
     args = parser.parse_args()

@@ -17,7 +17,8 @@ static void json_write(const Json *json, const JsonNode *node, JsonText *out) {
     json_text_add(out, array ? "]" : "}");
 }
 
-// Reads a value as every type. Checks that a number, written with the fewest digits, reads back equal.
+// Reads a value as a whole number, a bool and a real number. A real number that json_text_add_real writes must read
+// back equal.
 static void json_read(const Json *json, const JsonNode *node) {
     Failure failure;
     char path[64];

@@ -38,7 +38,7 @@ static void options_run(const uint8_t *data, size_t size) {
     if (*options_conflict(&o, message, sizeof message)) return;
     options_resolve(&o);
     options_check_values(&o);
-    if (o.sharding == SHARDING_HYBRID && !o.shard_size) o.shard_size = 8;  // as the trainers do for one host
+    if (o.sharding == SHARDING_HYBRID && !o.shard_size) o.shard_size = 8;  // as on one host of 8 ranks
     FUZZ_CHECK(options_shard_group(&o, 8) >= 1);
     options_print(&o);
 }

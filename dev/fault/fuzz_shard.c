@@ -1,8 +1,9 @@
 // Reads token shards of all three formats: header, batches, scan, identity.
 #include "fuzz.h"
 
-// Makes a shard in `file` and returns its size. `data` holds 16 bytes of the header, and the bytes after the header. In
-// `choices`, bit 0 corrects the count in the header; else bit 1 cuts the file off after these 16 bytes.
+// Makes a shard in `file` and returns its size. `data` holds the first 16 bytes of the header (fewer if it has fewer),
+// then the bytes after the header. In `choices`, bit 0 corrects the count in the header; else bit 1 cuts the file off
+// after these 16 bytes.
 static size_t shard_build(const uint8_t *data, size_t size, uint8_t choices, uint8_t *file) {
     memset(file, 0, SHARD_HEADER_BYTES);
     const size_t header = size < 16 ? size : 16, rest = size - header;

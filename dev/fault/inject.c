@@ -1,6 +1,7 @@
 // A shared library for LD_PRELOAD that makes file calls of a program fail, or kills the program at one. It simulates a
-// full disk, a bad disk, a killed process or a power cut. It counts the calls that change files under one folder, in
-// the order of the program's calls, and strikes at the Nth; with the kinds that end in "-on", at all later ones too.
+// full disk, a bad disk, a killed process or a power cut. It counts the calls that change files under one folder, such
+// as open for writing, write, fsync and rename, in the order of the program's calls. It strikes at the Nth; with the
+// kinds that end in "-on", at all later ones too.
 //
 //   FAULT_DIR     the folder, as an absolute path without links; if unset, the library does nothing
 //   FAULT_KIND    the fault, see KINDS; "none" only counts calls
@@ -8,8 +9,8 @@
 //   FAULT_RANK    the MPI rank whose calls are counted; unset for a program without MPI
 //   FAULT_REPORT  a file that gets a line "call N NAME BYTES PATH" for each counted call with FAULT_KIND=none, and
 //                 "struck N NAME BYTES PATH" when the library strikes
-//   FAULT_STATE   a file shared by the ranks, which lists the written data that is not on disk yet; if unset, the list
-//                 is of this process only
+//   FAULT_STATE   a file shared by the ranks, which lists written data and renames that are not on disk yet; if unset,
+//                 the list is of this process only
 //   FAULT_CALLS   the only call that is counted, instead of all calls that change files: "pread"
 //   FAULT_DELAY   microseconds between the call and the kill, for FAULT_KIND=kill-later
 //
@@ -89,7 +90,7 @@ typedef struct {
     bool exchange;
 } Rename;
 
-// The state that all ranks share.
+// The state that all ranks share if FAULT_STATE is set.
 typedef struct {
     int lock;
     int num_ranks, num_ranges, num_renames;
@@ -99,7 +100,7 @@ typedef struct {
 } Shared;
 
 typedef struct {
-    bool active, counts;  // active: FAULT_DIR is set; counts: calls of this rank are counted
+    bool active, counts;  // active: FAULT_DIR is set, and this is no mpirun; counts: calls of this rank are counted
     char dir[PATH_MAX];
     const char *report, *calls;
     Kind kind;
@@ -182,8 +183,8 @@ static void range_add(Fault *f, const char *path, int64_t begin, int64_t bytes) 
     shared_unlock(s);
 }
 
-// Removes from the list what belongs to a file or folder: after an fsync it is on disk, and a file that open has
-// truncated has no data.
+// Removes written data of a file, or renames into a folder, from the lists of what is not on disk yet. Called after an
+// fsync, and after open has truncated a file, which then has no data.
 static void path_is_synced(Fault *f, const char *path) {
     Shared *s = f->shared;
     int ranges = 0, renames = 0;
@@ -241,7 +242,7 @@ static void power_cut(Fault *f) {
     shared_lock(s);
     for (int i = 0; i < s->num_ranks; i++)
         if (s->ranks[i] != getpid()) kill(s->ranks[i], SIGKILL);
-    if (s->num_ranks > 1) usleep(20000);  // until their system calls have ended
+    if (s->num_ranks > 1) usleep(20000);  // time for their system calls to end
     for (int i = 0; i < s->num_ranges; i++) range_zero(&s->ranges[i]);
     for (int i = s->num_renames - 1; i >= 0 && f->kind == POWER_NAMES; i--) {
         const Rename *r = &s->renames[i];

@@ -103,7 +103,7 @@ static size_t mutate_once(uint8_t *data, size_t size, Chance *c) {
                                         "__metadata__"};
     static const uint64_t numbers[] = {
         0, 1, 0x7f, 0xff, 0x7fff, 0xffff, 0x7fffffff, 0xffffffff, 0x100000000, 0x7fffffffffffffff, 0xffffffffffffffff};
-    uint8_t other[16];  // holds the bytes that are cut
+    uint8_t other[16];  // holds the bytes that case 6 repeats
     const size_t at = chance_below(c, size + 1), most = size - at, cut = chance_below(c, most < 16 ? most + 1 : 17);
     const char *word = words[chance_below(c, sizeof words / sizeof words[0])];
     const uint64_t number = numbers[chance_below(c, sizeof numbers / sizeof numbers[0])];
@@ -121,7 +121,7 @@ static size_t mutate_once(uint8_t *data, size_t size, Chance *c) {
     case 4: return mutate_splice(data, size, at, random % 2 ? cut : 0, word, strlen(word));
     case 5: return mutate_splice(data, size, at, most < width ? most : width, &number, width);
     case 6: memcpy(other, data + at, cut); return mutate_splice(data, size, chance_below(c, size + 1), 0, other, cut);
-    case 7: return random % 8 ? size : at;  // cut off the end
+    case 7: return random % 8 ? size : at;  // one time in eight, the input ends at `at`
     default: {
         const uint64_t seed = chance_below(c, (uint64_t)replay()->num_seeds), n = replay()->sizes[seed];
         const uint64_t from = chance_below(c, n);

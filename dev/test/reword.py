@@ -1,4 +1,4 @@
-"""Reverses each word of a trainer's messages, for test_prose.sh, so that no script can rely on the words.
+"""Reverses the words of a trainer's messages, for test_prose.sh, which tests that no script relies on the words.
 
 usage: reword.py SOURCE ...   rewords the C files in place; prints how many string literals have changed
        reword.py              rewords a text of a message from stdin to stdout

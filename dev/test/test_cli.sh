@@ -42,7 +42,8 @@ check "a dry run within --memory-limit ends with status 0" ends 0 $limited 1
 check "a plan past 2^63 bytes ends with status 3" \
     ends 3 llama3.1-405b $data --dry-run --batch-size 65535 --sequence-length 1048576
 check "--profile, which the CPU trainer lacks, ends with status 4" ends 4 tiny $data --profile
-check "a gradient that is not finite ends with status 7" ends 7 tiny $data --learning-rate 1000 --num-steps 50
+check "a gradient norm that counts as not finite ends with status 7" \
+    ends 7 tiny $data --learning-rate 1000 --num-steps 50
 for number in $(sed -n '/^exit status$/,$ s/^  \([0-9]\)  .*/\1/p' <($trainer --help)); do
     check "docs/TRAINING.md lists exit status $number" grep -q "^| $number | " docs/TRAINING.md
 done
@@ -50,9 +51,9 @@ known=$(sed -n 's/^ *X(EXIT_\(MEMORY\|UNSUPPORTED\), \([0-9]\).*/\2/p' llmc/base
 check "EXIT_MEMORY and EXIT_UNSUPPORTED of launch.sh equal those in utils.h" \
     equal "$EXIT_MEMORY $EXIT_UNSUPPORTED" "$known"
 
-# ---- An error is one line on stderr, without mpirun and with it on one rank and on two: Open MPI 4 adds no paragraph
-# about MPI_ABORT. mpirun of Open MPI 5 prints "prterun has exited ..." itself, which no rank can prevent and this test
-# leaves out.
+# ---- An error is one line on stderr: without mpirun, and with mpirun on one rank and on two. Open MPI 4 must add no
+# paragraph about MPI_ABORT. With Open MPI 5, mpirun itself prints a paragraph ("prterun has exited ..."), which the
+# trainer cannot prevent. The test leaves that paragraph out.
 
 one_line() { [ "$(wc -l <"$1")" -eq 1 ] && grep -q '^error: ' "$1" || { cat "$1"; false; }; }
 says_one_line() {
@@ -73,7 +74,7 @@ check "a bad option prints one line on stderr" says_one_line tiny $data --bogus
 check "a missing shard prints one line on stderr" says_one_line tiny $data --train-data "$tmp/none.bin"
 check "a damaged checkpoint prints one line on stderr" says_one_line tiny $saved --resume
 check "a damaged model prints one line on stderr" says_one_line "$tmp/damaged/step-00000002" $data
-check "a gradient that is not finite prints one line on stderr" \
+check "a gradient norm that counts as not finite prints one line on stderr" \
     says_one_line tiny $data --learning-rate 1000 --num-steps 50
 
 # ---- --list prints the names that --help has.
@@ -134,8 +135,8 @@ if log:
     assert {**log["settings"], "dry-run": "on", "log-dir": ""} == {**plan["settings"], "log-dir": ""}
 print("fp8_gemms", fp8)
 PY
-# $1 expected last line of plan.py, $2 ranks, then options. With 2 ranks or fewer the run also trains, and its log is
-# compared too.
+# $1 the last line that plan.py must print, $2 ranks, then options. With 2 ranks or fewer the run also trains, and its
+# log is compared too.
 plans() {
     local expected=$1 ranks=$2 folder=$tmp/$RANDOM
     shift 2
@@ -193,7 +194,7 @@ check "an fp8 run prints one line about the log of the earlier run" \
     equal "$(grep -c 'the earlier log.jsonl is now' "$tmp/start")" 1
 check "2 ranks print at most 25 lines before step 1" starts 2 tiny $data $val --precision fp8 --fp8-recipe delayed
 check "2 ranks print their replica and sharding" holds "$tmp/start" "ranks     2: 1 replica of 2 ranks, sharding full"
-check "2 ranks print an option that is derived only for several ranks" holds "$tmp/start" "--fp8-all-gather on"
+check "2 ranks print the derived --fp8-all-gather, which one rank leaves out" holds "$tmp/start" "--fp8-all-gather on"
 checkpoints="--checkpoint-dir $tmp/started/steps --checkpoint-every 1 --keep-checkpoints 1"
 check "a run that saves prints at most 25 lines before step 1" starts 1 tiny $data $val $checkpoints --resume
 check "a resumed run trains" eval '$trainer tiny $data $val $checkpoints --resume --num-steps 3 >"$tmp/resumed"'
@@ -201,7 +202,8 @@ check "a resumed run prints at most 25 lines before its first step" \
     equal "$(($(sed '/^step /Q' "$tmp/resumed" | wc -l) <= 25))" 1
 check "a resumed run prints the checkpoint that it continues from" \
     holds "$tmp/resumed" "resume: continuing from $tmp/started/steps/step-00000002"
-# Sets most options to the values that they have anyway. Options that are empty, on or off are left out.
+# Sets options to the values that they have anyway. Options in left_out, and options that are empty, on or off, are not
+# set.
 many=$($trainer tiny $data --precision fp8 --fp8-recipe delayed --dry-run --json | python3 -c '
 import json, sys
 left_out = ("train-data", "val-data", "sequence-length", "num-steps", "fp8-filter", "shard-size", "world-size",

@@ -4,8 +4,8 @@
 It tests shards, tables, download and wrong input of tinystories.py, compares its tokens with those of ../shared/data,
 if that is there, and tests shards, stories and wrong options of synth_stories.
 
-Runs with any Python 3. Tests that need the packages of data/requirements.txt use data/.venv/bin/python, or are skipped
-with a reason. Ends with "N passed, N failed".
+Needs only the standard library. Tests that need the packages of data/requirements.txt use data/.venv/bin/python, or are
+skipped with a reason. Ends with "N passed, N failed".
 """
 import array
 import functools
@@ -55,7 +55,7 @@ def read_table(path):
         tokens.append(data[at + 4:at + 4 + length])
         at += 4 + length
     check((magic, version, at) == (20251121, 1, len(data)),
-          f"{path}: magic {magic}, version {version}, {at} of {len(data)} bytes")
+          f"{path}: magic number, version and size are right: {magic}, {version}, {at} of {len(data)} bytes read")
     return separator, tokens
 
 
@@ -139,7 +139,7 @@ def test_split_and_fraction(folder):
         # it must be there.
         length = sum(len(s) + 15 for s in got)
         check(status == 0 and got == stories[:len(got)] and -40 < length - fraction * size <= 0,
-              f"--fraction {fraction}: {len(got)} stories, {length} of {size} bytes")
+              f"--fraction {fraction} gives the first whole stories of the text: {len(got)}, {length} of {size} bytes")
 
 
 def test_bad_inputs(folder):
@@ -254,7 +254,7 @@ def test_hub(folder):
     check(status == 0 and server.breaks == 0 and stories_of("broken") == stories,
           f"a download continues after three broken connections: {output}")
 
-    whole = server.files["TinyStories-train.txt"]  # half is there from an earlier call: only the rest is asked for
+    whole = server.files["TinyStories-train.txt"]  # half is there, as after a broken call: only the rest is asked for
     os.makedirs(f"{folder}/resumed")
     with open(f"{folder}/resumed/TinyStories-train.txt.part", "wb") as f:
         f.write(whole[:size // 2])
@@ -312,12 +312,12 @@ def test_against_shared(folder):
         check(status == 0, output)
         table_separator, table = read_table(f"{folder}/tinystories_{name}.tokenizer")
         check((table_separator, len(table)) == (separator, vocabulary),
-              f"{name}: separator {table_separator}, {len(table)} tokens")
+              f"{name}: the table has separator {separator} and {vocabulary} tokens: {table_separator}, {len(table)}")
         for split, theirs in (("train", "train"), ("val", "valid")):
             ours = read_shard(f"{folder}/tinystories_{name}_{split}.bin")
             expected = read_shard(f"{SHARED}/tinystories_{family}_{theirs}.bin")
             check(ours == expected,
-                  f"{name} {split}: {len(ours[2])} tokens, {len(expected[2])} expected; first difference at "
+                  f"{name} {split}: the shards are equal: {len(ours[2])} and {len(expected[2])} tokens; they differ at "
                   f"{next((i for i, (a, b) in enumerate(zip(ours[2], expected[2])) if a != b), None)}")
             with open(f"{SHARED}/tinystories_{theirs}.txt", encoding="utf-8") as f:
                 stories = [s.strip() for s in f.read().split("<|endoftext|>") if s.strip()]
@@ -349,8 +349,8 @@ def test_tokenizer_json(folder):
         os.makedirs(f"{folder}/my {kind}", exist_ok=True)
         path = f"{folder}/my {kind}/tokenizer.json"
         subprocess.run([VENV_PYTHON, "-c", MAKE_TOKENIZER, kind, text, path, special], check=True)
-        # The third tokenizer lies in the first one's folder. --name gives its shards the first one's name: they replace
-        # them.
+        # The third tokenizer lies in the first one's folder. --name gives its shards the name of the first one's
+        # shards, so they replace those.
         extra = ["--separator", special, "--name", f"tinystories_my_{kind}"] if special == "<sep>" else []
         status, output = run("--tokenizer", os.path.dirname(path), "--text", text, "--val-text", text, "--out", folder,
                              *extra, python=VENV_PYTHON)
@@ -358,11 +358,11 @@ def test_tokenizer_json(folder):
         separator, table = read_table(f"{folder}/tinystories_my_{kind}.tokenizer")
         magic, version, tokens = read_shard(f"{folder}/tinystories_my_{kind}_train.bin")
         check(table[separator] == special.encode() and (magic, version) == (20240520, 1),
-              f"{kind}: separator {table[separator]}, magic {magic}")
+              f"{kind}: the separator is {special}, the shard has 16-bit tokens: {table[separator]}, {magic}")
         check(decode(tokens, separator, table) == STORIES * 3 + ["the <s> is text, \U0001f600 is new"],
-              f"{kind}: {decode(tokens, separator, table)[-1]!r}")
+              f"{kind}: the table gives the text back: {decode(tokens, separator, table)[-1]!r}")
         check(max(tokens) > 260 and len(tokens) < os.path.getsize(text),
-              f"{kind}: the shard has fewer tokens than the text has bytes")
+              f"{kind}: the shard has ids above 260, and fewer tokens than the text has bytes")
     status, output = run("--tokenizer", path, "--text", text, python=VENV_PYTHON)
     check(status != 0 and "--separator" in output and "Traceback" not in output,
           f"a tokenizer without a known separator is refused: {output}")
@@ -396,10 +396,11 @@ def test_synth(folder):
     stories = {split: decode(shards[split][2], separator, table) for split in shards}
     check(shards["train"][:2] == (20240520, 1), "the shard has magic number 20240520 and version 1")
     check(300000 <= sum(map(len, stories["train"])) < 301000 and 15000 <= sum(map(len, stories["val"])) < 16000,
-          "the texts have the sizes that --bytes asks for")
+          "the training text has the size of --bytes, the validation text a 20th of it, or up to 1,000 bytes more")
     check(not set(stories["train"]) & set(stories["val"]), "no validation story is in the training set")
     text = "\n".join(stories["train"])
-    check(not re.search(r"[^A-Za-z .,!?:\"\n]", text), f"stories have only letters and punctuation: {set(text)}")
+    check(not re.search(r"[^A-Za-z .,!?:\"\n]", text),
+          f"stories have only letters, blanks and punctuation: {set(text)}")
     check(not re.search(r"\b[Aa] [aeiou]|\b[Aa]n [^aeiou]", text),
           "\"an\" stands before vowels alone, \"a\" before other letters")
     check(not re.search(r"[.!?] [a-z]", text), "sentences begin with a capital")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests scripts/export_logs.py: the event files hold the scalars of the logs, with valid checksums.
+"""Tests scripts/export_logs.py: event files hold losses and other scalars of the logs, with valid checksums.
 
 The files are read here by their format (TFRecord with masked CRC-32C, Event messages). Needs ./train_fp8,
 build/synth_stories and tensorboardX; if this Python lacks tensorboardX, build/report-venv (scripts/setup_report.sh)

@@ -32,8 +32,8 @@ launch() {
         --mca mpi_yield_when_idle 1 "$@"
 }
 
-# Starts run $1 in the background on the hosts $2 (a b c) without mpirun, one rank on each. The rest: options. Errors go
-# to NAME.RANK.err.
+# Starts run $1 in the background on the hosts $2 (a b c) without mpirun, one rank on each. The rest: options. Errors of
+# rank R go to $ROOM/$1.R.err.
 begin_meeting() {
     local name=$1 hosts=$2 rank=0 number=0 host
     shift 2
@@ -46,7 +46,7 @@ begin_meeting() {
         rank=$((rank + 1))
     done
 }
-# Waits for the ranks of run $1, and leaves their exit statuses in `statuses` and the errors of all in NAME.err.
+# Waits for the ranks of run $1, and leaves their exit statuses in `statuses` and all their errors in $ROOM/$1.err.
 end_meeting() {
     local pid
     statuses=""
@@ -60,7 +60,7 @@ meet() {
     [ -z "${statuses//0 /}" ] || { tail -n 5 "$ROOM/$1.err"; false; }
 }
 
-# Prints "step loss norm" for every step of run $1, with all digits.
+# Prints "step loss norm" for every step of run $1, with all digits of its log.
 steps() {
     sed -n 's/.*"type": "step", "step": \([0-9]*\), "loss": \([^,]*\), "norm": \([^,]*\),.*/\1 \2 \3/p' \
         "$ROOM/$1/log.jsonl"
@@ -88,7 +88,7 @@ await() {
     until "$@"; do [ $SECONDS -lt $end ] || return 1; sleep 0.1; done
 }
 
-# ---- As many ranks on hosts as on one host: equal bits.
+# ---- Ranks on several hosts compute the bits of as many ranks on one host.
 
 check "mpirun starts one rank on each host" equal "$(launch a,b,c hostname | sort | tr '\n' ' ')" "a b c "
 check "2 ranks on one host train" train one2 a:2 --batch-size 3
@@ -256,8 +256,9 @@ begin() {
 # True if no rank is left on the hosts $*.
 all_ended() { [ -z "$(for host in "$@"; do processes "$host" train_fp8; done)" ]; }
 
-# Sets `last` to the folder name of the newest checkpoint of run $1 (step-00000123). Keeps only the checkpoint of step 2
-# in NAME-ck and NAME-copy, so that runs go on from there. NAME-all gets all checkpoints.
+# Sets `last` to the folder name of the newest checkpoint of run $1 (step-00000123). Leaves only the checkpoint of step
+# 2 in $ROOM/$1-ck, and copies it to $ROOM/$1-copy, so that two runs can go on from there. $ROOM/$1-all gets all
+# checkpoints.
 keep_second() {
     last=$(ls "$ROOM/$1-ck" | grep -E '^step-[0-9]{8}$' | tail -n 1)
     cp -r "$ROOM/$1-ck" "$ROOM/$1-all"
@@ -329,8 +330,8 @@ check "gone: a lost host ends all ranks with status 6 within 60 s ($((SECONDS - 
     equal "$statuses$((SECONDS - began <= 60))" "6 6 6 1"
 check "gone: rank 0 prints one error with the lost rank and host, rank 2 none: $(cat "$ROOM/gone.0.err")" \
     equal "$(grep -c '^error: rank 1 on b has not responded' "$ROOM/gone.0.err")$(cat "$ROOM/gone.2.err")" 1
-check "gone: a run goes on from step 2 on the 2 hosts that are left" meet gone-fewer "a c" --batch-size 3 \
+check "gone: the 2 hosts that are left train from step 2 of the run \"killed\"" meet gone-fewer "a c" --batch-size 3 \
     --num-steps 6 --checkpoint-dir "$ROOM/killed-copy" --resume
-check "gone: these 2 hosts have the losses and norms of the 2 hosts that went on with mpirun" \
+check "gone: these 2 hosts have the losses and norms of the run \"fewer\", which mpirun started" \
     equal "$(steps gone-fewer)" "$(steps fewer)"
 finish

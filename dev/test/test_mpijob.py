@@ -127,7 +127,7 @@ def main():
     check_roles(job)
     versions = yaml.safe_load(read_schema())["spec"]["versions"]
     schemas = [v["schema"]["openAPIV3Schema"] for v in versions if v["name"] == job["apiVersion"].split("/")[1]]
-    check(len(schemas) == 1, f"the operator has {job['apiVersion']}")
+    check(len(schemas) == 1, f"the schema file has one schema of {job['apiVersion']}")
     check_schema(job, schemas[0])
     finish()
 

@@ -2,8 +2,9 @@
 """Tests dev/peers without a GPU and without torch: the shard reader, the energy counter, command lines, options and
 results of torchtitan, and compare.py with stand-ins.
 
-A stand-in writes what the trainer or a peer writes, and fails where a test wants it. Our commands are also given to the
-CPU trainer. Ends with "N passed, N failed".
+A stand-in writes what the trainer or a peer writes, and fails where a test wants it. "Our" commands and runs are those
+that compare.py makes for this repository's trainer; the CPU trainer must accept the commands. Ends with "N passed, N
+failed".
 """
 import argparse
 import csv
@@ -124,7 +125,7 @@ def test_shards(folder):
     check(list(shards.sequence(view, 4, 0)) == tokens[:5], "sequence 0 has the first 5 tokens")
     check(list(shards.sequence(view, 4, 4)) == tokens[16:21], "sequence 4 has the last 5 tokens")
     check(list(shards.sequence(view, 4, 5)) == tokens[:5], "sequence 5 begins the second epoch")
-    check(raises(shards.sequence, view, 21, 0) is not None, "a sequence longer than the shard is refused")
+    check(raises(shards.sequence, view, 21, 0) is not None, "a sequence with more tokens than the shard is refused")
     for name, data in (("empty", b""), ("short", b"1234"), ("text", b"x" * 4096),
                        ("cut", shard_bytes(20240801, 7, tokens, "I", 22)),
                        ("too long", shard_bytes(20240801, 7, tokens, "I", 20)),

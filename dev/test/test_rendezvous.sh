@@ -32,7 +32,7 @@ ranks() {
     pids=()
     for ((r = 0; r < n; r++)); do rank "$name" "$r" "$n" "$from" "$@"; done
 }
-# Waits for all ranks of run $1, and leaves their exit statuses in $statuses and their errors in $tmp/NAME.errors.
+# Waits for all ranks of run $1, and leaves their exit statuses in `statuses` and their errors in $tmp/$1.errors.
 ends() {
     local r
     statuses=""
@@ -77,7 +77,7 @@ compare 4 four --precision fp8 --fp8-recipe delayed --grad-clip 0.5 --sample-eve
 compare 4 hybrid --sharding hybrid --shard-size 2 --precision fp8 --reduce-dtype fp32
 compare 3 replicas --sharding none --grad-accumulation-steps 2
 
-# ---- each way without mpirun in which a process learns its rank and where the ranks meet
+# ---- ways without mpirun in which a process learns its rank and where the ranks meet
 
 free_port
 ranks tcp 3 "tcp:localhost:$port" --num-steps 2
@@ -227,7 +227,7 @@ for places in "file:$tmp/both.meet file:$tmp/other.meet" "tcp:localhost:$((port 
     pids=("${pids[0]}")
     RANK=0 WORLD_SIZE=2 timeout 20 ./train_fp8 $data --init-from "$place" >/dev/null 2>"$tmp/second.err"
     check "${place%%:*}: a second rank 0 ends with status 1" equal $? 1
-    check "${place%%:*}: its error says that another run is there" \
+    check "${place%%:*}: its error names rank 0 of the other run, or the port" \
         grep -qE "its rank 0 on $host|cannot listen on port" "$tmp/second.err" || cat "$tmp/second.err"
     kill "${pids[0]}"
     wait "${pids[0]}" 2>/dev/null

@@ -36,7 +36,8 @@ exec "$trainer" "\$@"
 END
 chmod +x "$tmp/bin/train_fp8"
 
-# Checks the table in a folder against the logs. Prints each recipe, with the kinds of its audited GEMMs.
+# Checks the table in a folder against the logs. Prints a line for each recipe: its name, then "failed", or "nothing" if
+# nothing ran in FP8, or the kinds of its audited GEMMs; "emulated" follows if it was.
 cat >"$tmp/table.py" <<'END'
 import glob, json, re, statistics, sys
 folder = sys.argv[1]

@@ -71,8 +71,8 @@ else
 fi
 program=$trainer
 
-# Each rank reads MODEL and data from its own folder, as on hosts with their own disks, so files with equal names may
-# differ.
+# Each rank reads MODEL from its own folder, as on hosts with their own disks, so files with equal names may differ. In
+# the last cases it reads data from its own folder too.
 mkdir -p "$tmp/host/model" "$tmp/model"
 model() {
     cat <<JSON

@@ -69,7 +69,7 @@ check "the first program's summary is printed first" equal "$(head -n 1 "$out")"
 check "every program has a log" equal "$(ls "$tmp/build/sanitize" | wc -l)" 33
 check "two GPUs get 17 and 16 programs" equal "$(cut -d' ' -f1 "$tmp/seen" | sort | uniq -c | xargs)" "17 0 16 1"
 most=$(cut -d' ' -f2 "$tmp/seen" | sort -n | tail -n 1)
-check "2 to 6 programs run at a time ($most)" [ "$most" -gt 1 -a "$most" -le 6 ]
+check "at most 6 programs run at a time, and at times several ($most)" [ "$most" -gt 1 -a "$most" -le 6 ]
 sanitize CUDA_VISIBLE_DEVICES=3,5,GPU-7
 check "the programs take turns on the GPUs of CUDA_VISIBLE_DEVICES" \
     equal "$(cut -d' ' -f1 "$tmp/seen" | sort | uniq -c | xargs)" "11 3 11 5 11 GPU-7"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tests ranks of train_fp8 that hang: stopped in each phase of a run, stopped and continued, in a slow read or fsync, in
-# a read that never ends. Needs ./train_fp8, build/synth_stories and mpirun. Ends with "N passed, N failed".
+# Tests ranks of train_fp8 that hang: stopped in one of the phases of a run, stopped and continued, in a slow read or
+# fsync, in a read that never ends. Needs ./train_fp8, build/synth_stories and mpirun. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
@@ -21,9 +21,9 @@ lines() { grep '^step ' "$tmp/$1.log" | sed 's/ | [0-9.]* ms.*//'; }
 # Exports the weights that a run loads below.
 ./train_fp8 tiny $data --num-steps 1 --export-hf "$tmp/model" >"$tmp/one.log" 2>&1 || bad "$(tail -n 3 "$tmp/one.log")"
 
-# ---- SIGSTOP of a rank in each phase. Several runs go on at once, because each waits most of the time. Before the
-# first step a rank reads each data file 18 times: the header, and parts of the file for its fingerprint. Rank 0 reads
-# it 19 times. A rank reads a model's file 12 times or more.
+# ---- SIGSTOP of a rank in the phases from start-up to export. Several runs go on at once, because each waits most of
+# the time. Before the first step a rank reads each data file 18 or 19 times: the header, and parts of the file for its
+# fingerprint. A rank reads a model's file 12 times or more.
 endless="--num-steps 1000000 --stall-timeout 5"
 # Waits until rank $2 of run $1 is stopped. Checks that the run then ends within 15 s, with an error that names that
 # rank and the phase $3.

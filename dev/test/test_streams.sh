@@ -93,7 +93,7 @@ fresh; (ulimit -f 20; exec $run --checkpoint-every 10) >"$tmp/out" 2>"$tmp/err"
 status=$?
 warning="^warning: saving checkpoint $at/step-.* failed: .*: File too large: .*; the save is tried again"
 error="^error: saving checkpoint .*: File too large: .* No other save follows: no checkpoint has a step"
-check "a run whose checkpoints may not grow warns three times and ends with an error" \
+check "a run whose checkpoints may not grow tries each of three saves again and ends with an error" \
     equal "$status $(grep -c "$warning" "$tmp/err") $(grep -c "$error" "$tmp/err")" "1 3 1"
 fresh; $run --checkpoint-every 10 >"$tmp/out"
 printf '{"type": "step", "st' >>"$at/log.jsonl"
@@ -136,7 +136,7 @@ check "a run resumes with paths that are not UTF-8" \
     ./train_fp8 tiny --train-data "$odd/s_train.bin" --sequence-length 32 \
     --num-steps 2 --checkpoint-dir "$odd" --resume >"$tmp/out" 2>&1
 
-# ---- A clock that goes back an hour each time it is read, and a locale with a decimal comma.
+# ---- A wall clock (CLOCK_REALTIME) that goes back an hour each time it is read, and a locale with a decimal comma.
 
 losses() { sed -n 's/.*"type": "step", "step": \([0-9]*\), "loss": \([^,]*\), .*/\1 \2/p' "$1/log.jsonl"; }
 run="./train_fp8 tiny $data --num-steps 6 --learning-rate 1.5e-3 --val-data $tmp/s_val.bin"
@@ -166,7 +166,7 @@ check "with a clock that goes back all step times are above 0" \
     python3 -c "import json, sys; assert all(json.loads(line).get('ms', 1) > 0 for line in open(sys.argv[1]))" \
     "$tmp/back/log.jsonl"
 clocks='\btime\(|gettimeofday|CLOCK_REALTIME|localtime'
-check "no source file calls time(), gettimeofday() or localtime(), or reads CLOCK_REALTIME" \
+check "no source file of the trainers calls time(), gettimeofday() or localtime(), or reads CLOCK_REALTIME" \
     equal "$(grep -nE "$clocks" llmc/*/*.h llmc/*/*.cuh train_fp8.c train_fp8.cu)" ""
 
 cat >"$tmp/run.sh" <<'END'
@@ -207,7 +207,8 @@ kill -HUP $script
 wait $script
 check "a run script that gets SIGHUP, as from a closed terminal, saves" \
     equal "$? $(grep -c "^stopped after $(ls "$tmp/hup/steps" | tail -n 1); run the same command" "$tmp/hup.out")" "0 1"
-# At each start this stand-in for the trainer leaves one checkpoint, of step 2 or of step 1 in turn, and kills itself.
+# At each start to train, this stand-in for the trainer leaves one checkpoint, of step 2 or of step 1 in turn, and kills
+# itself.
 mkdir "$tmp/bin" "$tmp/stuck"
 cat >"$tmp/bin/train_fp8" <<END
 #!/usr/bin/env bash

@@ -2,7 +2,8 @@
 """Style that a machine can check: line length, how comments begin, trailing blanks, and the format of the code.
 
 Code has at most 120 columns; tables between "clang-format off" and "clang-format on" may be wider. No comment begins
-with a word that makes its reader guess its subject. Prints every offender; ends with "N passed, N failed".
+with a word that makes its reader guess its subject (RIDDLES), unless the word begins a subclause (SUBCLAUSE). Prints
+every offender; ends with "N passed, N failed".
 """
 import pathlib
 import re
@@ -18,7 +19,9 @@ SUBCLAUSE = re.compile(r"(Where|What|Whether)\b[^.:]*,", re.I)  # allowed, as in
 
 
 def comments(lines, mark):
-    """Yields (line number, text) of the first line of each comment: on lines of its own, or behind code."""
+    """Yields (line number, text) of the first line of comments on lines of their own, and of comments behind code that
+    has no quotes.
+    """
     before = False
     for number, line in enumerate(lines, 1):
         own = re.match(rf"\s*{mark}+!?\s*(.*)", line)
@@ -34,7 +37,7 @@ def comments(lines, mark):
 
 
 def offenders(root):
-    """Every line of code that breaks a rule, as one line of text."""
+    """Yields a line of text for each rule that a line of code breaks."""
     root = pathlib.Path(root)
     files = [p for p in root.iterdir() if p.is_file()]
     for folder in FOLDERS:

@@ -100,7 +100,7 @@ tables() {
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Some runs of a sweep fail: FP8 needs T to be a multiple of 16, and T 40 is not. Two more sweeps follow in the same
-# folder: of a model folder without config.json, and of a model too large for any machine.
+# folder: of a model folder without config.json, and of a model that needs more memory than this machine has.
 
 out=$tmp/sweep
 mkdir "$tmp/mine"
@@ -181,7 +181,7 @@ check "recipes: the tables equal the logs" tables "$out" "4 of 4 runs with numbe
 [ -z "${QUICK:-}" ] || { finish; exit; }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Interrupts. Each sweep is interrupted in its second run, which is too long to end before that.
+# Interrupts. SIGTERM and SIGINT come in a sweep's second run, which is too long to end before the signal.
 
 steps_in() { grep -c '"type": "step"' "$1/log.jsonl" 2>/dev/null; }
 is_training() { [ "$(steps_in "$1")" -ge 3 ] 2>/dev/null; }

@@ -1,9 +1,9 @@
 """Tests scripts/sweep_table.py and scripts/recipes_table.py on a sweep's folder with damaged files.
 
-It tries known faults, and 400 at random. There must be no traceback. The tables must name a damaged run with its file
-and the reason. The other runs must keep their rows, unless the damage is random and in runs.txt. Also starts
-sweep_table.py with other encodings, with a reader that goes away, and where it cannot read or write. Ends with "N
-passed, N failed".
+With known faults, the tables must name the damaged run with its file and the reason, and the other runs must keep their
+rows. With 400 random faults, there must be no traceback, and the other runs must keep their rows unless runs.txt is
+damaged. Also starts sweep_table.py with other encodings, with a reader that goes away, and where it cannot read or
+write. Ends with "N passed, N failed".
 """
 import contextlib
 import csv
@@ -94,7 +94,7 @@ def well_ended(status):
 def damage(name, path, data, reason):
     """Checks the tables if one file contains `data` (None: it is missing).
 
-    They must name the run with its file and the reason, and the two other rows must keep their numbers.
+    The tables must name the run with its file and the reason. The two other runs with numbers must keep these.
     """
     files = dict(sound, **{path: data or b""})
     with tempfile.TemporaryDirectory() as folder:

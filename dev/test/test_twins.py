@@ -3,9 +3,10 @@
 
 usage: test_twins.py [DIRECTORY]    DIRECTORY holds train_fp8.c, train_fp8.cu and llmc/ (default: this repository)
 
-Also tests that the functions called there have equal types in both trainers, and that the layer's functions are short.
-Ends with "N passed, N failed" and status 1 if anything failed. Without a DIRECTORY it also tests itself: it plants
-changes in a copy of the CPU trainer, which stands for the GPU trainer, and must find them.
+Also tests that functions which this code calls have equal types in both trainers (DIFFERENT), and that layer_forward,
+layer_recompute and layer_backward are short. Ends with "N passed, N failed" and status 1 if anything failed. Without a
+DIRECTORY it also tests itself: it plants changes in a copy of the CPU trainer, which stands for the GPU trainer, and
+must find them.
 """
 import pathlib
 import re
@@ -25,15 +26,15 @@ LINES = {"layer_forward": 20, "layer_recompute": 20, "layer_backward": 40}  # mo
 # bodies must differ.
 KERNELS = "the CPU computes with llmc/reference/, the GPU launches kernels"
 DIFFERENT = {
-    "layer_weights": "the CPU finds views of a gathered layer, the GPU asks fsdp",
+    "layer_weights": "the CPU finds views of a layer's weights, the GPU asks fsdp",
     "layer_gradients": "the CPU finds views of its gradient buffer, the GPU asks fsdp",
     "layer_output_gradients": "on the GPU these tensors also point to FP8 versions, scales and amaxes",
     "keep_gate_up": "the CPU rounds in place, the GPU stores FP8 codes",
     "restore_gate_up": "the CPU has nothing to do",
     "qtensor_ready": "the GPU casts a tensor once it is complete, on the CPU each GEMM casts its operands",
     "linear": "the CPU casts operands and multiplies, the GPU runs a cuBLASLt plan",
-    "linear_dgrad": "as linear",
-    "linear_wgrad": "as linear",
+    "linear_dgrad": "the CPU casts operands and multiplies, the GPU runs a cuBLASLt plan",
+    "linear_wgrad": "the CPU casts operands and multiplies, the GPU runs a cuBLASLt plan",
     "rmsnorm": KERNELS,
     "add_rmsnorm": KERNELS,
     "rmsnorm_backward": KERNELS,
@@ -103,7 +104,9 @@ def find_function(tokens, name):
 
 
 def types(tokens, function):
-    """Returns the types of a function's result and arguments: its head without names of arguments and const."""
+    """Returns the types of a function's result and arguments: its head without names of arguments, static, inline and
+    const.
+    """
     start, bracket, body, _ = function
     result, current = [" ".join(w for w in tokens[start:bracket] if w not in ("static", "inline", "const"))], []
     for word in tokens[bracket + 1:body - 1] + [","]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests scripts/verdict.sh with the CPU trainer: pairs of runs, restarts after a kill, bad options, and the report.
+"""Tests scripts/verdict.sh with the CPU trainer: pairs of runs, a restart after SIGTERM, bad options, and the report.
 
 The numbers of report.json are compared with computations in this file from the runs' logs. The report needs
 build/report-venv, which this test makes (scripts/setup_report.sh); where that fails it skips the report and says so.
@@ -69,7 +69,7 @@ def test_commands(folder):
                               "none", "--batch-size", "2"))
     lines = result.stdout.splitlines()
     check(result.returncode == 0 and len(lines) == 6,
-          f"--dry-run prints 6 commands, for 2 rounding seeds and 3 precisions: {lines}")
+          f"--dry-run prints 6 commands: 2 rounding seeds, each with BF16 and 2 FP8 recipes: {lines}")
     check(all("--seed 7" in line and "--batch-size 2" in line for line in lines),
           f"every command has --seed 7 and --batch-size 2: {lines}")
     check([("--fp8-fast-accum none" in line) for line in lines] == [False, True, True] * 2,

@@ -3,8 +3,8 @@
 
 usage: test_verdict_stats.py [--trials N] [--seed N]. With 1000 trials or more, 93 to 97% of the intervals must cover
 the truth (up to 99% for validation with two pairs), and without a difference 93 to 100% of the verdicts must be "cannot
-be told apart". With fewer trials (120 by default) these limits are wider, so that chance fails a correct interval at
-most once in 1,000 times, and the bootstrap draws fewer replicates. If this Python lacks the libraries,
+be told apart". With fewer trials (120 by default) these limits are wider, so that chance seldom fails a correct
+interval, and the bootstrap draws fewer replicates. If this Python lacks the libraries,
 build/report-venv (scripts/setup_report.sh) runs the test; without build/report-venv the test is skipped. Ends with "N
 passed, N failed".
 """
@@ -30,9 +30,10 @@ except ImportError as missing:
     go_on_with_report_libraries(missing, "statistics of the verdict")
 
 # Lag-1 autocorrelation and standard deviation of the real curves in CURVES, last half, without the trend: of BF16's
-# loss, and of FP8's loss minus BF16's. If data does not repeat, such differences have 0 to 0.37 and 0.004 to 0.02.
+# loss, and of FP8's loss minus BF16's. On data that does not repeat, FP8's loss minus BF16's has an autocorrelation of
+# 0 to 0.37 and a standard deviation of 0.004 to 0.02.
 LOSS_NOISE, PAIR_NOISE = (0.62, 0.18), (0.55, 0.05)
-RUN_NOISE = 0.005  # two runs of one seed: FP8 and BF16 are 0.005 to 0.009 apart after 1,800 steps
+RUN_NOISE = 0.005  # deviation of a run's loss; FP8 and BF16 of one seed are 0.005 to 0.009 apart
 STEPS = 1800
 
 
@@ -88,10 +89,10 @@ def test_against_libraries(rng):
     got = vs.validation_difference(np.zeros((4, 60)), table)
     widest = max(math.sqrt((squares[0] + squares[1] - squares[2]) / 240), math.sqrt(squares[0] / 240))
     check(got.standard_error <= widest * (1 + 1e-9),
-          f"the standard error is at most that of the mean squares: {got}, {squares}")
+          f"the standard error is at most the larger of the two that follow from the mean squares: {got}, {squares}")
     check(math.isclose(got.standard_error, math.sqrt((squares[0] + squares[1] - squares[2]) / 240)) or
           math.isclose(got.standard_error, math.sqrt(squares[0] / 240)),
-          f"the standard error is that of the mean squares: {got}, {squares}")
+          f"the standard error is one of the two that follow from the mean squares: {got}, {squares}")
 
 
 def test_detectable(rng):
@@ -148,7 +149,7 @@ def test_speedup_exact():
                   f"pairs: {pairs}, step ratio {efficiency}: the words tell whether FP8 reaches BF16's loss: "
                   f"{vs.speedup_words(got)}")
 
-    slow_start = np.r_[np.full(100, 3.0), np.full(300, 1.0)]  # seconds of steps that differ: 600 in all
+    slow_start = np.r_[np.full(100, 3.0), np.full(300, 1.0)]  # steps of 3 s, then of 1 s: 600 s in all
     got = vs.loss_matched_speedup(falling(), falling() + 0.5 * math.log(1.25), slow_start, np.ones(400))
     check(math.isclose(got.estimate, (300 + 220) / 400, rel_tol=1e-6),
           f"the speed-up counts steps of unequal time: {got}")
@@ -242,7 +243,7 @@ def test_real_curves():
         rest = series - np.polyval(np.polyfit(step, series, degree), step)
         got = rest[1:] @ rest[:-1] / (rest @ rest)
         check(abs(got - phi) < 0.05 and abs(rest.std() / deviation - 1) < 0.1,
-              f"simulated and real noise have equal correlation and deviation: {got}, {rest.std()}")
+              f"simulated and real noise have close correlation and deviation: {got}, {rest.std()}")
     got = vs.training_difference(losses["bf16"], losses["fp8"], 100)
     check(abs(got.estimate - 0.0423) < 1e-4, f"over the last 100 steps the real curves differ by 0.0423: {got}")
     got = vs.training_difference(losses["bf16"], losses["fp8"], 500)
@@ -269,8 +270,9 @@ def covers(got, truth):
 
 
 def validation_pairs(rng, true, pairs, sequences, of_pairs, of_sequences, tails=0):
-    """Returns losses of BF16 and of FP8. Those of FP8 are higher by `true`, plus noise of each pair, noise of each
-    sequence that all pairs share, and noise of each value with standard deviation 1.
+    """Returns losses of BF16 and of FP8. Those of FP8 are higher by `true`, plus of_pairs times noise of each pair,
+    of_sequences times noise of each sequence that all pairs share, and noise of each value. Noise is standard normal,
+    or if `tails` is not 0, Student's t with `tails` degrees of freedom.
     """
     draw = (lambda *shape: rng.standard_t(tails, shape)) if tails else (lambda *shape: rng.standard_normal(shape))
     bf16 = 5 + rng.standard_normal((pairs, 1)) + draw(1, sequences)
@@ -278,7 +280,7 @@ def validation_pairs(rng, true, pairs, sequences, of_pairs, of_sequences, tails=
 
 
 def cover_validation(rng, trials):
-    cases = [  # pairs, sequences, noise of pairs, of sequences
+    cases = [  # name, pairs, sequences, of_pairs, of_sequences, options
         ("3 pairs, 1,024 sequences, pairs dominate", 3, 1024, 0.3, 1, {}),
         ("3 pairs, 1,024 sequences, both", 3, 1024, 0.05, 1, {}),
         ("3 pairs, 1,024 sequences, sequences dominate", 3, 1024, 0.0, 2, {}),

@@ -1,10 +1,10 @@
 """usage: dev/test/lib/check_log.py LOG RANKS [--energy]
 
-Checks what log.jsonl says about time, energy and validation: the parts of a step's time take no more than the step
-(with several ranks, at most 1.5 times as long), the parts of the run's time add up, a validation loss is the mean of
-its sequences' losses, and only several ranks wait for each other. With --energy every step must have energy, and power,
-clock and temperature of every GPU. Prints the losses of the last validation's sequences. Exits with 1 and the reason if
-something is wrong.
+Checks what log.jsonl says about time, energy and validation: the parts of a step's time take at most 1.001 times as
+long as the step on one rank, 1.5 times on several; the parts of the run's time add up; a validation loss is the mean of
+its sequences' losses; only several ranks wait for each other. With --energy every step must have energy, and power,
+clock, temperature and throttle reasons of every GPU. Prints the losses of the last validation's sequences. Exits with 1
+and the reason if something is wrong.
 """
 import json
 import sys

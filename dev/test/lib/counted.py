@@ -23,8 +23,8 @@ def finish():
 
 
 def go_on_with_report_libraries(missing, skipped):
-    """Runs the test again with build/report-venv, after an ImportError. If there is none, or the test runs with it
-    already, prints that `skipped` is skipped and ends the program.
+    """Runs the test again with the Python of build/report-venv, after an ImportError. If that Python is missing, or the
+    test runs with it already, prints that `skipped` is skipped and ends the program.
     """
     if REPORT_PYTHON.exists() and not os.environ.get("IN_REPORT_VENV"):
         os.execve(REPORT_PYTHON, [str(REPORT_PYTHON), *sys.argv], {**os.environ, "IN_REPORT_VENV": "1"})

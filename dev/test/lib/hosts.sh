@@ -1,5 +1,6 @@
 # Sourced by test_hosts.sh. Makes "hosts" on this machine: network namespaces with names of their own, joined by a
-# bridge. All of it is in a room, namespaces of its own that end with the test, so the machine's network is left alone.
+# bridge. The test runs in a "room": network, mount and process namespaces that end with it. So the machine's own
+# network stays as it is.
 
 # Prints why there can be no room here, or nothing.
 room_missing() {

@@ -14,7 +14,7 @@ LAYERS = 16
 
 
 def settings(precision, seed, **changes):
-    """A settings record. `changes` go to the options, or to the record if it has them."""
+    """A settings record. A change replaces the record's field of that name; if there is none, it sets an option."""
     options = {"train-data": "data.bin", "val-data": "val.bin", "sequence-length": 64, "batch-size": 2,
                "grad-accumulation-steps": 1, "num-steps": STEPS, "seed": seed, "rounding-seed": seed,
                "precision": precision, "fp8-recipe": "tensorwise", "fp8-emulate": "off", "learning-rate": 0.001,
@@ -148,7 +148,9 @@ def profile_record(step, fast):
 
 def gpu_records(model, precision, recipe, seed, *, length=2048, gpus=2, steps=1800, speed=1.0, difference=0.0,
                 **changes):
-    """A finished run of the GPU trainer with a profile, saves and a resume; in FP8 with audits. Step 700 is skipped."""
+    """A finished run of the GPU trainer with a profile, saves and a resume; in FP8 with audits. If there is a step 700,
+    it is skipped.
+    """
     rng = np.random.default_rng([seed, round(1000 * speed), round(1e6 * difference)])
     batches = np.random.default_rng(seed).standard_normal(steps)
     at = np.arange(1, steps + 1)

@@ -26,7 +26,8 @@ stall_await() {
     bad "$1: the rank did not reach the call at which it is held: $(tail -n 4 "$tmp/$1.log")"
     return 1
 }
-# Waits at most $2 seconds for the end of run $1, then kills it. Sets `took`, and `status` ("running" if it was killed).
+# Waits at most $2 seconds for the end of run $1, and kills the run if it has not ended. Sets `took` (seconds), and
+# `status` ("running" if the run was killed).
 stall_end() {
     local start=$SECONDS pid=${launched[$1]}
     while kill -0 $pid 2>/dev/null && [ $((SECONDS - start)) -lt "$2" ]; do sleep 0.1; done
