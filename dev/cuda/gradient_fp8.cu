@@ -1,7 +1,8 @@
 // Checks gradients in FP8 (llmc/cuda/gradient_fp8.cuh) byte for byte against the CPU's functions, over several
 // micro-steps, and over ranks that share this GPU. The search for large gradients and AdamW must give the results that
 // they give for the decoded values in fp32; the gradient norm has a tolerance. Times the casts, the sums over ranks,
-// the norm and the update. Build and run: make build/bench_gradient_fp8 && build/bench_gradient_fp8
+// the norm and the update.
+// Build and run: make build/bench_gradient_fp8 && build/bench_gradient_fp8
 #include "../../llmc/cuda/adamw_msamp.cuh"
 #include "../../llmc/reference/adamw.h"
 #include "adamw_parts.cuh"
@@ -20,7 +21,7 @@ typedef struct {
     bf16 *others;             // device: [root + layers * vectors] the gradients that are not FP8
 } Gradients;
 
-// Returns a model with matrices that do not fill the last thread block of a cast.
+// Returns a model with some matrices that do not fill the last thread block of a cast.
 static ModelConfig model_of(int large) {
     ModelConfig m;
     if (!model_config_preset(&m, "qwen2.5-0.5b")) die("no preset");
@@ -51,7 +52,7 @@ static void gradients_free(Gradients *g) {
     parameter_table_free(&g->t);
 }
 
-// Returns a gradient of a tensor of this kind: common, spread over a factor of 2^80, half zero, all zero, equal,
+// Returns a gradient of a tensor of this kind: common, spread over a factor of 2^79, about half zero, all zero, equal,
 // denormal, huge beside tiny, or with outliers.
 static float gradient_of(int64_t kind, uint64_t key, int64_t i) {
     const uint64_t u = rng_u64(key, (uint64_t)(i + (1ll << 40)));
@@ -68,7 +69,7 @@ static float gradient_of(int64_t kind, uint64_t key, int64_t i) {
     }
 }
 
-// Fills the gradients of a micro-step. `huge`: some tensors get numbers whose squares overflow.
+// Fills the gradients of a micro-step. Without `huge`, tensors of kind 6 (huge beside tiny) get common gradients.
 static void fill(Gradients *g, int micro, bool huge) {
     for (int64_t k = 0; k < g->t.count; k++) {
         const Parameter *p = &g->t.entries[k];
@@ -176,7 +177,7 @@ static void check_casts(int large) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Sums over ranks, of layer 1 of a model of 3
+// Sums over ranks, of one layer
 
 enum { RANKS_MOST = 5 };
 
@@ -284,7 +285,7 @@ static float sum_on_cpu(uint8_t *sum, const float *x, int64_t ranks, int64_t n, 
     return 1 / scale;
 }
 
-// Sums the ranks' computed gradients on the CPU, and adds them to those of earlier micro-steps.
+// Sums the ranks' computed gradients on the CPU. If `add`, adds the sums to those of earlier micro-steps.
 static void shared_reference(SharedLayer *s, bool add, float headroom) {
     for (int k = 0; k < s->whole.count; k++) {
         const GradientFp8Tensor at = s->whole.tensors[k];
@@ -541,7 +542,7 @@ static void bench_all(Bench *b) {
         format_checked(name, sizeof name, "AdamW, moments %s, FP8 gradients", v.name);
         bench_report(b, name, "llama3.2-1b", t,
                      gradients * (v.moments == ADAMW_MSAMP ? 2 : 1) + state * (double)g.t.total,
-                     v.moments == ADAMW_MSAMP ? "a square root and two divisions for each element" : NULL);
+                     v.moments == ADAMW_MSAMP ? "square roots and divisions for each element" : NULL);
         for (int i = 0; i < o.count; i++) bench_free(o.memory[i]);
     }
     bench_free(workspace);
