@@ -9,7 +9,7 @@
 
 // Reasons why casts with tensor scales, and amax passes, may stay below their ceiling (bench_report).
 #define CAST_REASON \
-    "transposed tiles go through shared memory: a barrier between a block's loads and half of its stores"
+    "transposed tiles go through shared memory: a barrier between a block's loads and its columnwise stores"
 #define AMAX_REASON "every block loads only briefly, then ends in a reduction and a read of the amax"
 
 // Returns a tensor that a cast can fill: its data and scales are poisoned, its amaxes are zero. A usage whose

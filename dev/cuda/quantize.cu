@@ -100,8 +100,8 @@ static void check_amax_lengths(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Large tensors, checked against a plain kernel with one element per thread that uses the host's cast, or against a
-// second run
+// Large tensors, checked against a plain kernel that casts element by element with the host's cast, or against a second
+// run
 
 static __global__ void plain_quantize_kernel(uint8_t *row, uint8_t *col, const bf16 *x, const uint32_t *amax, int64_t R,
                                              int64_t C, Fp8Format format) {

@@ -251,8 +251,9 @@ static void check_sources(int64_t R, int64_t C, Fill fill) {
     free(x_host), free(dy_host);
 }
 
-// Casts a large dy with each recipe whose scales are finer than a tensor. Its last rows must equal a cast of those rows
-// alone, but not in data whose scales depend on other rows too. A second run must equal the first.
+// Casts a large dy with each recipe whose scales are finer than a tensor. The codes of its last rows must equal those
+// of a cast of these rows alone. This is not checked for data whose scales depend on other rows too. A second run must
+// equal the first.
 static void check_large(int64_t R, int64_t C) {
     const int64_t slab = 2048, first = R - slab;
     Case cases[MAX_CASES];
@@ -357,7 +358,7 @@ static void bench_cast(Bench *b, const char *name, const char *shape, const Case
         reason, sizeof reason,
         "a tile waits in registers for its scales, so a block's loads, arithmetic and stores do not overlap%s%s%s",
         t->rowwise && t->columnwise && c->row != BLOCK_128X128 ? "; two casts of every value" : "",
-        c->row == BLOCK_1X32 ? "; maxima of 32 along both axes" : "",
+        c->row == BLOCK_1X32 ? "; a maximum for every 32 values" : "",
         outputs > 1 ? "; two outputs, so 2 blocks per SM" : "");
     bench_report(b, name, shape, us, bytes, reason);
 }
@@ -379,7 +380,7 @@ static void bench_source(Bench *b, const char *what, const Case *c, Source sourc
     if (usage_amaxes(c->row, R) && !t.delayed_scale) {
         format_checked(name, sizeof name, "%s%s, amaxes", c->name, what);
         bench_report(b, name, shape, bench_time_us(b, [&] { quantize_amax_source("bench", t, source, R, C, 0); }),
-                     read * n, "an atomic for the amax of every row and column of a tile");
+                     read * n, "atomics for the amaxes of every tile");
     }
     for (int i = 0; i < (t.rowwise && t.columnwise && c->role == TENSOR_X ? 3 : 1); i++) {
         QTensor part = t;
