@@ -17,7 +17,7 @@ static ModelConfig small_model(const char *preset) {
     return m;
 }
 
-// The optimizer's arrays on the host: floats, rounded to bf16 where the GPU stores bf16 alone. With fp32 master
+// The optimizer's arrays on the host: floats, rounded to bf16 where the GPU has no fp32 array. With fp32 master
 // weights, `weights` are those.
 typedef struct {
     int64_t n;
@@ -29,8 +29,8 @@ static float spread(uint64_t key, int64_t i, int low) {
     return ldexpf(1, -(int)(rng_u64(key, (uint64_t)i) % (uint64_t)(low + 1)));
 }
 
-// A thread of the kernel takes its branch-free path only if all of its 8 elements are common. So only every fourth
-// stretch of 64 elements has rare ones.
+// A thread of the kernel takes its branch-free path only if all of its 8 elements are common (adamw_is_common). So only
+// every fourth stretch of 64 elements has rare ones.
 static State make_state(const ParameterTable *t, uint64_t seed, bool fp32_weights, bool fp32_moments) {
     State s;
     s.n = t->total;
@@ -110,7 +110,7 @@ typedef struct {
     bool fp32_gradients;
 } Variant;
 
-// True if the step is skipped because of its norm. The other gradients are small beside bad_value, so the norm is at
+// True if adamw_accepts refuses the norm of the step. The other gradients are small beside bad_value, so the norm is at
 // least |bad_value|, or NaN if bad_value is NaN.
 static bool is_refused(Variant v) { return v.bad_element >= 0 && !adamw_accepts(fabs(v.bad_value)); }
 

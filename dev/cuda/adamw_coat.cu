@@ -132,8 +132,8 @@ static void check_steps(const char *preset, Variant v, int64_t shard_size) {
     State flat = state_fill(&t, v.master, v.fp32_gradients);
     State *before = (State *)xcalloc((size_t)shard_size, sizeof *before);
     char label[128];
-    format_checked(label, sizeof label, "%s, master %d, fp32 gradients %d, stochastic %d, eps %g, %lld ranks", preset,
-                   v.master, v.fp32_gradients, v.stochastic, v.eps, (long long)shard_size);
+    format_checked(label, sizeof label, "%s, fp32 master %d, fp32 gradients %d, stochastic %d, eps %g, %lld ranks",
+                   preset, v.master, v.fp32_gradients, v.stochastic, v.eps, (long long)shard_size);
     for (int64_t rank = 0; rank < shard_size; rank++) {
         const ShardPlan plan = shard_plan(&t, shard_size, rank);
         before[rank] = state_part(&t, &plan, &flat);

@@ -18,7 +18,7 @@ typedef struct {
 // the format of the GPU's arrays: fp32 numbers, or FP8 codes (exp_avg) and FP16 codes (exp_avg_sq).
 typedef struct {
     int64_t n, tensors;
-    float *weights;     // values of the (master) weights
+    float *weights;     // what the masters stand for, or the bf16 weights if there are no masters
     fp16_bits *master;  // FP16 codes of the masters
     char *exp_avg, *exp_avg_sq;
     float *scales;  // [MSAMP_STATES, tensors]

@@ -89,8 +89,8 @@ static int64_t count_differences(Tensor a, Tensor b) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The reference: fp64 sums, with the T x T matrices P and dS in memory. `rounded` rounds to bf16 where an
-// implementation on tensor cores must: P and dS before their GEMMs, and the results out, dQ, dK and dV. It computes
-// delta from the rounded out.
+// implementation on tensor cores must: P and dS before their GEMMs, and the results out, dQ, dK and dV. Then delta
+// follows from the rounded out.
 
 __device__ static double round_bf16(double x, bool rounded) {
     return rounded ? (double)__bfloat162float(__float2bfloat16((float)x)) : x;

@@ -249,14 +249,14 @@ static inline double bench_clock_end(Bench *b) {
 //
 // Exceptions:
 //  - These kernels of a few bytes are part of their callers' lines: adamw_sum, adamw_norm, adamw_largest and
-//    adamw_find_large (both return at once if the norm is accepted), msamp_scales, gradient_fp8_scales and
-//    column_sums_finish.
-//  - These kernels of a few bytes have no line: loss_accumulate, gemm_alpha, adamw_clip, fp16_factors, delayed_begin,
-//    delayed_update and delayed_restore.
+//    adamw_find_large (both return at once if the norm is accepted), msamp_scales, gradient_fp8_scales,
+//    column_sums_finish and gemm_alpha.
+//  - These kernels of a few bytes have no line: loss_accumulate, adamw_clip, fp16_factors, delayed_begin,
+//    delayed_update, delayed_restore and adamw_find_block (returns at once if the norm is accepted).
 //  - gradient_fp8_decode, for replicas that reduce FP8 gradients in bf16, has no line.
-//  - These kernels run before or between steps, in audited steps, or after a norm that is not accepted. They have no
-//    line: initialize_parameter, auto_filter_fill, fill_for_timing, round_weights, fp16_amax, fp16_masters_amax,
-//    fp16_masters_encode, fp16_audit and adamw_find_block.
+//  - These kernels run before or between steps, or in audited steps. They have no line: initialize_parameter,
+//    auto_filter_fill, fill_for_timing, round_weights, fp16_amax, fp16_masters_amax, fp16_masters_encode and
+//    fp16_audit.
 //  - transport_sum, which adds gradients that several GPUs have exchanged, has no line.
 
 // A call that moves at most BENCH_RAMP_BYTES, and takes at most BENCH_RAMP_US longer than these bytes take at the copy
@@ -276,8 +276,8 @@ static inline void bench_record(const char *name, const char *shape, double perc
     fclose(file);
 }
 
-// Prints a result line; all lines come from here. `rate` and `ceiling` are in units of `unit`. `reason` says why the
-// share may be low; NULL if it may not.
+// Prints a result line; all result lines come from here. `rate` and `ceiling` are in units of `unit`. `reason` says why
+// the share may be low; NULL if it may not.
 static inline void bench_line(const char *name, const char *shape, double us, double rate, const char *unit,
                               double ceiling, const char *whose, const char *reason) {
     const double percent = ceiling > 0 ? 100 * rate / ceiling : 0;

@@ -164,7 +164,7 @@ static void check_slices(const char *label, const Model *m, const Rank *r) {
     free(want);
 }
 
-// Compares the cast of one weight: both kinds of data, or one of them.
+// Compares the cast of one weight. `kinds`: 1 rowwise data, 2 columnwise data, 3 both.
 static void check_weight(const char *label, const Model *m, const Rank *r, int64_t l, int id, int kinds) {
     const LinearShape *s = &m->linear[id];
     const int64_t n = s->N * s->K;

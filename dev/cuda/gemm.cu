@@ -34,7 +34,7 @@ static QTensor tensor_of(const void *data, const void *scale_inv) {
 // One operand of a GEMM on the device, and its exact values.
 typedef struct {
     QTensor operand;
-    // [outer, depth]: decoded codes, times scale_inv unless the scale is per tensor.
+    // [outer, depth]: bf16 values; or decoded codes, times scale_inv unless the scale is per tensor.
     float *values;
     double inverse;   // scale_inv of a whole tensor, else 1
     uint8_t *scales;  // host copy
@@ -262,7 +262,7 @@ static void check_ways(Case *c, int recipe, GemmKind kind, int64_t R, int64_t N,
         const GemmSpec spec = {r, FP8_E4M3, kind == GEMM_FPROP ? FP8_E4M3 : dy, way == WAY_FAST, way == WAY_EMULATED};
         check_way(c, label, kind, R, N, K, spec, &worst_units[recipe][kind][way]);
         check_first_usable(c, label, kind, R, N, K, spec);
-        // WAY_SLOW has just run cuBLASLt's fastest algorithm. The ways after it run the first.
+        // WAY_SLOW has just run cuBLASLt's fastest algorithm. The ways after it run its first usable one.
         if (way == WAY_SLOW) c->gemm.deterministic = !c->gemm.deterministic;
     }
     if (!recipe_is_fp8(r, kind)) return;

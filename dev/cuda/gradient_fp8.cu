@@ -79,8 +79,8 @@ static void fill(Gradients *g, int micro, bool huge) {
     }
 }
 
-// Joins the gradients to the FP8 sums on the CPU: adds them with `add`, else they replace the sums. Gradients that are
-// not FP8 always replace theirs.
+// Joins the gradients to the FP8 sums on the CPU. With `add` they are added to the sums, else they replace them.
+// Gradients that are not FP8 always replace theirs.
 static void join_on_cpu(Gradients *g, bool add) {
     for (int64_t k = 0; k < g->t.count; k++) {
         const Parameter *p = &g->t.entries[k];
@@ -145,8 +145,8 @@ static void check_norm(const char *label, const Gradients *g) {
         CUDA_CHECK(cudaMemcpy(&found[i], control, sizeof *control, cudaMemcpyDefault));
     }
     const double norm = global_norm(g->sums, g->t.total), got = (double)found[0].gradient_norm;
-    CHECK(adamw_accepts(norm) ? fabs(got - norm) <= 2e-6 * norm : !adamw_accepts(got), "%s: norm %g, not %g", label,
-          got, norm);
+    CHECK(adamw_accepts(norm) ? fabs(got - norm) <= 2e-6 * norm : !adamw_accepts(got), "%s: the norm is %g, want %g",
+          label, got, norm);
     CHECK(found[0].nonfinite == found[1].nonfinite && found[0].largest == found[1].largest &&
               found[0].position == found[1].position && found[0].nonfinite == !adamw_accepts(norm),
           "%s: FP8 gradients: nonfinite %u, largest %08x at %llu; fp32: nonfinite %u, %08x at %llu", label,
@@ -275,7 +275,8 @@ static void sum_part(const SharedLayer *s, uint8_t *sum, const GradientFp8 *from
     bench_free(received);
 }
 
-// The reference of one tensor: sums `ranks` gradients x [ranks][n] in FP8, and returns the codes and scale_inv.
+// The reference of one tensor: sums `ranks` gradients x [ranks][n] in FP8. Writes the codes to `sum`, and returns their
+// scale_inv.
 static float sum_on_cpu(uint8_t *sum, const float *x, int64_t ranks, int64_t n, float headroom) {
     uint8_t *codes = (uint8_t *)xcalloc((size_t)(ranks * n), 1);
     const float scale = gradient_fp8_scale(gradient_fp8_amax(x, ranks * n)) * headroom;
