@@ -349,7 +349,8 @@ static void run_checks(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Refusals run before the first CUDA call of this process, because a check runs in a forked child
+// Refusals run before the first CUDA call of this process: a check runs in a forked child, which cannot use its
+// parent's CUDA context
 
 typedef struct {
     int recipe;

@@ -23,9 +23,9 @@ typedef enum {
 static const char *const fill_names[NUM_FILLS] = {"mixed",    "NaN",         "infinity", "zero",
                                                   "denormal", "below 1e-12", "huge"};
 
-// Mixed input has rows and columns of very different size, outliers, denormals, and a row, a column and a square of
-// zeros. FILL_NAN and FILL_INFINITY are mixed input with three NaNs or infinities in it. The other fills are normal
-// values times a constant.
+// Mixed input has rows and columns of very different size, outliers, denormals, a row and a column of zeros and, if the
+// tensor is large enough, a square of zeros. FILL_NAN and FILL_INFINITY are mixed input with three NaNs or infinities
+// in it. The other fills are normal values times a constant.
 static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
     const float scales[NUM_FILLS] = {1, 1, 1, 0, 1e-39f, 1e-14f, 1e37f};
     bf16_bits *x = bench_normal(31, R * C, scales[fill]);
@@ -281,7 +281,8 @@ static void check_large(int64_t R, int64_t C) {
     bench_free(cut), bench_free(x);
 }
 
-// Refusals run before the first CUDA call of this process, because a check runs in a forked child.
+// Refusals run before the first CUDA call of this process: a check runs in a forked child, which cannot use its
+// parent's CUDA context.
 static void call_quantize(void *context) {
     quantize_transpose(*(const QTensor *)context, (const bf16 *)16, 128, 128, 0);
 }
@@ -394,7 +395,8 @@ static void bench_source(Bench *b, const char *what, const Case *c, Source sourc
     bench_free(known);
 }
 
-// Casts with one current scale are timed beside their amax passes, in quantize.cu, rmsnorm.cu and swiglu.cu.
+// Casts with one scale that follows from the amax are timed beside their amax passes, in quantize.cu, rmsnorm.cu and
+// swiglu.cu.
 static bool bench_wanted(const Case *c, TensorRole role) {
     return c->role == role && c->format == FP8_E4M3 && (c->row != PER_TENSOR || c->rule == SCALE_TE);
 }

@@ -53,8 +53,8 @@ typedef struct {
     const struct Offload *offload;
     const KeptSpan *slots;  // [L] activations in slots; NULL without --offload activations
     bool copies_kept;       // some layers' activations leave the GPU
-    int64_t kept_layer;     // the layer that the model is in
-    bool kept_backward;     // in its backward pass
+    int64_t kept_layer;     // the layer whose forward or backward pass is being enqueued
+    bool kept_backward;     // it is the backward pass
     int streams;            // created so far
     int64_t pinned;         // bytes of pinned memory for offloading
     Comm comm;
@@ -778,8 +778,8 @@ static int64_t left_in_slot(const void *at) {
     return 0;
 }
 
-// Record an access of a kernel to the first bytes of a tensor, if it is in a slot. So the model finds copies that race
-// with the access.
+// Record an access of a kernel to the first bytes of a tensor, if it is in a slot. So copies that race with the access
+// are found.
 static void note_kept_read(const void *at) {
     if (left_in_slot(at)) note_read(computing(), at, min_i64(ARENA_ALIGNMENT, left_in_slot(at)), ORDER_ANY);
 }
