@@ -306,11 +306,11 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
     State flat = make_state(&t, 17 + (uint64_t)step_number, v.master, v.fp32_moments);
     const bool bad = is_refused(v);
     char label[160];
-    format_checked(label, sizeof label,
-                   "%s fp32 master %d, fp32 moments %d, clip %g, eps %g, lr %g, bad gradient %lld (%g), nearest %d, %s "
-                   "gradients, %lld ranks",
-                   preset, v.master, v.fp32_moments, v.clip, v.eps, v.learning_rate, (long long)v.bad_element,
-                   v.bad_value, v.nearest, v.fp32_gradients ? "fp32" : "bf16", (long long)shard_size);
+    format_checked(
+        label, sizeof label,
+        "%s fp32 master %d moments %d clip %g eps %g lr %g bad %lld (%g) nearest %d, %s gradients, %lld ranks", preset,
+        v.master, v.fp32_moments, v.clip, v.eps, v.learning_rate, (long long)v.bad_element, v.bad_value, v.nearest,
+        v.fp32_gradients ? "fp32" : "bf16", (long long)shard_size);
     for (int64_t i = 0; v.fp32_gradients && i < flat.n; i++)
         flat.gradients[i] *= 1.0009765f;  // values that bf16 cannot represent
     if (v.bad_element >= 0) flat.gradients[v.bad_element] = v.bad_value;

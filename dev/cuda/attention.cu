@@ -487,7 +487,7 @@ static void check_case(const Choice *o, Case c, uint64_t key) {
     setup_free(&s);
 }
 
-// Covers lengths below, at and above whole tiles, groups of 1, 4 and 8 query heads, one and two sequences, and scores
+// Covers lengths that do and do not fill their tiles, groups of 1, 4 and 8 query heads, 1 and 2 sequences, and scores
 // of standard deviation 1 and 30 (softmax almost one-hot). `many` has many short sequences: a thread block of the sm90
 // backward computes a whole GQA group there, and writes dK and dV directly in bf16. At head_dim 128, the sm90 backward
 // that is not deterministic also has two sections there (attention_backward_plan.cuh).

@@ -192,8 +192,8 @@ static void check_way(Case *c, const char *label, GemmKind kind, int64_t R, int6
         for (int accumulate = 0; accumulate < (kind == GEMM_WGRAD ? 2 : 1); accumulate++) {
             const Comparison r = run_case(c, &p, bias, accumulate);
             CHECK(r.bad == 0,
-                  "%s%s%s: all elements are within the bound; %lld of %lld are not, the worst by %.3g units of "
-                  "summation (%.3g allowed), first at [%lld, %lld]: got %.9g, want %.9g",
+                  "%s%s%s: all elements are within the bound; %lld of %lld are not, the worst is off by %.3g times "
+                  "error_unit() (%.3g allowed), first at [%lld, %lld]: got %.9g, want %.9g",
                   label, bias ? ", bias" : "", accumulate ? ", accumulated" : "", (long long)r.bad, (long long)c->n,
                   r.worst, LIMIT_UNITS, (long long)(r.first / p.rows), (long long)(r.first % p.rows), r.got, r.want);
             *worst = fmax(*worst, r.worst);

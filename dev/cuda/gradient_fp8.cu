@@ -147,11 +147,13 @@ static void check_norm(const char *label, const Gradients *g) {
     const double norm = global_norm(g->sums, g->t.total), got = (double)found[0].gradient_norm;
     CHECK(adamw_accepts(norm) ? fabs(got - norm) <= 2e-6 * norm : !adamw_accepts(got), "%s: the norm is %g, want %g",
           label, got, norm);
-    CHECK(found[0].nonfinite == found[1].nonfinite && found[0].largest == found[1].largest &&
-              found[0].position == found[1].position && found[0].nonfinite == !adamw_accepts(norm),
-          "%s: FP8 gradients: nonfinite %u, largest %08x at %llu; fp32: nonfinite %u, %08x at %llu", label,
-          found[0].nonfinite, found[0].largest, found[0].position, found[1].nonfinite, found[1].largest,
-          found[1].position);
+    CHECK(
+        found[0].nonfinite == found[1].nonfinite && found[0].largest == found[1].largest &&
+            found[0].position == found[1].position && found[0].nonfinite == !adamw_accepts(norm),
+        "%s: the search finds in FP8 gradients (nonfinite %u, largest %08x, position %llu) what it finds in their fp32 "
+        "values (nonfinite %u, largest %08x, position %llu)",
+        label, found[0].nonfinite, found[0].largest, found[0].position, found[1].nonfinite, found[1].largest,
+        found[1].position);
     void *device[] = {workspace, squares, control, (void *)fp32.fp32_data};
     for (void *p : device) bench_free(p);
 }

@@ -1359,7 +1359,7 @@ static void enqueue_steps(Rank *r, const Options *o) {
 static void run_case(const Case *c, uint64_t seed) {
     ModelConfig m;
     // With this vocabulary, the root's slices are larger than those of a layer of `small`. Layers of llama3.2-1b are so
-    // large that on 1 or 2 ranks of a shard group they are offloaded in several parts.
+    // large that a rank of a shard group of at most 3 ranks offloads its slice of a layer in several parts.
     model_config_preset(&m, c->offload ? "llama3.2-1b" : "small");
     m.vocab_size = 8192, m.num_layers = c->layers, m.tie_word_embeddings = !c->untied;
     Options o = options_default();
