@@ -1,5 +1,5 @@
-// Checks llmc/cuda/adamw.cuh and llmc/cuda/initialize.cuh against the CPU's functions: sums of squares and norms within
-// a tolerance, all else bit for bit. Times the gradient norm and AdamW's update.
+// Checks llmc/cuda/adamw.cuh and llmc/cuda/initialize.cuh against the CPU's functions: sums of squares within a
+// tolerance, weights and moments bit for bit. Times the gradient norm and AdamW's update.
 // Build and run: make build/bench_adamw && build/bench_adamw
 #include "../../llmc/cuda/adamw.cuh"
 #include "../../llmc/cuda/initialize.cuh"
@@ -7,7 +7,8 @@
 #include "../../llmc/reference/quantize_reference.h"
 #include "bench.cuh"
 
-// Returns a small model with every kind of parameter of its family. Hidden size 40 leaves padding behind some tensors.
+// Returns a small model with the same kinds of parameters as the preset. Hidden size 40 leaves padding behind some
+// tensors.
 static ModelConfig small_model(const char *preset) {
     ModelConfig m;
     if (!model_config_preset(&m, preset)) die("no preset %s", preset);
@@ -16,7 +17,7 @@ static ModelConfig small_model(const char *preset) {
     return m;
 }
 
-// The optimizer's arrays on the host: floats, rounded to bf16 where the GPU stores bf16 alone. With fp32 master
+// The optimizer's arrays on the host: floats, rounded to bf16 where the GPU has no fp32 array. With fp32 master
 // weights, `weights` are those.
 typedef struct {
     int64_t n;
@@ -28,8 +29,8 @@ static float spread(uint64_t key, int64_t i, int low) {
     return ldexpf(1, -(int)(rng_u64(key, (uint64_t)i) % (uint64_t)(low + 1)));
 }
 
-// A thread of the kernel takes its branch-free path only if all of its 8 elements are common. So only every fourth
-// stretch of 64 elements has rare ones.
+// A thread of the kernel takes its branch-free path only if all of its 8 elements are common (adamw_is_common). So only
+// every fourth stretch of 64 elements has rare ones.
 static State make_state(const ParameterTable *t, uint64_t seed, bool fp32_weights, bool fp32_moments) {
     State s;
     s.n = t->total;
@@ -102,15 +103,15 @@ typedef struct {
     bool master, fp32_moments;
     float clip;
     double eps, learning_rate;
-    // Gradient element that becomes bad_value; if that is NaN, the last element becomes infinite. -1: none.
+    // Index of the gradient that becomes bad_value; -1: none. If bad_value is NaN, the last gradient becomes infinite.
     int64_t bad_element;
     bool nearest;
     float bad_value;
     bool fp32_gradients;
 } Variant;
 
-// True if the norm refuses the step. The norm is about |bad_value|, because the other gradients are small beside it;
-// with NaN it is NaN.
+// True if adamw_accepts refuses the norm of the step. The other gradients are small beside bad_value, so the norm is at
+// least |bad_value|, or NaN if bad_value is NaN.
 static bool is_refused(Variant v) { return v.bad_element >= 0 && !adamw_accepts(fabs(v.bad_value)); }
 
 enum { AMAX_STRIDE = 12 };
@@ -198,9 +199,9 @@ static void check_rank(const char *label, const ParameterTable *t, const ShardPl
     arrays_free(&a);
 }
 
-// Updates all units of a rank: the root (the parameters outside layers) and all layers in one call. With by_unit there
-// is one call for each unit, as with --optimizer-in-backward: the last layer first, the root at the end. The layers'
-// gradients then take turns in one place, behind the root's gradient.
+// Updates all units of a rank: one call for the root (the parameters outside layers), and one for all layers. With
+// by_unit each layer has its own call, as with --optimizer-in-backward: the last layer first, the root at the end. The
+// layers' gradients then take turns in one place, behind the root's gradient.
 static void update_all(const AdamwUpdate *whole, const ParameterTable *t, const ShardPlan *plan, bool by_unit) {
     const int64_t element = whole->arrays.gradients.fp32_data ? 4 : 2, layer = shard_elements(plan, 0);
     const char *all = (const char *)gradients_memory(whole->arrays.gradients);
@@ -305,10 +306,11 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
     State flat = make_state(&t, 17 + (uint64_t)step_number, v.master, v.fp32_moments);
     const bool bad = is_refused(v);
     char label[160];
-    format_checked(label, sizeof label,
-                   "%s master %d moments %d clip %g eps %g lr %g bad %lld (%g) nearest %d, %s gradients, %lld ranks",
-                   preset, v.master, v.fp32_moments, v.clip, v.eps, v.learning_rate, (long long)v.bad_element,
-                   v.bad_value, v.nearest, v.fp32_gradients ? "fp32" : "bf16", (long long)shard_size);
+    format_checked(
+        label, sizeof label,
+        "%s fp32 master %d moments %d clip %g eps %g lr %g bad %lld (%g) nearest %d, %s gradients, %lld ranks", preset,
+        v.master, v.fp32_moments, v.clip, v.eps, v.learning_rate, (long long)v.bad_element, v.bad_value, v.nearest,
+        v.fp32_gradients ? "fp32" : "bf16", (long long)shard_size);
     for (int64_t i = 0; v.fp32_gradients && i < flat.n; i++)
         flat.gradients[i] *= 1.0009765f;  // values that bf16 cannot represent
     if (v.bad_element >= 0) flat.gradients[v.bad_element] = v.bad_value;
@@ -366,8 +368,7 @@ static __global__ void random_kernel(AdamwRandom *random, AdamwStep step, int64_
     random[threadIdx.x] = adamw_random(&step, first + threadIdx.x);
 }
 
-// Checks the random bits for stochastic rounding of elements with flat indices around 2^8, 2^9, ... 2^44. Most of them
-// are beyond the arrays of the other tests.
+// Checks the random bits for stochastic rounding of elements with flat indices around 2^8, 2^9, ... 2^44.
 static void check_random(void) {
     enum { N = 256 };
     const AdamwStep step = adamw_step(9, 1e-3, 0.9, 0.999, 1e-8, 0.1, false, 42);
@@ -405,8 +406,8 @@ static void check_units(const char *preset, int64_t shard_size) {
                         int at = 0;
                         while (at < u.num_runs - 1 && e / PARAMETER_ALIGNMENT >= u.runs[at].end) at++;
                         const AdamwRun *run = &u.runs[at];
-                        // flat + e must be the element's flat index. The kernel divides it by 8, so `flat` must be a
-                        // multiple of 8.
+                        // flat + e must be the element's flat index. The kernel divides `flat` by 8, so `flat` must be
+                        // a multiple of 8.
                         const int64_t flat = u.flat + unit * u.flat_size + run->shift;
                         wrong += flat + e != p->offset + r.first + i || flat % 8 != 0 || e < 0 || e >= u.size ||
                                  e / PARAMETER_ALIGNMENT >= run->end || run->decay != ((p->flags & PARAM_DECAY) != 0) ||
@@ -450,9 +451,9 @@ static void check_initialize(const char *preset, bool with_master, int64_t shard
     parameter_table_free(&t);
 }
 
-// Checks clip factors and norms of four steps that are clipped in the backward pass: their bits must equal those of
-// adamw_math.h. The second step's norms are about ten times larger. In the fourth step a norm becomes infinite;
-// `nonfinite`, by which updates are skipped, must be set from then on.
+// Checks clip factors and norms of four steps that are clipped in the backward pass: they must equal those of
+// adamw_math.h. The sums of squares of the second step have a factor of 100. In the fourth step the norm becomes
+// infinite at layer 1. `nonfinite`, by which updates are skipped, must be set from then on.
 static void check_clip_in_backward(void) {
     enum { LAYERS = 3, REPLICAS = 2 };
     const float clip_value = 0.5f;
@@ -523,7 +524,7 @@ static void model_norm(const Model *x, float clip) {
     adamw_locate(x->control, x->a.gradients, backward_order(&x->t), 0);
 }
 
-// Runs the update. norm_first: model_norm has been called, and the update may skip the step.
+// Runs the update. norm_first: the caller has called model_norm, and the update is skipped if that norm is refused.
 static void model_update(const Model *x, AdamwStep step, bool norm_first) {
     const AdamwUpdate update = {
         x->a, step, norm_first ? x->control : NULL, norm_first ? NULL : x->workspace, x->amax, AMAX_STRIDE, {}};
@@ -548,7 +549,7 @@ static void check_large(void) {
     enum { WINDOW = 1024 };
     model_norm(&x, 0);
     AdamwControl *c = (AdamwControl *)bench_download(x.control, sizeof *c, "control");
-    // For independent normal values the norm is within 1e-4: five standard deviations and bf16's rounding.
+    // The tolerance is more than ten standard deviations of the norm of independent normal values, 1 / sqrt(2 n) each.
     const float want_norm = (float)(1e-3 * sqrt((double)x.t.total));
     check_close("norm of 8e9 values", &c->gradient_norm, &want_norm, 1, 1, 1e-4, 0);
     bf16_bits(*before)[2][WINDOW] = (bf16_bits(*)[2][WINDOW])xcalloc((size_t)x.t.count, sizeof *before);
@@ -616,7 +617,7 @@ int main(int argc, char **argv) {
                 const bool master = kind & 1, moments = kind & 2;
                 // Rows 0 to 5 have ordinary gradients. 6 and 7: a NaN and an infinity, with and without clipping.
                 // 8: a gradient whose square overflows fp32. 9: one with which the second moment overflows too.
-                // 10: one just below the largest accepted norm. 11 and 12: ordinary fp32 gradients.
+                // 10: one of 7/8 of the largest accepted norm. 11 and 12: ordinary fp32 gradients.
                 // 13 and 14: fp32 gradients with a NaN and an infinity.
                 const Variant variants[] = {{master, moments, 0, 1e-8, 1e-3, -1, false, 0, false},
                                             {master, moments, 1e-3f, 1e-8, 1e-5, -1, false, 0, false},

@@ -1,6 +1,6 @@
 // Checks AdamW with FP8 moments (llmc/cuda/adamw_coat.cuh) byte for byte against the CPU's functions, over several
-// steps of 1 to 4 ranks, one after the other on this GPU. Also checks the inverses that it computes, and its powers
-// within a tolerance. Times the update.
+// steps of 1 to 4 ranks, one after the other on this GPU. Also checks coat_inverse, and coat_expand within a tolerance.
+// Times the update.
 // Build and run: make build/bench_adamw_coat && build/bench_adamw_coat
 #include "../../llmc/reference/adamw.h"
 #include "adamw_parts.cuh"
@@ -34,8 +34,8 @@ static void state_free(State *s) {
     for (float *g : s->gradients) free(g);
 }
 
-// Fills the weights and the gradients of all steps. The gradients have groups of every kind: common, spread over a
-// factor of 2^80, half zero, all zero, equal, and far below COAT_SMALLEST.
+// Fills the weights and the gradients of all steps. The gradients have groups of several kinds: common, spread over a
+// factor of 2^79, about half zero, all zero, equal, and far below COAT_SMALLEST.
 static State state_fill(const ParameterTable *t, bool fp32_weights, bool fp32_gradients) {
     State s = state_create(t->total);
     for (int64_t k = 0; k < t->count; k++) {
@@ -132,8 +132,8 @@ static void check_steps(const char *preset, Variant v, int64_t shard_size) {
     State flat = state_fill(&t, v.master, v.fp32_gradients);
     State *before = (State *)xcalloc((size_t)shard_size, sizeof *before);
     char label[128];
-    format_checked(label, sizeof label, "%s, master %d, fp32 gradients %d, stochastic %d, eps %g, %lld ranks", preset,
-                   v.master, v.fp32_gradients, v.stochastic, v.eps, (long long)shard_size);
+    format_checked(label, sizeof label, "%s, fp32 master %d, fp32 gradients %d, stochastic %d, eps %g, %lld ranks",
+                   preset, v.master, v.fp32_gradients, v.stochastic, v.eps, (long long)shard_size);
     for (int64_t rank = 0; rank < shard_size; rank++) {
         const ShardPlan plan = shard_plan(&t, shard_size, rank);
         before[rank] = state_part(&t, &plan, &flat);

@@ -14,11 +14,11 @@ typedef struct {
     bool alone;  // FP16 masters without bf16 weights of the layers' matrices (ShardPlan.masters_alone)
 } Variant;
 
-// A rank's optimizer on the host, or the whole model's (n: elements of the flat arrays). exp_avg and exp_avg_sq hold
-// the GPU's bytes: fp32 numbers, or FP8 codes (exp_avg) and FP16 codes (exp_avg_sq).
+// A rank's optimizer on the host, or the whole model's (n: elements of the flat arrays). exp_avg and exp_avg_sq have
+// the format of the GPU's arrays: fp32 numbers, or FP8 codes (exp_avg) and FP16 codes (exp_avg_sq).
 typedef struct {
     int64_t n, tensors;
-    float *weights;     // values of the (master) weights
+    float *weights;     // what the masters stand for, or the bf16 weights if there are no masters
     fp16_bits *master;  // FP16 codes of the masters
     char *exp_avg, *exp_avg_sq;
     float *scales;  // [MSAMP_STATES, tensors]
@@ -42,7 +42,7 @@ static void state_free(State *s) {
     for (float *g : s->gradients) free(g);
 }
 
-// Returns a gradient of a tensor of this kind: common, spread over a factor of 2^80, half zero, all zero, equal,
+// Returns a gradient of a tensor of this kind: common, spread over a factor of 2^79, about half zero, all zero, equal,
 // denormal, or huge beside tiny.
 static float gradient_of(int64_t kind, uint64_t key, int64_t i) {
     const uint64_t u = rng_u64(key, (uint64_t)(i + (1ll << 40)));
@@ -139,7 +139,7 @@ static void write_masters(const ParameterTable *t, Rank *r, const float *weights
     }
 }
 
-// Uploads a rank's state.
+// Uploads a rank's weights and scales. Its moments are zero.
 static Rank rank_create(const ParameterTable *t, const ShardPlan *plan, Variant v, const State *s) {
     Rank r = {};
     const int64_t n = plan->total, scales = MSAMP_STATES * t->count;
@@ -251,7 +251,7 @@ static void check_found(const char *label, const ParameterTable *t, const Rank *
     free(got), free(amax), free(sum);
 }
 
-// Compares the bf16 weights that the rank has with `weights`, a flat shard array of all of them.
+// Compares the bf16 weights that the rank has with `weights`, which has those of all elements of the rank's shard.
 static void check_bf16(const char *label, const ParameterTable *t, const Rank *r, const bf16_bits *weights) {
     const int64_t n = weights_begin(&r->plan, t->num_layers);
     bf16_bits *want = (bf16_bits *)xcalloc((size_t)n, sizeof *want);
@@ -312,8 +312,9 @@ static void check_steps(const char *preset, Variant v, int64_t n) {
     State flat = state_fill(&t, v), parts[MAX_RANKS];
     Rank ranks[MAX_RANKS];
     char label[128];
-    format_checked(label, sizeof label, "%s, weights %d, fp32 moments %d, fp32 gradients %d, alone %d, %lld ranks",
-                   preset, v.weights, v.fp32_moments, v.fp32_gradients, v.alone, (long long)n);
+    format_checked(label, sizeof label,
+                   "%s, MsampWeights %d, fp32 moments %d, fp32 gradients %d, masters alone %d, %lld ranks", preset,
+                   v.weights, v.fp32_moments, v.fp32_gradients, v.alone, (long long)n);
     for (int64_t r = 0; r < n; r++) {
         ShardPlan plan = shard_plan(&t, n, r);
         plan.masters_alone = v.alone;
@@ -436,7 +437,7 @@ static void bench_model(Bench *b, const char *preset, Variant v, const char *nam
     const double moments = v.fp32_moments ? 8 : 3, first_pass = 2 + moments + (fp16 ? 2 : 0),
                  second_pass = 2 + 2 * moments + (fp16 && !v.alone ? 6 : 4);
     bench_report(b, name, preset, us, (double)n * (first_pass + second_pass),
-                 "a square root and two divisions for each element");
+                 "square roots and divisions for each element");
     void *device[] = {a.weights,           a.scaled.master, a.exp_avg,
                       a.exp_avg_sq,        a.scaled.scales, amax,
                       a.scaled.new_scales, a.scaled.amaxes, (void *)a.gradients.bf16_data};

@@ -1,6 +1,6 @@
 // Checks and times every attention implementation. Arguments select what runs: mma or sm90, fwd or bwd, check or bench.
 // If both or neither of a pair are given, both run. `deterministic` leaves out the backward pass that is not
-// deterministic; the forward pass still runs.
+// deterministic, and changes nothing else.
 // The check compares outputs on fresh random data with a plain fp64 computation, and detects writes outside the
 // outputs. The bench prints medians of single calls on random data as TFLOP/s of the causal half (4*NH*HD*T^2/2
 // forward, 2.5 times that backward) and as a share of the dense bf16 peak. It also times the memory-bound kernels that
@@ -9,7 +9,7 @@
 #include "../../llmc/cuda/attention.cuh"
 #include "bench.cuh"
 
-#define GUARD 4096  // bytes of poison on both sides of every tensor
+#define GUARD 4096  // bytes of poison on each side of a Tensor
 
 typedef struct {
     const char *name;
@@ -25,8 +25,8 @@ static const Implementation implementations[] = {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tensors between guards. Bytes 0xff are NaN in bf16, fp32 and fp64, so reads outside a tensor and missing writes
-// inside it are detected.
+// Tensors between guards. Bytes 0xff are NaN in bf16, fp32 and fp64. So a result becomes NaN if a kernel does not write
+// it, or computes it with a number from outside a tensor.
 
 typedef struct {
     uint8_t *base;
@@ -75,7 +75,7 @@ static __global__ void count_differences_kernel(const uint32_t *a, const uint32_
         if (a[i] != b[i]) atomicAdd(count, 1ull);
 }
 
-// Returns the number of 4-byte words in which two tensors differ.
+// Returns the number of 4-byte words in which two tensors of one size differ, with their guards.
 static int64_t count_differences(Tensor a, Tensor b) {
     unsigned long long *device, count;
     CUDA_CHECK(cudaMalloc((void **)&device, sizeof count));
@@ -89,8 +89,8 @@ static int64_t count_differences(Tensor a, Tensor b) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The reference: fp64 sums, with the T x T matrices P and dS in memory. `rounded` rounds to bf16 where an
-// implementation on tensor cores must: P and dS before their GEMMs, and the results out, dQ, dK and dV. It computes
-// delta from the rounded out.
+// implementation on tensor cores must: P and dS before their GEMMs, and the results out, dQ, dK and dV. Then delta
+// follows from the rounded out.
 
 __device__ static double round_bf16(double x, bool rounded) {
     return rounded ? (double)__bfloat162float(__float2bfloat16((float)x)) : x;
@@ -267,8 +267,8 @@ static double *download_bf16(Tensor t, int64_t n) {
     return x;
 }
 
-// Largest ratio of an error to the rounded reference's error, over all checks. It is printed to show how tight the
-// bound is.
+// Largest ratio of an error to the rounded reference's error, over the checks in which the latter is above `slack`. It
+// is printed to show how tight the bound is.
 static double largest_ratio;
 
 // A correct implementation is about as far from the exact result as the rounded reference is. The bound is twice that
@@ -487,10 +487,10 @@ static void check_case(const Choice *o, Case c, uint64_t key) {
     setup_free(&s);
 }
 
-// Covers tails of every kind, groups of 1, 4 and 8 query heads, one and two sequences, and scores of standard deviation
-// 1 and 30 (softmax almost one-hot). `many` has many short sequences: a thread block of the sm90 backward computes a
-// whole GQA group there, and writes dK and dV directly in bf16. At head_dim 128, its backward that is not deterministic
-// also has two sections (attention_backward_plan.cuh).
+// Covers lengths that do and do not fill their tiles, groups of 1, 4 and 8 query heads, 1 and 2 sequences, and scores
+// of standard deviation 1 and 30 (softmax almost one-hot). `many` has many short sequences: a thread block of the sm90
+// backward computes a whole GQA group there, and writes dK and dV directly in bf16. At head_dim 128, the sm90 backward
+// that is not deterministic also has two sections there (attention_backward_plan.cuh).
 static void check_all(const Choice *o) {
     const int64_t lengths[] = {1, 63, 113, 128, 1000, 2048}, groups[] = {1, 4, 8, 4};
     const uint64_t seed = (uint64_t)time(NULL);
@@ -588,8 +588,8 @@ static void bench_one(Bench *b, const Implementation *im, AttentionDims d, int p
     for (int i = 0; i < 6; i++) tensor_free(all[i]);
 }
 
-// Times the backward kernels that run before the GEMMs and compute delta, the row sums of dout * out (one kernel for
-// each implementation), and sm90's kernel that runs after them and casts dQ to bf16.
+// Times the memory-bound kernels of the backward pass. Before the GEMMs each implementation runs a kernel that computes
+// delta, the row sums of dout * out. After the GEMMs sm90 runs a kernel that casts dQ to bf16.
 template <int HD>
 static void bench_beside_gemms(Bench *b, const Choice *o) {
     // T is whole tiles, and so long that a thread block sums the whole GQA group.

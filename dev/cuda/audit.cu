@@ -6,7 +6,8 @@
 typedef enum { FILL_NORMAL, FILL_OUTLIERS, FILL_INFINITY, FILL_NAN, NUM_FILLS } Fill;
 static const char *const fill_names[NUM_FILLS] = {"normal", "outliers", "infinity", "NaN"};
 
-// FILL_OUTLIERS has a huge value, a row and a column of zeros, a denormal, and values far smaller than the rest.
+// FILL_OUTLIERS has a huge value, a row and a column of zeros (-0 in the column), a denormal, and values far smaller
+// than the rest.
 static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
     bf16_bits *x = bench_normal(23, R * C, 1);
     if (fill == FILL_OUTLIERS) {
@@ -297,7 +298,7 @@ static void check_large(void) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-#define AUDIT_REASON "every code is decoded and compared in double precision; steps with an audit are rare"
+#define AUDIT_REASON "every code is decoded and compared in double precision; audits are meant to be rare"
 
 static void bench_shape(Bench *b, int recipe, TensorRole tensor, int64_t R, int64_t C) {
     char shape[32], name[64];

@@ -15,8 +15,8 @@
 #define CUDA_CHECK_LAUNCH() cuda_check(cudaGetLastError(), "kernel launch", __FILE__, __LINE__)
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Buffers. Each has a guard behind it. bench_alloc fills both with bytes that no kernel writes by chance. So two faults
-// are detected: an element that a kernel leaves out, and a write behind the buffer.
+// Buffers. Each has a guard behind it. bench_alloc fills both with BENCH_POISON. A comparison then shows elements that
+// a kernel did not write, and bench_download shows writes behind the buffer.
 
 enum { BENCH_GUARD_BYTES = 256, BENCH_POISON = 0xa5 };
 
@@ -249,19 +249,19 @@ static inline double bench_clock_end(Bench *b) {
 //
 // Exceptions:
 //  - These kernels of a few bytes are part of their callers' lines: adamw_sum, adamw_norm, adamw_largest and
-//    adamw_find_large (both return at once if the norm is accepted), msamp_scales, gradient_fp8_scales and
-//    column_sums_finish.
-//  - These kernels of a few bytes have no line: loss_accumulate, gemm_alpha, adamw_clip, fp16_factors, delayed_begin,
-//    delayed_update and delayed_restore.
+//    adamw_find_large (both return at once if the norm is accepted), msamp_scales, gradient_fp8_scales,
+//    column_sums_finish and gemm_alpha.
+//  - These kernels of a few bytes have no line: loss_accumulate, adamw_clip, fp16_factors, delayed_begin,
+//    delayed_update, delayed_restore and adamw_find_block (returns at once if the norm is accepted).
 //  - gradient_fp8_decode, for replicas that reduce FP8 gradients in bf16, has no line.
-//  - These kernels run before or between steps, in audited steps, or after a norm that is not accepted. They have no
-//    line: initialize_parameter, auto_filter_fill, fill_for_timing, round_weights, fp16_amax, fp16_masters_amax,
-//    fp16_masters_encode, fp16_audit and adamw_find_block.
+//  - These kernels run before or between steps, or in audited steps. They have no line: initialize_parameter,
+//    auto_filter_fill, fill_for_timing, round_weights, fp16_amax, fp16_masters_amax, fp16_masters_encode and
+//    fp16_audit.
 //  - transport_sum, which adds gradients that several GPUs have exchanged, has no line.
 
 // A call that moves at most BENCH_RAMP_BYTES, and takes at most BENCH_RAMP_US longer than these bytes take at the copy
-// rate, has "launch and ramp" as its reason: to launch a kernel, and to fill the SMs with thread blocks and empty them
-// again, costs 4 to 6 us on an H200.
+// rate, has "launch and ramp" as its reason: it takes a few microseconds to launch a kernel, and to fill the SMs with
+// thread blocks and empty them again.
 #define BENCH_RAMP_BYTES (64ll << 20)
 enum { BENCH_PERCENT = 85, BENCH_RAMP_US = 15 };
 
@@ -276,8 +276,8 @@ static inline void bench_record(const char *name, const char *shape, double perc
     fclose(file);
 }
 
-// Prints a result line; all lines come from here. `rate` and `ceiling` are in units of `unit`. `reason` says why the
-// share may be low; NULL if it may not.
+// Prints a result line; all result lines come from here. `rate` and `ceiling` are in units of `unit`. `reason` says why
+// the share may be low; NULL if it may not.
 static inline void bench_line(const char *name, const char *shape, double us, double rate, const char *unit,
                               double ceiling, const char *whose, const char *reason) {
     const double percent = ceiling > 0 ? 100 * rate / ceiling : 0;
@@ -376,8 +376,8 @@ static inline void bench_destroy(Bench *b) {
     CUDA_CHECK(cudaEventDestroy(b->stop));
 }
 
-// True if the program shall do `part`: "check" (small tensors), "large" (more than 2^31 elements) or "bench". Without
-// an argument it does all.
+// True if the program shall do `part`: "check", "large" (checks with more than 2^31 elements) or "bench". Without an
+// argument it shall do all. A program without large checks accepts "large" too, and then does nothing.
 static inline bool bench_part_wanted(int argc, char **argv, const char *part) {
     if (argc > 2 || (argc == 2 && strcmp(argv[1], "check") && strcmp(argv[1], "large") && strcmp(argv[1], "bench")))
         die("usage: %s [check|large|bench]", argv[0]);

@@ -9,7 +9,7 @@
 
 // Reasons why casts with tensor scales, and amax passes, may stay below their ceiling (bench_report).
 #define CAST_REASON \
-    "transposed tiles go through shared memory: a barrier between a block's loads and half of its stores"
+    "transposed tiles go through shared memory: a barrier between a block's loads and its columnwise stores"
 #define AMAX_REASON "every block loads only briefly, then ends in a reduction and a read of the amax"
 
 // Returns a tensor that a cast can fill: its data and scales are poisoned, its amaxes are zero. A usage whose
@@ -29,7 +29,7 @@ static inline QTensor qtensor_of(int64_t R, int64_t C, ScaleGranularity row_gran
     return t;
 }
 
-// Returns a tensor whose rowwise and columnwise data share one current scale.
+// Returns a tensor whose rowwise and columnwise data share one scale, which follows from the tensor's amax.
 static inline QTensor qtensor_create(int64_t R, int64_t C, Fp8Format format) {
     return qtensor_of(R, C, PER_TENSOR, PER_TENSOR, SCALE_TORCHAO, format);
 }
@@ -95,7 +95,7 @@ static inline void check_quantized(const char *label, QTensor t, const bf16_bits
     free(col);
 }
 
-// Checks rowwise or columnwise data against quantize_copy() of x: codes, and all bytes of the scales.
+// Checks rowwise or columnwise data against quantize_copy() of x: all codes and scales. A NaN equals any NaN.
 static inline void check_usage(const char *label, const QTensor *t, TensorUsage usage, const float *x, int64_t R,
                                int64_t C, float delayed_scale) {
     const ScaleGranularity granularity = usage == ROWWISE ? t->row_granularity : t->col_granularity;
@@ -122,8 +122,8 @@ static inline void check_usage(const char *label, const QTensor *t, TensorUsage 
     free(want), free(want_scales), free(got), free(got_scales);
 }
 
-// Checks all data that t has against the cast of x [R, C], the values of a bf16 tensor. `delayed_scale` is the scale it
-// was cast with; 0: current scales.
+// Checks all data that t has against the cast of x [R, C], the values of a bf16 tensor. `delayed_scale` is the scale
+// with which t was cast; 0: the scales follow from x.
 static inline void check_data(const char *label, const QTensor *t, const float *x, int64_t R, int64_t C,
                               float delayed_scale) {
     if (t->rowwise) check_usage(label, t, ROWWISE, x, R, C, delayed_scale);

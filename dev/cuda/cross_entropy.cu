@@ -7,7 +7,7 @@
 enum { CASE_PLAIN, CASE_LARGE, CASE_SPECIAL };
 
 // Makes the logits of a case: standard normal, or from -90 to 90 (CASE_LARGE). CASE_SPECIAL puts a NaN into row 0, +inf
-// into row 1, -inf into the first eighth of row 2, and -inf everywhere in row 3.
+// into row 1, -inf into the first eighth of row 2, and -inf everywhere in row 3, as far as there are these rows.
 static bf16_bits *make_logits(uint64_t seed, int64_t R, int64_t V, int kind) {
     bf16_bits *x = bench_normal(seed, R * V, 1.0f);
     const uint64_t key = rng_key(seed, 1);
@@ -24,7 +24,7 @@ static bf16_bits *make_logits(uint64_t seed, int64_t R, int64_t V, int kind) {
 static int32_t *make_targets(uint64_t seed, int64_t R, int64_t V) {
     int32_t *targets = (int32_t *)xcalloc((size_t)R, sizeof *targets);
     for (int64_t i = 0; i < R; i++) targets[i] = (int32_t)(rng_u64(rng_key(seed, 2), (uint64_t)i) % (uint64_t)V);
-    targets[0] = (int32_t)V - 1;  // the last vector's last element
+    targets[0] = (int32_t)V - 1;  // the last logit of the row
     if (R > 2) targets[R - 1] = -100;
     return targets;
 }
@@ -103,7 +103,7 @@ static void check_accumulate(int64_t n) {
 
 static void bench_case(Bench *b, int64_t R, int64_t V, const char *shape) {
     const char *held = "a row's maximum and sum are needed before its output, with one or two rows per SM; the "
-                       "last wave of rows is not full";
+                       "last wave of rows may not be full";
     const char *reason = cross_entropy_row_fits(V)
                              ? held
                              : "a row that does not fit on an SM is read three times (for the loss alone, twice), "
@@ -122,7 +122,7 @@ static void bench_case(Bench *b, int64_t R, int64_t V, const char *shape) {
 
 int main(int argc, char **argv) {
     if (bench_part_wanted(argc, argv, "check")) {
-        // sizes around the limits of the kernel's variants, and more rows than thread blocks that are resident at once
+        // V around the limits of the kernel's variants; some R are above the number of thread blocks
         const int64_t sizes[][2] = {{1, 8},        {5, 128},     {700, 320},  {4, 1000},  {5, 1001},    {600, 4104},
                                     {4, 32768},    {300, 32776}, {4, 50257},  {4, 98304}, {140, 98312}, {4, 128256},
                                     {140, 151936}, {4, 152064},  {2, 163840}, {2, 163848}};

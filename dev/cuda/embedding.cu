@@ -7,7 +7,7 @@
 enum { TOKENS_ZIPF, TOKENS_EQUAL, TOKENS_DISTINCT, NUM_TOKEN_KINDS };
 
 // TOKENS_ZIPF: an id is about V^u for uniform u, so that a few ids are frequent, as in text. TOKENS_EQUAL: only the
-// last id. TOKENS_DISTINCT: an id repeats only if R > V.
+// last id. TOKENS_DISTINCT: multiples of 7 modulo V; in the cases below an id repeats only if R > V.
 static int32_t *make_tokens(uint64_t seed, int64_t R, int64_t V, int kind) {
     int32_t *tokens = (int32_t *)xcalloc((size_t)R, sizeof *tokens);
     for (int64_t i = 0; i < R; i++) {
@@ -19,8 +19,8 @@ static int32_t *make_tokens(uint64_t seed, int64_t R, int64_t V, int kind) {
     return tokens;
 }
 
-// Checks that the index holds exactly the rows of x whose token has elements in the part, each once. They are grouped
-// by token id, and ids and rows ascend.
+// Checks that the index holds exactly the rows of x whose token has elements in the part, each once. Rows must be
+// grouped by token id, ids must ascend, and so must the rows of an id.
 static void check_index(const char *label, const int32_t *index, const int32_t *tokens, int64_t R, int64_t C,
                         EmbeddingPart part) {
     const int32_t *rows = index + 1, *begins = index + R + 1, *ids = index + 2 * R + 2, n = index[0];

@@ -1,5 +1,5 @@
 // Checks casts of FP16 master weights to FP8 (llmc/cuda/fp16_weights.cuh) byte for byte against the CPU's functions,
-// for 1, 2, 3 and 8 ranks that share this GPU. Also checks the audits of these casts. Times the casts.
+// for 1, 2, 3 and 8 ranks, one after the other on this GPU. Also checks the audits of these casts. Times the casts.
 // Build and run: make build/bench_fp16_weights && build/bench_fp16_weights
 #include "../../llmc/cuda/fp16_weights.cuh"
 #include "../../llmc/config/precision.h"
@@ -19,8 +19,7 @@ typedef struct {
     uint8_t *codes;
 } Model;
 
-// Returns a model of these sizes. Most weights do not fill their last tiles: they have a multiple of 4 rows and of 16
-// columns.
+// Returns a model of these sizes. The casts need a multiple of 4 rows and of 16 columns in each weight.
 static ModelConfig odd_model(int64_t C, int64_t F, int64_t HD, int64_t L) {
     ModelConfig m;
     if (!model_config_preset(&m, "qwen2.5-0.5b")) die("no preset qwen2.5-0.5b");
@@ -29,7 +28,7 @@ static ModelConfig odd_model(int64_t C, int64_t F, int64_t HD, int64_t L) {
     return m;
 }
 
-// Returns a number of a tensor of this kind: common, with outliers, sparse, all zero, tiny, denormal, or huge.
+// Returns a number of a tensor of this kind: common, with outliers, about half zero, all zero, tiny, denormal, or huge.
 static float weight_of(int64_t kind, uint64_t key, int64_t i) {
     const uint64_t u = rng_u64(key, (uint64_t)(i + (1ll << 40)));
     const float x = rng_normal(key, (uint64_t)i);
@@ -165,7 +164,7 @@ static void check_slices(const char *label, const Model *m, const Rank *r) {
     free(want);
 }
 
-// Compares the cast of one weight: both kinds of data, or one of them.
+// Compares the cast of one weight. `kinds`: 1 rowwise data, 2 columnwise data, 3 both.
 static void check_weight(const char *label, const Model *m, const Rank *r, int64_t l, int id, int kinds) {
     const LinearShape *s = &m->linear[id];
     const int64_t n = s->N * s->K;
@@ -273,10 +272,10 @@ static void bench_casts(Bench *b, const char *preset) {
         const double bytes = (double)n * (kinds == 3 ? 4 : 3);
         double us = bench_time_us(b, [&] { fp16_cast(out, &w, 0, s->offset, s->N, s->K, 0); });
         format_checked(name, sizeof name, "gate_up from FP16 to FP8, %s", names[kinds]);
-        bench_report(b, name, preset, us, bytes, "tiles are transposed in shared memory");
+        bench_report(b, name, preset, us, bytes, "a block casts one tile; columnwise codes go through shared memory");
         us = bench_time_us(b, [&] { quantize_transpose(out, (const bf16 *)w.masters, s->N, s->K, 0); });
         format_checked(name, sizeof name, "gate_up from bf16 to FP8, %s", names[kinds]);
-        bench_report(b, name, preset, us, bytes, "tiles are transposed in shared memory");
+        bench_report(b, name, preset, us, bytes, "a block casts one tile; columnwise codes go through shared memory");
     }
     const double us = bench_time_us(b, [&] { fp16_cast_slices(row, &w, 1, matrices, 0); });
     bench_report(b, "FP16 slice to FP8", preset, us, (double)matrices * 3);

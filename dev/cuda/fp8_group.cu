@@ -1,5 +1,6 @@
 // Checks the casts of activations to groups of FP8 codes, and back (llmc/cuda/fp8_group.cuh), byte for byte against
-// the CPU's functions. Times them. Build and run: make build/bench_fp8_group && build/bench_fp8_group
+// the CPU's functions; a NaN equals any NaN. Times the casts.
+// Build and run: make build/bench_fp8_group && build/bench_fp8_group
 #include "../../llmc/cuda/fp8_group.cuh"
 #include "../../llmc/reference/fp8_group.h"
 #include "bench.cuh"
@@ -9,8 +10,8 @@ static Fp8Groups groups_create(int64_t n) {
     return g;
 }
 
-// Fills x with groups of every kind: common, spread over a factor of 2^60, denormal, largest, zero, half zero, one
-// infinity, one NaN.
+// Fills x with groups of several kinds: common, spread over a factor of 2^59, close to the smallest normal number or
+// denormal, huge, zero, about half zero, with one infinity, with one NaN.
 static void fill(float *x, int64_t n, uint64_t seed) {
     for (int64_t i = 0; i < n; i++) {
         const uint64_t u = rng_u64(rng_key(seed, 1), (uint64_t)i);

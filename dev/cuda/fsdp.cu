@@ -1,11 +1,11 @@
-// Checks and times the kernels of llmc/dist/transport.cuh: conversion of gradients to fp32, and their sums over ranks
-// and micro-steps, which must equal the CPU's bit for bit.
+// Checks the kernels of llmc/dist/transport.cuh: conversion of gradients to fp32, and their sums over ranks and
+// micro-steps, which must equal the CPU's bit for bit. Times the kernels except transport_sum.
 // It also checks the peer memory test of llmc/dist/peer_memory.cuh, with one GPU in place of two.
 // Build and run: make build/bench_fsdp && build/bench_fsdp
 #include "../../llmc/dist/transport.cuh"
 #include "bench.cuh"
 
-// Returns a Transport with the fields that the launchers read: the stream (here the default one) and the staging
+// Returns a Transport with the stream of `nccl` (the callers pass one that is zero: the default stream) and a staging
 // buffer.
 static Transport make_transport(Nccl *nccl, float *staging) {
     Transport t = {};
@@ -131,7 +131,7 @@ static void check_large(void) {
     bench_free(to), bench_free(from), bench_free(alone);
 }
 
-// Two ranks in one process: their memory is two allocations on this GPU.
+// One of two ranks in this process. The memory of each is an allocation on this GPU.
 typedef struct {
     PeerMemory peers;
     char *memory;  // [2][PEER_PROOF_BYTES], then the arrivals
@@ -213,10 +213,11 @@ static void bench_joins(Bench *b, Transport *t, const bf16 *gradients, int64_t n
 }
 
 // Times one rank's kernels for a layer of llama3.1-8b on 4 ranks. Gradients that are reduced in fp32 go through the
-// staging buffer, so these lines time one piece of TRANSPORT_STAGING_ELEMENTS elements.
+// staging buffer in pieces of at most TRANSPORT_STAGING_ELEMENTS elements, so their lines time one piece: all of it
+// (to fp32), or this rank's quarter of it (added, replaces).
 static void bench_kernels(Bench *b) {
     const int64_t shard_size = 4, slice = 218112000 / shard_size, part = TRANSPORT_STAGING_ELEMENTS / shard_size;
-    const char *reason = "128 blocks, by design: the other SMs are left to the concurrent GEMMs";
+    const char *reason = "at most 128 blocks, to leave room for concurrent GEMMs";
     Nccl nccl = {};
     Transport t = make_transport(&nccl, (float *)bench_zeros(shard_size * part * 4));
     bf16 *gradients = bench_random(shard_size * slice, 6, 1.0f), *to = (bf16 *)bench_zeros(slice * 2);

@@ -8,8 +8,8 @@
 // Inputs
 
 // Makes normal values times powers of two. The power depends on the row, on the column, and on blocks of 32 or 128 rows
-// or columns. So the scales of every granularity differ from block to block, and transposed, shifted or wrong scales
-// are detected. The powers are 16 consecutive ones, which fit in E4M3's range.
+// or columns. So most neighbouring blocks have different scales, and transposed, shifted or wrong scales change the
+// result. The powers are 2^-8 to 2^7.
 static float *make_matrix(uint64_t seed, int64_t rows, int64_t cols) {
     const uint64_t key = rng_key(seed, 0);
     float *x = (float *)xcalloc((size_t)(rows * cols), sizeof(float));
@@ -34,7 +34,7 @@ static QTensor tensor_of(const void *data, const void *scale_inv) {
 // One operand of a GEMM on the device, and its exact values.
 typedef struct {
     QTensor operand;
-    // [outer, depth]: decoded codes, times scale_inv unless the scale is per tensor.
+    // [outer, depth]: bf16 values; or decoded codes, times scale_inv unless the scale is per tensor.
     float *values;
     double inverse;   // scale_inv of a whole tensor, else 1
     uint8_t *scales;  // host copy
@@ -78,7 +78,7 @@ static void operand_free(Operand o) {
     free(o.scales);
 }
 
-// Doubles the largest of an operand's scales, on the device alone. check_spoiled() then checks that the GEMM's result
+// Doubles the largest scale_inv of an operand, on the device alone. check_spoiled() then checks that the GEMM's result
 // is wrong.
 static void operand_spoil(const Operand *o, ScaleGranularity granularity) {
     const int64_t width = granularity == BLOCK_1X32 ? 1 : 4, count = o->num_scale_bytes / width;
@@ -115,8 +115,8 @@ static __global__ void truth_kernel(double *sum, double *norm, const float *a, c
 // So each term loses up to 2^-bits of the running sum, with either sign. Terms of random sign have a running sum of
 // about the norm, and the losses of `span` terms add up as a random walk. After `span` terms, the sum is added to an
 // fp32 sum:
-//    FP8 on Hopper   bits is 13 (DeepSeek-V3, arXiv:2412.19437 section 3.5.2, and its cuBLAS experiments: 14 with the
-//                    leading one). span is the whole depth with fast_accum, and 128 without.
+//    native FP8      bits is 13, as on Hopper (DeepSeek-V3, arXiv:2412.19437 section 3.5.2, and its cuBLAS experiments:
+//                    14 with the leading one). span is the whole depth with fast_accum, and 128 without.
 //    BF16, emulated  bits is 23, span is the whole depth.
 // Terms that all have one sign can lose more, by a factor of sqrt(span). These tests have no such terms. A check allows
 // LIMIT_UNITS units.
@@ -192,8 +192,8 @@ static void check_way(Case *c, const char *label, GemmKind kind, int64_t R, int6
         for (int accumulate = 0; accumulate < (kind == GEMM_WGRAD ? 2 : 1); accumulate++) {
             const Comparison r = run_case(c, &p, bias, accumulate);
             CHECK(r.bad == 0,
-                  "%s%s%s: all elements are within the bound; %lld of %lld are not, the worst by %.3g units of "
-                  "summation (%.3g allowed), first at [%lld, %lld]: got %.9g, want %.9g",
+                  "%s%s%s: all elements are within the bound; %lld of %lld are not, the worst is off by %.3g times "
+                  "error_unit() (%.3g allowed), first at [%lld, %lld]: got %.9g, want %.9g",
                   label, bias ? ", bias" : "", accumulate ? ", accumulated" : "", (long long)r.bad, (long long)c->n,
                   r.worst, LIMIT_UNITS, (long long)(r.first / p.rows), (long long)(r.first % p.rows), r.got, r.want);
             *worst = fmax(*worst, r.worst);
@@ -202,7 +202,7 @@ static void check_way(Case *c, const char *label, GemmKind kind, int64_t R, int6
     }
 }
 
-// Checks that a doubled scale is detected.
+// Checks that the GEMM's result is wrong after operand_spoil().
 static void check_spoiled(Case *c, const char *label, GemmKind kind, int64_t R, int64_t N, int64_t K, GemmSpec spec) {
     GemmPlan p = gemm_describe(label, kind, R, N, K, spec, false);
     gemm_choose(&c->gemm, &p, c->d, &c->a, &c->b, NULL);
@@ -262,7 +262,7 @@ static void check_ways(Case *c, int recipe, GemmKind kind, int64_t R, int64_t N,
         const GemmSpec spec = {r, FP8_E4M3, kind == GEMM_FPROP ? FP8_E4M3 : dy, way == WAY_FAST, way == WAY_EMULATED};
         check_way(c, label, kind, R, N, K, spec, &worst_units[recipe][kind][way]);
         check_first_usable(c, label, kind, R, N, K, spec);
-        // WAY_SLOW has just run cuBLASLt's fastest algorithm. The ways after it run the first.
+        // WAY_SLOW has just run cuBLASLt's fastest algorithm. The ways after it run its first usable one.
         if (way == WAY_SLOW) c->gemm.deterministic = !c->gemm.deterministic;
     }
     if (!recipe_is_fp8(r, kind)) return;
@@ -349,7 +349,8 @@ static void run_checks(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Refusals run before the first CUDA call of this process, because a check runs in a forked child
+// Refusals run before the first CUDA call of this process: a check runs in a forked child, which cannot use its
+// parent's CUDA context
 
 typedef struct {
     int recipe;
@@ -386,12 +387,12 @@ static void check_refusals(void) {
     CHECK(check_dies(call_not_native, &plan, "--fp8-emulate computes them in BF16", output, sizeof output),
           "a recipe without native GEMMs on this GPU is refused: %s", output);
     const int gpus[][2] = {{8, 0}, {8, 9}, {9, 0}, {10, 0}, {12, 0}};
-    // One string per recipe in table order, one digit per GPU.
+    // One string per recipe, in the order of RECIPES and then BF16; one digit per GPU of `gpus`.
     const char *const native[] = {"01111", "01111", "00100", "00100", "00100", "00011", "11111"};
     for (int recipe = 0; recipe <= NUM_RECIPES; recipe++)
         for (int i = 0; i < 5; i++)
             CHECK(recipe_native(recipe_row(recipe), gpus[i][0], gpus[i][1]) == (native[recipe][i] == '1'),
-                  "%s has native GEMMs on compute capability %d.%d exactly if the table says so",
+                  "%s has native GEMMs on compute capability %d.%d exactly if `native` has a 1 there",
                   recipe_row(recipe)->name, gpus[i][0], gpus[i][1]);
 }
 

@@ -1,7 +1,8 @@
 // Checks gradients in FP8 (llmc/cuda/gradient_fp8.cuh) byte for byte against the CPU's functions, over several
 // micro-steps, and over ranks that share this GPU. The search for large gradients and AdamW must give the results that
 // they give for the decoded values in fp32; the gradient norm has a tolerance. Times the casts, the sums over ranks,
-// the norm and the update. Build and run: make build/bench_gradient_fp8 && build/bench_gradient_fp8
+// the norm and the update.
+// Build and run: make build/bench_gradient_fp8 && build/bench_gradient_fp8
 #include "../../llmc/cuda/adamw_msamp.cuh"
 #include "../../llmc/reference/adamw.h"
 #include "adamw_parts.cuh"
@@ -20,7 +21,7 @@ typedef struct {
     bf16 *others;             // device: [root + layers * vectors] the gradients that are not FP8
 } Gradients;
 
-// Returns a model with matrices that do not fill the last thread block of a cast.
+// Returns a model with some matrices that do not fill the last thread block of a cast.
 static ModelConfig model_of(int large) {
     ModelConfig m;
     if (!model_config_preset(&m, "qwen2.5-0.5b")) die("no preset");
@@ -51,7 +52,7 @@ static void gradients_free(Gradients *g) {
     parameter_table_free(&g->t);
 }
 
-// Returns a gradient of a tensor of this kind: common, spread over a factor of 2^80, half zero, all zero, equal,
+// Returns a gradient of a tensor of this kind: common, spread over a factor of 2^79, about half zero, all zero, equal,
 // denormal, huge beside tiny, or with outliers.
 static float gradient_of(int64_t kind, uint64_t key, int64_t i) {
     const uint64_t u = rng_u64(key, (uint64_t)(i + (1ll << 40)));
@@ -68,7 +69,7 @@ static float gradient_of(int64_t kind, uint64_t key, int64_t i) {
     }
 }
 
-// Fills the gradients of a micro-step. `huge`: some tensors get numbers whose squares overflow.
+// Fills the gradients of a micro-step. Without `huge`, tensors of kind 6 (huge beside tiny) get common gradients.
 static void fill(Gradients *g, int micro, bool huge) {
     for (int64_t k = 0; k < g->t.count; k++) {
         const Parameter *p = &g->t.entries[k];
@@ -78,8 +79,8 @@ static void fill(Gradients *g, int micro, bool huge) {
     }
 }
 
-// Joins the gradients to the FP8 sums on the CPU: adds them with `add`, else they replace the sums. Gradients that are
-// not FP8 always replace theirs.
+// Joins the gradients to the FP8 sums on the CPU. With `add` they are added to the sums, else they replace them.
+// Gradients that are not FP8 always replace theirs.
 static void join_on_cpu(Gradients *g, bool add) {
     for (int64_t k = 0; k < g->t.count; k++) {
         const Parameter *p = &g->t.entries[k];
@@ -144,13 +145,15 @@ static void check_norm(const char *label, const Gradients *g) {
         CUDA_CHECK(cudaMemcpy(&found[i], control, sizeof *control, cudaMemcpyDefault));
     }
     const double norm = global_norm(g->sums, g->t.total), got = (double)found[0].gradient_norm;
-    CHECK(adamw_accepts(norm) ? fabs(got - norm) <= 2e-6 * norm : !adamw_accepts(got), "%s: norm %g, not %g", label,
-          got, norm);
-    CHECK(found[0].nonfinite == found[1].nonfinite && found[0].largest == found[1].largest &&
-              found[0].position == found[1].position && found[0].nonfinite == !adamw_accepts(norm),
-          "%s: FP8 gradients: nonfinite %u, largest %08x at %llu; fp32: nonfinite %u, %08x at %llu", label,
-          found[0].nonfinite, found[0].largest, found[0].position, found[1].nonfinite, found[1].largest,
-          found[1].position);
+    CHECK(adamw_accepts(norm) ? fabs(got - norm) <= 2e-6 * norm : !adamw_accepts(got), "%s: the norm is %g, want %g",
+          label, got, norm);
+    CHECK(
+        found[0].nonfinite == found[1].nonfinite && found[0].largest == found[1].largest &&
+            found[0].position == found[1].position && found[0].nonfinite == !adamw_accepts(norm),
+        "%s: the search finds in FP8 gradients (nonfinite %u, largest %08x, position %llu) what it finds in their fp32 "
+        "values (nonfinite %u, largest %08x, position %llu)",
+        label, found[0].nonfinite, found[0].largest, found[0].position, found[1].nonfinite, found[1].largest,
+        found[1].position);
     void *device[] = {workspace, squares, control, (void *)fp32.fp32_data};
     for (void *p : device) bench_free(p);
 }
@@ -176,7 +179,7 @@ static void check_casts(int large) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Sums over ranks, of layer 1 of a model of 3
+// Sums over ranks, of one layer
 
 enum { RANKS_MOST = 5 };
 
@@ -274,7 +277,8 @@ static void sum_part(const SharedLayer *s, uint8_t *sum, const GradientFp8 *from
     bench_free(received);
 }
 
-// The reference of one tensor: sums `ranks` gradients x [ranks][n] in FP8, and returns the codes and scale_inv.
+// The reference of one tensor: sums `ranks` gradients x [ranks][n] in FP8. Writes the codes to `sum`, and returns their
+// scale_inv.
 static float sum_on_cpu(uint8_t *sum, const float *x, int64_t ranks, int64_t n, float headroom) {
     uint8_t *codes = (uint8_t *)xcalloc((size_t)(ranks * n), 1);
     const float scale = gradient_fp8_scale(gradient_fp8_amax(x, ranks * n)) * headroom;
@@ -284,7 +288,7 @@ static float sum_on_cpu(uint8_t *sum, const float *x, int64_t ranks, int64_t n, 
     return 1 / scale;
 }
 
-// Sums the ranks' computed gradients on the CPU, and adds them to those of earlier micro-steps.
+// Sums the ranks' computed gradients on the CPU. If `add`, adds the sums to those of earlier micro-steps.
 static void shared_reference(SharedLayer *s, bool add, float headroom) {
     for (int k = 0; k < s->whole.count; k++) {
         const GradientFp8Tensor at = s->whole.tensors[k];
@@ -541,7 +545,7 @@ static void bench_all(Bench *b) {
         format_checked(name, sizeof name, "AdamW, moments %s, FP8 gradients", v.name);
         bench_report(b, name, "llama3.2-1b", t,
                      gradients * (v.moments == ADAMW_MSAMP ? 2 : 1) + state * (double)g.t.total,
-                     v.moments == ADAMW_MSAMP ? "a square root and two divisions for each element" : NULL);
+                     v.moments == ADAMW_MSAMP ? "square roots and divisions for each element" : NULL);
         for (int i = 0; i < o.count; i++) bench_free(o.memory[i]);
     }
     bench_free(workspace);

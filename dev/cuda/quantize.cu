@@ -1,6 +1,6 @@
-// Checks and times llmc/cuda/quantize.cuh with one current scale for a whole tensor: amaxes, casts, casts of sharded
-// weights, and the transpose of FP8 data. quantize_fine.cu has the casts of all recipes.
-// Build and run: make build/bench_quantize && build/bench_quantize
+// Checks and times llmc/cuda/quantize.cuh with one scale for a whole tensor, which follows from its amax: amaxes,
+// casts, casts of sharded weights, and the transpose of FP8 data. quantize_fine.cu has the casts of all recipes. Build
+// and run: make build/bench_quantize && build/bench_quantize
 #include "check_quantized.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -100,8 +100,8 @@ static void check_amax_lengths(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Large tensors, checked against a plain kernel with one element per thread that uses the host's cast, or against a
-// second run
+// Large tensors, checked against a plain kernel that casts element by element with the host's cast, or against a second
+// run
 
 static __global__ void plain_quantize_kernel(uint8_t *row, uint8_t *col, const bf16 *x, const uint32_t *amax, int64_t R,
                                              int64_t C, Fp8Format format) {
@@ -209,7 +209,8 @@ static void check_transpose(int64_t R, int64_t C) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Refusals run before the first CUDA call of this process, because a check runs in a forked child
+// Refusals run before the first CUDA call of this process: a check runs in a forked child, which cannot use its
+// parent's CUDA context
 
 typedef struct {
     int64_t R, C;

@@ -23,9 +23,9 @@ typedef enum {
 static const char *const fill_names[NUM_FILLS] = {"mixed",    "NaN",         "infinity", "zero",
                                                   "denormal", "below 1e-12", "huge"};
 
-// Mixed input has rows and columns of very different size, outliers, denormals, and a row, a column and a square of
-// zeros. FILL_NAN and FILL_INFINITY are mixed input with three NaNs or infinities in it. The other fills are normal
-// values times a constant.
+// Mixed input has rows and columns of very different size, outliers, denormals, a row and a column of zeros and, if the
+// tensor is large enough, a square of zeros. FILL_NAN and FILL_INFINITY are mixed input with three NaNs or infinities
+// in it. The other fills are normal values times a constant.
 static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
     const float scales[NUM_FILLS] = {1, 1, 1, 0, 1e-39f, 1e-14f, 1e37f};
     bf16_bits *x = bench_normal(31, R * C, scales[fill]);
@@ -251,8 +251,9 @@ static void check_sources(int64_t R, int64_t C, Fill fill) {
     free(x_host), free(dy_host);
 }
 
-// Casts a large dy with each recipe whose scales are finer than a tensor. Its last rows must equal a cast of those rows
-// alone, but not in data whose scales depend on other rows too. A second run must equal the first.
+// Casts a large dy with each recipe whose scales are finer than a tensor. The codes of its last rows must equal those
+// of a cast of these rows alone. This is not checked for data whose scales depend on other rows too. A second run must
+// equal the first.
 static void check_large(int64_t R, int64_t C) {
     const int64_t slab = 2048, first = R - slab;
     Case cases[MAX_CASES];
@@ -280,7 +281,8 @@ static void check_large(int64_t R, int64_t C) {
     bench_free(cut), bench_free(x);
 }
 
-// Refusals run before the first CUDA call of this process, because a check runs in a forked child.
+// Refusals run before the first CUDA call of this process: a check runs in a forked child, which cannot use its
+// parent's CUDA context.
 static void call_quantize(void *context) {
     quantize_transpose(*(const QTensor *)context, (const bf16 *)16, 128, 128, 0);
 }
@@ -357,7 +359,7 @@ static void bench_cast(Bench *b, const char *name, const char *shape, const Case
         reason, sizeof reason,
         "a tile waits in registers for its scales, so a block's loads, arithmetic and stores do not overlap%s%s%s",
         t->rowwise && t->columnwise && c->row != BLOCK_128X128 ? "; two casts of every value" : "",
-        c->row == BLOCK_1X32 ? "; maxima of 32 along both axes" : "",
+        c->row == BLOCK_1X32 ? "; a maximum for every 32 values" : "",
         outputs > 1 ? "; two outputs, so 2 blocks per SM" : "");
     bench_report(b, name, shape, us, bytes, reason);
 }
@@ -379,7 +381,7 @@ static void bench_source(Bench *b, const char *what, const Case *c, Source sourc
     if (usage_amaxes(c->row, R) && !t.delayed_scale) {
         format_checked(name, sizeof name, "%s%s, amaxes", c->name, what);
         bench_report(b, name, shape, bench_time_us(b, [&] { quantize_amax_source("bench", t, source, R, C, 0); }),
-                     read * n, "an atomic for the amax of every row and column of a tile");
+                     read * n, "atomics for the amaxes of every tile");
     }
     for (int i = 0; i < (t.rowwise && t.columnwise && c->role == TENSOR_X ? 3 : 1); i++) {
         QTensor part = t;
@@ -393,7 +395,8 @@ static void bench_source(Bench *b, const char *what, const Case *c, Source sourc
     bench_free(known);
 }
 
-// Casts with one current scale are timed beside their amax passes, in quantize.cu, rmsnorm.cu and swiglu.cu.
+// Casts with one scale that follows from the amax are timed beside their amax passes, in quantize.cu, rmsnorm.cu and
+// swiglu.cu.
 static bool bench_wanted(const Case *c, TensorRole role) {
     return c->role == role && c->format == FP8_E4M3 && (c->row != PER_TENSOR || c->rule == SCALE_TE);
 }

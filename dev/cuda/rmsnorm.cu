@@ -127,7 +127,7 @@ static void check_backward(const Case *k, bool with_residual) {
 }
 
 // One row of x holds `value` once; if `value` is 0, the whole row is zero. The norms numbered 9, 6 and 8 read that row.
-// Norm 1 does no check, and norm 2 reads ordinary rows. So if the row is bad, `first` must hold the smallest number, 6.
+// Norm 1 does no check, and norm 2 reads ordinary rows. So if the row is bad, `first` must become 6.
 static void check_watch(int64_t R, int64_t C, float value, float eps, bool bad) {
     const int64_t n = R * C, row = 2 * R / 3;
     bf16_bits *x_host = bench_normal(1, n, 1), *weight_host = bench_normal(4, C, 0.5f);

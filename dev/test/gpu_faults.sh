@@ -8,8 +8,8 @@ cd "$(dirname "$0")/../.."
 . dev/test/lib/gpu_ranks_setup.sh
 
 # ---- A rank that is killed or interrupted.
-# Starts an endless run in the background that saves to $tmp/$1 every 20 steps, and waits for the first checkpoint. Sets
-# `launched` to the process id of mpirun, and `ranks` to the process ids of the ranks.
+# Starts a run of 1,000,000 steps in the background that saves to $tmp/$1 every 20 steps. Waits at most 30 seconds for
+# the first checkpoint. Sets `launched` to the process id of mpirun, and `ranks` to the process ids of the ranks.
 start_endless() {
     $launcher -np $W ./train_fp8cu $common --precision bf16 --num-steps 1000000 $(split $W) --checkpoint-dir "$tmp/$1" \
         --checkpoint-every 20 >"$tmp/$1.log" 2>&1 </dev/null &
@@ -99,8 +99,8 @@ run stall_model 2 $ending
 silent loading 1 loading pread 12 model.safetensors "$tmp/stall_model" $endless
 echo "($SECONDS s)"
 
-# A rank that is held, but goes on before the timeout, changes no result. It is stopped for 20 s, or one of its reads
-# takes 60 s.
+# A rank that is held, but goes on before the timeout, changes no result. The rank is stopped for 20 s, or one of its
+# reads takes 60 s.
 goes_on() {  # $1 run
     stall_end "$1" 60
     if [ "$status" = 0 ]; then same "$1" undisturbed "$1"; else bad "$1: status $status: $(tail -n 4 "$tmp/$1.log")"; fi

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Tests train_fp8cu on several GPUs of one host: sharding strategies and recipes against one GPU, copy engines against
 # NCCL, FP8 all-gather on and off, FP8 gradients, resuming on other numbers of GPUs, and memcheck. Uses 4 GPUs, or 2 if
-# there are fewer; two ranks share a single GPU. Needs ./train_fp8cu, ./train_fp8, build/synth_stories and mpirun. Ends
-# with "N passed, N failed".
+# there are fewer; two ranks share a single GPU. Needs ./train_fp8cu, ./train_fp8, build/synth_stories, mpirun and
+# python3. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . dev/test/lib/gpu_lines.sh
@@ -46,7 +46,7 @@ for sharding in full grad_op none "hybrid --shard-size $((W / 2))"; do
     near "$name, unclipped: last loss of $W GPUs and of one" \
         "$(field unclipped loss $steps)" "$(field one_unclipped loss $steps)" 2e-3
 done
-# ---- --optimizer-in-backward changes no bit.
+# ---- Without --grad-clip, --optimizer-in-backward changes no bit.
 for options in "full" "full --copy-engines off" "grad_op" "none --reduce-dtype fp32" \
     "full --optimizer-state msamp --master-weights fp16" "none --optimizer-state msamp" \
     "grad_op --copy-engines off --optimizer-state msamp --master-weights fp16" \
@@ -55,8 +55,8 @@ for options in "full" "full --copy-engines off" "grad_op" "none --reduce-dtype f
     run late $W $run && run early $W $run --optimizer-in-backward &&
         same "$options: without and with --optimizer-in-backward" late early
 done
-# --optimizer-in-backward with --grad-clip: the norms by which W GPUs and one GPU clip differ only by the order of sums.
-# The clip value of 1000000 is above all norms.
+# --optimizer-in-backward with --grad-clip: the norms by which W GPUs and one GPU clip differ only by the order and the
+# rounding of sums. The clip value of 1000000 is above all norms.
 early="${common/--grad-clip 1/} --precision bf16 --num-steps $steps --optimizer-in-backward"
 run one_clipped 1 $early --batch-size $W --grad-clip 0.2
 for sharding in full "full --copy-engines off" grad_op "none" "hybrid --shard-size $((W / 2))"; do
@@ -73,8 +73,8 @@ for ((r = 0; r < W; r++)); do
 done
 wait
 same "ranks with and without mpirun" bf16_full met0
-# ---- Copy engines and NCCL. The runs above without --copy-engines off use copy engines if the GPUs can. For two
-# ranks, copy engines and NCCL give equal fp32 sums; for more ranks they add in different orders.
+# ---- Copy engines and NCCL. Unless --copy-engines is off, ranks of a shard group use copy engines if the GPUs can. For
+# two ranks, copy engines and NCCL give equal fp32 sums; for more ranks they add in different orders.
 if grep -q "^transport copy engines" "$tmp/bf16_full.log"; then
     ok "copy engines are used"
     run copies $W $common --precision bf16 --num-steps $steps $(split $W) --copy-engines on &&
@@ -216,8 +216,7 @@ run codes_bf16 $W ${codes/--reduce-dtype fp8/--reduce-dtype bf16} --grad-accum-d
 run codes_bf16_none $W ${codes/--reduce-dtype fp8/--reduce-dtype bf16} --grad-accum-dtype fp8 --sharding none &&
     near "--grad-accum-dtype fp8 --reduce-dtype bf16, --sharding none: last loss of $W GPUs and of one" \
         "$(field codes_bf16_none loss $steps)" "$(field one_fp8_gradients loss $steps)" 3e-3
-# The CPU trainer sums the same codes in the same order. Its activations are fp32 numbers rounded to bf16, and its GEMMs
-# add in another order.
+# The CPU trainer sums codes by the same rule. But its GEMMs add in another order, so that some codes differ.
 trains codes_cpu $launcher -np $W -x OMP_NUM_THREADS=2 ./train_fp8 ${codes/small/tiny} --fp8-recipe tensorwise
 run codes_tiny $W ${codes/small/tiny} --fp8-recipe tensorwise &&
     for step in 1 $steps; do
@@ -276,8 +275,7 @@ for case in "1 64" "2 64" "2 256"; do
 done
 
 # ---- Delayed scaling. One GPU updates its scales after each micro-step; W GPUs update them after W sequences. So some
-# casts differ by one FP8 rounding (2^-4 of an element), and the loss moves by less than 1e-3, about as much as from
-# one recipe to another. The bound is 3e-3.
+# casts differ by one FP8 rounding (2^-4 of an element). The loss may differ by 3e-3 of its value.
 delayed="$common --precision fp8 --fp8-recipe delayed --fp8-amax-history 3"
 run one_delayed 1 $delayed --num-steps $steps $(split 1)
 run delayed $W $delayed --num-steps $steps $(split $W) &&
@@ -323,7 +321,7 @@ for ranks in $W $((W / 2)) 1; do
 done
 echo "($SECONDS s)"
 
-# ---- memcheck on 2 GPUs. NCCL makes CUDA calls that may fail, so errors of API calls are not reported.
+# ---- memcheck of 2 ranks. NCCL makes CUDA calls that may fail, so errors of API calls are not reported.
 if ! command -v compute-sanitizer >/dev/null; then
     echo "skipped: compute-sanitizer is not installed"
 else
@@ -332,7 +330,7 @@ else
         --grad-accumulation-steps 2 --num-steps 2 --deterministic --reduce-dtype fp8 $share >"$tmp/memcheck.log" 2>&1
     status=$?
     if [ $status -eq 0 ] && [ "$(grep -c 'ERROR SUMMARY: 0 errors' "$tmp/memcheck.log")" -eq 2 ]; then
-        ok "memcheck on 2 GPUs: 0 errors"
+        ok "memcheck of 2 ranks: 0 errors"
     else
         bad "memcheck: status $status: $(grep -E -m12 '=====|error' "$tmp/memcheck.log")"
     fi

@@ -58,7 +58,7 @@ against_cpu "tensorwise, filtered" "--precision fp8 --fp8-filter first,down" 1e-
 
 # Results do not depend on when kernels are loaded. With CUDA_MODULE_LOADING=EAGER all are loaded at start-up, and
 # loading does not delay a launch. Clearing the memory of this model takes milliseconds, longer than the host needs to
-# enqueue the next operation. An operation that does not wait until the memory is cleared would change the result.
+# enqueue the next operation. An operation that does not wait until the memory is cleared could change the result.
 run="llama3.2-1b $data --precision bf16 --sequence-length 64 --num-steps 2 --deterministic"
 if ! ./train_fp8cu $run >"$tmp/a.log" 2>&1 && grep -q "GiB are free" "$tmp/a.log"; then
     echo "skipped: llama3.2-1b needs more memory than is free on this GPU"
@@ -104,8 +104,8 @@ for options in "bf16" "fp8" "fp8 --fp8-recipe delayed" "fp8 --fp8-weight-cache o
     same "$options: resumed without --optimizer-in-backward" a d 3
 done
 # FP8 weights that are cast from FP16 masters: casts for each pass, cached casts, and casts of recomputed layers are
-# equal. Weights of an export, which are loaded without scales, give the CPU's loss. A resume from a checkpoint, whose
-# scales are loaded, exports the weights that the first run exported.
+# equal. Weights of an export, which are loaded without scales, give nearly the CPU's loss. A resume from a checkpoint,
+# whose scales are loaded, exports the weights that the first run exported.
 run="$common --precision fp8 --optimizer-state msamp --master-weights fp16 --num-steps 6"
 rm -rf "$tmp/ck"
 gpu a $run --checkpoint-dir "$tmp/ck" --export-hf "$tmp/masters" && gpu b $run --fp8-weight-cache on &&
@@ -187,7 +187,8 @@ for options in "--optimizer-state coat" "--optimizer-state msamp" "--optimizer-s
         "$(field b loss 8)" "$(field a loss 8)" 1e-3
 done
 
-# Recomputed layers are quantized to equal bytes. If --fp8-filter excludes every layer, FP8 equals BF16.
+# Recomputing changes no bit, because recomputed activations are cast to equal bytes. If --fp8-filter excludes every
+# linear layer, FP8 equals BF16.
 for recipe in tensorwise delayed rowwise rowwise_with_gw_hp blockwise; do
     run="$common --precision fp8 --fp8-recipe $recipe --num-steps 6"
     gpu a $run
@@ -207,7 +208,7 @@ for recipe in tensorwise delayed rowwise rowwise_with_gw_hp blockwise; do
     same "$recipe, --fp8-filter first: without and with --fp8-weight-cache on --recompute layer" d c
 done
 gpu a $common --precision bf16 --num-steps 6 && gpu b $common --precision fp8 --fp8-filter attention,mlp --num-steps 6
-same "FP8 with every layer filtered, and BF16" a b
+same "FP8 with every linear layer filtered, and BF16" a b
 gpu a ${common/--deterministic/} --precision fp8 --fp8-filter auto --fp8-audit 2 --log-dir "$tmp/audit" --num-steps 4
 if [ $? -eq 0 ] && { grep -q '"type": "fp8_audit"' "$tmp/audit/log.jsonl" ||
     grep -q '"fp8_gemms": 0,' "$tmp/audit/log.jsonl"; }; then
@@ -292,7 +293,7 @@ cpu a small $data --sequence-length 64 --num-steps 2 --grad-accumulation-steps 5
     gpu b small $data --sequence-length 64 --num-steps 2 --grad-accumulation-steps 5 --grad-accum-dtype fp32
 near "gradient norm with fp32 sums on GPU and CPU" "$(field b norm 2)" "$(field a norm 2)" 1e-2
 
-# With fast_accum in all GEMMs the loss changes a little.
+# With fast_accum in all GEMMs the last loss changes by 1% at most.
 run="$common --precision fp8 --num-steps 12"
 gpu a $run && gpu b $run --fp8-fast-accum all &&
     near "last loss with and without --fp8-fast-accum all" "$(field b loss 12)" "$(field a loss 12)" 1e-2

@@ -78,11 +78,11 @@ for tool in memcheck racecheck initcheck; do
     start $tool "FP8 gradients" ./train_fp8cu tiny --sequence-length 160 --precision fp8 --grad-accum-dtype fp8 \
         --grad-accumulation-steps 2
 done
-# In train_fp8cu_apart each range of memory is an allocation of its own, so memcheck sees a write past a range's end.
-# The 1,064 tokens of a sequence do not fill their last tile.
+# In train_fp8cu_apart each buffer is an allocation of its own, so memcheck sees a write past a buffer's end. The 1,064
+# tokens of a sequence do not fill their last tile.
 for precision in bf16 fp8 "fp8 --fp8-recipe delayed" "fp8 --fp8-recipe rowwise" \
     "fp8 --fp8-recipe rowwise_with_gw_hp" "fp8 --recompute layer"; do
-    start memcheck "ranges apart, $precision" build/train_fp8cu_apart small --sequence-length 1064 \
+    start memcheck "buffers apart, $precision" build/train_fp8cu_apart small --sequence-length 1064 \
         --precision $precision --val-data build/check_val.bin --sample-every 1 --sample-tokens 2
 done
 for number in "${!names[@]}"; do check "${names[number]}" result "$number"; done

@@ -1,15 +1,15 @@
 // Tests the order of the GPU trainer's streams on all ranks, without a GPU. train_fp8.cu itself enqueues some optimizer
 // steps, a sample and a validation for one rank after the other, with copy engines and with NCCL, with --offload and
-// without. This file answers its calls: the linker puts functions of this file in place of CUDA and NCCL (--wrap, see
-// the Makefile), and macros replace launchers, functions of Fsdp and others that train_fp8.cu and its headers call.
-// The replacements record the operations of all streams of each rank. Then the streams of all ranks run in a model
-// (order_model.h). Operations on the same memory must be ordered by events, barriers and collectives, a read must find
-// the content that the model needs there, and no stream may wait for ever. check_omissions() and
-// check_fp8_gradient_omissions() repeat this, each time without one kind of barrier, collective, wait for an event or
-// call of the trainer. The test must detect each omission. Other checks are of fsdp_input_ranks(), of the watcher
-// thread, and of copy engines: when they are used, and their self-test (peer_memory.cuh).
+// without. This file answers its calls: the linker puts functions of this file in place of those of CUDA, NCCL and MPI
+// (--wrap, see the Makefile), and macros replace launchers, functions of Fsdp and others that train_fp8.cu and its
+// headers call. The replacements record the operations of all streams of each rank. Then the streams of all ranks run
+// in a model of streams (order_model.h). Operations on the same memory must be ordered by events, barriers and
+// collectives, a read must find the content that the trainer needs there, and no stream may wait for ever.
+// check_omissions() and check_fp8_gradient_omissions() repeat this, each time without one kind of barrier, collective,
+// wait for an event or call of the trainer. The test must detect each omission. Other checks are of fsdp_input_ranks(),
+// of the watcher thread, and of copy engines: when they are used, and their self-test (peer_memory.cuh).
 //
-// linear.cuh, batches.cuh, step_stats.cuh, fsdp_report.cuh and train.h come behind the macros, with train_fp8.cu.
+// linear.cuh, batches.cuh, fsdp_report.cuh, train.h and some other headers come behind the macros, with train_fp8.cu.
 #define TESTING
 #include <malloc.h>
 
@@ -53,8 +53,8 @@ typedef struct {
     const struct Offload *offload;
     const KeptSpan *slots;  // [L] activations in slots; NULL without --offload activations
     bool copies_kept;       // some layers' activations leave the GPU
-    int64_t kept_layer;     // the layer that the model is in
-    bool kept_backward;     // in its backward pass
+    int64_t kept_layer;     // the layer whose forward or backward pass is being enqueued
+    bool kept_backward;     // it is the backward pass
     int streams;            // created so far
     int64_t pinned;         // bytes of pinned memory for offloading
     Comm comm;
@@ -82,7 +82,7 @@ static int groups[COMM_NUM_GROUPS][ORDER_MAX_RANKS];  // number of ranks of each
 static int64_t events[MAX_EVENTS];                    // number of each event's last record, -1: none
 static int64_t num_events, copied;
 static int64_t left_group;  // copies and signals between ranks of different shard groups, which may be on other hosts
-static size_t host_used;    // bytes of pinned memory
+static size_t host_used;    // bytes that cudaMallocHost has given
 static int64_t first_pending = INT64_MAX;  // events from this one on have not happened
 static Omission omission;
 static bool acts;                                         // calls take effect at once, on host memory
@@ -778,8 +778,8 @@ static int64_t left_in_slot(const void *at) {
     return 0;
 }
 
-// Record an access of a kernel to the first bytes of a tensor, if it is in a slot. So the model finds copies that race
-// with the access.
+// Record an access of a kernel to the first bytes of a tensor, if it is in a slot. So copies that race with the access
+// are found.
 static void note_kept_read(const void *at) {
     if (left_in_slot(at)) note_read(computing(), at, min_i64(ARENA_ALIGNMENT, left_in_slot(at)), ORDER_ANY);
 }
@@ -902,7 +902,8 @@ static int64_t called_cross_entropy_gradient(float *, bf16 *, const int32_t *, i
     return 0;
 }
 
-// Records that an embedding's gradient is made, or added. If the embedding is tied, lm_head's gradient must be there.
+// Records that the embedding's gradient is added to what is in its memory. If the embedding is tied, that must be
+// lm_head's gradient.
 template <class Sum>
 static int64_t called_embedding(Sum *to, EmbeddingPart part, const bf16 *dx, const int32_t *, int64_t R, int64_t C,
                                 GradientSum, cudaStream_t) {
@@ -999,7 +1000,7 @@ static void called_launch(const AdamwUpdate *w, const AdamwUnits *u, cudaStream_
         note_write(computing(), w->amax + l * w->amax_stride, NUM_LINEARS * (int64_t)sizeof *w->amax, ORDER_UNWRITTEN);
 }
 
-// Records that bf16 weights are made from fp32 masters, which no recorded operation has written before.
+// Records a read of fp32 masters, from which bf16 weights are made. No recorded operation has written them before.
 static void called_round(bf16 *, const float *master, int64_t n, cudaStream_t) {
     note_read(computing(), master, n * (int64_t)sizeof *master, ORDER_UNWRITTEN);
 }
@@ -1045,7 +1046,7 @@ static void trainer_begin_micro_step(Fsdp *f, int64_t micro) {
 }
 
 // Checks that all of a unit's gradient that is to be reduced has been written in this micro-step, and that its padding
-// is zero. From here on the padding counts as gradient.
+// is zero, except behind an embedding that is not tied. From here on the padding counts as gradient.
 static void check_computed(const Fsdp *f, int64_t l) {
     const FsdpUnit u = fsdp_gradients(f, l);
     int64_t end[NUM_SEGMENTS] = {0};
@@ -1357,9 +1358,10 @@ static void enqueue_steps(Rank *r, const Options *o) {
 // Enqueues the run on all ranks and runs it. `seed` gives the order of streams.
 static void run_case(const Case *c, uint64_t seed) {
     ModelConfig m;
-    model_config_preset(&m, c->offload ? "llama3.2-1b" : "small");  // offloaded layers have several parts
-    m.vocab_size = 8192, m.num_layers = c->layers,
-    m.tie_word_embeddings = !c->untied;  // with this vocabulary, the root's slices are larger than those of a layer
+    // With this vocabulary, the root's slices are larger than those of a layer of `small`. Layers of llama3.2-1b are so
+    // large that a rank of a shard group of at most 3 ranks offloads its slice of a layer in several parts.
+    model_config_preset(&m, c->offload ? "llama3.2-1b" : "small");
+    m.vocab_size = 8192, m.num_layers = c->layers, m.tie_word_embeddings = !c->untied;
     Options o = options_default();
     o.precision = c->precision, o.fp8_recipe = c->recipe, o.sharding = c->sharding, o.fp8_all_gather = c->gather,
     o.reduce_dtype = c->reduce, o.shard_size = c->sharding == SHARDING_HYBRID ? 2 : 0;
@@ -1401,9 +1403,9 @@ static void check_case(const Case *c) {
           c->copies, (long long)copied);
 }
 
-// Checks every sharding strategy (hybrid only with 4 ranks) with one precision and filter, with copy engines and
-// without, and with several reduce dtypes, numbers of layers and micro-steps. `gather_most`: OFF tests --fp8-all-gather
-// off, ON tests off and on.
+// Checks every sharding strategy (hybrid only with 4 ranks) with one precision and filter, with both reduce dtypes bf16
+// and fp32, and with several numbers of layers and micro-steps; without copy engines and, unless sharding is none, with
+// them. `gather_most`: OFF tests --fp8-all-gather off, ON tests off and on.
 static void check_all(int64_t world, int precision, int recipe, const char *filter, int gather_most, int recompute,
                       int cache) {
     const int64_t layers[] = {1, 2, 3, 6};
@@ -1433,7 +1435,8 @@ static Case fp8_gradient_case(int sharding, int copies, int reduce, int64_t worl
     return c;
 }
 
-// Checks FP8 gradients with every sharding strategy, reduced in bf16 and in FP8, with copy engines and without.
+// Checks FP8 gradients with every sharding strategy (hybrid only with 4 ranks), reduced in bf16 and in FP8, without
+// copy engines and, unless sharding is none, with them.
 static void check_fp8_gradients_of(int64_t world) {
     for (int sharding = SHARDING_FULL; sharding <= (world == 4 ? SHARDING_HYBRID : SHARDING_NONE); sharding++)
         for (int copies = OFF; copies <= (sharding == SHARDING_NONE ? OFF : ON); copies++)
@@ -1455,8 +1458,9 @@ static void check_noticed(const Case *c, Omission left_out, uint64_t seed) {
           omission.what, (long long)omission.number);
 }
 
-// Checks --offload. With 6 layers there are slots for the parts of a layer and two more parts. With 1 and 2 layers
-// there is one slot. With 6 layers, 6 - KEPT_SLOTS of them copy their activations to the host; with 1 and 2, none does.
+// Checks --offload. For moments and masters there are slots: with 6 layers for the parts of a layer and two more parts,
+// with 1 and 2 layers for one part. With 6 layers, 6 - KEPT_SLOTS of them copy their activations to the host; with 1
+// and 2, none does.
 static void check_offload(int64_t world) {
     for (const char *offload : {"moments", "master", "moments,master", "activations", "moments,activations"})
         for (int sharding = SHARDING_FULL; sharding <= (world == 4 ? SHARDING_HYBRID : SHARDING_NONE); sharding++)
@@ -1493,7 +1497,7 @@ static void check_omissions(void) {
         bool in_backward;
         const char *offload;
     } all[] = {
-        {{"reduce-scatter of the gradients", 0, -1}, SHARDING_FULL, ON, false, NULL},  // its two barriers
+        {{"reduce-scatter of the gradients", 0, -1}, SHARDING_FULL, ON, false, NULL},  // 0, 1: its two barriers
         {{"reduce-scatter of the gradients", 1, -1}, SHARDING_FULL, ON, false, NULL},
         {{"reduce-scatter of the gradients", 1, 0}, SHARDING_FULL, ON, false, NULL},
         {{"all-gather of the embedding's output gradients", 0, -1}, SHARDING_FULL, ON, false, NULL},
@@ -1590,9 +1594,10 @@ static void check_omissions(void) {
     memset(&omission, 0, sizeof omission);
 }
 
-// check_omissions with FP8 gradients. Beside other waits, some barriers of copy engines are not needed, so the list
-// does not omit them on all ranks. Numbers 1 and 3 come after reads of gradients, and an all-reduce of amaxes comes
-// before anything is overwritten. With REDUCE_BF16 number 2 is not needed, since number 0 has waited for matrices too.
+// check_omissions with FP8 gradients. Some barriers of copy engines are not needed, because other waits give the same
+// order. The list does not omit these on all ranks. Barriers 1 and 3 come after reads of gradients: an all-reduce of
+// amaxes waits for all ranks before the gradients are overwritten. With REDUCE_BF16 barrier 2 is not needed, since
+// barrier 0 has waited for the matrices too.
 static void check_fp8_gradient_omissions(void) {
     const struct {
         Omission omission;
@@ -1678,8 +1683,9 @@ static Activity activity_now(void) {
     return a;
 }
 
-// The watcher thread learns when an operation is enqueued, when it ends, and while it has not begun because the stream
-// is busy with earlier work. It learns nothing while an operation that has begun waits for other ranks.
+// The watcher thread is told when an operation is enqueued and when it ends. It is also told again and again while the
+// operation has not begun, because the stream is busy with earlier work. It is told nothing while an operation that has
+// begun waits for other ranks.
 static void check_watch(void) {
     static Nccl nccl;
     Nccl *n = &nccl;

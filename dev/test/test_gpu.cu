@@ -239,7 +239,7 @@ static void test_nonfinite_gate(int on_nonfinite) {
     static const StateKind kinds[] = {STATE_WEIGHTS, STATE_EXP_AVG, STATE_EXP_AVG_SQ};
     const int64_t bad = layer_offset(&t.table, 1) + t.table.layer.wo + 17,
                   follows[] = {layer_offset(&t.table, 0) + t.table.layer.wdown, t.table.root.embedding + 5};
-    const int steps = on_nonfinite == NONFINITE_SKIP ? 2 : 1;  // without skipping, the first step ends the run
+    const int steps = on_nonfinite == NONFINITE_SKIP ? 2 : 1;  // without skipping, a run ends with the first step
     for (int step = 0; step < steps; step++) {
         const bf16_bits value = step == 0 ? 0x7f80 : 0x3c00;  // infinity, then an ordinary gradient
         CUDA_CHECK(cudaMemcpy(gradients(&t) + bad, &value, sizeof value, cudaMemcpyHostToDevice));

@@ -39,8 +39,8 @@ static void needed(const char *name, const void *at, int64_t bytes, int64_t from
     pieces[num_pieces++] = p;
 }
 
-// Adds a piece that every layer needs in its forward and in its backward pass, but that the loss does not need. It is
-// also needed by the final norm, which reads the output of the last layer's last GEMM.
+// Adds a piece that every layer needs in its forward and in its backward pass, but that the loss does not need. It
+// counts as needed up to the final norm, because that reads the output of the last layer's last GEMM.
 static void needed_by_layers(Moments m, const char *name, const void *at, int64_t bytes) {
     needed(name, at, bytes, 0, final_norm(m));
     needed(name, at, bytes, backward(m, m.L - 1), backward(m, 0));
@@ -241,7 +241,7 @@ static void needed_by_backward(const Trainer *t, Moments m, const char *name, co
     const char *const begin = (const char *)at;
     if (t->offload.kept.kept && begin && bytes)
         CHECK(begin >= span->begin && begin + bytes <= span->begin + span->bytes,
-              "%s of layer %lld is part of what is copied", name, (long long)l);
+              "%s of layer %lld lies in the layer's range of kept activations", name, (long long)l);
     if (l >= kept_leaving(&t->offload.kept)) return needed(name, at, bytes, l, backward(m, l));
     needed(name, at, bytes, l, l + KEPT_SLOTS - 1);
     needed(name, at, bytes, backward(m, l + KEPT_SLOTS) + 1, backward(m, l));
@@ -369,8 +369,8 @@ static const char *find_trouble(const char *base, int64_t size) {
     return NULL;
 }
 
-// Returns the bytes of operands and result of the largest bf16 GEMM. linears_plan_gemm() puts them at the start of the
-// arena to time the GEMM.
+// Returns the bytes, with alignment, of operands and result of the largest bf16 GEMM. linears_plan_gemm() puts them at
+// the start of the arena to time the GEMM.
 static int64_t largest_product(const Trainer *t) {
     int64_t most = 0;
     for (int id = 0; id <= NUM_LINEARS; id++) {
@@ -481,7 +481,7 @@ static void test_comparison(void) {
 }
 
 // Tests the memory planned for NCCL. Hybrid has communicators for all ranks, for the shard group and for the replicas.
-// A group of all ranks uses the first one, and a single rank needs none.
+// A group of all ranks uses the first one, and a group of one rank needs none.
 static void test_communicators(void) {
     static const struct {
         int64_t world, group, communicators;

@@ -23,8 +23,8 @@ spoil() {
         sed 's/.*"data_offsets":\[\([0-9]*\),.*/\1/')
     head -c 128 /dev/zero | tr '\0' '\177' | dd of="$file" bs=1 seek=$((8 + bytes + offset)) conv=notrunc 2>/dev/null
 }
-# Checks that 8 steps or more were skipped, and that none of them changed fp8_state. $1 name of the check, $2 log of a
-# run with delayed scaling that saved every step in folder $3.
+# Checks that at least 8 skipped steps follow a saved step, and that none of them changed fp8_state. $1 name of the
+# check, $2 log of a run with delayed scaling that saved every step in folder $3.
 skips_leave_no_trace() {
     local skipped=0 moved=0 traces=0 before="" folder step now
     for folder in "$3"/step-????????; do
