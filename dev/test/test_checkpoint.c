@@ -285,9 +285,9 @@ static void test_delayed(void) {
           "the export is made: %s", failure.text);
     format_checked(state, sizeof state, "%s/fp8_state.safetensors", scratch_path("delayed-export"));
     CHECK(!path_exists(state), "an export has no fp8_state.safetensors");
-    // Histories and scales are not saved if they are not finite or below zero. Older versions saved such values. On
-    // loading, an infinity in a history is accepted; NaN and values below zero in both, and infinite scales, are
-    // refused.
+    // No checkpoint is saved if a history or a scale holds a value that is not finite or is below zero. Older versions
+    // saved such values. A load accepts an infinity in a history. It refuses a NaN or a value below zero in a history
+    // or a scale, and an infinite scale.
     const TrainerProgress progress = {9, 9};
     history[3] = INFINITY;
     CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
@@ -383,7 +383,7 @@ static void test_unreadable_folders(void) {
     Failure failure = {"", false};
     trainer_fill(t, 1);
     save(t, dir, 1, 2), save(t, dir, 2, 2);
-    for (int entries = 0; entries <= 3; entries++) {  // "." and "..", and the checkpoints
+    for (int entries = 0; entries <= 3; entries++) {  // the folder has four: ".", ".." and two checkpoints
         readable_entries = entries;
         CHECK(!checkpoint_list(dir, &list, &failure) && !list.count && !list.steps && strstr(failure.text, words),
               "with %d entries read, the list of checkpoints fails: %s", entries, failure.text);
@@ -1309,8 +1309,8 @@ static bool zeros(void *context, int64_t tensor, int64_t offset, int64_t count, 
     return true;
 }
 
-// Writes a model's tensors, all zero. Leaves out the tensor `skip`, exchanges the sides of `misshape`, and adds
-// `extra`. An empty name changes nothing.
+// Writes a model's tensors, all zero. Leaves out the tensor `skip`, exchanges rows and columns of the tensor
+// `misshape`, and adds a tensor `extra`. An empty name changes nothing.
 static void write_weights(const char *dir, const ParameterTable *t, const char *skip, const char *misshape,
                           const char *extra, SafetensorsType type) {
     SafetensorSpec *all = (SafetensorSpec *)xcalloc((size_t)t->count + 1, sizeof *all);
@@ -1429,9 +1429,9 @@ static void test_export_refusals(void) {
     trainer_free(t);
 }
 
-// If export_try is killed between its two exchanges, the earlier export is in NAME.old.tmp, and NAME is an empty
-// folder, one with only the marker file, or absent. The next start puts the export back. A link, or a folder
-// of another program, at NAME.old.tmp or NAME.tmp stays, and the start ends with an error that names it.
+// If a run is killed while it renames folders, the earlier export may be left in NAME.old.tmp, while NAME is an empty
+// folder, one with only the marker file, or absent. The next start puts the export back. A link, or a folder of another
+// program, at NAME.old.tmp or NAME.tmp stays, and the start ends with an error that names it.
 static void test_export_restore(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     Failure failure = {"", false};
@@ -1541,8 +1541,8 @@ static void test_verify(void) {
     trainer_free(t);
 }
 
-// folder_replace(new, old) exchanges the names of two folders, then removes the old one. It does not remove a folder
-// without the marker file, as here: the old folder stays, under the name `new`.
+// folder_replace(new, old) exchanges the names of two folders, then tries to remove the old one, which now has the name
+// `new`. Here that fails: the old folder has no marker file in the first round, and a subfolder in both rounds.
 static void test_replace(void) {
     char old[PATH_CAPACITY], new[PATH_CAPACITY];
     Failure failure = {"", false};
@@ -1623,7 +1623,8 @@ static void test_foreign_weights(void) {
     write_weights(dir, &t->table, "", "", "", ST_I32);
     CHECK(check_dies(load_action, &action, "has dtype I32; it must be F32, BF16 or F16", output, sizeof output),
           "integer weights are refused: %s", output);
-    // Two extra tensors are allowed: an lm_head of a tied model that equals the embedding, and old files' RoPE tables.
+    // Two kinds of extra tensors are allowed: the lm_head of a tied model, if it equals the embedding, and RoPE tables
+    // of old files.
     static const char *const allowed[] = {"", "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"};
     for (int i = 0; i < 3; i++) {
         trainer_fill(t, 3);

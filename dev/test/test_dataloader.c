@@ -184,7 +184,7 @@ static void test_huge_count(void) {
         wrong += sequence < 0 || sequence >= dl.num_sequences;
         above += sequence > INT32_MAX;
     }
-    // 28.4% of 3000000001 numbers lie above 2^31: 2840 of 10000, with a standard deviation of 45.
+    // 28.4% of 3000000001 numbers are 2^31 or more: 2840 of 10000, with a standard deviation of 45.
     CHECK(wrong == 0 && above > 2600 && above < 3100,
           "no sequence number is out of range (%lld are), and about 2840 are 2^31 or more; found %lld",
           (long long)wrong, (long long)above);
@@ -215,7 +215,8 @@ static void test_ranks(void) {
         for (size_t s = 1; s < sizeof splits / sizeof *splits; s++) {
             mark_step(&dl, step, splits[s][0], splits[s][1], splits[s][2], marks);
             CHECK(memcmp(marks, expected, 100 * sizeof *marks) == 0,
-                  "step %lld: with %lld ranks the step reads the same samples as with one rank and 8 micro-steps of 1",
+                  "step %lld: with %lld ranks the step reads the same sequences as with one rank and 8 micro-steps of "
+                  "1 sequence",
                   (long long)step, (long long)splits[s][1]);
         }
     }
@@ -227,7 +228,7 @@ static void test_ranks(void) {
         for (int64_t i = 0; i < 100; i++) sum[i] += marks[i];
     }
     for (int64_t i = 0; i < 100; i++) total += sum[i], twice += sum[i] > 1;
-    CHECK(total == 96 && twice == 0, "12 steps read 96 samples, none twice; found %lld, %lld more than once",
+    CHECK(total == 96 && twice == 0, "12 steps read 96 sequences, none twice; found %lld, %lld more than once",
           (long long)total, (long long)twice);
 }
 

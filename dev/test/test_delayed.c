@@ -4,7 +4,8 @@
 #include "../../llmc/base/rng.h"
 #include "lib/check.h"
 
-// Computes the expected window: Transformer Engine shifts all of it by one and clears slot 0.
+// Puts a pass's amax into the expected window as Transformer Engine does: into slot 0, from which a shift of all slots
+// by one takes it to the last slot. Slot 0 is then cleared.
 static void roll(float *history, int64_t window, float amax) {
     history[0] = amax;
     const float first = history[0];

@@ -290,7 +290,9 @@ static void test_elementary_functions(void) {
             worst_cos = fmax(worst_cos, fabs(rng_cos_turn(u) - cos(2 * 3.14159265358979323846 * (double)u)));
     }
     CHECK(rng_minus_2ln(1.0f) == 0 && worst_log < 1e-6 && worst_cos < 1e-6,
-          "errors are below 1e-6, as rng.h states; found %.2g for -2 ln and %.2g for cos", worst_log, worst_cos);
+          "the relative error of -2 ln and the absolute error of cos are below 1e-6, as rng.h states; found %.2g and "
+          "%.2g",
+          worst_log, worst_cos);
     CHECK(isfinite(rng_minus_2ln(0x1p-24f)), "-2 ln of the smallest uniform number is finite");
 }
 

@@ -5,7 +5,7 @@
 #include "lib/check.h"
 
 static double fake_watts, fake_joules_from;  // W; the time at which the energy counter was 0
-static double fake_joules_lump = 0.001;      // its energy counter grows by this many joules at a time
+static double fake_joules_lump = 0.001;      // the energy counter grows by this many joules at a time
 static int64_t fake_readings;
 static bool fake_is_silent;  // the fake GPU reports no values
 
