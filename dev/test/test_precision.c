@@ -388,9 +388,10 @@ static void plan_bf16_gather(void *context) {
 static void test_bf16_gather(void) {
     char output[1024], none[] = "", first[] = "first";
     CHECK(check_dies(plan_bf16_gather, none, "there are none in bf16; leave it out", output, sizeof output),
-          "without a filter, FP8 weights are cast from the masters, so it is refused: %s", output);
+          "without a filter, FP8 weights are cast from the masters, so --fp8-all-gather off is refused: %s", output);
     CHECK(check_dies(plan_bf16_gather, first, "planned", output, sizeof output),
-          "if the filter keeps a layer in bf16, there are bf16 weights, so it is accepted: %s", output);
+          "if the filter keeps a layer in bf16, there are bf16 weights, so --fp8-all-gather off is accepted: %s",
+          output);
 }
 
 int main(void) {

@@ -516,9 +516,9 @@ static void test_transposes(void) {
     free(m.x);
 }
 
-// A value that is a normal number of the format comes back within half a step: 2^-4 of it in E4M3 (3 bits of mantissa),
-// 2^-3 in E5M2. Below the smallest normal number (2^-6 or 2^-14 times scale_inv) steps are equal, and half a step is
-// 2^-10 or 2^-17 times scale_inv.
+// A value whose code is a normal number of the format comes back within half a step: at most 2^-4 of the value in E4M3
+// (3 bits of mantissa), 2^-3 in E5M2. Below the smallest normal number (times scale_inv 2^-6 in E4M3, 2^-14 in E5M2)
+// all steps are equal, and half a step is 2^-10 (E4M3) or 2^-17 (E5M2) times scale_inv.
 static void test_error_bounds(void) {
     static const struct {
         ScaleGranularity granularity;

@@ -340,7 +340,8 @@ static void test_embedding(void) {
 
 // ---- GEMMs of every recipe.
 
-// x [rows, K], w [N, K], dy [rows, N]: bf16 values with some outliers. These sizes are no multiples of a scale block.
+// x [rows, K], w [N, K], dy [rows, N]: bf16 values with some outliers. The tests take sizes that are no multiples of a
+// scale block.
 typedef struct {
     int64_t rows, N, K;
     float *tensor[NUM_TENSORS];
