@@ -629,7 +629,7 @@ int main(void) {
     test_linear(1, 1, 1);
     test_linear(7, 5, 33);
     test_linear(13, 17, 3);
-    test_linear(3, 1100, 2);  // longer than one slab of the sum
+    test_linear(3, 1100, 2);  // longer than two slabs (matmul.h)
     test_rmsnorm(1, 3);
     test_rmsnorm(6, 10);
     test_swiglu();

@@ -451,12 +451,12 @@ static void test_foreign_folders(void) {
     readable_entries = 0;
     CHECK(folder_kind(home) == FOLDER_FOREIGN, "a folder whose entries cannot be read is foreign; found %d",
           (int)folder_kind(home));
-    for (int entries = 0; entries <= 4; entries++) {  // the mark, the file, "." and ".."
+    for (int entries = 0; entries <= 4; entries++) {  // the folder has four: the mark, the file, "." and ".."
         readable_entries = entries;
         const bool removed = folder_remove(home, &failure);
         readable_entries = -1;
         CHECK(!removed && path_exists(scratch_path("home/" FOLDER_MARKER)),
-              "a folder of which only %d entries can be read keeps its mark: %s", entries, failure.text);
+              "a folder keeps its mark if reading it fails after %d entries: %s", entries, failure.text);
         if (!file_write(home, "thesis", "x", 1, NULL, &failure)) die("%s", failure.text);
     }
     CHECK(!folder_remove(link, &failure) && strstr(failure.text, "link is not removed: it is a link to home"),

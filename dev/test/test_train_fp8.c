@@ -10,7 +10,7 @@
 #include "lib/golden.h"
 #include "lib/scratch.h"
 
-// Sanitizers make GEMMs a hundred times slower. With them, some tests take fewer steps or cases, and some are left out.
+// Sanitizers make GEMMs far slower. With them, some tests take fewer steps or cases, and some are left out.
 #ifdef __SANITIZE_ADDRESS__
 enum { SANITIZED = 1 };
 #else
@@ -48,7 +48,7 @@ static void load_golden_weights(Trainer *t, const Golden *g) {
     weights_refresh(t);
 }
 
-// Makes random weights, as in a run without a checkpoint.
+// Makes random weights, as a run does that loads none.
 static void initialize_weights(Trainer *t) {
     weights_initialize(t);
     weights_refresh(t);
@@ -132,9 +132,9 @@ static void test_golden(const char *name, int precision, Tolerances tolerance) {
 
 static void test_goldens(void) {
     static const char *const names[] = {"llama_tiny", "llama31_tiny", "qwen2_tiny", "qwen3_tiny"};
-    // fp32: only the order of sums differs. bf16: each tensor keeps 8 bits (an rms error of 0.2% per rounding), over
-    // some ten roundings. fp8: E4M3 keeps 4 bits (up to 6% per value, 2-3% rms) and E5M2 3 bits (12%, 5-6% rms), over
-    // two layers.
+    // fp32: only the order of sums differs. bf16: some ten times, values are rounded to 8 significant bits, which has
+    // an rms error of 0.2%. fp8: operands of two layers are rounded to 4 significant bits (E4M3: up to 6% per value,
+    // 2-3% rms) or to 3 (E5M2: up to 12%, 5-6% rms).
     const Tolerances fp32 = {1e-5, 1e-5, 1e-4, 1e-5};
     const Tolerances bf16 = {1e-2, 2e-2, 3e-2, 0};
     const Tolerances fp8 = {3e-2, 1e-1, 2.5e-1, 0};
@@ -267,8 +267,8 @@ static void test_fp8_activations(int recipe) {
     free(without.values), free(with.values), free(again.values);
 }
 
-// Rounding to groups of FP8 codes changes a value by at most half a unit in E4M3's last place. Results are bf16
-// numbers, and rounding them again changes nothing.
+// Rounding to groups of FP8 codes changes a value by at most half a unit in E4M3's last place. The results are bf16
+// numbers. Rounding the results again changes nothing.
 static void test_fp8_groups(void) {
     enum { N = 5 * FP8_GROUP + 40 };
     float x[N], rounded[N], twice[N];
@@ -285,7 +285,7 @@ static void test_fp8_groups(void) {
         float amax = 0;
         for (int k = group * FP8_GROUP; k < N && k < (group + 1) * FP8_GROUP; k++) amax = fmaxf(amax, fabsf(x[k]));
         if (group == 3 || group == 4) continue;
-        // the smallest codes of a group are 2^-9 apart, and its largest is between 224 and 448
+        // the smallest codes stand for numbers 2^-9 apart, and the code of the amax for a number from 224 to 448
         far += !(fabsf(rounded[i] - x[i]) <= fmaxf(fabsf(x[i]) / 16, amax / 224 * 0x1p-10f));
         other += rounded[i] != twice[i], not_bf16 += bf16_round(rounded[i]) != rounded[i];
     }
@@ -963,8 +963,8 @@ static void test_resume(const char *name_of_run, const char *precision) {
     free(whole), free(resumed), free(output);
 }
 
-// A checkpoint without the norms of the last step resumes with none, and one with too few of them does not resume. A
-// run that does not clip writes none.
+// clip_norms are the norms of the last step (clip_plainly). A run that clips resumes from a checkpoint that lacks them,
+// but not from one that has too few of them. A run that does not clip writes no clip_norms.
 static void test_clip_resume(void) {
     char *output, path[PATH_CAPACITY];
     const char *const run =
@@ -1222,8 +1222,8 @@ static double run_norm(const char *arguments) {
     return norm;
 }
 
-// The norm of a gradient summed over 512 or 8 micro-steps is near that of one large batch. Sums rounded to nearest bf16
-// would lose 7% of the norm over 512 micro-steps.
+// The norm of a gradient summed over 512 or 8 micro-steps is near that of one large batch. Over 512 micro-steps, sums
+// rounded to the nearest bf16 would lose a part of the norm.
 static void test_many_micro_steps(void) {
     static const struct {
         const char *options;
@@ -1275,7 +1275,7 @@ static void test_signal(int signal_number, const char *dir) {
     free(output);
 }
 
-// Returns the mean loss of the last steps of a short run, from its summary line. *first is the first loss.
+// Returns the mean loss of the last 20 steps of a short run, from its summary line. *first is the first loss.
 static double run_loss(const char *arguments, double *first) {
     char *output, command[512];
     double loss = (double)NAN;
@@ -1294,8 +1294,8 @@ static void test_learning(void) {
     double first;
     const double bf16 = run_loss("--precision bf16", &first);
     CHECK(bf16 < 0.5 * first, "bf16 halves the loss: from %g to %g", first, bf16);
-    // The entropy of the text is about 0.8 nats, and the losses end near it. Other rounding gives another random path
-    // with an equally good end.
+    // The text (write_shard) has an entropy of about 0.9 nats per token, and the losses end near that. Other rounding
+    // gives another random path with an equally good end.
     const double fp8 = run_loss("--precision fp8", &first), fp32 = run_loss("--precision fp32", &first),
                  masters = run_loss("--master-weights fp32", &first);
     CHECK(fabs(fp8 / bf16 - 1) < 0.05 && fabs(fp32 / bf16 - 1) < 0.05 && fabs(masters / bf16 - 1) < 0.05,

@@ -83,8 +83,8 @@ static void check_silence_limit(void) {
     }
 }
 
-// Rank 0 reports the lowest rank whose connection is broken. A rank above 0 reports it only if no notice of another
-// rank's report comes first.
+// Rank 0 reports the lowest rank whose connection is broken. A rank above 0 reports a broken connection only if no
+// notice of another rank's report comes first.
 static void check_lost(void) {
     char text[1024];
     WatchTable t = table_of(0);
