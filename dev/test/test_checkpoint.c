@@ -452,7 +452,7 @@ static void test_keep(void) {
     save(t, dir, 70, 1);
     CHECK(strcmp(listing(dir), "90 70") == 0, "step 90, which is later than the saved step 70, stays; found %s",
           listing(dir));
-    // Leftovers of interrupted saves are removed. Folders with other names or without our mark stay.
+    // Leftovers of interrupted saves are removed. Folders with other names or without the marker file stay.
     Failure failure;
     static const char *const names[] = {
         "step-00000080.tmp", "step-00000020.old.tmp", "step-00000030.2.tmp", "step-80.tmp", "notes",

@@ -1,5 +1,6 @@
 // Tests the readings of a GPU (gpu_monitor.h) with functions of our own in place of NVML's. Between readings the
-// energy is extrapolated. It never falls. A value that the GPU does not report is NAN, or 0 for throttle reasons.
+// energy is extrapolated. The energy never falls. A value that the GPU does not report is NAN, or 0 for throttle
+// reasons.
 #define GPU_MONITOR_SECONDS 0.1  // so that the test is short
 #include "../../llmc/dist/gpu_monitor.h"
 #include "lib/check.h"

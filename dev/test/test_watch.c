@@ -190,7 +190,7 @@ static void check_standing(void) {
     check_verdict(&t, WATCH_GOOD, 0, 0, "rank 1 reads a file, and others wait for it");
     watch_age(&t, WATCH_SUSPENDED_SECONDS + TIMEOUT);
     ranks[1].row.idle = 0;
-    check_verdict(&t, WATCH_GOOD, 0, 0, "this process was stopped itself");
+    check_verdict(&t, WATCH_GOOD, 0, 0, "this process itself was stopped");
     CHECK(t.standing == 0 && ranks[3].silence == 0, "after a stop the timeout begins anew for all ranks");
 }
 
@@ -231,7 +231,7 @@ static void check_activity(void) {
     CHECK(row.kind == ACTIVITY_FILE && row.idle == 2, "a call on a file counts as idle from its begin; found %g s",
           row.idle);
     watch_note_activity(&row, WATCH_SUSPENDED_SECONDS + 1);
-    CHECK(row.idle == 0, "idle time begins anew if this process was stopped itself; found %g s", row.idle);
+    CHECK(row.idle == 0, "idle time begins anew if this process itself was stopped; found %g s", row.idle);
     errno = 28;
     activity_end();
     CHECK(errno == 28, "activity_end does not change errno");
