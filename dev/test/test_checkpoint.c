@@ -469,7 +469,8 @@ static void test_keep(void) {
     // A folder of another program stays, even if it has the name of a checkpoint or of a temporary folder.
     save(t, dir, 81, 9);
     CHECK(strcmp(listing(dir), "95 81+3") == 0,
-          "three other folders are still there, so step-00000081.tmp, which has no mark, was not removed; found %s",
+          "three other folders are still there, so step-00000081.tmp, which has no marker file, was not removed; found "
+          "%s",
           listing(dir));
     char path[PATH_CAPACITY];
     format_checked(path, sizeof path, "%s/step-00000096", dir);
@@ -477,7 +478,7 @@ static void test_keep(void) {
         die("%s", failure.text);
     save(t, dir, 96, 9);
     CHECK(strcmp(listing(dir), "96 95 81+4") == 0,
-          "step 96 is saved, and the unmarked folder step-00000096 is there as a fourth other folder; found %s",
+          "step 96 is saved, and the folder that had its name is there as a fourth other folder; found %s",
           listing(dir));
     static const char *const others[] = {"step-00000030.2.tmp", "step-80.tmp", "notes", "step-00000081.tmp",
                                          "step-00000096.1"};
@@ -547,8 +548,8 @@ static void test_links(void) {
     trainer_free(t);
 }
 
-// Checkpoints of older versions have no mark. They load. When one is due to be removed, it is removed only if its
-// trainer.json is valid.
+// Checkpoints of older versions have no marker file. A run can resume from them. When one is due to be removed, it is
+// removed only if its trainer.json is valid.
 static void test_unmarked(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     const char *dir = xstrdup(scratch_path("unmarked"));
@@ -556,7 +557,7 @@ static void test_unmarked(void) {
     for (int64_t step = 1; step <= 3; step++) {
         save(t, dir, step, 9);
         format_checked(path, sizeof path, "%s/step-%08lld/" FOLDER_MARKER, dir, (long long)step);
-        CHECK(unlink(path) == 0, "the mark of %s is removed", path);
+        CHECK(unlink(path) == 0, "the marker file %s is removed", path);
     }
     format_checked(path, sizeof path, "%s/step-00000002/trainer.json", dir);
     flip_byte(path, 10);
@@ -564,7 +565,8 @@ static void test_unmarked(void) {
           "the newest checkpoint is step 3; found %s", found);
     save(t, dir, 4, 1);
     CHECK(strcmp(listing(dir), "4 2") == 0,
-          "the unmarked checkpoints are removed, except step 2, whose trainer.json is damaged; found %s", listing(dir));
+          "checkpoints without the marker file are removed, except step 2, whose trainer.json is damaged; found %s",
+          listing(dir));
     remove_tree(dir);
     free((char *)dir);
     trainer_free(t);
@@ -1451,14 +1453,14 @@ static void test_export_restore(void) {
         if (state == 3)
             CHECK(unlink(scratch_path("out.old.tmp/" FOLDER_MARKER)) == 0 &&
                       unlink(scratch_path("out.old.tmp/" EXPORT_HASHES)) == 0,
-                  "mark and hashes are removed: %s", strerror(errno));
+                  "marker file and hashes are removed: %s", strerror(errno));
         model_export_prepare(dir, NULL);
         CHECK(safetensors_is_own(weights) && !path_exists(aside), "state %d: the earlier export is in its place again",
               state);
         if (state == 3)
             CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure) &&
                       path_exists(scratch_path("out/" FOLDER_MARKER)),
-                  "the next export has the mark: %s", failure.text);
+                  "the next export has the marker file: %s", failure.text);
     }
     // NAME and NAME.old.tmp could both be the earlier export: the user must choose one.
     if (!folder_begin(aside, &failure) || !file_write(aside, "config.json", "{}", 2, NULL, &failure))

@@ -70,8 +70,8 @@ static void test_formats_and_windows(void) {
     }
 }
 
-// One pattern matches several shards of uint16 and uint32 tokens. They are sorted by name, no window crosses from one
-// shard into the next, and every window is found.
+// One pattern matches several shards of uint16 and uint32 tokens. The shards are sorted by name, no window crosses from
+// one shard into the next, and every window is found.
 static void test_many_shards(void) {
     const int64_t T = 4, counts[3] = {9, 5, 14}, windows[3] = {2, 1, 3};
     write_shard("many_2.bin", SHARD_MAGIC_U32, 7, counts[2], counts[2], 3000);
@@ -87,8 +87,9 @@ static void test_many_shards(void) {
             dataloader_batch(&dl, g, 1, inputs, targets);
             int32_t first = (int32_t)(1000 * (s + 1) + w * T);
             CHECK(inputs[0] == first && inputs[3] == first + 3 && targets[0] == first + 1 && targets[3] == first + 4,
-                  "sequence %lld holds 5 tokens in a row from its place on; it starts with %d", (long long)g,
-                  inputs[0]);
+                  "sequence %lld is read from its place in its shard, and targets are one token ahead; it starts with "
+                  "%d",
+                  (long long)g, inputs[0]);
         }
     }
     dataloader_close(&dl);

@@ -120,7 +120,7 @@ static void test_decode(void) {
               "infinity and large values saturate at the largest finite code");
         CHECK(fp8_from_float(NAN, format) == 0x7f && fp8_from_float(-0.0f, format) == 0x80 &&
                   fp8_from_float(0.0f, format) == 0,
-              "NaN and both zeros have their codes");
+              "NaN is cast to 0x7f, and zeros keep their sign");
     }
 }
 

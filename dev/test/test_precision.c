@@ -370,8 +370,8 @@ static void test_casts_masters(void) {
         precision_free(&x.p);
         x.o.master_weights = cases[i].masters;
         x.p = precision_plan(&x.o, x.o.fp8_filter, &x.m, &x.t, true);
-        CHECK(x.p.casts_masters == cases[i].casts, "case %zu: FP8 weights are cast from masters %d; expected %d", i,
-              x.p.casts_masters, cases[i].casts);
+        CHECK(x.p.casts_masters == cases[i].casts, "case %zu: casts_masters is %d; expected %d", i, x.p.casts_masters,
+              cases[i].casts);
         free_plan(&x);
     }
 }

@@ -428,8 +428,8 @@ static void test_folders(void) {
           "a missing folder can be neither removed nor synced: %s", failure.text);
 }
 
-// folder_remove() removes neither a link nor its target, nor a folder that holds files but no mark. If it cannot read a
-// folder to the end, the mark stays.
+// folder_remove() removes neither a link nor its target, nor a folder that holds files but no marker file (the mark).
+// If it cannot read a folder to the end, the mark stays.
 static void test_foreign_folders(void) {
     Failure failure = {"", false};
     char home[PATH_CAPACITY], link[PATH_CAPACITY], loop[PATH_CAPACITY];

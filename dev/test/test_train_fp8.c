@@ -1,6 +1,7 @@
 // Tests the whole CPU trainer: against goldens of transformers, against itself (threads, accumulation, recompute,
-// resume), its checks and signals, and what it refuses. Run it from the root of the repository. It runs whole trainings
-// by starting its own executable with "--run", because libgomp does not survive a fork.
+// resume), with values that are not finite, with signals, and with input that it refuses. Run this test from the root
+// of the repository. To run a whole training, the test starts its own executable with "--run", because libgomp does not
+// survive a fork.
 #define TESTING
 #include "../../train_fp8.c"
 
@@ -166,7 +167,7 @@ static void fill_tokens(Trainer *t, uint64_t key) {
 }
 
 // Moving the weights by a distance h along their gradient changes the loss by h times the gradient's norm. Tests odd
-// sizes, every model family, T = 1 and T above a query block.
+// sizes, every model family, T = 1 and T above QUERY_BLOCK (attention.h).
 static void test_slope(ModelFamily family, int64_t B, int64_t T) {
     Options o = small_options(PRECISION_FP32, B, T);
     ModelConfig m = odd_model(family);
@@ -1392,8 +1393,8 @@ static void test_refusals(void) {
     free(output);
 }
 
-// If a shard's tokenizer table is far smaller than the model's vocabulary, the shard probably belongs to another model:
-// the run warns. It does not warn for `tiny`, which takes its vocabulary from the table.
+// If a shard's tokenizer table is far smaller than the model's vocabulary, the shard probably belongs to another model,
+// and the run warns. A run of `tiny` does not warn, because `tiny` takes its vocabulary from the table.
 static void test_tokenizer_warning(void) {
     const uint32_t table[] = {TOKENIZER_MAGIC, TOKENIZER_VERSION, 2, 0, 0, 0};
     Failure failure;

@@ -157,7 +157,7 @@ static void check_file(void) {
         pass(&t, TIMEOUT - 1, 0xf, 0);
         check_verdict(&t, WATCH_GOOD, 0, 0, "the call has returned, and all begin to wait anew");
     }
-    // Rank 2 reports its own call when rank 0 tells it to. It does not if the call has returned meanwhile.
+    // Rank 2 reports its own call when rank 0 tells it to, unless the call has returned meanwhile.
     WatchTable t = table_of(2);
     ranks[2].row.kind = ACTIVITY_FILE;
     pass(&t, TIMEOUT, 0x5, 0);
