@@ -75,8 +75,9 @@ static void check_distribution(const char *label, const AdamwStep *s, int64_t fi
             worst_bit = fmax(worst_bit, fabs((double)ones[f][b] - SAMPLES / 2.0) / (sqrt(SAMPLES) / 2));
     }
     CHECK(worst_bit < SIGMAS,
-          "%s: each bit is 1 half of the time, within 5 standard deviations; the worst bit is %.1f of them off", label,
-          worst_bit);
+          "%s: each bit is 1 half of the time; the worst bit is off by %.1f standard deviations, and less than 5 is "
+          "allowed",
+          label, worst_bit);
 }
 
 // Compares each field of element i of step s with each field of element i + lag of step t: correlation, and chi-square

@@ -97,7 +97,7 @@ static void test_uniform(void) {
               squares[format], s.signal, signal);
         const double ideal = 10 * log10(7.0 / 3 * 12 / (spacing[format] * spacing[format]));
         CHECK(fabs(audit_sqnr_db(&s) - ideal) < 0.08,
-              "format %d: SQNR is %.3f dB; expected %.3f dB, as of uniform errors, within 0.08 dB", format,
+              "format %d: SQNR is %.3f dB; expected %.3f dB (that of uniform errors), within 0.08 dB", format,
               audit_sqnr_db(&s), ideal);
     }
 }

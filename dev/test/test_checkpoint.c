@@ -229,7 +229,7 @@ static void test_round_trip(void) {
               "each parameter is one tensor, and lm_head is absent exactly if it is tied; found %lld tensors",
               (long long)st.count);
         CHECK(st.tensors[0].type == (fp32_weights ? ST_F32 : ST_BF16),
-              "the first tensor is bf16 if the run's weights are, and fp32 if it has fp32 or FP16 master weights");
+              "the first tensor is fp32 if the run has fp32 or FP16 master weights, else bf16");
         safetensors_close(&st);
         char config[PATH_CAPACITY];
         format_checked(config, sizeof config, "%s/config.json", found);
@@ -660,14 +660,14 @@ static void test_mismatch(void) {
     CHECK(strstr(output, "--train-data has 1000 tokens in the checkpoint, 1001 now\n  --train-data has 2 shards in the "
                          "checkpoint, 4 now") &&
               !strstr(output, "but its shards"),
-          "the error names the numbers of tokens and shards, and does not say that the tokens are other ones: %s",
+          "the error names the numbers of tokens and shards, and does not say that the shards' contents differ: %s",
           output);
     CHECK(!strstr(output, "learning-rate") && !strstr(output, "moved"),
           "the error names neither the learning rate nor the path of the training data, which may differ: %s", output);
     t->run.data.tokens--, t->run.data.shards = 2;
     CHECK(check_dies(check_action, &action, "--train-data has as many tokens as in the checkpoint, but its shards",
                      output, sizeof output),
-          "training data with equally many tokens but other ones is refused: %s", output);
+          "training data with as many tokens, but other tokens, is refused: %s", output);
 
     other = trainer_new(FAMILY_LLAMA, false, false, MOMENTS_BF16);
     other->model.hidden_size = 32, other->model.rope_theta = 5e5, other->model.rope_scaling.factor = 8;
@@ -790,7 +790,7 @@ static void test_prepare(void) {
           "a folder in /proc is refused: %s", output);
     CHECK(check_dies(prepare_action, (void *)"/proc/self", "cannot make folder /proc/self/step-00000000.tmp", output,
                      sizeof output),
-          "a folder in which no other can be made is refused: %s", output);
+          "a folder in which no folder can be made is refused: %s", output);
     CHECK(check_dies(prepare_action, (void *)"/dev/null", "cannot make folder /dev/null", output, sizeof output),
           "a file in place of the folder is refused: %s", output);
     remove_tree(dir);

@@ -158,7 +158,7 @@ static void test_stochastic(void) {
         off += fabs(mean - x[i]) > 5 * sqrt(variance / DRAWS) + fabs(x[i]) * 0x1p-15;
         fixed += variance == 0;
     }
-    CHECK(off == 0, "the mean of each value is right; %d of %d are off", off, COAT_GROUP);
+    CHECK(off == 0, "the mean of a value's decoded draws is the value; %d of %d means are off", off, COAT_GROUP);
     CHECK(fixed < 4, "fewer than 4 values never change; found %d of %d", fixed, COAT_GROUP);
 }
 

@@ -73,8 +73,8 @@ static void test_filters(void) {
         CHECK(strcmp(text, cases[i][1]) == 0, "--fp8-filter \"%s\" gives %s; expected %s", cases[i][0], text,
               cases[i][1]);
         CHECK(x.p.any_fp8 == (strchr(text, '8') != NULL) && x.p.any_bf16 == (strchr(text, '-') != NULL),
-              "\"%s\": any_fp8 and any_bf16 tell if there are such layers; found %d and %d", cases[i][0], x.p.any_fp8,
-              x.p.any_bf16);
+              "\"%s\": any_fp8 and any_bf16 tell if there are FP8 and bf16 layers; found %d and %d", cases[i][0],
+              x.p.any_fp8, x.p.any_bf16);
         CHECK(x.p.filter_open == (strcmp(cases[i][0], "auto") == 0), "\"%s\": only auto leaves the filter open",
               cases[i][0]);
         for (int64_t l = 0; l < 4; l++)

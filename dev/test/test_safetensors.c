@@ -51,8 +51,8 @@ static void test_hash(void) {
         data[n] ^= 0x10;
     }
     CHECK(same == splits && changed == splits,
-          "%d hashes of pieces are those of the whole, and %d flipped bits change the hash, of %d each", same, changed,
-          splits);
+          "%d hashes of pieces equal the hash of the whole, and %d flipped bits change the hash; expected %d of each",
+          same, changed, splits);
 }
 
 // ---- Round trips of one file and of several with an index, and bad indexes.
@@ -447,7 +447,7 @@ static void test_foreign_folders(void) {
     CHECK(!folder_remove(home, &failure) && strstr(failure.text, "has no file .train_fp8"),
           "a folder without the mark is not removed: %s", failure.text);
     CHECK(folder_mark(home, &failure) && folder_kind(home) == FOLDER_MARKED && folder_kind(link) == FOLDER_FOREIGN,
-          "a folder with the mark is ours, and a link to it is not: %s", failure.text);
+          "a folder with the mark belongs to this program, and a link to it does not: %s", failure.text);
     readable_entries = 0;
     CHECK(folder_kind(home) == FOLDER_FOREIGN, "a folder whose entries cannot be read is foreign; found %d",
           (int)folder_kind(home));

@@ -291,7 +291,8 @@ static void test_fp8_groups(void) {
         other += rounded[i] != twice[i], not_bf16 += bf16_round(rounded[i]) != rounded[i];
     }
     CHECK(far == 0 && other == 0 && not_bf16 == 0,
-          "rounded values are near (%d are not), stay if they are rounded again (%d do not), and are bf16 (%d are not)",
+          "rounded values are near the values (%d are not), stay if they are rounded again (%d do not), and are bf16 "
+          "(%d are not)",
           far, other, not_bf16);
     CHECK(isinf(rounded[3 * FP8_GROUP + 5]) && isnan(rounded[4 * FP8_GROUP]) && isnan(rounded[4 * FP8_GROUP + 9]),
           "an infinity stays, and a NaN makes its group NaN: %g, %g", (double)rounded[3 * FP8_GROUP + 5],
@@ -804,7 +805,8 @@ static void test_nonfinite(int sums) {
     for (int64_t i = 0; i < t.m.vocab_size; i++)
         t.params.master[t.table.root.embedding + i * t.m.hidden_size + 5] = good;
     s = run_one_step(&run, &data, 2);
-    CHECK(!s.skipped && run.skipped_in_a_row == 0, "a good step sets the count of steps skipped in a row to 0");
+    CHECK(!s.skipped && run.skipped_in_a_row == 0,
+          "a step that is taken sets the count of steps skipped in a row to 0");
     // A NaN that arises in the backward pass of layer 1 reaches layer 0, but not the final norm.
     t.bad_norm = NONFINITE_NONE;
     t.params.master[layer_offset(&t.table, 1) + t.table.layer.wq + 8] = -30;

@@ -152,7 +152,7 @@ static void check_file(void) {
         CHECK(strstr(text, "step 12, ") && strstr(text, "pread of /data/a.bin"),
               "the message names the step and the call: %s", text);
         CHECK(!strstr(text, "4 times") == (cases[i].limit == TIMEOUT),
-              "the message explains a limit of 4 times --stall-timeout, if it holds: %s", text);
+              "the message names a limit of 4 times --stall-timeout exactly if that is the limit: %s", text);
         ranks[2].row.kind = ACTIVITY_WAITING;
         pass(&t, TIMEOUT - 1, 0xf, 0);
         check_verdict(&t, WATCH_GOOD, 0, 0, "the call has returned, and all begin to wait anew");
