@@ -1,5 +1,5 @@
 // Tests --check-links with made-up rates: which ranks meet in which round, what is called slow, the bus bandwidth, and
-// the JSON report of one rank. dev/test/test_hosts.sh measures real links.
+// the JSON report of one rank. dev/test/test_hosts.sh runs --check-links between network namespaces.
 #include "../../llmc/dist/check_links.h"
 #include "lib/check.h"
 

@@ -1,4 +1,4 @@
-// Tests fp8.h, bf16.h and rng.h: casts and scales compared with torch's (dev/reference), casts compared with the
+// Tests fp8.h, bf16.h and rng.h: casts and scales compared with torchao's (dev/reference), casts compared with the
 // definition of the formats, unbiased stochastic rounding, and random numbers that are uniform, normal and independent.
 // Run it from the root of the repository.
 #include "../../llmc/base/rng.h"
@@ -20,7 +20,7 @@ static void test_golden_casts(void) {
             if (!fp8_same(got, expected[i], format) && wrong++ == 0) first = i;
         }
         CHECK(wrong == 0 && nans == 2 * 127,
-              "%s: all casts equal torch's (%d of 65536 differ, first bf16 %04x), and 254 are NaN (found %d)",
+              "%s: all casts equal torchao's (%d of 65536 differ, first bf16 %04x), and 254 are NaN (found %d)",
               fp8_format_name(format), wrong, first, nans);
         free(expected);
     }
@@ -38,9 +38,9 @@ static void test_golden_scales(void) {
         int wrong = 0;
         for (int i = 0; i < 0x7f80; i++)
             wrong += float_bits(fp8_scale(bf16_to_float((bf16_bits)i), format)) != float_bits(expected[i]);
-        CHECK(wrong == 0, "%s: all scales equal torch's; %d of 32640 differ", fp8_format_name(format), wrong);
+        CHECK(wrong == 0, "%s: all scales equal torchao's; %d of 32640 differ", fp8_format_name(format), wrong);
         CHECK(fp8_scale(INFINITY, format) == special[0] && isnan(fp8_scale(NAN, format)) && isnan(special[1]),
-              "%s: an amax of infinity or NaN gives torch's scale", fp8_format_name(format));
+              "%s: an amax of infinity or NaN gives torchao's scale", fp8_format_name(format));
         free(expected);
         free(special);
     }
@@ -77,7 +77,7 @@ static void test_golden_tensors(void) {
                 wrong += !fp8_same(got, expected[k], format);
             }
             CHECK(wrong == 0 && (s == scale[0] || (isnan(s) && isnan(scale[0]))),
-                  "%s: the casts equal torch's (%lld of %lld differ); the scale is %.9g, torch's %.9g", name,
+                  "%s: the casts equal torchao's (%lld of %lld differ); the scale is %.9g, torchao's %.9g", name,
                   (long long)wrong, (long long)elements, s, scale[0]);
             free(expected);
             free(scale);
