@@ -1464,7 +1464,7 @@ int main(int argc, char **argv) {
     test_clip_resume();
     test_resume("delayed", "fp8 --fp8-recipe delayed --fp8-amax-history 3");
     test_delayed_resume();
-    if (!SANITIZED) test_recipes();  // test_invariance runs this code on smaller layers
+    if (!SANITIZED) test_recipes();  // sanitizers see the recipes in test_invariance, on smaller layers
     test_filters();
     test_audit();
     test_accumulation();
@@ -1476,12 +1476,12 @@ int main(int argc, char **argv) {
         test_changed_shard(7, 320, "--train-data @/changes.bin", "changes.bin: the file changed after it was opened");
     test_changed_shard(330, 61, "--train-data @/train.bin --val-data @/changes.bin --val-every 1",
                        "has id 330, but the model's vocabulary is 64; the file changed after it was opened");
-    if (!SANITIZED) test_skipped_state();     // test_delayed_skip runs this code
-    if (!SANITIZED) test_many_micro_steps();  // test_accumulation and test_fp8_gradients run this code
+    if (!SANITIZED) test_skipped_state();     // sanitizers see skipped steps in test_delayed_skip
+    if (!SANITIZED) test_many_micro_steps();  // sanitizers see sums in test_accumulation and test_fp8_gradients
     test_signal(SIGTERM, "term");
     test_signal(SIGINT, "int");
     test_signal(SIGUSR1, "usr1");
-    if (!SANITIZED) test_learning();  // test_resume runs this code
+    if (!SANITIZED) test_learning();  // sanitizers see whole trainings in test_resume
     test_output();
     test_refusals();
     test_tokenizer_warning();
