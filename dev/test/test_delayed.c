@@ -89,7 +89,7 @@ static void test_order(void) {
                       "linear layer",
                       (long long)l, r, id);
     }
-    CHECK(tensor_count(3) == next, "3 layers have %lld tensors", (long long)next);
+    CHECK(tensor_count(3) == next, "tensor_count() of 3 layers is %lld", (long long)next);
     float scales[] = {1, 0.5f, 0};
     CHECK(delayed_is_complete(scales, 2) && !delayed_is_complete(scales, 3),
           "the state is complete exactly if no scale is 0");

@@ -610,7 +610,7 @@ static void test_table(void) {
     CHECK(tensor_amaxes(PER_TENSOR, PER_TENSOR, 30, 50) == 1 && tensor_amaxes(PER_ROW, PER_ROW, 30, 50) == 80,
           "a scale per tensor needs 1 amax, a scale per row 30 + 50");
     CHECK(tensor_amaxes(PER_ROW, PER_TENSOR_BROADCAST, 30, 50) == 31 && tensor_amaxes(PER_ROW, NO_SCALE, 30, 50) == 30,
-          "30 rows need 30 amaxes; one scale for all columnwise data needs 1 more, bf16 columnwise data none");
+          "30 rows need 30 amaxes; one scale for all columnwise data needs 1 more, and bf16 columnwise data no more");
     CHECK(tensor_amaxes(BLOCK_1X128, BLOCK_1X128, 30, 50) == 0 &&
               tensor_amaxes(BLOCK_128X128, BLOCK_128X128, 30, 50) == 0,
           "scales of 1x128 and 128x128 blocks need no stored amax");
