@@ -1,6 +1,6 @@
 // Tests the rounding bits of adamw_math.h. Some must have pinned values. The 48 bits of each element must look
-// independent and uniform, and sums of rounded values must be unbiased. All seeds are fixed. Every statistical bound is
-// at least five standard deviations of truly random bits, so a failed check shows a flaw, not chance.
+// independent and uniform, and sums of rounded values must be unbiased. All seeds are fixed. The statistical bounds are
+// five standard deviations of truly random bits or a little more, so a failed check shows a flaw, not chance.
 #include "../../llmc/reference/adamw_math.h"
 #include "lib/check.h"
 
@@ -50,7 +50,7 @@ static void test_pinned(void) {
     }
     const AdamwStep nearest = adamw_step(1, 1e-3, 0.9, 0.999, 1e-8, 0.1, true, 42);
     CHECK(adamw_random(&nearest, 5).weight == 0x80000000u,
-          "for weights that are rounded to nearest, the bits of a weight are 0x80000000: half a unit");
+          "if weights are rounded to nearest, the rounding bits of each weight are 0x80000000");
 }
 
 // Tests mean, variance and single bits of each field, over elements first .. first + SAMPLES - 1 of one step.
@@ -75,12 +75,13 @@ static void check_distribution(const char *label, const AdamwStep *s, int64_t fi
             worst_bit = fmax(worst_bit, fabs((double)ones[f][b] - SAMPLES / 2.0) / (sqrt(SAMPLES) / 2));
     }
     CHECK(worst_bit < SIGMAS,
-          "%s: each bit is 1 half of the time, within 5 standard deviations; the worst bit is %.1f of them off", label,
-          worst_bit);
+          "%s: each bit is 1 half of the time; the worst bit is off by %.1f standard deviations, and less than 5 is "
+          "allowed",
+          label, worst_bit);
 }
 
 // Compares each field of element i of step s with each field of element i + lag of step t: correlation, and chi-square
-// over 16 x 16 bins. Leaves out a field and itself, which meet if lag is 0 and s is t.
+// over 16 x 16 bins. If lag is 0 and s is t, it does not compare a field with itself.
 static void check_independence(const char *label, const AdamwStep *s, const AdamwStep *t, int64_t first, int64_t lag) {
     static int32_t bins[FIELDS][FIELDS][256];
     double product[FIELDS][FIELDS] = {{0}}, worst = 0, worst_chi = 0;

@@ -16,8 +16,8 @@ static void take_some(Arena *a, int64_t at[6]) {
     p[1] = arena_take(a, 1);
     arena_reuse(a, room);
     p[2] = arena_take(a, 600);  // takes 768 of the 1024 bytes of `room`
-    p[3] = arena_take(a, 300);  // takes 512 bytes, which do not fit into the other 256
-    p[4] = arena_take(a, 256);  // takes these 256
+    p[3] = arena_take(a, 300);  // takes 512 bytes, which do not fit into the last 256 bytes of `room`
+    p[4] = arena_take(a, 256);  // takes the last 256 bytes of `room`
     const ArenaRange left = arena_reuse(a, nowhere);
     CHECK(left.begin == 1024 && left.end == 1024,
           "nothing is left of the reused range: it is [%lld, %lld), expected [1024, 1024)", (long long)left.begin,

@@ -97,7 +97,7 @@ static void test_uniform(void) {
               squares[format], s.signal, signal);
         const double ideal = 10 * log10(7.0 / 3 * 12 / (spacing[format] * spacing[format]));
         CHECK(fabs(audit_sqnr_db(&s) - ideal) < 0.08,
-              "format %d: SQNR is %.3f dB; expected %.3f dB, as of uniform errors, within 0.08 dB", format,
+              "format %d: SQNR is %.3f dB; expected %.3f dB (that of uniform errors), within 0.08 dB", format,
               audit_sqnr_db(&s), ideal);
     }
 }
@@ -109,8 +109,7 @@ static void test_sqnr_limits(void) {
     CHECK(audit_sqnr_db(&s) == (double)INFINITY, "SQNR of a zero is infinite; found %g dB", audit_sqnr_db(&s));
     audit_add(&s, 1.5f, fp8_from_float(1.5f, FP8_E4M3), 1, FP8_E4M3);
     CHECK(audit_sqnr_db(&s) == (double)INFINITY, "SQNR of exact values is infinite; found %g dB", audit_sqnr_db(&s));
-    // A tensor that holds an infinity has the scale 0 and an infinite scale_inv, so its other values become NaN. With a
-    // NaN scale they do too.
+    // If scale_inv is infinite or NaN, a finite value comes back as NaN.
     const float spoiled[] = {INFINITY, NAN};
     for (int i = 0; i < 2; i++) {
         AuditSums t = s;
@@ -203,7 +202,8 @@ static void test_recipe_granularities(void) {
           "scales of tensors and of 128x128 blocks give equal rowwise and columnwise codes");
     CHECK(!audit_shares_codes(PER_ROW, PER_ROW) && !audit_shares_codes(BLOCK_1X128, BLOCK_1X128) &&
               !audit_shares_codes(NO_SCALE, NO_SCALE) && !audit_shares_codes(PER_ROW, PER_TENSOR_BROADCAST),
-          "scales of rows and of 1x128 blocks, two kinds of scales, and bf16 data give no equal codes");
+          "rowwise and columnwise codes are not equal with scales of rows or of 1x128 blocks, if rows and columns have "
+          "different kinds of scales, or for bf16 data");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -339,8 +339,8 @@ static void test_log(void) {
     free(lines);
     run_free(&r);
 
-    // With tensorwise, two GEMMs read the same codes. Sums of rowwise and columnwise data are merged, also if only
-    // rowwise data was audited.
+    // With tensorwise, both GEMMs that read a tensor read the same codes. Sums of rowwise and columnwise data are
+    // merged, also if only rowwise data was audited.
     r = run_create(RECIPE_TENSORWISE, "");
     r.sums[audit_index(1, GATE_UP_PROJ, TENSOR_W, ROWWISE)] = sums_of(30, 1);
     lines = logged(&r);
@@ -394,8 +394,8 @@ static void test_table(void) {
     fill_sums(&r);
     r.sums[audit_index(5, GATE_UP_PROJ, TENSOR_DY, ROWWISE)].noise = (double)INFINITY;
     text = printed_table(&r);
-    // With tensorwise, two GEMMs read the same codes. Each GEMM has a row. The list of the lowest SQNRs has one entry
-    // for both GEMMs, from the merged sums of rowwise and columnwise data: 20 and 21 dB give 20.47 dB.
+    // With tensorwise, both GEMMs that read a tensor read the same codes. Each GEMM has a row. The list of the lowest
+    // SQNRs has one entry for both GEMMs, from the merged sums of rowwise and columnwise data: 20 and 21 dB give 20.47.
     check_has(text, "lowest SQNR: layer 5 gate_up dy (both passes, -inf dB), layer 7 down x (both passes, 20.47 "
                     "dB), layer 1 gate_up x (both passes, 30.00 dB)\n");
     check_has(text, "  gate_up   wgrad  dy  e5m2 tensor      -inf     -inf      5");

@@ -1,11 +1,11 @@
 // Tests --check-links with made-up rates: which ranks meet in which round, what is called slow, the bus bandwidth, and
-// the JSON report of one rank. dev/test/test_hosts.sh measures real links.
+// the JSON report of one rank. dev/test/test_hosts.sh runs --check-links between network namespaces.
 #include "../../llmc/dist/check_links.h"
 #include "lib/check.h"
 
 enum { MOST = 12 };
 
-// Each pair of members meets in exactly one round: if i meets j in a round, j meets i in it.
+// Each pair of members meets in exactly one round. If i meets j in a round, j meets i in that round.
 static void test_rounds(void) {
     for (int64_t n = 1; n <= MOST; n++) {
         int64_t met[MOST][MOST] = {{0}};
@@ -30,8 +30,8 @@ static void test_rounds(void) {
     }
 }
 
-// Three hosts have 3, 1 and 2 ranks, and the ranks of a host do not follow each other. A rank meets each other rank of
-// its host once. If it is number k among the ranks of its host, it also meets number k of each other host that has one.
+// Hosts a, b and c have 3, 1 and 2 ranks, and no host has two ranks in a row. A rank meets each other rank of its host
+// once. If the rank is number k of its host, it also meets, once, number k of each other host that has a number k.
 static void test_hosts(void) {
     const LinkHost hosts[] = {"a", "c", "a", "b", "c", "a"};
     int met[6][6] = {{0}};
@@ -73,7 +73,8 @@ static void set_rate(LinkReport *r, int64_t i, int64_t j, double rate) {
     r->rates[i * r->world + j] = r->rates[j * r->world + i] = rate;
 }
 
-// Checks that the report names the faults `first` and `second`, in this order, and no other. NULL: no such fault.
+// Checks that the report names the faults `first` and `second`, in this order, and no other. NULL: no such fault. Frees
+// the report.
 static void expect(LinkReport *r, const char *title, const char *first, const char *second) {
     links_name_slow(r);
     const int64_t count = (first != NULL) + (second != NULL);

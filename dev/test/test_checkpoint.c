@@ -229,7 +229,7 @@ static void test_round_trip(void) {
               "each parameter is one tensor, and lm_head is absent exactly if it is tied; found %lld tensors",
               (long long)st.count);
         CHECK(st.tensors[0].type == (fp32_weights ? ST_F32 : ST_BF16),
-              "the first tensor is bf16 if the run's weights are, and fp32 if it has fp32 or FP16 master weights");
+              "the first tensor is fp32 if the run has fp32 or FP16 master weights, else bf16");
         safetensors_close(&st);
         char config[PATH_CAPACITY];
         format_checked(config, sizeof config, "%s/config.json", found);
@@ -285,9 +285,9 @@ static void test_delayed(void) {
           "the export is made: %s", failure.text);
     format_checked(state, sizeof state, "%s/fp8_state.safetensors", scratch_path("delayed-export"));
     CHECK(!path_exists(state), "an export has no fp8_state.safetensors");
-    // Histories and scales are not saved if they are not finite or below zero. Older versions saved such values. On
-    // loading, an infinity in a history is accepted; NaN and values below zero in both, and infinite scales, are
-    // refused.
+    // No checkpoint is saved if a history or a scale holds a value that is not finite or is below zero. Older versions
+    // saved such values. A load accepts an infinity in a history. It refuses a NaN or a value below zero in a history
+    // or a scale, and an infinite scale.
     const TrainerProgress progress = {9, 9};
     history[3] = INFINITY;
     CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
@@ -383,7 +383,7 @@ static void test_unreadable_folders(void) {
     Failure failure = {"", false};
     trainer_fill(t, 1);
     save(t, dir, 1, 2), save(t, dir, 2, 2);
-    for (int entries = 0; entries <= 3; entries++) {  // "." and "..", and the checkpoints
+    for (int entries = 0; entries <= 3; entries++) {  // the folder has four: ".", ".." and two checkpoints
         readable_entries = entries;
         CHECK(!checkpoint_list(dir, &list, &failure) && !list.count && !list.steps && strstr(failure.text, words),
               "with %d entries read, the list of checkpoints fails: %s", entries, failure.text);
@@ -452,7 +452,7 @@ static void test_keep(void) {
     save(t, dir, 70, 1);
     CHECK(strcmp(listing(dir), "90 70") == 0, "step 90, which is later than the saved step 70, stays; found %s",
           listing(dir));
-    // Leftovers of interrupted saves are removed. Folders with other names or without our mark stay.
+    // Leftovers of interrupted saves are removed. Folders with other names or without the marker file stay.
     Failure failure;
     static const char *const names[] = {
         "step-00000080.tmp", "step-00000020.old.tmp", "step-00000030.2.tmp", "step-80.tmp", "notes",
@@ -469,7 +469,8 @@ static void test_keep(void) {
     // A folder of another program stays, even if it has the name of a checkpoint or of a temporary folder.
     save(t, dir, 81, 9);
     CHECK(strcmp(listing(dir), "95 81+3") == 0,
-          "three other folders are still there, so step-00000081.tmp, which has no mark, was not removed; found %s",
+          "three other folders are still there, so step-00000081.tmp, which has no marker file, was not removed; found "
+          "%s",
           listing(dir));
     char path[PATH_CAPACITY];
     format_checked(path, sizeof path, "%s/step-00000096", dir);
@@ -477,7 +478,7 @@ static void test_keep(void) {
         die("%s", failure.text);
     save(t, dir, 96, 9);
     CHECK(strcmp(listing(dir), "96 95 81+4") == 0,
-          "step 96 is saved, and the unmarked folder step-00000096 is there as a fourth other folder; found %s",
+          "step 96 is saved, and the folder that had its name is there as a fourth other folder; found %s",
           listing(dir));
     static const char *const others[] = {"step-00000030.2.tmp", "step-80.tmp", "notes", "step-00000081.tmp",
                                          "step-00000096.1"};
@@ -547,8 +548,8 @@ static void test_links(void) {
     trainer_free(t);
 }
 
-// Checkpoints of older versions have no mark. They load. When one is due to be removed, it is removed only if its
-// trainer.json is valid.
+// Checkpoints of older versions have no marker file. A run can resume from them. When one is due to be removed, it is
+// removed only if its trainer.json is valid.
 static void test_unmarked(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     const char *dir = xstrdup(scratch_path("unmarked"));
@@ -556,7 +557,7 @@ static void test_unmarked(void) {
     for (int64_t step = 1; step <= 3; step++) {
         save(t, dir, step, 9);
         format_checked(path, sizeof path, "%s/step-%08lld/" FOLDER_MARKER, dir, (long long)step);
-        CHECK(unlink(path) == 0, "the mark of %s is removed", path);
+        CHECK(unlink(path) == 0, "the marker file %s is removed", path);
     }
     format_checked(path, sizeof path, "%s/step-00000002/trainer.json", dir);
     flip_byte(path, 10);
@@ -564,7 +565,8 @@ static void test_unmarked(void) {
           "the newest checkpoint is step 3; found %s", found);
     save(t, dir, 4, 1);
     CHECK(strcmp(listing(dir), "4 2") == 0,
-          "the unmarked checkpoints are removed, except step 2, whose trainer.json is damaged; found %s", listing(dir));
+          "checkpoints without the marker file are removed, except step 2, whose trainer.json is damaged; found %s",
+          listing(dir));
     remove_tree(dir);
     free((char *)dir);
     trainer_free(t);
@@ -658,14 +660,14 @@ static void test_mismatch(void) {
     CHECK(strstr(output, "--train-data has 1000 tokens in the checkpoint, 1001 now\n  --train-data has 2 shards in the "
                          "checkpoint, 4 now") &&
               !strstr(output, "but its shards"),
-          "the error names the numbers of tokens and shards, and does not say that the tokens are other ones: %s",
+          "the error names the numbers of tokens and shards, and does not say that the shards' contents differ: %s",
           output);
     CHECK(!strstr(output, "learning-rate") && !strstr(output, "moved"),
           "the error names neither the learning rate nor the path of the training data, which may differ: %s", output);
     t->run.data.tokens--, t->run.data.shards = 2;
     CHECK(check_dies(check_action, &action, "--train-data has as many tokens as in the checkpoint, but its shards",
                      output, sizeof output),
-          "training data with equally many tokens but other ones is refused: %s", output);
+          "training data with as many tokens, but other tokens, is refused: %s", output);
 
     other = trainer_new(FAMILY_LLAMA, false, false, MOMENTS_BF16);
     other->model.hidden_size = 32, other->model.rope_theta = 5e5, other->model.rope_scaling.factor = 8;
@@ -788,7 +790,7 @@ static void test_prepare(void) {
           "a folder in /proc is refused: %s", output);
     CHECK(check_dies(prepare_action, (void *)"/proc/self", "cannot make folder /proc/self/step-00000000.tmp", output,
                      sizeof output),
-          "a folder in which no other can be made is refused: %s", output);
+          "a folder in which no folder can be made is refused: %s", output);
     CHECK(check_dies(prepare_action, (void *)"/dev/null", "cannot make folder /dev/null", output, sizeof output),
           "a file in place of the folder is refused: %s", output);
     remove_tree(dir);
@@ -1309,8 +1311,8 @@ static bool zeros(void *context, int64_t tensor, int64_t offset, int64_t count, 
     return true;
 }
 
-// Writes a model's tensors, all zero. Leaves out the tensor `skip`, exchanges the sides of `misshape`, and adds
-// `extra`. An empty name changes nothing.
+// Writes a model's tensors, all zero. Leaves out the tensor `skip`, exchanges rows and columns of the tensor
+// `misshape`, and adds a tensor `extra`. An empty name changes nothing.
 static void write_weights(const char *dir, const ParameterTable *t, const char *skip, const char *misshape,
                           const char *extra, SafetensorsType type) {
     SafetensorSpec *all = (SafetensorSpec *)xcalloc((size_t)t->count + 1, sizeof *all);
@@ -1429,9 +1431,9 @@ static void test_export_refusals(void) {
     trainer_free(t);
 }
 
-// If export_try is killed between its two exchanges, the earlier export is in NAME.old.tmp, and NAME is an empty
-// folder, one with only the marker file, or absent. The next start puts the export back. A link, or a folder
-// of another program, at NAME.old.tmp or NAME.tmp stays, and the start ends with an error that names it.
+// If a run is killed while it renames folders, the earlier export may be left in NAME.old.tmp, while NAME is an empty
+// folder, one with only the marker file, or absent. The next start puts the export back. A link, or a folder of another
+// program, at NAME.old.tmp or NAME.tmp stays, and the start ends with an error that names it.
 static void test_export_restore(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     Failure failure = {"", false};
@@ -1451,14 +1453,14 @@ static void test_export_restore(void) {
         if (state == 3)
             CHECK(unlink(scratch_path("out.old.tmp/" FOLDER_MARKER)) == 0 &&
                       unlink(scratch_path("out.old.tmp/" EXPORT_HASHES)) == 0,
-                  "mark and hashes are removed: %s", strerror(errno));
+                  "marker file and hashes are removed: %s", strerror(errno));
         model_export_prepare(dir, NULL);
         CHECK(safetensors_is_own(weights) && !path_exists(aside), "state %d: the earlier export is in its place again",
               state);
         if (state == 3)
             CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure) &&
                       path_exists(scratch_path("out/" FOLDER_MARKER)),
-                  "the next export has the mark: %s", failure.text);
+                  "the next export has the marker file: %s", failure.text);
     }
     // NAME and NAME.old.tmp could both be the earlier export: the user must choose one.
     if (!folder_begin(aside, &failure) || !file_write(aside, "config.json", "{}", 2, NULL, &failure))
@@ -1541,8 +1543,8 @@ static void test_verify(void) {
     trainer_free(t);
 }
 
-// folder_replace(new, old) exchanges the names of two folders, then removes the old one. It does not remove a folder
-// without the marker file, as here: the old folder stays, under the name `new`.
+// folder_replace(new, old) exchanges the names of two folders, then tries to remove the old one, which now has the name
+// `new`. Here that fails: the old folder has no marker file in the first round, and a subfolder in both rounds.
 static void test_replace(void) {
     char old[PATH_CAPACITY], new[PATH_CAPACITY];
     Failure failure = {"", false};
@@ -1623,7 +1625,8 @@ static void test_foreign_weights(void) {
     write_weights(dir, &t->table, "", "", "", ST_I32);
     CHECK(check_dies(load_action, &action, "has dtype I32; it must be F32, BF16 or F16", output, sizeof output),
           "integer weights are refused: %s", output);
-    // Two extra tensors are allowed: an lm_head of a tied model that equals the embedding, and old files' RoPE tables.
+    // Two kinds of extra tensors are allowed: the lm_head of a tied model, if it equals the embedding, and RoPE tables
+    // of old files.
     static const char *const allowed[] = {"", "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"};
     for (int i = 0; i < 3; i++) {
         trainer_fill(t, 3);

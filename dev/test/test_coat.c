@@ -64,8 +64,8 @@ static void fill(float *x, uint64_t seed, double low, double high, int zeros) {
 }
 
 // Encodes a group, rounding to nearest, and decodes it. Zeros stay zero. Other values keep their sign and do not become
-// 0. The largest has an error below 2^-15 of it. The error of each value is at most `bound` times the value. Encoding a
-// decoded value in this group gives the same code.
+// 0. The largest magnitude has a relative error below 2^-15. Each value has a relative error of at most `bound`.
+// Encoding a decoded value again in this group gives the same code.
 static void check_group(const char *label, const float *x, double bound) {
     const CoatTables *t = coat_tables();
     uint8_t codes[COAT_GROUP];
@@ -97,7 +97,7 @@ static void test_groups(void) {
         const char *label;
         double low, high;
         int zeros;
-        double bound;  // the smallest values have codes from 2 on, where half a code changes a value by about 1/(4 k)
+        double bound;  // allowed relative error; about 1 / (4 k) for the smallest values, whose codes are 2 or above
     } cases[] = {
         {"all magnitudes 2^3", 3, 3, 0, 0x1p-15},       {"magnitudes within 2", -1, 0, 0, 0.0157},
         {"magnitudes within 2^4", -20, -16, 0, 0.0625}, {"magnitudes within 2^4 and zeros", -20, -16, 3, 0.0625},
@@ -130,8 +130,8 @@ static void test_degenerate(void) {
     x[6] = 0x1p126f, x[7] = 0x1p-149f;
     coat_encode_group(t, x, NULL, codes, &word);
     CHECK((word & 255) == 1 && coat_decode(t, word, codes[6]) == x[6] && codes[5] > 0x80 && codes[7] > 0,
-          "a group from 2^-149 to 2^126 has k = 1/8 and loses no value; found word %08x, codes %02x, %02x", word,
-          codes[5], codes[7]);
+          "a group from 2^-149 to 2^126 has k = 1/8, and its values do not become 0; found word %08x, codes %02x, %02x",
+          word, codes[5], codes[7]);
 }
 
 // The mean over 4096 draws of random bits is the value itself, up to five standard deviations and 2^-15 of the value,
@@ -158,7 +158,7 @@ static void test_stochastic(void) {
         off += fabs(mean - x[i]) > 5 * sqrt(variance / DRAWS) + fabs(x[i]) * 0x1p-15;
         fixed += variance == 0;
     }
-    CHECK(off == 0, "the mean of each value is right; %d of %d are off", off, COAT_GROUP);
+    CHECK(off == 0, "the mean of a value's decoded draws is the value; %d of %d means are off", off, COAT_GROUP);
     CHECK(fixed < 4, "fewer than 4 values never change; found %d of %d", fixed, COAT_GROUP);
 }
 

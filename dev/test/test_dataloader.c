@@ -70,8 +70,8 @@ static void test_formats_and_windows(void) {
     }
 }
 
-// One pattern matches several shards of uint16 and uint32 tokens. They are sorted by name, no window crosses from one
-// shard into the next, and every window is found.
+// One pattern matches several shards of uint16 and uint32 tokens. The shards are sorted by name, no window crosses from
+// one shard into the next, and every window is found.
 static void test_many_shards(void) {
     const int64_t T = 4, counts[3] = {9, 5, 14}, windows[3] = {2, 1, 3};
     write_shard("many_2.bin", SHARD_MAGIC_U32, 7, counts[2], counts[2], 3000);
@@ -87,8 +87,9 @@ static void test_many_shards(void) {
             dataloader_batch(&dl, g, 1, inputs, targets);
             int32_t first = (int32_t)(1000 * (s + 1) + w * T);
             CHECK(inputs[0] == first && inputs[3] == first + 3 && targets[0] == first + 1 && targets[3] == first + 4,
-                  "sequence %lld holds 5 tokens in a row from its place on; it starts with %d", (long long)g,
-                  inputs[0]);
+                  "sequence %lld is read from its place in its shard, and targets are one token ahead; it starts with "
+                  "%d",
+                  (long long)g, inputs[0]);
         }
     }
     dataloader_close(&dl);
@@ -184,7 +185,7 @@ static void test_huge_count(void) {
         wrong += sequence < 0 || sequence >= dl.num_sequences;
         above += sequence > INT32_MAX;
     }
-    // 28.4% of 3000000001 numbers lie above 2^31: 2840 of 10000, with a standard deviation of 45.
+    // 28.4% of 3000000001 numbers are 2^31 or more: 2840 of 10000, with a standard deviation of 45.
     CHECK(wrong == 0 && above > 2600 && above < 3100,
           "no sequence number is out of range (%lld are), and about 2840 are 2^31 or more; found %lld",
           (long long)wrong, (long long)above);
@@ -215,7 +216,8 @@ static void test_ranks(void) {
         for (size_t s = 1; s < sizeof splits / sizeof *splits; s++) {
             mark_step(&dl, step, splits[s][0], splits[s][1], splits[s][2], marks);
             CHECK(memcmp(marks, expected, 100 * sizeof *marks) == 0,
-                  "step %lld: with %lld ranks the step reads the same samples as with one rank and 8 micro-steps of 1",
+                  "step %lld: with %lld ranks the step reads the same sequences as with one rank and 8 micro-steps of "
+                  "1 sequence",
                   (long long)step, (long long)splits[s][1]);
         }
     }
@@ -227,7 +229,7 @@ static void test_ranks(void) {
         for (int64_t i = 0; i < 100; i++) sum[i] += marks[i];
     }
     for (int64_t i = 0; i < 100; i++) total += sum[i], twice += sum[i] > 1;
-    CHECK(total == 96 && twice == 0, "12 steps read 96 samples, none twice; found %lld, %lld more than once",
+    CHECK(total == 96 && twice == 0, "12 steps read 96 sequences, none twice; found %lld, %lld more than once",
           (long long)total, (long long)twice);
 }
 
@@ -271,8 +273,8 @@ static void test_scan(void) {
     dataloader_close(&dl);
 }
 
-// The fingerprint of data does not depend on the names of files, T or shuffling. Other tokens, one more token, fewer
-// shards or two exchanged shards change it.
+// The fingerprint of data does not depend on the names of files, T or shuffling. It changes if every token is another
+// one, if there is one more token, if there are fewer shards, or if two shards are exchanged.
 static void test_identity(void) {
     enum { KINDS = 7 };
     static const struct {
@@ -437,7 +439,8 @@ static void read_rewritten(void *context) {
 }
 
 // Ids that the vocabulary of 320 lacks are found in every format and at several places of a batch, even if the
-// modification time stays. A change to an id below 320 is found if the modification time changes.
+// modification time stays. A change to an id below 320 is found by the modification time: the loader has made no
+// fingerprint, so it does not ask if the data are still the same.
 static void test_rewritten(void) {
     static const Rewrite rewrites[] = {
         {SHARD_MAGIC_U16, 1, 40, 330, false}, {SHARD_MAGIC_U16, 1, 43, 65535, false},

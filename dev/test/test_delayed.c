@@ -4,7 +4,8 @@
 #include "../../llmc/base/rng.h"
 #include "lib/check.h"
 
-// Computes the expected window: Transformer Engine shifts all of it by one and clears slot 0.
+// Puts a pass's amax into the expected window as Transformer Engine does: into slot 0, from which a shift of all slots
+// by one takes it to the last slot. Slot 0 is then cleared.
 static void roll(float *history, int64_t window, float amax) {
     history[0] = amax;
     const float first = history[0];
@@ -88,7 +89,7 @@ static void test_order(void) {
                       "linear layer",
                       (long long)l, r, id);
     }
-    CHECK(tensor_count(3) == next, "3 layers have %lld tensors", (long long)next);
+    CHECK(tensor_count(3) == next, "tensor_count() of 3 layers is %lld", (long long)next);
     float scales[] = {1, 0.5f, 0};
     CHECK(delayed_is_complete(scales, 2) && !delayed_is_complete(scales, 3),
           "the state is complete exactly if no scale is 0");

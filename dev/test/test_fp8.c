@@ -1,4 +1,4 @@
-// Tests fp8.h, bf16.h and rng.h: casts and scales compared with torch's (dev/reference), casts compared with the
+// Tests fp8.h, bf16.h and rng.h: casts and scales compared with torchao's (dev/reference), casts compared with the
 // definition of the formats, unbiased stochastic rounding, and random numbers that are uniform, normal and independent.
 // Run it from the root of the repository.
 #include "../../llmc/base/rng.h"
@@ -20,7 +20,7 @@ static void test_golden_casts(void) {
             if (!fp8_same(got, expected[i], format) && wrong++ == 0) first = i;
         }
         CHECK(wrong == 0 && nans == 2 * 127,
-              "%s: all casts equal torch's (%d of 65536 differ, first bf16 %04x), and 254 are NaN (found %d)",
+              "%s: all casts equal torchao's (%d of 65536 differ, first bf16 %04x), and 254 are NaN (found %d)",
               fp8_format_name(format), wrong, first, nans);
         free(expected);
     }
@@ -38,9 +38,9 @@ static void test_golden_scales(void) {
         int wrong = 0;
         for (int i = 0; i < 0x7f80; i++)
             wrong += float_bits(fp8_scale(bf16_to_float((bf16_bits)i), format)) != float_bits(expected[i]);
-        CHECK(wrong == 0, "%s: all scales equal torch's; %d of 32640 differ", fp8_format_name(format), wrong);
+        CHECK(wrong == 0, "%s: all scales equal torchao's; %d of 32640 differ", fp8_format_name(format), wrong);
         CHECK(fp8_scale(INFINITY, format) == special[0] && isnan(fp8_scale(NAN, format)) && isnan(special[1]),
-              "%s: an amax of infinity or NaN gives torch's scale", fp8_format_name(format));
+              "%s: an amax of infinity or NaN gives torchao's scale", fp8_format_name(format));
         free(expected);
         free(special);
     }
@@ -77,7 +77,7 @@ static void test_golden_tensors(void) {
                 wrong += !fp8_same(got, expected[k], format);
             }
             CHECK(wrong == 0 && (s == scale[0] || (isnan(s) && isnan(scale[0]))),
-                  "%s: the casts equal torch's (%lld of %lld differ); the scale is %.9g, torch's %.9g", name,
+                  "%s: the casts equal torchao's (%lld of %lld differ); the scale is %.9g, torchao's %.9g", name,
                   (long long)wrong, (long long)elements, s, scale[0]);
             free(expected);
             free(scale);
@@ -120,7 +120,7 @@ static void test_decode(void) {
               "infinity and large values saturate at the largest finite code");
         CHECK(fp8_from_float(NAN, format) == 0x7f && fp8_from_float(-0.0f, format) == 0x80 &&
                   fp8_from_float(0.0f, format) == 0,
-              "NaN and both zeros have their codes");
+              "NaN is cast to 0x7f, and zeros keep their sign");
     }
 }
 
@@ -290,7 +290,9 @@ static void test_elementary_functions(void) {
             worst_cos = fmax(worst_cos, fabs(rng_cos_turn(u) - cos(2 * 3.14159265358979323846 * (double)u)));
     }
     CHECK(rng_minus_2ln(1.0f) == 0 && worst_log < 1e-6 && worst_cos < 1e-6,
-          "errors are below 1e-6, as rng.h states; found %.2g for -2 ln and %.2g for cos", worst_log, worst_cos);
+          "the relative error of -2 ln and the absolute error of cos are below 1e-6, as rng.h states; found %.2g and "
+          "%.2g",
+          worst_log, worst_cos);
     CHECK(isfinite(rng_minus_2ln(0x1p-24f)), "-2 ln of the smallest uniform number is finite");
 }
 

@@ -1,11 +1,12 @@
 // Tests the readings of a GPU (gpu_monitor.h) with functions of our own in place of NVML's. Between readings the
-// energy is extrapolated. It never falls. A value that the GPU does not report is NAN, or 0 for throttle reasons.
+// energy is extrapolated. The energy never falls. A value that the GPU does not report is NAN, or 0 for throttle
+// reasons.
 #define GPU_MONITOR_SECONDS 0.1  // so that the test is short
 #include "../../llmc/dist/gpu_monitor.h"
 #include "lib/check.h"
 
 static double fake_watts, fake_joules_from;  // W; the time at which the energy counter was 0
-static double fake_joules_lump = 0.001;      // its energy counter grows by this many joules at a time
+static double fake_joules_lump = 0.001;      // the energy counter grows by this many joules at a time
 static int64_t fake_readings;
 static bool fake_is_silent;  // the fake GPU reports no values
 
@@ -73,7 +74,7 @@ static void test_readings(void) {
         CHECK(r.present && r.watts == 500 && r.sm_mhz == 1755 && r.celsius == 61 && r.throttle == 4,
               "reading %d has power, clock, temperature and throttle reasons of the fake GPU", i);
         CHECK(r.joules > earliest - 1 && r.joules < latest + 1 && r.joules >= before,
-              "the energy is %g J after %g J; expected %g to %g J", r.joules, before, earliest, latest);
+              "the energy is %g J after %g J; expected %g to %g J, within 1 J", r.joules, before, earliest, latest);
         before = r.joules;
         sleep_seconds(0.01);
     }

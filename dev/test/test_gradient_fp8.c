@@ -119,7 +119,7 @@ static void test_add(void) {
         const float half = fp16_to_float(fp16_from_float(fp8_to_float(a, FP8_E4M3) + fp8_to_float(b, FP8_E4M3)));
         differ += !fp8_same(gradient_fp8_add(a, b), fp8_from_float(half, FP8_E4M3), FP8_E4M3);
     }
-    CHECK(differ == 0, "all sums equal those by way of FP16; %lld of 65536 differ", (long long)differ);
+    CHECK(differ == 0, "each sum is the FP16 sum, rounded to E4M3; %lld of 65536 are not", (long long)differ);
     CHECK(gradient_fp8_add(0x7f, 0) == 0x7f && gradient_fp8_add(0xfe, 0xff) == 0x7f, "NaN stays NaN in sums");
     CHECK(gradient_fp8_add(0x7e, 0x7e) == 0x7e && gradient_fp8_add(0xfe, 0xfe) == 0xfe, "sums saturate");
     CHECK(gradient_fp8_add(0x7e, 0xfe) == 0, "opposite codes cancel");

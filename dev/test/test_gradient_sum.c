@@ -1,5 +1,6 @@
-// Tests sums of gradients over micro-steps (llmc/reference/gradient_sum.h). Their bits depend only on seed, step, part
-// (number of the addition in its step) and position. Rounding has no bias, and as much noise as documented.
+// Tests sums of gradients over micro-steps (llmc/reference/gradient_sum.h). The random bits that round a sum depend
+// only on seed, step, part (number of the addition in its step) and position. Rounding has no bias, and as much noise
+// as gradient_sum.h states.
 #include "../../llmc/reference/gradient_sum.h"
 
 #include "lib/check.h"
@@ -89,8 +90,9 @@ static void test_sums(void) {
         const double off = (double)sum[i] - exact[i];
         exact_squares += (double)exact[i] * exact[i], noise += off * off, error += off, mean += drift[i];
     }
-    // The noise of an element's sum has a standard deviation of 0.043 of that sum: sqrt(1024 * 2/3 * 2.7e-6). The bound
-    // is 5 standard deviations of the mean of N sums.
+    // The noise of an element's sum has a standard deviation of 0.043 of that sum: sqrt(1024 * 2/3 * 2.7e-6), since
+    // ones have two thirds of the noise that gradients of random sign have (gradient_sum.h). The bound is 5 standard
+    // deviations of the mean of N sums.
     CHECK(fabs(mean / N / PARTS - 1) < 5 * 0.043 / sqrt(N),
           "the mean of %d sums of %d ones is near their number; found %.4f", N, PARTS, mean / N);
     CHECK(fabs(error / N) < 5 * sqrt(noise / N) / sqrt(N), "sums have no bias; they are off by %g on average",

@@ -119,7 +119,7 @@ static void check_arguments(void) {
 }
 
 // Ranks on rank 0's host use the loopback addresses in the file. Ranks on other hosts use the other addresses. The file
-// has some of both kinds, however many addresses rank 0's host has.
+// lists at most MEET_ADDRESSES of each kind, so that many addresses of one kind do not push out the other kind.
 static void check_addresses(void) {
     const InitFrom init = join("RANK=0 WORLD_SIZE=2", "--init-from file:/shared/a");
     RankCard card = meet_card(&init, CARD_RANK);

@@ -190,7 +190,7 @@ static void test_damage(void) {
         accepted_cuts += json_parse(&json, "t.json", cut, n, &failure);
         free(cut);
     }
-    CHECK(accepted_cuts == 0, "no prefix is accepted; %d of %zu were", accepted_cuts, size);
+    CHECK(accepted_cuts == 0, "no shorter prefix is accepted; %d of %zu were", accepted_cuts, size);
     int refused = 0;
     for (uint64_t round = 0; round < 20000; round++) {
         memcpy(copy, document, size);
@@ -251,7 +251,7 @@ static void test_writing(void) {
     json_text_free(&out);
 }
 
-// A byte that is not UTF-8 is written as \udcXX, and read back as the same byte.
+// A byte that is no part of valid UTF-8 is written as \udcXX, and read back as the same byte.
 static void test_bytes(void) {
     static const char *const cases[][2] = {
         {"a/\xff\xfe/b", "\"a/\\udcff\\udcfe/b\""},

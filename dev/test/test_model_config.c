@@ -44,7 +44,7 @@ static void test_presets(void) {
         CHECK(
             (m.rope_scaling.factor > 0) == llama3 && m.rms_norm_eps == (qwen2 || qwen3 ? 1e-6 : 1e-5) &&
                 m.initializer_range == 0.02,
-            "%s has RoPE scaling exactly if it is a llama3, the norm epsilon of its family, and initializer_range 0.02",
+            "%s has the norm epsilon of its family, initializer_range 0.02, and RoPE scaling exactly if it is a llama3",
             name);
         CHECK(m.num_heads % m.num_kv_heads == 0 &&
                   model_qkv_size(&m) == (m.num_heads + 2 * m.num_kv_heads) * m.head_dim,

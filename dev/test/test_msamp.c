@@ -16,8 +16,8 @@ typedef struct {
     int64_t n, begin[TENSORS + 1];
 } State;
 
-// Runs pass 1 of msamp.h over elements first .. first + n - 1 of tensor k. Updates `weights` and returns the amax of
-// each moment.
+// Runs pass 1 of msamp.h over n elements of tensor k. `first` is the first of them, counted over all tensors. Updates
+// `weights` and returns the amax of each moment.
 static MsampPair first_pass(State *s, float *weights, int64_t k, const float *gradients, int64_t first, int64_t n,
                             int64_t step) {
     const MsampStep msamp = msamp_step(step, 1e-3, 0.9, 0.95, 1e-8, 0.1);
@@ -138,8 +138,8 @@ static double nearest_fp16(double x) {
     return fmax(-65504, fmin(65504, nearbyint(x / unit) * unit));
 }
 
-// Casts numbers of all magnitudes, every FP16 number below 65504, and the ties between neighbours. test_safetensors.c
-// checks the casts back.
+// Casts numbers of all magnitudes, each FP16 number below 65504 in magnitude, and the ties between neighbours.
+// test_safetensors.c checks the casts from FP16 to fp32.
 static void test_fp16(void) {
     int64_t wrong = 0, ties = 0, tested = 0;
     for (uint64_t bits = 0; bits < (uint64_t)1 << 32; bits += 2053) {

@@ -31,7 +31,7 @@ static Options parse(const char *text) {
     CommandLine c = command_line(text);
     Options o = options_parse(c.argc, c.argv);
     options_require_model(&o, c.argc, c.argv, "tiny, small");
-    // The next call reuses the words. No test keeps texts longer.
+    // The next call reuses the words. No test reads the texts of an earlier call.
     return o;
 }
 

@@ -62,7 +62,7 @@ static void test_layout(const ModelConfig *m) {
         last_layer = p->layer;
     }
     CHECK(last_layer == m->num_layers - 1 && sum == t.num_parameters && t.num_layers == m->num_layers,
-          "the tensors add up to all layers and parameters");
+          "the last tensor is in the last layer, and all elements add up to the model's number of parameters");
     for (int k = 0; k < NUM_SEGMENTS; k++)
         CHECK(t.root_segments[k] % PARAMETER_ALIGNMENT == 0 && t.layer_segments[k] % PARAMETER_ALIGNMENT == 0,
               "the size of segment %d is a multiple of PARAMETER_ALIGNMENT", k);

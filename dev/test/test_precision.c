@@ -73,8 +73,8 @@ static void test_filters(void) {
         CHECK(strcmp(text, cases[i][1]) == 0, "--fp8-filter \"%s\" gives %s; expected %s", cases[i][0], text,
               cases[i][1]);
         CHECK(x.p.any_fp8 == (strchr(text, '8') != NULL) && x.p.any_bf16 == (strchr(text, '-') != NULL),
-              "\"%s\": any_fp8 and any_bf16 tell if there are such layers; found %d and %d", cases[i][0], x.p.any_fp8,
-              x.p.any_bf16);
+              "\"%s\": any_fp8 and any_bf16 tell if there are FP8 and bf16 layers; found %d and %d", cases[i][0],
+              x.p.any_fp8, x.p.any_bf16);
         CHECK(x.p.filter_open == (strcmp(cases[i][0], "auto") == 0), "\"%s\": only auto leaves the filter open",
               cases[i][0]);
         for (int64_t l = 0; l < 4; l++)
@@ -370,8 +370,8 @@ static void test_casts_masters(void) {
         precision_free(&x.p);
         x.o.master_weights = cases[i].masters;
         x.p = precision_plan(&x.o, x.o.fp8_filter, &x.m, &x.t, true);
-        CHECK(x.p.casts_masters == cases[i].casts, "case %zu: FP8 weights are cast from masters %d; expected %d", i,
-              x.p.casts_masters, cases[i].casts);
+        CHECK(x.p.casts_masters == cases[i].casts, "case %zu: casts_masters is %d; expected %d", i, x.p.casts_masters,
+              cases[i].casts);
         free_plan(&x);
     }
 }
@@ -388,9 +388,10 @@ static void plan_bf16_gather(void *context) {
 static void test_bf16_gather(void) {
     char output[1024], none[] = "", first[] = "first";
     CHECK(check_dies(plan_bf16_gather, none, "there are none in bf16; leave it out", output, sizeof output),
-          "without a filter, FP8 weights are cast from the masters, so it is refused: %s", output);
+          "without a filter, FP8 weights are cast from the masters, so --fp8-all-gather off is refused: %s", output);
     CHECK(check_dies(plan_bf16_gather, first, "planned", output, sizeof output),
-          "if the filter keeps a layer in bf16, there are bf16 weights, so it is accepted: %s", output);
+          "if the filter keeps a layer in bf16, there are bf16 weights, so --fp8-all-gather off is accepted: %s",
+          output);
 }
 
 int main(void) {

@@ -516,9 +516,9 @@ static void test_transposes(void) {
     free(m.x);
 }
 
-// A value that is a normal number of the format comes back within half a step: 2^-4 of it in E4M3 (3 bits of mantissa),
-// 2^-3 in E5M2. Below the smallest normal number (2^-6 or 2^-14 times scale_inv) steps are equal, and half a step is
-// 2^-10 or 2^-17 times scale_inv.
+// A value whose code is a normal number of the format comes back within half a step: at most 2^-4 of the value in E4M3
+// (3 bits of mantissa), 2^-3 in E5M2. Below the smallest normal number (times scale_inv 2^-6 in E4M3, 2^-14 in E5M2)
+// all steps are equal, and half a step is 2^-10 (E4M3) or 2^-17 (E5M2) times scale_inv.
 static void test_error_bounds(void) {
     static const struct {
         ScaleGranularity granularity;
@@ -610,7 +610,7 @@ static void test_table(void) {
     CHECK(tensor_amaxes(PER_TENSOR, PER_TENSOR, 30, 50) == 1 && tensor_amaxes(PER_ROW, PER_ROW, 30, 50) == 80,
           "a scale per tensor needs 1 amax, a scale per row 30 + 50");
     CHECK(tensor_amaxes(PER_ROW, PER_TENSOR_BROADCAST, 30, 50) == 31 && tensor_amaxes(PER_ROW, NO_SCALE, 30, 50) == 30,
-          "30 rows need 30 amaxes; one scale for all columnwise data needs 1 more, bf16 columnwise data none");
+          "30 rows need 30 amaxes; one scale for all columnwise data needs 1 more, and bf16 columnwise data no more");
     CHECK(tensor_amaxes(BLOCK_1X128, BLOCK_1X128, 30, 50) == 0 &&
               tensor_amaxes(BLOCK_128X128, BLOCK_128X128, 30, 50) == 0,
           "scales of 1x128 and 128x128 blocks need no stored amax");

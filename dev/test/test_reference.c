@@ -1,6 +1,7 @@
 // Tests the operations of a model in llmc/reference/, GEMMs of every recipe, AdamW and initial weights: forward
 // compared with a plain double-precision version in this file, backward with central differences of that version,
-// rounding, odd sizes, special values, and that results do not depend on the number of threads.
+// rounding, odd sizes and special values. Also tests that attention, a gradient norm and wgrad GEMMs give the same bits
+// with any number of threads from 1 to 5.
 #include <omp.h>
 
 #include "../../llmc/reference/adamw.h"
@@ -340,7 +341,8 @@ static void test_embedding(void) {
 
 // ---- GEMMs of every recipe.
 
-// x [rows, K], w [N, K], dy [rows, N]: bf16 values with some outliers. These sizes are no multiples of a scale block.
+// x [rows, K], w [N, K], dy [rows, N]: bf16 values with some outliers. The tests take sizes that are no multiples of a
+// scale block.
 typedef struct {
     int64_t rows, N, K;
     float *tensor[NUM_TENSORS];
@@ -628,7 +630,7 @@ int main(void) {
     test_linear(1, 1, 1);
     test_linear(7, 5, 33);
     test_linear(13, 17, 3);
-    test_linear(3, 1100, 2);  // longer than one slab of the sum
+    test_linear(3, 1100, 2);  // longer than two slabs (matmul.h)
     test_rmsnorm(1, 3);
     test_rmsnorm(6, 10);
     test_swiglu();

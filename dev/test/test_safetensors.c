@@ -51,8 +51,8 @@ static void test_hash(void) {
         data[n] ^= 0x10;
     }
     CHECK(same == splits && changed == splits,
-          "%d hashes of pieces are those of the whole, and %d flipped bits change the hash, of %d each", same, changed,
-          splits);
+          "%d hashes of pieces equal the hash of the whole, and %d flipped bits change the hash; expected %d of each",
+          same, changed, splits);
 }
 
 // ---- Round trips of one file and of several with an index, and bad indexes.
@@ -428,8 +428,8 @@ static void test_folders(void) {
           "a missing folder can be neither removed nor synced: %s", failure.text);
 }
 
-// folder_remove() removes neither a link nor its target, nor a folder that holds files but no mark. If it cannot read a
-// folder to the end, the mark stays.
+// folder_remove() removes neither a link nor its target, nor a folder that holds files but no marker file (the mark).
+// If it cannot read a folder to the end, the mark stays.
 static void test_foreign_folders(void) {
     Failure failure = {"", false};
     char home[PATH_CAPACITY], link[PATH_CAPACITY], loop[PATH_CAPACITY];
@@ -447,16 +447,16 @@ static void test_foreign_folders(void) {
     CHECK(!folder_remove(home, &failure) && strstr(failure.text, "has no file .train_fp8"),
           "a folder without the mark is not removed: %s", failure.text);
     CHECK(folder_mark(home, &failure) && folder_kind(home) == FOLDER_MARKED && folder_kind(link) == FOLDER_FOREIGN,
-          "a folder with the mark is ours, and a link to it is not: %s", failure.text);
+          "a folder with the mark belongs to this program, and a link to it does not: %s", failure.text);
     readable_entries = 0;
     CHECK(folder_kind(home) == FOLDER_FOREIGN, "a folder whose entries cannot be read is foreign; found %d",
           (int)folder_kind(home));
-    for (int entries = 0; entries <= 4; entries++) {  // the mark, the file, "." and ".."
+    for (int entries = 0; entries <= 4; entries++) {  // the folder has four: the mark, the file, "." and ".."
         readable_entries = entries;
         const bool removed = folder_remove(home, &failure);
         readable_entries = -1;
         CHECK(!removed && path_exists(scratch_path("home/" FOLDER_MARKER)),
-              "a folder of which only %d entries can be read keeps its mark: %s", entries, failure.text);
+              "a folder keeps its mark if reading it fails after %d entries: %s", entries, failure.text);
         if (!file_write(home, "thesis", "x", 1, NULL, &failure)) die("%s", failure.text);
     }
     CHECK(!folder_remove(link, &failure) && strstr(failure.text, "link is not removed: it is a link to home"),

@@ -47,7 +47,9 @@ static void check_weights(const ParameterTable *t, int64_t group, bool masters_a
         for (int k = 0; k < NUM_SEGMENTS; k++) {
             const ShardSegment g = segment_slice(t, &s, l, k);
             const bool absent = masters_alone && l != ROOT && k == SEGMENT_MATRICES;
-            CHECK(weights_have(&s, l, k) == !absent, "the array has layer %lld, segment %d exactly if it should",
+            CHECK(weights_have(&s, l, k) == !absent,
+                  "layer %lld, segment %d: the array lacks the segment exactly if masters stand alone and the segment "
+                  "has a layer's matrices",
                   (long long)l, k);
             if (absent) matrices += g.slice;
             if (absent || !g.slice) continue;
@@ -57,7 +59,7 @@ static void check_weights(const ParameterTable *t, int64_t group, bool masters_a
             end += g.slice;
         }
     CHECK(weights_begin(&s, t->num_layers) == end && end == s.total - matrices && (matrices > 0) == masters_alone,
-          "the array has %lld elements; expected the shard's %lld without %lld of the layers' matrices", (long long)end,
+          "the array has %lld elements; expected the shard's %lld minus %lld of the layers' matrices", (long long)end,
           (long long)s.total, (long long)matrices);
 }
 

@@ -1,6 +1,7 @@
 // Tests the whole CPU trainer: against goldens of transformers, against itself (threads, accumulation, recompute,
-// resume), its checks and signals, and what it refuses. Run it from the root of the repository. It runs whole trainings
-// by starting its own executable with "--run", because libgomp does not survive a fork.
+// resume), with values that are not finite, with signals, and with input that it refuses. Run this test from the root
+// of the repository. To run a whole training, the test starts its own executable with "--run", because libgomp does not
+// survive a fork.
 #define TESTING
 #include "../../train_fp8.c"
 
@@ -10,7 +11,7 @@
 #include "lib/golden.h"
 #include "lib/scratch.h"
 
-// Sanitizers make GEMMs a hundred times slower. With them, some tests take fewer steps or cases, and some are left out.
+// Sanitizers make GEMMs far slower. With them, some tests take fewer steps or cases, and some are left out.
 #ifdef __SANITIZE_ADDRESS__
 enum { SANITIZED = 1 };
 #else
@@ -48,7 +49,7 @@ static void load_golden_weights(Trainer *t, const Golden *g) {
     weights_refresh(t);
 }
 
-// Makes random weights, as in a run without a checkpoint.
+// Makes random weights, as a run does that loads none.
 static void initialize_weights(Trainer *t) {
     weights_initialize(t);
     weights_refresh(t);
@@ -132,9 +133,9 @@ static void test_golden(const char *name, int precision, Tolerances tolerance) {
 
 static void test_goldens(void) {
     static const char *const names[] = {"llama_tiny", "llama31_tiny", "qwen2_tiny", "qwen3_tiny"};
-    // fp32: only the order of sums differs. bf16: each tensor keeps 8 bits (an rms error of 0.2% per rounding), over
-    // some ten roundings. fp8: E4M3 keeps 4 bits (up to 6% per value, 2-3% rms) and E5M2 3 bits (12%, 5-6% rms), over
-    // two layers.
+    // fp32: only the order of sums differs. bf16: some ten times, values are rounded to 8 significant bits, which has
+    // an rms error of 0.2%. fp8: operands of two layers are rounded to 4 significant bits (E4M3: up to 6% per value,
+    // 2-3% rms) or to 3 (E5M2: up to 12%, 5-6% rms).
     const Tolerances fp32 = {1e-5, 1e-5, 1e-4, 1e-5};
     const Tolerances bf16 = {1e-2, 2e-2, 3e-2, 0};
     const Tolerances fp8 = {3e-2, 1e-1, 2.5e-1, 0};
@@ -166,7 +167,7 @@ static void fill_tokens(Trainer *t, uint64_t key) {
 }
 
 // Moving the weights by a distance h along their gradient changes the loss by h times the gradient's norm. Tests odd
-// sizes, every model family, T = 1 and T above a query block.
+// sizes, every model family, T = 1 and T above QUERY_BLOCK (attention.h).
 static void test_slope(ModelFamily family, int64_t B, int64_t T) {
     Options o = small_options(PRECISION_FP32, B, T);
     ModelConfig m = odd_model(family);
@@ -267,8 +268,8 @@ static void test_fp8_activations(int recipe) {
     free(without.values), free(with.values), free(again.values);
 }
 
-// Rounding to groups of FP8 codes changes a value by at most half a unit in E4M3's last place. Results are bf16
-// numbers, and rounding them again changes nothing.
+// Rounding to groups of FP8 codes changes a value by at most half a unit in E4M3's last place. The results are bf16
+// numbers. Rounding the results again changes nothing.
 static void test_fp8_groups(void) {
     enum { N = 5 * FP8_GROUP + 40 };
     float x[N], rounded[N], twice[N];
@@ -285,12 +286,13 @@ static void test_fp8_groups(void) {
         float amax = 0;
         for (int k = group * FP8_GROUP; k < N && k < (group + 1) * FP8_GROUP; k++) amax = fmaxf(amax, fabsf(x[k]));
         if (group == 3 || group == 4) continue;
-        // the smallest codes of a group are 2^-9 apart, and its largest is between 224 and 448
+        // the smallest codes stand for numbers 2^-9 apart, and the code of the amax for a number from 224 to 448
         far += !(fabsf(rounded[i] - x[i]) <= fmaxf(fabsf(x[i]) / 16, amax / 224 * 0x1p-10f));
         other += rounded[i] != twice[i], not_bf16 += bf16_round(rounded[i]) != rounded[i];
     }
     CHECK(far == 0 && other == 0 && not_bf16 == 0,
-          "rounded values are near (%d are not), stay if they are rounded again (%d do not), and are bf16 (%d are not)",
+          "rounded values are near the values (%d are not), stay if they are rounded again (%d do not), and are bf16 "
+          "(%d are not)",
           far, other, not_bf16);
     CHECK(isinf(rounded[3 * FP8_GROUP + 5]) && isnan(rounded[4 * FP8_GROUP]) && isnan(rounded[4 * FP8_GROUP + 9]),
           "an infinity stays, and a NaN makes its group NaN: %g, %g", (double)rounded[3 * FP8_GROUP + 5],
@@ -803,7 +805,8 @@ static void test_nonfinite(int sums) {
     for (int64_t i = 0; i < t.m.vocab_size; i++)
         t.params.master[t.table.root.embedding + i * t.m.hidden_size + 5] = good;
     s = run_one_step(&run, &data, 2);
-    CHECK(!s.skipped && run.skipped_in_a_row == 0, "a good step sets the count of steps skipped in a row to 0");
+    CHECK(!s.skipped && run.skipped_in_a_row == 0,
+          "a step that is taken sets the count of steps skipped in a row to 0");
     // A NaN that arises in the backward pass of layer 1 reaches layer 0, but not the final norm.
     t.bad_norm = NONFINITE_NONE;
     t.params.master[layer_offset(&t.table, 1) + t.table.layer.wq + 8] = -30;
@@ -963,8 +966,8 @@ static void test_resume(const char *name_of_run, const char *precision) {
     free(whole), free(resumed), free(output);
 }
 
-// A checkpoint without the norms of the last step resumes with none, and one with too few of them does not resume. A
-// run that does not clip writes none.
+// clip_norms are the norms of the last step (clip_plainly). A run that clips resumes from a checkpoint that lacks them,
+// but not from one that has too few of them. A run that does not clip writes no clip_norms.
 static void test_clip_resume(void) {
     char *output, path[PATH_CAPACITY];
     const char *const run =
@@ -1222,8 +1225,8 @@ static double run_norm(const char *arguments) {
     return norm;
 }
 
-// The norm of a gradient summed over 512 or 8 micro-steps is near that of one large batch. Sums rounded to nearest bf16
-// would lose 7% of the norm over 512 micro-steps.
+// The norm of a gradient summed over 512 or 8 micro-steps is near that of one large batch. Over 512 micro-steps, sums
+// rounded to the nearest bf16 would lose a part of the norm.
 static void test_many_micro_steps(void) {
     static const struct {
         const char *options;
@@ -1275,7 +1278,7 @@ static void test_signal(int signal_number, const char *dir) {
     free(output);
 }
 
-// Returns the mean loss of the last steps of a short run, from its summary line. *first is the first loss.
+// Returns the mean loss of the last 20 steps of a short run, from its summary line. *first is the first loss.
 static double run_loss(const char *arguments, double *first) {
     char *output, command[512];
     double loss = (double)NAN;
@@ -1294,8 +1297,8 @@ static void test_learning(void) {
     double first;
     const double bf16 = run_loss("--precision bf16", &first);
     CHECK(bf16 < 0.5 * first, "bf16 halves the loss: from %g to %g", first, bf16);
-    // The entropy of the text is about 0.8 nats, and the losses end near it. Other rounding gives another random path
-    // with an equally good end.
+    // The text (write_shard) has an entropy of about 0.9 nats per token, and the losses end near that. Other rounding
+    // gives another random path with an equally good end.
     const double fp8 = run_loss("--precision fp8", &first), fp32 = run_loss("--precision fp32", &first),
                  masters = run_loss("--master-weights fp32", &first);
     CHECK(fabs(fp8 / bf16 - 1) < 0.05 && fabs(fp32 / bf16 - 1) < 0.05 && fabs(masters / bf16 - 1) < 0.05,
@@ -1392,8 +1395,8 @@ static void test_refusals(void) {
     free(output);
 }
 
-// If a shard's tokenizer table is far smaller than the model's vocabulary, the shard probably belongs to another model:
-// the run warns. It does not warn for `tiny`, which takes its vocabulary from the table.
+// If a shard's tokenizer table is far smaller than the model's vocabulary, the shard probably belongs to another model,
+// and the run warns. A run of `tiny` does not warn, because `tiny` takes its vocabulary from the table.
 static void test_tokenizer_warning(void) {
     const uint32_t table[] = {TOKENIZER_MAGIC, TOKENIZER_VERSION, 2, 0, 0, 0};
     Failure failure;
@@ -1461,7 +1464,7 @@ int main(int argc, char **argv) {
     test_clip_resume();
     test_resume("delayed", "fp8 --fp8-recipe delayed --fp8-amax-history 3");
     test_delayed_resume();
-    if (!SANITIZED) test_recipes();  // test_invariance runs this code on smaller layers
+    if (!SANITIZED) test_recipes();  // sanitizers see the recipes in test_invariance, on smaller layers
     test_filters();
     test_audit();
     test_accumulation();
@@ -1473,12 +1476,12 @@ int main(int argc, char **argv) {
         test_changed_shard(7, 320, "--train-data @/changes.bin", "changes.bin: the file changed after it was opened");
     test_changed_shard(330, 61, "--train-data @/train.bin --val-data @/changes.bin --val-every 1",
                        "has id 330, but the model's vocabulary is 64; the file changed after it was opened");
-    if (!SANITIZED) test_skipped_state();     // test_delayed_skip runs this code
-    if (!SANITIZED) test_many_micro_steps();  // test_accumulation and test_fp8_gradients run this code
+    if (!SANITIZED) test_skipped_state();     // sanitizers see skipped steps in test_delayed_skip
+    if (!SANITIZED) test_many_micro_steps();  // sanitizers see sums in test_accumulation and test_fp8_gradients
     test_signal(SIGTERM, "term");
     test_signal(SIGINT, "int");
     test_signal(SIGUSR1, "usr1");
-    if (!SANITIZED) test_learning();  // test_resume runs this code
+    if (!SANITIZED) test_learning();  // sanitizers see whole trainings in test_resume
     test_output();
     test_refusals();
     test_tokenizer_warning();

@@ -83,8 +83,8 @@ static void check_silence_limit(void) {
     }
 }
 
-// Rank 0 reports the lowest rank whose connection is broken. A rank above 0 reports it only if no notice of another
-// rank's report comes first.
+// Rank 0 reports the lowest rank whose connection is broken. A rank above 0 reports a broken connection only if no
+// notice of another rank's report comes first.
 static void check_lost(void) {
     char text[1024];
     WatchTable t = table_of(0);
@@ -152,12 +152,12 @@ static void check_file(void) {
         CHECK(strstr(text, "step 12, ") && strstr(text, "pread of /data/a.bin"),
               "the message names the step and the call: %s", text);
         CHECK(!strstr(text, "4 times") == (cases[i].limit == TIMEOUT),
-              "the message explains a limit of 4 times --stall-timeout, if it holds: %s", text);
+              "the message names a limit of 4 times --stall-timeout exactly if that is the limit: %s", text);
         ranks[2].row.kind = ACTIVITY_WAITING;
         pass(&t, TIMEOUT - 1, 0xf, 0);
         check_verdict(&t, WATCH_GOOD, 0, 0, "the call has returned, and all begin to wait anew");
     }
-    // Rank 2 reports its own call when rank 0 tells it to. It does not if the call has returned meanwhile.
+    // Rank 2 reports its own call when rank 0 tells it to, unless the call has returned meanwhile.
     WatchTable t = table_of(2);
     ranks[2].row.kind = ACTIVITY_FILE;
     pass(&t, TIMEOUT, 0x5, 0);
@@ -190,7 +190,7 @@ static void check_standing(void) {
     check_verdict(&t, WATCH_GOOD, 0, 0, "rank 1 reads a file, and others wait for it");
     watch_age(&t, WATCH_SUSPENDED_SECONDS + TIMEOUT);
     ranks[1].row.idle = 0;
-    check_verdict(&t, WATCH_GOOD, 0, 0, "this process was stopped itself");
+    check_verdict(&t, WATCH_GOOD, 0, 0, "this process itself was stopped");
     CHECK(t.standing == 0 && ranks[3].silence == 0, "after a stop the timeout begins anew for all ranks");
 }
 
@@ -231,7 +231,7 @@ static void check_activity(void) {
     CHECK(row.kind == ACTIVITY_FILE && row.idle == 2, "a call on a file counts as idle from its begin; found %g s",
           row.idle);
     watch_note_activity(&row, WATCH_SUSPENDED_SECONDS + 1);
-    CHECK(row.idle == 0, "idle time begins anew if this process was stopped itself; found %g s", row.idle);
+    CHECK(row.idle == 0, "idle time begins anew if this process itself was stopped; found %g s", row.idle);
     errno = 28;
     activity_end();
     CHECK(errno == 28, "activity_end does not change errno");

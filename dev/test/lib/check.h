@@ -42,8 +42,8 @@ static inline double check_relative_error(const float *a, const float *b, int64_
 // True if `error` is larger than `worst`. NaN is larger than all numbers.
 static inline bool check_is_worse(double error, double worst) { return isnan(error) ? !isnan(worst) : error > worst; }
 
-// Runs `action(context)` in a child process. True if the child ended by itself (no signal) with a non-zero status and
-// its stderr contains `message`. Copies the first capacity - 1 bytes of its stderr to `output`.
+// Runs `action(context)` in a child process, and copies the first capacity - 1 bytes of its stderr to `output`. True if
+// the child ended by itself (no signal) with a non-zero status and `output` contains `message`.
 static inline bool check_dies(void (*action)(void *), void *context, const char *message, char *output,
                               size_t capacity) {
     int fds[2];

@@ -1,8 +1,8 @@
 // compare_checkpoints A B LARGEST [STEM]: compares two checkpoints of the same model tensor by tensor. Prints the
-// largest relative error of a tensor (norm of the difference over norm of B's tensor) and ends with status 1 if it is
-// above LARGEST. Without STEM it compares gradients: after ONE step, exp_avg is (1 - beta1) times the gradient. STEM
-// "model" compares all weights, "optimizer" the whole optimizer state. Dies if a tensor that it compares is in FP8,
-// as COAT's moments and MS-AMP's first moments are.
+// largest relative error of a tensor (norm of the difference over norm of B's tensor). Ends with status 1 if that error
+// is above LARGEST or NaN. Without STEM it compares gradients: after ONE step, exp_avg is (1 - beta1) times the
+// gradient. STEM "model" compares all weights, "optimizer" the whole optimizer state. Dies if a tensor that it compares
+// is not F32, BF16 or F16: COAT's moments and MS-AMP's first moments are in FP8.
 #include "../../../llmc/checkpoint/safetensors.h"
 #include "check.h"
 

@@ -2,13 +2,13 @@
 //
 // A test records the operations of each stream: reads and writes of memory, events recorded and waited for, values that
 // streams write and wait for, collectives, messages between ranks. Then all streams run, each as far as its waits
-// allow. Every stream has a vector clock: how many operations of each stream have happened before. Events, values,
-// collectives and messages carry clocks to other streams. The model counts "races" (two operations on the same memory,
-// at least one of them a write, that the clocks do not order), "wrong" (reads that find other content than expected)
-// and "stuck" (streams that do not reach their end).
+// allow. Every stream has a vector clock: how many reads and writes of each stream have happened before. Events,
+// values, collectives and messages carry clocks to other streams. The model counts "races" (two operations on the same
+// memory, at least one of them a write, that the clocks do not order), "wrong" (reads that find other content than
+// expected) and "stuck" (streams that do not reach their end).
 //
-// The next stream to run is chosen at random. Clocks do not depend on that choice, so races do not either: one order of
-// running finds them all.
+// The next stream to run is chosen at random. Clocks do not depend on that choice, so one order of running is enough to
+// tell whether there is a race.
 #ifndef DEV_TEST_ORDER_MODEL_H
 #define DEV_TEST_ORDER_MODEL_H
 
@@ -47,7 +47,7 @@ static inline int64_t order_sum(int64_t content, int64_t ranks) {
 }
 
 typedef struct {
-    int64_t at[ORDER_MAX_STREAMS];  // how many operations of each stream have happened before
+    int64_t at[ORDER_MAX_STREAMS];  // how many reads and writes of each stream have happened before
 } OrderClock;
 
 typedef enum {
@@ -210,8 +210,9 @@ static inline void order_collective(int stream, const char *name, const int *gro
 }
 
 // order_send sends memory to a rank. order_receive waits for the next message from a rank, which must have as many
-// bytes, and writes it to memory. order_sent waits until a rank has received all messages sent to it so far. It carries
-// no clock back from the receiver: a message may leave the sender's memory before the receiver asks for it.
+// bytes, and writes it to memory. order_sent waits until a rank has received all messages that this stream's rank has
+// sent to it so far. order_sent carries no clock back from the receiver: a message may leave the sender's memory before
+// the receiver asks for it.
 static inline void order_send(int stream, const int *group, const void *from, int64_t bytes, int64_t to_rank) {
     OrderOperation *o = order_note(stream, ORDER_SEND, to_rank);
     o->name = "a message", o->group = group, o->from = (const char *)from, o->bytes = bytes;

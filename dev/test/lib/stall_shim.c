@@ -51,7 +51,7 @@ ssize_t pread(int fd, void *data, size_t bytes, off_t offset) {
     return next(fd, data, bytes, offset);
 }
 
-// Code that is compiled with _FORTIFY_SOURCE calls this instead of pread.
+// Code that is compiled with _FORTIFY_SOURCE may call this function instead of pread.
 ssize_t __pread_chk(int fd, void *data, size_t bytes, off_t offset, size_t room) {
     if (bytes > room) abort();
     return pread(fd, data, bytes, offset);
