@@ -71,8 +71,8 @@ static inline void fp16_weights_decode(float *out, const fp16_bits *weights, flo
     for (int64_t i = 0; i < n; i++) out[i] = fp16_to_float(weights[i]) * scale_inv;
 }
 
-// Returns the scale of an FP8 weight that is cast from FP16 weights, by MS-AMP's rule. amax: of the values that the
-// FP16 numbers stand for; of a fused weight, the largest of its tensors' amaxes.
+// Returns the scale of an FP8 weight that is cast from FP16 weights, by MS-AMP's rule. amax: the largest magnitude of
+// the values that the FP16 numbers stand for, over all tensors of a fused weight.
 static inline float fp16_weights_fp8_scale(float amax) { return msamp_scale(amax, 1, FP8_E4M3_MAX); }
 
 // Casts n FP16 weights of one tensor, which has this scale, to E4M3.
