@@ -90,8 +90,8 @@ enum { FREE, MUST_MATCH };
          "value of --seed") \
     GROUP("precision") \
     CHOICE(precision, "precision", PRECISION_BF16, PRECISIONS, MUST_MATCH, \
-         "dtype of GEMMs; fp8: the layers' linear layers by --fp8-recipe, unless --fp8-filter or their sizes keep " \
-         "them bf16, and lm_head and attention in bf16; fp32: CPU trainer only") \
+         "dtype of GEMMs; fp8: by --fp8-recipe in the layers' linear layers, unless --fp8-filter or their sizes keep " \
+         "them bf16, and bf16 in lm_head and attention; fp32: CPU trainer only") \
     CHOICE(fp8_recipe, "fp8-recipe", RECIPE_TENSORWISE, RECIPES, MUST_MATCH, \
          "which values share a scale; tensorwise: a tensor, scaled by its current amax; delayed: a tensor, scaled " \
          "by its past amaxes; rowwise: a row; rowwise_with_gw_hp: a row, but dgrad reads weights with one scale for the " \

@@ -99,7 +99,7 @@ typedef struct {
     ScaleRule rule;
     bool delayed;        // scales from earlier amaxes
     bool fast_accum;     // its FP8 GEMMs can use fast accumulation (--fp8-fast-accum)
-    int multiple;        // M, N and K of its FP8 GEMMs must be multiples of this
+    int multiple;        // GEMMs need N and K, and in FP8 also M, in multiples of this
     const char *scales;  // in printed tables
 } Recipe;
 

@@ -9,8 +9,9 @@
 // segment as in the flat array, then padding. With shard_size 1 the shard arrays are the flat arrays of parameters.h,
 // with equal offsets.
 //
-// Two arrays may have other layouts. That of bf16 weights has no matrices of layers if masters_alone (weights_begin).
-// That of gradients has a layout of the trainer's own with --optimizer-in-backward, and on GPUs with FP8 gradients.
+// Two arrays may have another layout. The array of bf16 weights has no matrices of layers if masters_alone
+// (weights_begin). The array of gradients has a layout of the trainer's own with --optimizer-in-backward, and on GPUs
+// also with FP8 gradients.
 //
 // A function's argument `l` is a unit: a layer's number, or ROOT for the root unit.
 #ifndef LLMC_SHARD_PLAN_H

@@ -2,14 +2,14 @@
 //
 // The rank's work is a sum of times at the peak of the hardware, each multiplied by a factor above 1. The five factors
 // were fitted to 29 measured steps on one H200, BF16 and FP8 tensorwise (dev/reference/fit_step_estimate.py). For these
-// steps the estimate is off by at most 5%. Models left out of the fit were off by 2 to 17%, steps on one H100 by 2 to
-// 7%. Other recipes take longer than estimated. With COAT's moments, AdamW takes the time of its arithmetic if that is
-// longer than the time of its memory traffic (ESTIMATE_COAT).
-// The copies of --offload are not counted. With --step-ms the passes take a measured time (estimate_work).
+// steps the estimate is off by at most 5%. Steps of a model that is left out of the fit are off by at most 17%, and
+// steps on one H100 by at most 7%. Most other recipes take longer than estimated. With COAT's moments, AdamW takes the
+// time of its arithmetic if that is longer than the time of its memory traffic (ESTIMATE_COAT). The copies of --offload
+// are not counted. With --step-ms the passes take a measured time (estimate_work).
 //
 // A pass takes the longer of two times: that of its communication alone, and that of its computation plus 35% of the
 // communication that overlaps with it, because copies and collectives take memory bandwidth and SMs from the GEMMs. The
-// 35% were fitted to 18 steps on 4 H200, whose estimates are off by at most 9%. The CPU trainer overlaps nothing.
+// 35% were fitted to steps on 4 H200, whose estimates are off by at most 9%. The CPU trainer overlaps nothing.
 #ifndef LLMC_STEP_ESTIMATE_H
 #define LLMC_STEP_ESTIMATE_H
 

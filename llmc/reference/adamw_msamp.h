@@ -28,7 +28,7 @@ static inline MsampPair msamp_stored(MsampArrays moments, int64_t i) {
 }
 
 // Pass 1: updates n weights, the first of which is element `first` of the flat array, and returns the amaxes of the new
-// moments. With bf16_weights the weights are bf16, rounded with the random bits of adamw_reference.
+// moments. With bf16_weights the new weights are rounded to bf16 with the random bits that adamw_reference uses.
 static inline MsampPair adamw_msamp_weights(float *weights, MsampArrays moments, MsampPair scale,
                                             const float *gradients, int64_t first, int64_t n, bool decay,
                                             float gradient_factor, bool bf16_weights, const MsampStep *s,
