@@ -34,7 +34,7 @@ typedef struct {
     int64_t step;  // in training the current step, else the last finished one; counted from 1; 0: none
     ActivityKind kind;
     const char *what;              // static text: the call, or what the ranks do together; "" or NULL while computing
-    char detail[ACTIVITY_DETAIL];  // path of a file or folder, "stdout", or ""
+    char detail[ACTIVITY_DETAIL];  // path of a file or folder, pattern of file names, "stdout", or ""
     int64_t changes;               // grows with each sign of progress of this rank
     int64_t collectives;           // number of finished waits (ACTIVITY_WAITING) and finished NCCL operations
     int64_t pending;               // number of NCCL operations that are enqueued and not known to have finished

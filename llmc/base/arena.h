@@ -70,7 +70,8 @@ static inline void *arena_apart(int64_t bytes) {
 }
 #endif
 
-// Returns memory of `bytes` bytes, aligned to 256 bytes. On an arena without memory it counts and returns NULL.
+// Returns memory of `bytes` bytes, which begins a multiple of ARENA_ALIGNMENT bytes after the arena's start. On an
+// arena without memory it counts and returns NULL.
 static inline void *arena_take(Arena *a, int64_t bytes) {
     const int64_t size = bytes > INT64_MAX - ARENA_ALIGNMENT ? -1 : round_up(bytes, ARENA_ALIGNMENT);
     const bool again = size > 0 && size <= a->reuse.end - a->reuse.begin;

@@ -26,8 +26,8 @@ HOST_DEVICE static inline float float_from_bits(uint32_t u) {
 #endif
 }
 
-// Returns a * b, rounded to fp32. The product is never fused with an addition: by __fmul_rn on the GPU, by
-// -ffp-contract=off on the CPU.
+// Returns a * b, rounded to fp32. The product is not fused with an addition: by __fmul_rn on the GPU, by
+// -ffp-contract=off in the CPU trainer.
 HOST_DEVICE static inline float float_product(float a, float b) {
 #ifdef __CUDA_ARCH__
     return __fmul_rn(a, b);

@@ -9,8 +9,8 @@
 //     |x| = max (code / 448)^(1 / k)
 // These are COAT's numbers. COAT keeps a scale, k and sqrt(max * min) for each group. They reduce to max and k, which
 // fit one word of 32 bits: the lowest 8 bits are 16 k - 1, and the upper 24 bits are max, rounded up to 15 bits of
-// mantissa. A moment takes 1 + 4 / 128 bytes per element. Three rules differ from COAT's, which give no sound answer in
-// these cases:
+// mantissa. A moment takes 1 + 4 / 128 bytes per element. In three cases COAT's rules give no sound answer, and the
+// rules here differ:
 //   - k is at most 16; if all magnitudes are equal, COAT divides by log2(1) = 0. k is at least 1/8, also if the ratio
 //     is too large for it. The largest code then stands for 2^142 times the magnitude of the lowest code above zero,
 //     and smaller magnitudes are rounded to zero or to that code;

@@ -16,7 +16,7 @@
 
 #define PATH_CAPACITY 4096
 
-// The most bytes that one call reads, writes or hashes; tests make it small.
+// The most bytes that one call of write, pread or pwrite moves; tests make it small.
 #ifndef IO_CHUNK_BYTES
 #define IO_CHUNK_BYTES ((int64_t)64 << 20)
 #endif
@@ -44,8 +44,8 @@ typedef struct {
     char text[512];
 } Words;
 
-// Returns the reason (errno) of the call that has just failed. If a limit of this process is the cause, the text names
-// the limit.
+// Returns the reason (errno) of the call that has just failed. If the file is too large or too many files are open, the
+// text also names this process's limit (ulimit).
 static inline Words error_words(void) {
     Words w;
     struct rlimit limit;
@@ -160,7 +160,7 @@ static inline bool file_write(const char *folder, const char *name, const void *
     return ok;
 }
 
-// Reads `bytes` bytes from `offset` on from an open file. Fails if the file ends before them.
+// Reads `bytes` bytes from `offset` on from an open file. Fails if the file ends earlier.
 static inline bool file_read_at(int fd, const char *path, int64_t offset, void *out, int64_t bytes, Failure *failure) {
     for (int64_t done = 0; done < bytes;) {
         ssize_t got = FILE_WORK(
@@ -304,8 +304,8 @@ static inline bool folder_create(const char *folder, bool may_exist, Failure *fa
                 error == ENOENT ? " (its parent folder must exist)" : "");
 }
 
-// The name of the marker file (the mark). Each folder of a checkpoint or export gets it: it is written first and
-// removed last. The program removes no folder without this file, except an empty one. (Old versions wrote no marker.)
+// The name of the marker file. Each folder of a checkpoint or export gets this file, which is written first and removed
+// last. The program removes no folder without a marker file, except an empty one.
 #define FOLDER_MARKER ".train_fp8"
 
 // Writes the marker file into a folder. A crash may leave it empty, so only its name counts.

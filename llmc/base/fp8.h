@@ -84,8 +84,8 @@ HOST_DEVICE static inline float e8m0_to_float(uint8_t code) {
     return code ? float_from_bits((uint32_t)code << 23) : float_from_bits(0x00400000u);
 }
 
-// The scale_inv of a block in an MX format: amax / MAX as E8M0, rounded up so that no finite value saturates (RCEIL:
-// Transformer Engine, torchao). Zero gives 0, infinity 0xfe, NaN 0xff.
+// The scale_inv of a block in an MX format: amax / MAX as E8M0, rounded up so that no finite bf16 value saturates
+// (RCEIL: Transformer Engine, torchao). Zero gives 0, infinity 0xfe, NaN 0xff.
 HOST_DEVICE static inline uint8_t e8m0_from_amax(float amax, Fp8Format format) {
     const uint32_t u = float_bits(amax * (1.0f / fp8_max(format))), exponent = u >> 23, fraction = u & 0x7fffffu;
     if (u > 0x7f800000u) return 0xff;

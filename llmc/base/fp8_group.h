@@ -1,10 +1,10 @@
 // Groups of 128 values as E4M3 codes with one E8M0 scale_inv (fp8.h), for activations that are kept for backward.
 // The CPU trainer and CUDA kernels share these rules, so that both compute the same bits.
 //
-// The scale is a power of two, the largest with which no value of the group saturates, but at most 2^127. So a decoded
-// value has at most the four significant bits of E4M3, and bf16 holds it exactly if its magnitude is 2^-126 or more;
-// but finite values from 1.9375 x 2^127 on become infinite. A NaN makes the whole group NaN. An infinity stays
-// infinite, and values up to 2^117 in its group become zero.
+// The scale is a power of two, the largest with which no finite bf16 value of the group saturates, but at most 2^127.
+// So a decoded value has at most the four significant bits of E4M3, and bf16 holds it exactly if its magnitude is
+// 2^-126 or more. But finite values with a magnitude of 1.9375 x 2^127 or more become infinite. A NaN makes the whole
+// group NaN. An infinity stays infinite, and values with a magnitude up to 2^117 in its group become zero.
 #ifndef LLMC_FP8_GROUP_H
 #define LLMC_FP8_GROUP_H
 

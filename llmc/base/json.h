@@ -362,7 +362,7 @@ static inline bool json_real(const Json *json, const JsonNode *node, double *out
 }
 
 // Reads a whole number in low..high, both included. 8192.0 and 1e6 are whole too; numbers with a point or an exponent
-// may be 2^53 at most.
+// may have a magnitude of 2^53 at most.
 static inline bool json_int(const Json *json, const JsonNode *node, int64_t low, int64_t high, int64_t *out,
                             Failure *failure) {
     char what[96];

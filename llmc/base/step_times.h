@@ -10,12 +10,12 @@ typedef enum {
     NUM_STEP_TIMES
 } StepTime;
 
-// Seconds of each part. Their sum is the time of the step.
+// Seconds of each part. On one rank, the sum of the parts is the time of the step.
 typedef struct {
     double seconds[NUM_STEP_TIMES];
 } StepTimes;
 
-// Returns a part's name in log.jsonl and in the summary.
+// Returns a part's name in the summary of a run, as it is printed and in log.jsonl.
 static inline const char *step_time_name(StepTime part) {
     static const char *const names[NUM_STEP_TIMES] = {"compute", "data", "communication", "optimizer"};
     return names[part];

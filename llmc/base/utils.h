@@ -38,7 +38,7 @@
 #define PARALLEL_MAX(...)
 #endif
 
-// The exit statuses of the trainers, on one rank and on several. Programs read these and never a message. X(name,
+// The exit statuses of the trainers, on one rank and on several. Scripts go by these numbers, not by messages. X(name,
 // number, meaning); --help prints this list. Number 5 is free. If a signal kills the process (a second Ctrl-C), the
 // shell reports 128 + the signal's number.
 #define EXIT_CODES(X)                                                                                       \
@@ -76,7 +76,7 @@ typedef struct {
 
 // True if byte c, the next of a text, is a control character other than newline and tab: a terminal would act on it.
 // Bytes 80 to 9F (C1) are control characters unless they continue a UTF-8 character. C2 80 to C2 9F are control
-// characters in UTF-8: this is true for their second byte.
+// characters in UTF-8: for their second byte the function returns true.
 static inline bool text_is_control(TextPlace *at, unsigned char c) {
     const bool c1 = c >= 0x80 && c < 0xa0 && (at->expected == 0 || at->before == 0xc2);
     if (c >= 0x80 && c < 0xc0) at->expected -= at->expected > 0;
@@ -120,7 +120,7 @@ __attribute__((noreturn)) UTILS_PRINTF(2, 0) static inline void die_list(int cod
 }
 
 // Prints "error: ..." on stderr. Then ends this process and all other ranks with a status of EXIT_CODES. For bad input
-// the text says what was given, why it cannot be, and what would work.
+// the text should say what was given, why it cannot be, and what would work.
 __attribute__((noreturn)) UTILS_PRINTF(2, 3) static inline void die_with(int code, const char *format, ...) {
     va_list args;
     va_start(args, format);

@@ -4,8 +4,8 @@
 // (transformers 5). They are written in the style of transformers 4, which both versions read. A missing size
 // (vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads) ends the run. So does a file
 // with neither architectures nor model_type, or rope_type llama3 without one of its values. Any other missing value
-// gets transformers' default of the class. A value that this program cannot follow ends the run, but a token id outside
-// the vocabulary counts as none.
+// gets transformers' default of the class. Unsupported values end the run (hf_refuse_unsupported, hf_read_rope,
+// model_config_check).
 #ifndef LLMC_HF_CONFIG_H
 #define LLMC_HF_CONFIG_H
 
@@ -30,7 +30,7 @@ static inline const HfClass *hf_classes(void) {
     return classes;
 }
 
-// ---- reading: all functions die if a value is wrong or not supported
+// ---- reading: a value that is wrong or not supported ends the run
 
 // Returns the member `key` of `object`; NULL if it is missing or null.
 static inline const JsonNode *hf_member(const Json *json, const JsonNode *object, const char *key) {
@@ -77,8 +77,8 @@ static inline const char *hf_text(const Json *json, const JsonNode *object, cons
     return node ? node->text : fallback;
 }
 
-// Reads a token id, or the first id of a list. A missing key means `fallback`. Returns -1, no token, for null, an empty
-// list and -1, and also for any id that is not below vocab_size (test models have such ids).
+// Reads a token id from -1 to 2^40, or the first id of a list. A missing key means `fallback`. Returns -1, no token,
+// for null, an empty list and -1, and also for an id that is not below vocab_size (test models have such ids).
 static inline int64_t hf_token_id(const Json *json, const char *key, int64_t fallback, int64_t vocab_size) {
     Failure failure;
     int64_t id = fallback;
@@ -122,7 +122,8 @@ static inline const HfClass *hf_class_of(const Json *json) {
              json->source, architecture ? architecture : model_type);
 }
 
-// Dies if a setting other than RoPE's base and scaling (hf_read_rope) is not supported.
+// Dies if config.json has a setting that is not supported. Sizes (model_config_check) and RoPE's base and scaling
+// (hf_read_rope) are checked elsewhere.
 static inline void hf_refuse_unsupported(const Json *json, const HfClass *c) {
     const JsonNode *root = json_root(json);
     const char *activation = hf_text(json, root, "hidden_act", "silu");
@@ -202,7 +203,7 @@ static inline void hf_read_sizes(const Json *json, const HfClass *c, ModelConfig
     m->intermediate_size = hf_required_int(json, "intermediate_size");
     m->num_layers = hf_required_int(json, "num_hidden_layers");
     m->num_heads = hf_required_int(json, "num_attention_heads");
-    // null means as many as attention heads. Only a missing key gets the class's default.
+    // The value null means as many as attention heads. A missing key means the class's default.
     const bool kv_missing = !json_member(json, root, "num_key_value_heads");
     m->num_kv_heads =
         hf_int(json, root, "num_key_value_heads", kv_missing && c->num_kv_heads ? c->num_kv_heads : m->num_heads);
@@ -216,7 +217,7 @@ static inline void hf_read_sizes(const Json *json, const HfClass *c, ModelConfig
     m->max_position_embeddings = hf_int(json, root, "max_position_embeddings", c->max_position_embeddings);
 }
 
-// The last part of a path, for messages and logs.
+// Writes the last part of a path, for messages and logs. A name that does not fit is cut.
 static inline void hf_folder_name(const char *folder, char *out, size_t capacity) {
     size_t end = strlen(folder);
     while (end > 1 && folder[end - 1] == '/') end--;

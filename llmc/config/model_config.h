@@ -145,7 +145,7 @@ static inline double rope_inverse_frequency(const ModelConfig *m, int64_t i) {
     return (1 - smooth) * frequency / s->factor + smooth * frequency;
 }
 
-// Fills table [T, HD/2] of (cosine, sine) pairs, in host memory, for positions 0 .. T-1; angles in double.
+// Fills table [T, HD/2], in host memory, with (cosine, sine) pairs for positions 0 .. T-1. Computes them in double.
 static inline void rope_table_fill(float *table, const ModelConfig *m, int64_t T) {
     const int64_t half = m->head_dim / 2;
     for (int64_t i = 0; i < half; i++) {

@@ -189,7 +189,7 @@ static inline void options_set_msamp(Options *o) {
 }
 
 // Reads the command line: at most one MODEL, and --name (flags), --name value or --name=value. Dies if it is wrong, but
-// a missing MODEL is found by options_require_model, which comes next.
+// a missing MODEL is found later, by options_require_model.
 static inline Options options_parse(int argc, char **argv) {
     Options o = options_default();
     const OptionRow *flag = NULL;  // the flag right before this argument, or NULL
@@ -320,8 +320,8 @@ static inline int64_t options_shard_group(const Options *o, int64_t world) {
 // the gradient norm 0.035% too large (gradient_sum.h): a third of the 0.1% that we allow.
 #define FP32_SUM_MICRO_STEPS 256
 
-// The dtype that --grad-accum-dtype auto stands for, when all other options are resolved. Only options decide: bits
-// must not depend on a machine's memory.
+// The dtype that --grad-accum-dtype auto stands for, when --master-weights and --reduce-dtype are resolved. Only
+// options decide: bits must not depend on a machine's memory.
 static inline int options_sum_storage(const Options *o) {
     const bool wanted = o->master_weights == STORAGE_FP32 || o->reduce_dtype == REDUCE_FP32;
     if (options_fp8_gradients(o)) return SUM_FP8;

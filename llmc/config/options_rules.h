@@ -72,7 +72,7 @@ static inline void options_fp8_conflict(const Options *o, char *message, size_t 
     else options_filter_conflict(o, message, capacity);
 }
 
-// Rules of --sharding, --shard-size, --world-size and --copy-engines, and of options that are for --dry-run only.
+// Rules of --sharding, --shard-size, --copy-engines, --world-size, --network-gbps and --step-ms.
 static inline void options_rank_conflict(const Options *o, char *message, size_t capacity) {
     const bool alone = o->sharding == SHARDING_NONE || (o->sharding == SHARDING_HYBRID && o->shard_size == 1);
     if (o->sharding == SHARDING_HYBRID && !o->shard_size && o->world_size)

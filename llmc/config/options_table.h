@@ -67,7 +67,7 @@ enum { FREE, MUST_MATCH };
 
 // INT(field, name, default, smallest, largest, match, help)           whole number
 // REAL(field, name, default, smallest, largest, match, help)          finite number
-// TEXT(field, name, default, match, help)                            free text, "" = not given
+// TEXT(field, name, default, match, help)                            any text
 // CHOICE(field, name, default, LIST, match, help)                    one of a list of choices (above)
 // FLAG(field, name, help)                                            given or not
 // GROUP(title)                                                       heading in --help
@@ -90,8 +90,8 @@ enum { FREE, MUST_MATCH };
          "value of --seed") \
     GROUP("precision") \
     CHOICE(precision, "precision", PRECISION_BF16, PRECISIONS, MUST_MATCH, \
-         "dtype of GEMMs; fp8: the layers' linear layers by --fp8-recipe, unless --fp8-filter or their sizes keep " \
-         "them bf16; lm_head and attention are bf16; fp32: CPU trainer only") \
+         "dtype of GEMMs; fp8: by --fp8-recipe in the layers' linear layers, unless --fp8-filter or their sizes keep " \
+         "them bf16, and bf16 in lm_head and attention; fp32: CPU trainer only") \
     CHOICE(fp8_recipe, "fp8-recipe", RECIPE_TENSORWISE, RECIPES, MUST_MATCH, \
          "which values share a scale; tensorwise: a tensor, scaled by its current amax; delayed: a tensor, scaled " \
          "by its past amaxes; rowwise: a row; rowwise_with_gw_hp: a row, but dgrad reads weights with one scale for the " \
@@ -245,7 +245,7 @@ enum { FREE, MUST_MATCH };
          "--gpu (the CPU trainer has no such estimate)") \
     GROUP("output") \
     INT(log_every, "log-every", 1, 1, 1000000000, FREE, \
-         "steps between printed step lines; the first and the last step always have one; log.jsonl has every step") \
+         "steps between printed step lines; the first and the last step of a run have one too; log.jsonl has every step") \
     INT(val_every, "val-every", 0, 0, 1000000000, FREE, \
          "steps between validations, with --val-data; the last step is always validated, unless a signal ends the run; " \
          "0: only the last step") \
@@ -275,9 +275,9 @@ enum { FREE, MUST_MATCH };
          "version; start at step 1 if there is no checkpoint; end with an error if there are checkpoints, but none " \
          "to continue from") \
     CHOICE(on_save_error, "on-save-error", SAVE_ERROR_RETRY, SAVE_ERRORS, FREE, \
-         "what to do when a checkpoint cannot be saved; retry: try again once, at once, then train on to the next save; " \
-         "stop: end the run; the run ends with an error in any case if its last save fails, or if a value to be saved is " \
-         "not finite") \
+         "what to do when a checkpoint cannot be saved; retry: try again once, at once; if that fails too, train on to " \
+         "the next save; stop: end the run; the run ends with an error in any case if its last save fails, or if a value " \
+         "to be saved is not finite") \
     FLAG(no_verify, "no-verify", \
          "if MODEL is a checkpoint or export, do not compare its files with the hashes saved in it (--resume always " \
          "compares those of its checkpoint)") \

@@ -7,9 +7,9 @@
 //   - its matrices (those of a layer can be all-gathered in FP8);
 //   - in the root, an embedding that is not tied to lm_head. Few rows of its gradient are not zero, so GPUs may
 //     exchange that gradient in another way (fsdp_embedding.cuh).
-// Within a segment, table order is memory order. Tensors of one fused linear layer (q, k, v, or gate, up) stand without
-// a gap, so that the fused weight is a view. The first of them, and every other tensor, starts at a multiple of
-// PARAMETER_ALIGNMENT elements.
+// Within a segment, table order is memory order. A tensor with PARAM_JOINED follows the tensor before it without a gap,
+// so that the weight (or bias) of a fused linear layer (q, k, v, or gate, up) is a view. All tensors without
+// PARAM_JOINED start at a multiple of PARAMETER_ALIGNMENT elements.
 #ifndef LLMC_PARAMETERS_H
 #define LLMC_PARAMETERS_H
 
@@ -24,7 +24,7 @@ enum {
     PARAM_FP8 = 2,         // weight of a linear layer that FP8 recipes quantize
     PARAM_JOINED = 4,      // follows the tensor before it without a gap: both belong to one fused linear layer
     PARAM_INIT_ONE = 8,    // starts at 1 (norms)
-    PARAM_INIT_ZERO = 16,  // starts at 0 (biases); without PARAM_INIT_: normal, std = initializer_range
+    PARAM_INIT_ZERO = 16,  // starts at 0 (biases); without either PARAM_INIT_ flag: normal, std = initializer_range
     PARAM_LOOKUP = 32      // no GEMM reads it: an embedding that is not tied to lm_head
 };
 
@@ -215,8 +215,7 @@ static inline int embedding_segment(const ParameterTable *t) {
     return t->root_segments[SEGMENT_EMBEDDING] ? SEGMENT_EMBEDDING : SEGMENT_MATRICES;
 }
 
-// Number of parameters that a GEMM reads for every token: all matrices except the embedding. A tied embedding
-// counts, as lm_head.
+// Number of parameters that GEMMs read for each token: all matrices except an embedding that is not tied to lm_head.
 static inline int64_t matmul_parameters(const ParameterTable *t, const ModelConfig *m) {
     int64_t n = m->vocab_size * m->hidden_size;
     for (int64_t i = 0; i < t->count; i++)

@@ -16,11 +16,11 @@ typedef struct {
     Fp8Format dy_format;
     int64_t num_layers;
     bool *keeps_bf16;        // [num_layers, NUM_LINEARS]
-    bool any_bf16, any_fp8;  // at least one linear layer is not FP8; at least one is FP8
+    bool any_bf16, any_fp8;  // at least one of these linear layers is not FP8; at least one is FP8
     bool casts_masters;      // precision_casts_masters
     bool emulated;           // --fp8-emulate: FP8 operands, multiplied in bf16
     bool filter_open;        // --fp8-filter auto, and the run has not decided yet
-    int fast_accum;          // FP8 GEMMs that use fast accumulation: FAST_ACCUM_...; none if emulated or on a CPU
+    int fast_accum;          // --fp8-fast-accum, but FAST_ACCUM_NONE if emulated or on a CPU
     LinearShape linear[NUM_LINEARS], lm_head;
 } Precision;
 
@@ -114,7 +114,7 @@ static inline void filter_apply(Precision *p, const char *filter) {
 
 // True if FP8 weights are cast from FP16 masters, as in MS-AMP; the layers' matrices then have no bf16 weights, because
 // no GEMM would read them. This needs --master-weights fp16, and FP8 in all linear layers, with one scale for each
-// tensor, made from its current amax. Where all this holds, dies with --fp8-all-gather off, on any number of ranks.
+// tensor, made from its current amax. If all this holds, dies with --fp8-all-gather off, on any number of ranks.
 static inline bool precision_casts_masters(const Precision *p, const Options *o) {
     if (o->master_weights != STORAGE_FP16 || !p->any_fp8 || p->any_bf16 || !recipe_has_current_tensor_scales(p->recipe))
         return false;

@@ -19,7 +19,7 @@
 typedef enum { GEMM_FPROP, GEMM_DGRAD, GEMM_WGRAD, NUM_GEMMS } GemmKind;
 
 // The granularities of scales: which values of rowwise or columnwise data [outer, depth] share one scale. NO_SCALE: the
-// operand stays bf16. PER_TENSOR_BROADCAST: the tensor's scale is written once for each row, for GEMMs whose other
+// operand is not FP8. PER_TENSOR_BROADCAST: the tensor's scale is written once for each row, for GEMMs whose other
 // operand has a scale for each row. Host code reads this table. Kernels call scale_index(), scale_load() and
 // is_per_tensor() instead; test_recipes.c compares them with the table. fp8_rule_scale() in fp8.h makes a scale from an
 // amax.
@@ -28,7 +28,8 @@ typedef enum { GEMM_FPROP, GEMM_DGRAD, GEMM_WGRAD, NUM_GEMMS } GemmKind;
 //   scales        type of a scale in memory
 //   amaxes        amaxes that a cast needs beforehand: one of the tensor, one for each row, or none, because a cast
 //                 reads whole blocks or there is no cast
-//   same          true if rowwise and columnwise data, both of this granularity, hold the same codes and scales
+//   same          true if rowwise and columnwise data, both of this granularity, hold the same codes and scales, in
+//                 another order
 //   mode          CUBLASLT_MATMUL_MATRIX_SCALE_... of an operand
 //   GPUs          first and last compute capability, as 10 * major + minor, with such GEMMs (CUDA 13 cuBLAS manual,
 //                 "cublasLtMatmul", FP8 scaling modes)
@@ -97,8 +98,8 @@ typedef struct {
     Fp8Format dy_format;                         // unless --fp8-format says otherwise; x and w are E4M3
     ScaleRule rule;
     bool delayed;        // scales from earlier amaxes
-    bool fast_accum;     // its GEMMs can use fast accumulation (--fp8-fast-accum)
-    int multiple;        // M, N and K must be multiples of this
+    bool fast_accum;     // its FP8 GEMMs can use fast accumulation (--fp8-fast-accum)
+    int multiple;        // GEMMs need N and K, and in FP8 also M, in multiples of this
     const char *scales;  // in printed tables
 } Recipe;
 
@@ -175,7 +176,7 @@ static inline bool recipe_has_current_tensor_scales(const Recipe *r) {
     return recipe_has_tensor_scales(r) && !r->delayed;
 }
 
-// True if at least one of the two GEMMs that read a tensor reads it in bf16.
+// True if at least one of the two GEMMs that read a tensor does not read it in FP8.
 static inline bool recipe_needs_bf16(const Recipe *r, TensorRole tensor) {
     return recipe_granularity(r, tensor, ROWWISE) == NO_SCALE || recipe_granularity(r, tensor, COLUMNWISE) == NO_SCALE;
 }
@@ -209,9 +210,9 @@ HOST_DEVICE static inline bool is_per_tensor(ScaleGranularity g) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Scales of data [outer, depth] as GEMMs read them. They are scale_inv: value = code * scale_inv. They lie in
-// cuBLASLt's order (CUDA 13 manual). Tensor: one fp32. Row: fp32 [outer]. 1x128: fp32, outer contiguous. 128x128: fp32,
-// depth contiguous, with the scales of each block row padded to a multiple of 4. 1x32: E8M0 bytes, in tiles of 128 x 4
-// scales, 512 bytes each.
+// cuBLASLt's order (CUDA 13 manual). PER_TENSOR: one fp32. PER_ROW and PER_TENSOR_BROADCAST: fp32 [outer]. 1x128: fp32,
+// outer contiguous. 128x128: fp32, depth contiguous, with the scales of each block row padded to a multiple of 4. 1x32:
+// E8M0 bytes, in tiles of 128 x 4 scales, 512 bytes each.
 
 // Returns the index of the scale of element (i, k).
 HOST_DEVICE static inline int64_t scale_index(ScaleGranularity g, int64_t i, int64_t k, int64_t outer, int64_t depth) {
@@ -225,7 +226,7 @@ HOST_DEVICE static inline int64_t scale_index(ScaleGranularity g, int64_t i, int
     return 0;
 }
 
-// Bytes of all scales of data [outer, depth]; 0 for bf16.
+// Bytes of all scales of data [outer, depth]; 0 with NO_SCALE.
 static inline int64_t scale_bytes(ScaleGranularity g, int64_t outer, int64_t depth) {
     const GranularityTraits *r = granularity_traits(g);
     const int64_t rows = r->rows == WHOLE ? 1 : ceil_div(outer, r->rows);

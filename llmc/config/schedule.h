@@ -5,9 +5,9 @@
 #include "options.h"
 
 // Learning rate of optimizer step `step`, counted from 0. Linear warm-up reaches --learning-rate at its last step.
-// After it, cosine and linear reach 0 at step --num-steps, one after the last step, so that no step has rate 0. wsd
-// stays constant, then falls linearly to 0 at that step: from the last fifth of the steps on (rounded down to whole
-// steps), or from the end of warm-up if that is later.
+// After warm-up, cosine and linear fall to 0 at step --num-steps. That is one after the last step, so that the last
+// step has a rate above 0. wsd stays constant, then falls linearly to 0 at the same step: over the last fifth of the
+// steps (rounded down to whole steps), or from the end of warm-up if that is later.
 static inline double schedule_learning_rate(const Options *o, int64_t step) {
     const double pi = 3.14159265358979323846;
     if (step < o->warmup_steps) return o->learning_rate * (double)(step + 1) / (double)o->warmup_steps;

@@ -9,10 +9,11 @@
 // segment as in the flat array, then padding. With shard_size 1 the shard arrays are the flat arrays of parameters.h,
 // with equal offsets.
 //
-// Two arrays may have other layouts. That of bf16 weights has no matrices of layers if masters_alone (weights_begin).
-// That of gradients has a layout of the trainer's own with --optimizer-in-backward, and on GPUs with FP8 gradients.
+// Two arrays may have another layout. The array of bf16 weights has no matrices of layers if masters_alone
+// (weights_begin). The array of gradients has a layout of the trainer's own with --optimizer-in-backward, and on GPUs
+// also with FP8 gradients.
 //
-// Where a function takes a unit `l`, it is a layer's number, or ROOT for the root unit.
+// A function's argument `l` is a unit: a layer's number, or ROOT for the root unit.
 #ifndef LLMC_SHARD_PLAN_H
 #define LLMC_SHARD_PLAN_H
 
@@ -110,8 +111,8 @@ typedef struct {
     int64_t embedding, total;  // the embedding's first element, and the end of the array
 } BackwardOrder;
 
-// Returns the position of element i in this order. The function is its own inverse: it turns a position into an
-// element.
+// Returns the position of element i in this order. The function is its own inverse: given a position, it returns the
+// element there.
 HOST_DEVICE static inline int64_t backward_position(BackwardOrder o, int64_t i) {
     return (i < o.embedding ? 0 : o.total) + o.embedding - 1 - i;
 }

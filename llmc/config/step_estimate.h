@@ -2,13 +2,14 @@
 //
 // The rank's work is a sum of times at the peak of the hardware, each multiplied by a factor above 1. The five factors
 // were fitted to 29 measured steps on one H200, BF16 and FP8 tensorwise (dev/reference/fit_step_estimate.py). For these
-// steps the estimate is off by at most 5%. Models left out of the fit were off by 2 to 17%, steps on one H100 by 2 to
-// 7%. Other recipes take longer than estimated. With COAT's moments the arithmetic of AdamW counts too (ESTIMATE_COAT).
-// The copies of --offload are not counted. With --step-ms the passes take a measured time (estimate_work).
+// steps the estimate is off by at most 5%. Steps of a model that is left out of the fit are off by at most 17%, and
+// steps on one H100 by at most 7%. Most other recipes take longer than estimated. With COAT's moments, AdamW takes the
+// time of its arithmetic if that is longer than the time of its memory traffic (ESTIMATE_COAT). The copies of --offload
+// are not counted. With --step-ms the passes take a measured time (estimate_work).
 //
 // A pass takes the longer of two times: that of its communication alone, and that of its computation plus 35% of the
 // communication that overlaps with it, because copies and collectives take memory bandwidth and SMs from the GEMMs. The
-// 35% were fitted to 18 steps on 4 H200, whose estimates are off by at most 9%. The CPU trainer overlaps nothing.
+// 35% were fitted to steps on 4 H200, whose estimates are off by at most 9%. The CPU trainer overlaps nothing.
 #ifndef LLMC_STEP_ESTIMATE_H
 #define LLMC_STEP_ESTIMATE_H
 
@@ -23,8 +24,7 @@
 #define ESTIMATE_OPTIMIZER 1.348
 #define ESTIMATE_INTERFERENCE 0.35     // share of overlapped communication that adds to the computation
 #define ESTIMATE_LINK_EFFICIENCY 0.73  // copy engines over NVLink: 330 of 450 GB/s
-// Seconds per parameter of AdamW with COAT's FP8 moments, where its arithmetic takes longer than its memory traffic.
-// Fitted to four steps on one H200.
+// Seconds per parameter of the arithmetic of AdamW with COAT's FP8 moments. Fitted to four steps on one H200.
 #define ESTIMATE_COAT 4.6e-12
 #define ESTIMATE_COAT_STOCHASTIC 5.7e-12
 
@@ -63,8 +63,8 @@ static inline double estimate_optimizer(const Options *o, const Precision *p, in
     return fmax(bytes * ESTIMATE_OPTIMIZER / estimate_gpu(o->gpu).bytes_per_second, (double)n * arithmetic);
 }
 
-// Returns a share of all_layers, the FLOPs per row of all linear layers but lm_head: that of linear layer `id`, summed
-// over the model's layers.
+// Returns the share that linear layer `id`, summed over the model's layers, has of all_layers, the FLOPs per row of all
+// linear layers but lm_head.
 static inline double estimate_share(const Precision *p, const ModelConfig *m, LinearId id, double all_layers) {
     return (double)(p->linear[id].N * p->linear[id].K * m->num_layers) * 6 / all_layers;
 }
@@ -100,8 +100,8 @@ static inline double estimate_passes(const Options *o, const ModelConfig *m, con
     return layers + head + scores + elementwise + casts + again;
 }
 
-// Returns a rank's own work on a GPU. --step-ms is the time of a step on one rank alone; if given, the passes take this
-// time minus the estimated time of AdamW on all parameters.
+// Returns a rank's own work on a GPU. --step-ms is the time of a step on one rank alone. If --step-ms is given, the
+// passes take that time minus the estimated time of AdamW on all parameters.
 static inline EstimateWork estimate_work(const Options *o, const ModelConfig *m, const ParameterTable *t,
                                          const Precision *p, const TrafficRanks *r) {
     const ShardPlan s = shard_plan(t, r->shard_size, 0);

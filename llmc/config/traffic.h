@@ -55,14 +55,15 @@ static inline void traffic_add(Traffic *t, TrafficKind kind, int64_t size, int64
     t->network[kind] += (double)groups * bytes * (r->cpu ? (double)(here * (size - here)) : (double)(size - 1));
 }
 
-// True if copy engines are expected to move data within shard groups: each group is on one host, and --copy-engines is
-// not off. If GPUs of a host cannot read each other's memory, which only a run can tell, NCCL moves the data.
+// True if copy engines are expected to move data within shard groups of GPUs: each group has several GPUs of one host,
+// and --copy-engines is not off. If GPUs of a host cannot read each other's memory, which only a run can tell, NCCL
+// moves the data.
 static inline bool traffic_copies(const TrafficRanks *r, const Options *o) {
     const int64_t here = traffic_host_members(r, r->shard_size, 1);
     return !r->cpu && r->shard_size > 1 && here == r->shard_size && o->copy_engines != OFF;
 }
 
-// Returns what moves the data of a collective. Norms and biases are left aside: NCCL gathers them in any case.
+// Returns what moves the data of a collective. On GPUs, NCCL gathers norms and biases in any case; this is left out.
 static inline const char *traffic_carrier(const TrafficRanks *r, const Options *o, TrafficKind kind) {
     if (r->cpu) return "MPI or TCP";
     return kind != TRAFFIC_REPLICAS && traffic_copies(r, o) ? "copy engines" : "NCCL";
@@ -70,7 +71,7 @@ static inline const char *traffic_carrier(const TrafficRanks *r, const Options *
 
 // How often a layer is all-gathered in an optimizer step, forward or backward, as a mean over layers. A layer that is
 // still in memory is not gathered again. With --sharding grad_op (keeps_all) every layer stays in memory after its
-// first gather. Else only the last layers of a pass stay for the next pass: 2 on GPUs, 1 on CPUs.
+// first gather in the step. Else only the last layers of a pass stay for the next pass: 2 on GPUs, 1 on CPUs.
 static inline double traffic_gathers(const TrafficRanks *r, bool keeps_all, bool backward) {
     const int64_t slots = r->cpu ? 1 : 2, kept = min_i64(slots, r->layers);
     if (keeps_all) return backward ? 0 : 1;
@@ -108,7 +109,7 @@ static inline void traffic_add_sharded(Traffic *t, const Options *o, const Param
     if (from_inputs) traffic_add(t, TRAFFIC_INPUTS, S, 1, (double)(r->micro * inputs) * element);
 }
 
-// Returns the traffic of an optimizer step. `o` has its `auto` values resolved.
+// Returns the traffic of an optimizer step. Call it after options_resolve.
 static inline Traffic traffic_of(const TrafficRanks *ranks, const Options *o, const ParameterTable *table,
                                  const Precision *p) {
     Traffic t;

@@ -19,9 +19,9 @@ static inline double global_norm(const float *x, int64_t n) {
     return sqrt(total);
 }
 
-// Takes one AdamW step for n elements, the first of which is element `first` of the flat array (the arrays here start
-// at it). gradient_factor multiplies each gradient first (clip_factor). With bf16_weights the new weights are rounded
-// to bf16; with bf16_state the new moments are. adamw_random gives the rounding bits.
+// Takes one AdamW step for n elements. Element 0 of the arrays here is element `first` of the flat array.
+// gradient_factor multiplies each gradient first (clip_factor). With bf16_weights the new weights are rounded to bf16;
+// with bf16_state the new moments are rounded to bf16. adamw_random gives the rounding bits.
 static inline void adamw_reference(float *weights, float *exp_avg, float *exp_avg_sq, const float *gradients,
                                    int64_t first, int64_t n, bool decay, float gradient_factor, bool bf16_weights,
                                    bool bf16_state, const AdamwStep *step) {

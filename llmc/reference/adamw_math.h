@@ -84,11 +84,11 @@ HOST_DEVICE static inline float clip_factor(double norm, double clip) {
 }
 
 // --grad-clip with --optimizer-in-backward: a unit is updated before the norm of the whole gradient is known. Returns
-// the norm by which its gradient is clipped: `so_far`, the norm of all gradients of this step that are complete, the
-// unit's included, times the ratio of the whole norm to the norm of the same units in the last step (0: no last step).
-// This is the whole norm if all gradients are larger or smaller than in the last step by one factor, and also for the
-// step's last unit. The last step's norm itself would be a worse guide: it clips a spike too little, and the step after
-// a spike too much.
+// the norm by which the unit's gradient is clipped. `so_far` is the norm of all gradients of this step that are
+// complete, the unit's included. so_far_before and whole_before are the norms of the same units and of all units in the
+// last step (0: no last step). The result is so_far * whole_before / so_far_before. This is the whole norm if all
+// gradients have grown or shrunk by one factor since the last step, and also for the step's last unit. The last step's
+// norm itself would be a worse guide: it clips a spike too little, and the step after a spike too much.
 //
 // The result is at least so_far. So no unit's clipped gradient has a norm above `clip`, and the norm of all clipped
 // gradients of a step is at most clip * sqrt(1 + 2 ln(norm / clip)): 3.2 clip for a norm of 100 clip.
@@ -112,11 +112,10 @@ typedef struct {
     uint32_t weight, exp_avg, exp_avg_sq;
 } AdamwRandom;
 
-// Random bits, 48 for each element, by 32-bit multiplications. (With rng.h's 64-bit ones the bits took 25 of the 62
-// instructions with which the GPU updates an element.) The rounds, x ^= x >> s; x *= odd number, and their constants
-// are from Wellons 2018, "Prospecting for Hash Functions", and his lists in github.com/skeeto/hash-prospector. The 8
-// elements from 8 * group on share two rounds, which mix in both halves of the key: that of a step (AdamwStep), or that
-// of a gradient sum (gradient_sum.h).
+// Random bits, 48 for each element, by 32-bit multiplications, which take a GPU fewer instructions than the 64-bit ones
+// of rng.h. The rounds, x ^= x >> s; x *= odd number, and their constants are from Wellons 2018, "Prospecting for Hash
+// Functions", and his lists in github.com/skeeto/hash-prospector. The 8 elements from 8 * group on share two rounds,
+// which mix in both halves of the key. The key is that of a step (AdamwStep) or of a gradient sum (gradient_sum.h).
 HOST_DEVICE static inline uint32_t adamw_random_group(uint64_t key, int64_t group) {
     uint32_t x = (uint32_t)group ^ (uint32_t)key;
     x = (x ^ x >> 16) * 0x7feb352du + ((uint32_t)(key >> 32) + (uint32_t)(group >> 32) * 0x9e3779b9u);

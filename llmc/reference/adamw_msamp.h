@@ -28,7 +28,7 @@ static inline MsampPair msamp_stored(MsampArrays moments, int64_t i) {
 }
 
 // Pass 1: updates n weights, the first of which is element `first` of the flat array, and returns the amaxes of the new
-// moments. With bf16_weights the weights are bf16, rounded with the random bits of adamw_reference.
+// moments. With bf16_weights the new weights are rounded to bf16 with the random bits that adamw_reference uses.
 static inline MsampPair adamw_msamp_weights(float *weights, MsampArrays moments, MsampPair scale,
                                             const float *gradients, int64_t first, int64_t n, bool decay,
                                             float gradient_factor, bool bf16_weights, const MsampStep *s,
@@ -71,8 +71,8 @@ static inline void fp16_weights_decode(float *out, const fp16_bits *weights, flo
     for (int64_t i = 0; i < n; i++) out[i] = fp16_to_float(weights[i]) * scale_inv;
 }
 
-// Returns the scale of an FP8 weight that is cast from FP16 weights, by MS-AMP's rule. amax: of the values that the
-// FP16 numbers stand for; of a fused weight, the largest of its tensors' amaxes.
+// Returns the scale of an FP8 weight that is cast from FP16 weights, by MS-AMP's rule. amax: the largest magnitude of
+// the values that the FP16 numbers stand for, over all tensors of a fused weight.
 static inline float fp16_weights_fp8_scale(float amax) { return msamp_scale(amax, 1, FP8_E4M3_MAX); }
 
 // Casts n FP16 weights of one tensor, which has this scale, to E4M3.

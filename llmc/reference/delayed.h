@@ -1,7 +1,8 @@
 // Delayed scaling (Transformer Engine's recipe): the amax histories, the scales made from them, and their update.
 //
-// With delayed scaling, one pass over a tensor casts it and finds the amax from which later scales are made. Both
-// trainers keep this state. tensor_index() numbers the tensors; filtered layers have entries that are not used.
+// With delayed scaling, one pass over a tensor can cast it and find the amax from which later scales are made. Both
+// trainers keep this state. tensor_index() numbers the tensors. Linear layers that stay in bf16 have entries too, which
+// no cast reads.
 #ifndef LLMC_DELAYED_H
 #define LLMC_DELAYED_H
 
@@ -14,7 +15,7 @@ typedef struct {
     float *scale;  // [tensors] the scale of the next cast; 0: there was no cast yet, and the next one uses its own amax
 } DelayedState;
 
-// True if all scales are above zero. The first update gives a scale of 1 to tensors that are never cast.
+// True if all scales are above zero. On a GPU the first update gives a scale of 1 to tensors that are never cast.
 static inline bool delayed_is_complete(const float *scales, int64_t tensors) {
     for (int64_t i = 0; i < tensors; i++)
         if (!(scales[i] > 0)) return false;

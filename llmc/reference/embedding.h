@@ -10,8 +10,8 @@ static inline void embedding_forward_reference(float *x, const float *table, con
     for (int64_t i = 0; i < rows; i++) memcpy(x + i * C, table + (int64_t)tokens[i] * C, (size_t)C * sizeof(float));
 }
 
-// dtable [V, C]: for each token id the sum of dx over the rows that hold it, in row order. Rows of ids that do not
-// occur become 0 (or stay, when accumulating).
+// dtable [V, C]: for each token id the sum of dx over the rows that hold it, in row order. With `accumulate` the sum is
+// added to dtable. Without it, table rows of ids that do not occur become 0.
 static inline void embedding_backward_reference(float *dtable, const float *dx, const int32_t *tokens, int64_t rows,
                                                 int64_t C, int64_t V, bool accumulate, Rounding rounding) {
     // chains of equal ids: first[id] is the first row that holds id, next[row] the following one

@@ -5,8 +5,8 @@
 // the value of the stored code, and the sum is cast again with a scale of its own.
 //
 // Over W ranks (--reduce-dtype fp8) all ranks cast with one scale, made from the largest amax of all ranks. The codes
-// are then added rank after rank, 0 to W - 1. Each addition is FP16's, and its result is E4M3 again, so the order
-// decides the bits. MS-AMP adds in the order of NCCL's ring. Codes saturate at 448. A sum over W replicas (MS-AMP's
+// are then added rank after rank, 0 to W - 1. The result of each addition is E4M3 again, so the order decides the
+// bits. MS-AMP adds in the order of NCCL's ring. Codes saturate at 448. A sum over W replicas (MS-AMP's
 // DDP) therefore divides the scale by the square root of W, which leaves room for gradients of random sign; a sum
 // within a shard group (MS-AMP without DDP) does not. The value of a code of the sum is code * scale_inv / W: the mean.
 //

@@ -44,17 +44,17 @@ static inline void bias_backward_reference(float *dbias, const float *dy, int64_
 
 // An operand of the emulated GEMM.
 typedef struct {
-    MatrixView view;   // [outer, depth]: decoded codes, or bf16 values as they are
-    float scale_inv;   // the whole tensor's; 1 if bf16, or if scales are finer: the decoded values then include them
-    uint8_t *codes;    // FP8 bytes, freed with the operand; NULL if bf16, or if the caller keeps them
-    void *scales;      // scale_inv of `codes`; NULL where `codes` is
-    float *values;     // decoded codes; NULL if bf16
+    MatrixView view;   // [outer, depth]: decoded codes, or without a cast the tensor's values
+    float scale_inv;   // the whole tensor's; 1 without a cast, or if `values` already include finer scales
+    uint8_t *codes;    // FP8 bytes, freed with the operand; NULL without a cast, or if the caller keeps them
+    void *scales;      // scale_inv of `codes`; NULL if `codes` is NULL
+    float *values;     // decoded codes; NULL without a cast
     UsageShape shape;  // shape of `codes` and `values`; `view` may be its transpose
 } LinearOperand;
 
-// Casts x [rows, cols], bf16 values, to the operand that a GEMM reads. The cast computes scales from amaxes by `rule`;
-// if the whole tensor has one scale, a `scale` above 0 is taken instead. With NO_SCALE there is no cast: the operand is
-// a view of x. The caller frees with linear_operand_free.
+// Makes the operand that a GEMM reads from x [rows, cols]. With NO_SCALE the operand is a view of x. Else x holds bf16
+// values, which are cast to FP8, with scales made from amaxes by `rule`. If the whole tensor has one scale, a `scale`
+// above 0 is taken instead. The caller frees with linear_operand_free.
 static inline LinearOperand linear_operand(const float *x, int64_t rows, int64_t cols, TensorUsage copy,
                                            ScaleGranularity granularity, ScaleRule rule, Fp8Format format,
                                            float scale) {

@@ -41,8 +41,8 @@ static inline int64_t block_width(ScaleGranularity g, int64_t depth) {
 
 // Casts x, a bf16 tensor as floats, to rowwise or columnwise codes [outer, depth]. Writes scale_bytes() bytes of
 // scale_inv to `scales`; their padding is zero. `rule` makes the scale of a block from the block's amax. If the whole
-// tensor has one scale and `scale` is above 0, `scale` is taken instead (delayed scaling). Blocks at the edges are
-// smaller. An fp32 scale_inv is 1 / scale, infinite if an infinite amax made the scale zero. An E8M0 scale_inv is a
+// tensor has one scale and the argument `scale` is above 0, that scale is taken instead. Blocks at the edges may
+// be smaller. An fp32 scale_inv is 1 / scale, infinite if an infinite amax made the scale zero. An E8M0 scale_inv is a
 // power of two, stored as its exponent: e8m0_from_amax() makes it without a division. BLOCK_1X32 needs SCALE_MX.
 static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, UsageShape s,
                                  ScaleGranularity granularity, ScaleRule rule, Fp8Format format, float scale) {
@@ -69,8 +69,8 @@ static inline void quantize_copy(uint8_t *codes, void *scales, const float *x, U
 }
 
 // Decodes FP8 data [outer, depth] as a GEMM reads it: the codes' values times scale_inv of granularities finer than a
-// tensor. In every recipe these are powers of two, so the result is exact, except near fp32's smallest numbers. GEMMs
-// themselves multiply their sums by scale_inv of whole tensors, which the result does not include.
+// tensor. In every recipe that scale_inv is a power of two, so the result is exact in fp32's normal range. The
+// scale_inv of a whole tensor is not included: GEMMs multiply their sums by it.
 static inline void dequantize_copy(float *out, const uint8_t *codes, const void *scales, int64_t outer, int64_t depth,
                                    ScaleGranularity granularity, Fp8Format format) {
     const int64_t width = block_width(granularity, depth);

@@ -1,8 +1,8 @@
 // How the reference functions round their results, and what they share unless their comments say otherwise.
 //
-// Tensors are float arrays, row-major; FP8 and FP16 data are arrays of codes. Inside an operation everything is fp32,
-// also the sums of GEMMs (matmul.h). Other sums over many elements are in double, so that the reference adds almost no
-// error of its own. Each output is rounded once, where the GPU rounds it: `rounding` is ROUND_BF16 to emulate bf16
+// Tensors are float arrays, row-major; FP8 and FP16 data are arrays of codes. Inside an operation values are fp32, and
+// so are the sums of GEMMs (matmul.h). Other sums over many elements are in double, so that the reference adds almost
+// no error of its own. An output that is bf16 on the GPU is rounded once: `rounding` is ROUND_BF16 to emulate bf16
 // tensors, ROUND_NONE for pure fp32. Gradients are overwritten, unless a function has an argument `accumulate` that is
 // true. The reference of a CUDA launcher X is called X_reference in most cases.
 //
