@@ -91,7 +91,35 @@ static void step_on_cpu(const ParameterTable *t, State *s, Variant v, int step) 
 
 static CoatTables *upload_tables(void) { return (CoatTables *)bench_upload(coat_tables(), sizeof(CoatTables)); }
 
-// Takes all steps of one rank on the GPU. Its arrays must then equal `want`.
+// Takes a step of one rank on the GPU, or skips it. Both must find the sum of squares of `gradients`.
+static void step_on_gpu(const char *label, const ParameterTable *t, const ShardPlan *plan, Variant v, AdamwArrays a,
+                        const float *gradients, int step, bool skipped, uint32_t *amax) {
+    const AdamwControl control = {1, 0, skipped, 0, 0};
+    AdamwControl *on_gpu = (AdamwControl *)bench_upload(&control, sizeof control);
+    double *squares = (double *)bench_alloc(sizeof *squares), want = 0;
+    void *uploaded = upload_floats(gradients, plan->total, v.fp32_gradients);
+    if (v.fp32_gradients) a.gradients.fp32_data = (const float *)uploaded;
+    else a.gradients.bf16_data = (const bf16 *)uploaded;
+    const AdamwUpdate update = {a,
+                                step_of(v, step),
+                                skipped ? on_gpu : NULL,
+                                (double *)bench_alloc(adamw_workspace_bytes(t, plan)),
+                                amax,
+                                AMAX_STRIDE,
+                                {}};
+    adamw_update_units(&update, t, plan, ROOT, 1, 0, 0);
+    adamw_update_units(&update, t, plan, 0, t->num_layers, shard_begin(plan, 0), 0);
+    adamw_updated_squares(squares, &update, t, plan, 0);
+    double *got = (double *)bench_download(squares, sizeof *got, label);
+    for (int64_t i = 0; i < plan->total; i++) want += (double)gradients[i] * (double)gradients[i];
+    CHECK(fabs(*got - want) <= 1e-5 * want, "%s: step %d, skipped %d: the sum of squares is %g, want %g", label, step,
+          skipped, *got, want);
+    free(got);
+    void *device[] = {on_gpu, squares, uploaded, update.squares};
+    for (void *p : device) bench_free(p);
+}
+
+// Takes all steps of one rank on the GPU, and skips one more. The rank's arrays must then equal `want`.
 static void check_rank(const char *label, const ParameterTable *t, const ShardPlan *plan, Variant v,
                        const State *before, const State *want) {
     const int64_t n = before->n, words = n / COAT_GROUP * 4;
@@ -103,15 +131,8 @@ static void check_rank(const char *label, const ParameterTable *t, const ShardPl
     a.moments = v.stochastic ? ADAMW_COAT_STOCHASTIC : ADAMW_COAT;
     a.coat.exp_avg_groups = (uint32_t *)bench_zeros(words), a.coat.exp_avg_sq_groups = (uint32_t *)bench_zeros(words);
     a.coat.tables = upload_tables();
-    for (int step = 0; step < STEPS; step++) {
-        void *gradients = upload_floats(before->gradients[step], n, v.fp32_gradients);
-        if (v.fp32_gradients) a.gradients.fp32_data = (const float *)gradients;
-        else a.gradients.bf16_data = (const bf16 *)gradients;
-        const AdamwUpdate update = {a, step_of(v, step), NULL, NULL, amax, AMAX_STRIDE, {}};
-        adamw_update_units(&update, t, plan, ROOT, 1, 0, 0);
-        adamw_update_units(&update, t, plan, 0, t->num_layers, shard_begin(plan, 0), 0);
-        bench_free(gradients);
-    }
+    for (int step = 0; step <= STEPS; step++)
+        step_on_gpu(label, t, plan, v, a, before->gradients[step % STEPS], step, step == STEPS, amax);
     bf16_bits *weights = bf16_from_floats(want->weights, n);
     check_device(label, "weights", a.weights, weights, n * 2, 2);
     if (v.master) check_device(label, "master weights", a.master, want->weights, n * 4, 4);

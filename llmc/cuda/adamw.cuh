@@ -95,7 +95,7 @@ __device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i,
 }
 
 // Updates a block's elements, at most ADAMW_BLOCK; a thread takes 8 at a time. Returns the sum of squares of this
-// thread's gradients (with COAT's moments 0 in a skipped step). 16 threads share a run, because runs end at multiples
+// thread's gradients. 16 threads share a run, because runs end at multiples
 // of 128 elements. The loop is bound by instruction issue, so NEAREST is a template parameter and the run is looked up
 // only where a new one begins. With COAT's moments whole warps stay together: if only the first half of a warp has
 // elements, the second half computes the same ones and stores nothing. With COAT's moments an SM holds too few warps to

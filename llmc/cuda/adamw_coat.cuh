@@ -297,14 +297,17 @@ __device__ static inline void coat_prefetch(const AdamwArrays &a, uint32_t i) {
 
 // adamw_update_8 with COAT's moments. All threads of a warp call it together. A thread that is not `active` computes
 // the elements of another thread, and stores nothing. Prefetches the 8 elements from `next` on. In a skipped step it
-// only raises `largest` to the magnitudes of the weights.
+// only adds the squared gradients and raises `largest` to the magnitudes of the weights.
 template <bool MASTER, bool STOCHASTIC, AdamwGradientType GRADIENTS>
 __device__ static inline uint32_t adamw_update_8_coat(const AdamwArrays &a, uint32_t i, uint32_t next, int64_t group,
                                                       const AdamwTerms &c, float kept, uint32_t largest, float *squares,
                                                       bool active) {
     float w[8], m[8], v[8], g[8], denominators[8], sum = 0;
     uint32_t w_sum[8];
-    if (c.skipped) return amax_update(largest, bf16x8_load(a.weights + i));
+    if (c.skipped) {
+        if (active) *squares = adamw_add_squares<GRADIENTS>(*squares, a.gradients, i, c.gradient_scale_inv);
+        return amax_update(largest, bf16x8_load(a.weights + i));
+    }
     const uint32_t rows = coat_rows(), m_word = a.coat.exp_avg_groups[i / COAT_GROUP],
                    v_word = a.coat.exp_avg_sq_groups[i / COAT_GROUP];
     const uint2 m_codes = *(const uint2 *)((const uint8_t *)a.exp_avg + i),

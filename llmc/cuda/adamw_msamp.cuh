@@ -248,8 +248,8 @@ __device__ static inline void msamp_publish(MsampAmaxes *shared, const MsampRun 
 }
 
 // Processes a block's elements of one unit, at most ADAMW_BLOCK; a thread takes 8 at a time. Returns the sum of squares
-// of this thread's gradients. In a skipped step it returns 0: the first pass does nothing, and the second only finds
-// the magnitudes of the stored weights.
+// of this thread's gradients. In a skipped step the first pass does nothing and returns 0, and the second pass only
+// adds the squares and finds the magnitudes of the stored weights.
 template <MsampWeights WEIGHTS, bool FP32_MOMENTS, AdamwGradientType GRADIENTS, bool STORE>
 __device__ static inline float msamp_update_block(const AdamwUpdate &w, const MsampUnits &u, MsampAmaxes *amaxes) {
     const bool skipped = w.control && w.control->nonfinite;
@@ -272,10 +272,14 @@ __device__ static inline float msamp_update_block(const AdamwUpdate &w, const Ms
             tensor = msamp_tensor<GRADIENTS, STORE>(w.arrays, u, u.runs[run], blockIdx.y);
         }
         if (i < u.runs[run].begin) continue;  // padding
-        if (!skipped)
+        if (!skipped) {
             msamp_update_8<WEIGHTS, FP32_MOMENTS, GRADIENTS, STORE>(
                 w, first + i, gradients + i, (unit + i + u.runs[run].shift) / 8, tensor, factor, largest, &squares);
-        else if (STORE) largest[0] = max(largest[0], msamp_stored_magnitude<WEIGHTS>(w.arrays, first + i, tensor));
+        } else if (STORE) {
+            squares =
+                adamw_add_squares<GRADIENTS>(squares, w.arrays.gradients, gradients + i, tensor.gradient_scale_inv);
+            largest[0] = max(largest[0], msamp_stored_magnitude<WEIGHTS>(w.arrays, first + i, tensor));
+        }
     }
     if (end) msamp_publish<STORE>(amaxes, u.runs[run], largest);
     return squares;

@@ -109,6 +109,17 @@ __device__ static inline void adamw_load_gradients(float out[8], const AdamwGrad
     }
 }
 
+// Returns `squares` plus the squares of 8 gradients, for steps that are skipped.
+template <AdamwGradientType GRADIENTS>
+__device__ static inline float adamw_add_squares(float squares, const AdamwGradients &gradients, int64_t i,
+                                                 float scale_inv) {
+    float g[8];
+    adamw_load_gradients<GRADIENTS>(g, gradients, i, scale_inv);
+#pragma unroll
+    for (int j = 0; j < 8; j++) squares = __fmaf_rn(g[j], g[j], squares);
+    return squares;
+}
+
 template <AdamwGradientType GRADIENTS>
 __device__ static inline float adamw_load_gradient(const AdamwGradients &g, int64_t i, float scale_inv) {
     if (GRADIENTS == GRADIENTS_FP8) return gradient_fp8_value(g.codes[i], scale_inv);
