@@ -24,7 +24,7 @@ static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
 
 // A source with two outputs, like SwiGLU's gradients of gate and up: columns [0, C) and [C, 2C) of a tensor x [R, 2C].
 struct PairSource {
-    enum { ROLES = 1 << TENSOR_DY, OUTPUTS = 2, MIN_BLOCKS = 2, GROUPS_AHEAD = 1, AMAX = 0 };
+    enum { ROLES = 1 << TENSOR_DY, INPUTS = 2, OUTPUTS = 2, MIN_BLOCKS = 2, GROUPS_AHEAD = 1, AMAX = 0 };
     struct Raw {
         Bf16x8 v[2];
     };

@@ -81,11 +81,10 @@ static inline void quantize_any(const char *function, const QTensor &out, const 
             function, out.row_granularity, out.col_granularity, out.rule);
 }
 
-// Returns about how many bytes a source reads to make a tensor of R rows and C columns per output: one Raw, with its
-// padding, for 8 columns of a row.
+// Returns how many bytes of its bf16 tensors a source reads to make a tensor of R rows and C columns per output.
 template <class Source>
 static inline int64_t source_bytes(int64_t R, int64_t C) {
-    return R * C * (int64_t)(sizeof(typename Source::Raw) / sizeof(Bf16x8)) * (int64_t)sizeof(bf16);
+    return R * C * Source::INPUTS * (int64_t)sizeof(bf16);
 }
 
 // Casts a source with C columns per output: writes codes and scale_inv of the data wanted (pointers that are not NULL),

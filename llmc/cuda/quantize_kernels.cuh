@@ -31,6 +31,7 @@
 // A Source is a struct of pointers with
 //    ROLES         the roles (x, w, dy) that it is cast for, as bits 1 << TensorRole. Kernels for E5M2 are compiled
 //                  only for sources with role dy, and kernels for 128x128 blocks only for sources with role w
+//    INPUTS        number of bf16 tensors of R x C elements that it reads
 //    OUTPUTS       number of outputs side by side in one tensor [R, OUTPUTS * C]: output o is columns
 //                  [o * C, (o + 1) * C)
 //    MIN_BLOCKS    minimum occupancy in blocks per SM; limits registers
@@ -201,6 +202,7 @@ static inline void quantize_transpose_launch(const QTensor &out, const Source &s
 struct TensorSource {
     enum {
         ROLES = 1 << TENSOR_X | 1 << TENSOR_W | 1 << TENSOR_DY,
+        INPUTS = 1,
         OUTPUTS = 1,
         MIN_BLOCKS = 4,
         GROUPS_AHEAD = 2,

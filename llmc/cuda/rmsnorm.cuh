@@ -153,7 +153,7 @@ static inline int64_t residual_rmsnorm_forward(bf16 *x_out, bf16 *y, float *rstd
 
 // Source that recomputes y from x and rstd (see "A Source" in quantize_kernels.cuh).
 struct RmsnormSource {
-    enum { ROLES = 1 << TENSOR_X, OUTPUTS = 1, MIN_BLOCKS = 4, GROUPS_AHEAD = 1, AMAX = 0 };
+    enum { ROLES = 1 << TENSOR_X, INPUTS = 1, OUTPUTS = 1, MIN_BLOCKS = 4, GROUPS_AHEAD = 1, AMAX = 0 };
     struct Raw {
         Bf16x8 x;
         float rstd;

@@ -169,7 +169,7 @@ static inline int64_t swiglu_backward(bf16 *d_gate_up, bf16 *h, const bf16 *dh, 
 // FP8: sources of the cast (see "A Source" in quantize_kernels.cuh)
 
 struct SwigluSource {
-    enum { ROLES = 1 << TENSOR_X, OUTPUTS = 1, MIN_BLOCKS = 3, GROUPS_AHEAD = 1, AMAX = 0 };
+    enum { ROLES = 1 << TENSOR_X, INPUTS = 2, OUTPUTS = 1, MIN_BLOCKS = 3, GROUPS_AHEAD = 1, AMAX = 0 };
     struct Raw {
         Bf16x8 gate, up;
     };
@@ -198,7 +198,7 @@ struct SwigluGradientRaw {
 
 // Output 0 is d_gate, output 1 d_up.
 struct SwigluGradientSource {
-    enum { ROLES = 1 << TENSOR_DY, OUTPUTS = 2, MIN_BLOCKS = 2, GROUPS_AHEAD = 1, AMAX = 0 };
+    enum { ROLES = 1 << TENSOR_DY, INPUTS = 3, OUTPUTS = 2, MIN_BLOCKS = 2, GROUPS_AHEAD = 1, AMAX = 0 };
     typedef SwigluGradientRaw Raw;
     struct Column {};
     const bf16 *dh, *gate_up;
@@ -216,7 +216,7 @@ struct SwigluGradientSource {
 
 // The source of h for the backward pass. Its only output is h; the gradients d_gate and d_up just raise the amax.
 struct SwigluGradientAmaxSource {
-    enum { ROLES = 1 << TENSOR_X, OUTPUTS = 1, MIN_BLOCKS = 3, GROUPS_AHEAD = 1, AMAX = 1 };
+    enum { ROLES = 1 << TENSOR_X, INPUTS = 3, OUTPUTS = 1, MIN_BLOCKS = 3, GROUPS_AHEAD = 1, AMAX = 1 };
     typedef SwigluGradientRaw Raw;
     struct Column {};
     uint32_t *amax_slot;
