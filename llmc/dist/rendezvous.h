@@ -66,8 +66,9 @@ static inline RankCard meet_card(const InitFrom *init, CardKind kind) {
     format_checked(card.magic, sizeof card.magic, MEET_MAGIC);
     card.kind = kind, card.world = (int32_t)init->world, card.rank = (int32_t)init->rank, card.pid = (int32_t)getpid();
     format_checked(card.job, sizeof card.job, "%s", init->job);
-    if (gethostname(card.host, sizeof card.host - 1)) format_checked(card.host, sizeof card.host, "unknown host");
+    if (gethostname(card.host, sizeof card.host - 1)) format_checked(card.host, sizeof card.host, "unknown-host");
     meet_read_line("/proc/sys/kernel/random/boot_id", card.boot, sizeof card.boot);
+    if (!*card.boot) format_checked(card.boot, sizeof card.boot, "unknown");  // the file of MeetFile needs a word
     return card;
 }
 
