@@ -474,7 +474,8 @@ class Campaign:
             self.rows[row][0] += 1
             self.rows[row][1] += problem is None
         if problem or self.args.keep:
-            print(f"{'FAILED' if problem else 'passed'}: {row}: {problem or folder}\n"
+            kept = f"  files: {folder}\n" if self.args.keep else ""
+            print(f"{f'FAILED: {row}: {problem}' if problem else f'passed: {row}'}\n{kept}"
                   f"  to repeat it: dev/fault/campaign.py {again} --keep", flush=True)
 
     def sweep(self, section, points, jobs):

@@ -164,7 +164,7 @@ static void replay_runs(uint64_t runs, uint64_t first) {
     static uint8_t data[REPLAY_CAPACITY];
     for (uint64_t run = first; run < first + runs; run++) {
         replay()->run = run;
-        if (run % 256 == 0) alarm(REPLAY_HANG_SECONDS);
+        if (run == first || run % 256 == 0) alarm(REPLAY_HANG_SECONDS);
         const size_t size = mutate(run, data);
         uint8_t *exact = (uint8_t *)malloc(size ? size : 1);  // so that the sanitizer finds a read past the end
         memcpy(exact, data, size);
