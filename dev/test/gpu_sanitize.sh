@@ -53,7 +53,8 @@ result() {
         if [ $status -eq 9 ] && only_in_cublaslt "$log"; then status=0 note=", all in cuBLASLt's kernels"; fi ;;
     esac
     if [ $status -ne 0 ]; then
-        grep '^=========' "$log" | head -n 60
+        grep -a '^error' "$log"
+        grep -a '^=========' "$log" | head -n 60
         tail -n 3 "$log"
         case $status in 124 | 137) echo "$name was killed after $limit s" ;; esac
         return 1
