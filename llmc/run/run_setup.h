@@ -304,8 +304,9 @@ static inline void run_setup_check_export(const Options *o) {
 // Dies if the trainer cannot run the model with these options. shard_size: ranks per replica.
 typedef void (*CheckSupported)(const ModelConfig *m, const Options *o, int64_t world, int64_t shard_size);
 
-// Sets --shard-size 0 of --sharding hybrid to the number of ranks of one host. Then dies if hosts have different
-// numbers of ranks, or if ranks of one host do not follow each other: a shard group would span hosts.
+// Sets --shard-size 0 of --sharding hybrid to the number of ranks of one host. Dies if hosts have different numbers of
+// ranks, or if ranks of one host do not follow each other: a shard group would span hosts. Also dies if an option
+// conflicts with this shard size.
 static inline void run_setup_shard_size(Options *o, const Comm *c) {
     if (o->sharding != SHARDING_HYBRID || o->shard_size) return;
     const double least = comm_min(c, COMM_WORLD, (double)c->local_world);
@@ -318,6 +319,9 @@ static inline void run_setup_shard_size(Options *o, const Comm *c) {
         die_with(EXIT_USAGE, "--sharding hybrid: the ranks of a host do not follow each other; start them host by host "
                              "(mpirun --map-by slot, srun --distribution=block), or give --shard-size");
     o->shard_size = c->local_world;
+    char message[512] = "";
+    options_rank_conflict(o, message, sizeof message);
+    if (*message) die_with(EXIT_USAGE, "%s", message);
 }
 
 // Checks the options, resolves them (options_resolve), and opens the model and the data that they name, on every rank.
