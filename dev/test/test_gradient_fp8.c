@@ -60,7 +60,8 @@ static void test_added(const Golden *g) {
     CHECK(differ == 0, "all rounded sums are the values of the codes; %lld are not", (long long)differ);
 }
 
-// Sums the gradients of `ranks` ranks in one step: of whole replicas, or within a shard group.
+// Checks one step's sum over `ranks` ranks against the golden. The ranks are whole replicas, whose scale leaves
+// headroom for the sum, or a shard group, whose scale does not.
 static void test_sum(const Golden *g, int64_t ranks, bool replicas, int64_t step) {
     static uint8_t codes[RANKS][MOST];
     float scale[TENSORS], scale_inv[TENSORS];

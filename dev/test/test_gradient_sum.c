@@ -98,8 +98,8 @@ static void test_sums(void) {
     CHECK(fabs(error / N) < 5 * sqrt(noise / N) / sqrt(N), "sums have no bias; they are off by %g on average",
           error / N);
     const double share = noise / exact_squares / PARTS;
-    // The sum of N squared errors varies by sqrt(2 / N) = 0.6%. The expected noise assumes that the positions of sums
-    // within their binades are evenly spread, which is true within a few percent.
+    // From seed to seed the share varies by about 1%. The expected noise assumes that the logarithms of sums are evenly
+    // spread within their binades, which is true within a few percent.
     CHECK(share > 2.5e-6 && share < 3.0e-6,
           "noise of a micro-step is %.3g of the squared sum; gradient_sum.h states 2.7e-6", share);
     printf("noise of %d bf16 additions: %.3g of the squared sum for each; %d ones add up to %.2f on average\n", PARTS,

@@ -16,8 +16,8 @@ static void table_put(Table *t, const void *data, size_t size) {
 
 static void table_put_u32(Table *t, uint32_t value) { table_put(t, &value, sizeof value); }
 
-// Makes a valid table of three tokens: "Once", an empty one, and one with control characters and a byte that is not
-// UTF-8. The separator is token 2.
+// Makes a valid table of three tokens: token 0 is "Once", token 1 is empty, token 2 has control characters and a byte
+// that is not UTF-8. Token 2 is the separator.
 static Table make_table(void) {
     Table t;
     memset(&t, 0, sizeof t);

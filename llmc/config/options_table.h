@@ -245,7 +245,8 @@ enum { FREE, MUST_MATCH };
          "--gpu (the CPU trainer has no such estimate)") \
     GROUP("output") \
     INT(log_every, "log-every", 1, 1, 1000000000, FREE, \
-         "steps between printed step lines; the first and the last step of a run have one too; log.jsonl has every step") \
+         "steps between printed step lines; the first step of a run has one too, and the last one unless an error ends " \
+         "the run; log.jsonl has the steps between") \
     INT(val_every, "val-every", 0, 0, 1000000000, FREE, \
          "steps between validations, with --val-data; the last step is always validated, unless a signal ends the run; " \
          "0: only the last step") \

@@ -18,6 +18,8 @@
 
 // In die(), a rank other than 0 waits at least this long before it prints its error. If rank 0 has the same error, for
 // example a wrong option, rank 0 prints it and ends all ranks in that time. So the error is printed once.
+// Without this wait, ranks print errors that they meet before they have found each other (--init-from), and options in
+// which they differ from rank 0.
 #define COMM_SILENCE_SECONDS 5
 
 typedef enum { COMM_WORLD, COMM_SHARD, COMM_REPLICAS, COMM_NUM_GROUPS } CommGroup;

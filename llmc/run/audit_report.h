@@ -153,7 +153,7 @@ static inline int audit_find_worst(AuditPlace worst[AUDIT_WORST], const AuditSum
     return found;
 }
 
-// Prints the table at the end of a run, from the sums of all audits of this process (audit_merge_all).
+// Prints the table at the end of a run, from `sums` over all ranks and over the audits since this program started.
 static inline void audit_print_table(const AuditSums *sums, const Precision *p) {
     AuditPlace worst[AUDIT_WORST];
     const int found = audit_find_worst(worst, sums, p);

@@ -60,7 +60,7 @@ static inline Golden golden_open(const char *goldens, const char *scratch, const
     const SafetensorsFile *file = &g.st.files[t->file];
     g.tokens = (int32_t *)xcalloc((size_t)t->elements, sizeof(int32_t));
     if (t->type != ST_I32 || !file_read_at(file->fd, file->path, t->offset, g.tokens, t->elements * 4, &failure))
-        die("golden tokens cannot be read");
+        die("golden %s: its tokens are not int32, or cannot be read", name);
     g.B = t->shape[0], g.T = t->shape[1] - 1;
     return g;
 }
