@@ -113,7 +113,7 @@ class Pair:
 
 @dataclasses.dataclass
 class Comparison:
-    """A model, length, number of GPUs and FP8 recipe against BF16. Most results that are None have a reason in `why`."""
+    """A model, length, number of GPUs and FP8 recipe against BF16. `why` has reasons for missing results."""
     model: str
     length: int
     gpus: int
