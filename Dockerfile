@@ -16,7 +16,7 @@ SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 WORKDIR /train_fp8
 
 # Build tools and Open MPI, by the function that the scripts use. python3-venv is for data/setup_venv.sh and
-# scripts/setup_report.sh, sshd for scripts/mpijob.yaml, where each pod makes host keys of its own.
+# scripts/setup_report.sh, sshd for scripts/mpijob.yaml, where each worker pod makes host keys of its own.
 COPY scripts/install.sh scripts/install.sh
 RUN . scripts/install.sh && install_tools \
     && apt-get update -qq && apt-get install -y -qq --no-install-recommends ca-certificates openssh-server \

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Installs the packages of data/requirements.txt in a virtual environment: data/.venv, or the folder given as the first
-# argument. Does nothing if they are installed. Afterwards: data/.venv/bin/python data/tinystories.py --tokenizer llama3
+# argument. Does nothing if it has installed the same list there before. Afterwards:
+# data/.venv/bin/python data/tinystories.py --tokenizer llama3
 set -eu
 case ${1:-} in -*)
     echo "usage: data/setup_venv.sh [FOLDER]

@@ -3,8 +3,8 @@
 //   PREFIX_val.bin (N/20 bytes of text) and PREFIX.tokenizer; the last story may exceed these numbers
 // Token ids 0 ... 255 are bytes, 256 stands before each story. The same options give the same files on every machine.
 //
-// A story follows a plot: a list of beats. Each beat lists alternatives, separated by '|', of one sentence or two, and
-// one of them is taken. A sentence may hold these slots:
+// A story follows a plot: a list of beats. Each beat lists alternatives, separated by '|', of one or more sentences,
+// and one alternative is taken. A sentence may hold these slots:
 //   {list}            a word of that list, picked anew each time
 //   {list1} {list2}   a word of that list, picked at first use and kept for the whole story; 1 and 2 differ
 //   {hero} {friend}   two different names

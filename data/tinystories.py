@@ -33,7 +33,7 @@ HUB_FOLDER = "datasets/roneneldan/TinyStories/resolve/main"
 HUB_TRAIN, HUB_VAL = "TinyStories-train.txt", "TinyStories-valid.txt"
 READ_BYTES = 1 << 20
 BATCH_CHARS = 4 << 20  # text encoded in one call: enough to keep all threads busy
-LONGEST_STORY = 64 << 20  # a file with more bytes than this between two separator lines is refused
+LONGEST_STORY = 64 << 20  # a file with LONGEST_STORY + READ_BYTES bytes and no <|endoftext|> in them is refused
 VAL_EVERY = 50  # without validation text, each 50th story is validation
 DOWNLOAD_TRIES = 5  # gives up after so many attempts in a row without a new byte; at once while there is no byte at all
 SHARD_HEADER_INTS = 256
@@ -128,7 +128,7 @@ class JsonTokenizer:
 
 
 def byte_level_alphabet():
-    """Returns GPT-2's character for each byte: printable Latin-1 is itself, other bytes are U+0100 and up."""
+    """Returns {GPT-2's character: byte}. Printable Latin-1 stands for itself, U+0100 and up for the other bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {**{chr(b): b for b in printable}, **{chr(0x100 + i): b for i, b in enumerate(others)}}
@@ -225,6 +225,8 @@ def request_from(url, offset):
 def download_some(url, part, fraction, progress):
     """Appends to `part` over one connection until it holds `fraction` of the file, or the connection ends.
 
+    Starts from the first byte if the server does not support ranges.
+
     Returns (bytes held, bytes wanted, file size).
     """
     have = os.path.getsize(part) if os.path.exists(part) else 0
@@ -279,7 +281,7 @@ def download(name, folder, fraction):
 
 
 class StoryReader:
-    """Iterates over the stories of the sources. Holds at most READ_BYTES and one story in memory.
+    """Iterates over the stories of the sources, without holding a whole file in memory.
 
     A story that a limit cuts is left out.
     """

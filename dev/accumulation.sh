@@ -10,9 +10,9 @@
 #
 # Environment variables and their defaults: DATA (shards; default: synthetic stories), SEQUENCES (1024), RANKS (1),
 # MICRO_STEPS ("1 16 64 256 1024", in rising order), PRECISIONS ("bf16 fp8", with train_fp8 also fp32), DTYPES ("bf16
-# fp32"; auto passes no option). Column "off" compares the norm with the first successful run of its precision, which
-# has the fewest micro-steps. Failed runs, for example out of memory, have a "-" and their error. Numbers of micro-steps
-# that do not divide SEQUENCES / RANKS are left out.
+# fp32"; auto passes no option). Column "off" compares the norm with the first successful run of its precision. Failed
+# runs, for example out of memory, have a "-" and their error. Numbers of micro-steps that do not divide SEQUENCES /
+# RANKS are left out.
 set -u
 [ $# -ge 3 ] || { sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 1; }
 trainer=$(realpath "$1") model=$2 length=$3

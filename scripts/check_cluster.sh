@@ -134,7 +134,7 @@ ended() { [[ $(state) =~ COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL ]]; }
 reached() { grep -q "^step *$2/" "$tmp/$1.out"; }
 
 # Prints the step lines of run $1 in the order of steps, without times. Of equal lines it prints one: a step that ran
-# twice has two lines only if its losses or norms differ.
+# twice has two lines only if its loss, norm or learning rate differs.
 lines() { grep '^step ' "$tmp/$1.out" | sed 's/ | [0-9.]* ms.*//' | sort -k2n | uniq; }
 starts() { grep -c '^slurm.sbatch: start ' "$tmp/$1.out"; }
 

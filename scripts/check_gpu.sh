@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs every GPU test and bench, on a machine with a GPU. Then lists the timings of kernels below 85% of their ceiling,
-# with reasons. Ends with "N passed, N failed". QUICK=1 skips the compute-sanitizer runs.
+# with their reasons, if stated. Ends with "N passed, N failed". QUICK=1 skips the compute-sanitizer runs.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/install.sh

@@ -1,7 +1,7 @@
 """usage: scripts/recipes_table.py FOLDER
 
 Prints the table of scripts/run_recipes.sh from the logs of its runs, and writes it to recipes.txt and recipes.md in
-FOLDER. Exit status 0: every row of the table has results.
+FOLDER. Exit status 0: every row of the table has results, or the reader of the output has gone.
 """
 import os
 
@@ -17,12 +17,11 @@ tok/s/GPU divided by that of BF16. peak GiB: memory in use on rank 0's GPU (CPU:
 lowest signal to quantization noise ratio (dB) of the FP8 operands of these GEMMs over all layers and audits.
 """
 NOTE_EMULATED = """\
-emulated: this GPU lacks the recipe's GEMMs; operands are quantized, then multiplied in BF16. The loss is that of the
-recipe, the speed is not.
+emulated: operands are quantized, then multiplied in BF16. So the speed is not that of the recipe.
 """
 NOTE_NOT_FP8 = """\
-nothing ran in FP8: all linear layers are filtered out, or their sizes do not suit the recipe. The run's stdout.txt
-gives the reason for each GEMM.
+nothing ran in FP8: all linear layers are filtered out, or their sizes do not suit the recipe. The run's command
+with --dry-run prints the reason for each GEMM.
 """
 
 
@@ -76,7 +75,7 @@ def cells(run, bf16):
 
 
 def describe(run):
-    """Returns a line with the program, device, model and sizes of a run; they are those of all runs of the table."""
+    """Returns a line with the program, device, model and sizes of a run."""
     s = run["settings"]
     o = s["settings"]
     sizes = "%s x %s x %s x %s" % (s["world_size"], o["grad-accumulation-steps"], o["batch-size"], o["sequence-length"])

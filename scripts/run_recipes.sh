@@ -28,7 +28,8 @@ and marked in the table. Paths are relative to the repository's root. Defaults a
                            --weight-decay 0.1 --grad-clip 1, and warm-up for a tenth of the steps
 
 scripts/sweep.sh does the runs. FOLDER gets recipes.txt and recipes.md beside the files of the sweep. Start the script
-again to continue: finished runs are kept. Exit status 0: every row of the table has results.
+again to continue: finished runs are kept. Exit status 0: every row of the table has results, or the reader of the
+output has gone.
 END
 }
 

@@ -1,4 +1,4 @@
-# Counts checks. Sourced by test.sh, check_gpu.sh, check_cluster.sh and the shell tests.
+# Counts checks. Sourced by test.sh, check_gpu.sh, check_cluster.sh and shell tests.
 export LC_ALL=C  # with a decimal comma, awk and printf would read and write other numbers
 passed=0 failed=0 skipped=0
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs every test in dev/test that needs no GPU. Installs missing build tools, and the libraries of the reports if PyPI
-# can be reached. If nvcc and NCCL are there, also compiles the GPU trainer, its tests and benches. Ends with "N passed,
-# N failed", and with a non-zero status if a test failed. Skipped tests print why.
+# can be reached. If nvcc and NCCL are there, also compiles the GPU trainer, its tests and benches, and runs two of
+# these tests. Ends with "N passed, N failed", and with a non-zero status if a test failed. Skipped tests print why.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/install.sh
@@ -23,7 +23,7 @@ for program in build/test_*; do
     case $program in *test_gpu | *test_fsdp_order | *test_placement) continue ;; esac  # GPU code: below
     [ -x "$program" ] && tally "${program#build/}" "$program"
 done
-say "unit tests under address and undefined-behaviour sanitizers (test_train_fp8 takes a minute)"
+say "unit tests under address and undefined-behaviour sanitizers (test_train_fp8 takes minutes)"
 for program in build/asan/test_*; do
     [ -x "$program" ] && tally "${program#build/}" env ASAN_OPTIONS=detect_leaks=0 "$program"
 done

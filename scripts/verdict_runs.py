@@ -182,7 +182,8 @@ class Pool:
             f"{'' if before else self.left()}")
 
     def left(self):
-        """How many runs are left and until when, from the times of finished runs; "" if either is not known."""
+        """How many runs are left and until when, from the times of finished runs. "" if none is left, or if this start
+        has finished none."""
         open_runs = [run for run in self.runs if not run.kind]
         done = [run for run in self.runs if run.kind == "done" and run.seconds]
         if not open_runs or not done:

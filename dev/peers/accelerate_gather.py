@@ -8,8 +8,8 @@ gather       fp8 with enable_fsdp_float8_all_gather=True, as accelerate's FSDP2 
 gather-late  gather with the optimizer made after the layers were converted, so that it holds their new weights
 
 Writes the loss of each step to FOLDER/log.jsonl, which dev/plot_loss.py draws. Prints how many of the model's parameter
-tensors the optimizer holds, and how many values of the converted layers changed in training (bf16: of one layer's
-up_proj). Without a GPU, torchao multiplies in bf16 (emulate=True). Needs accelerate, torchao and transformers
+tensors the optimizer holds, and what share of the values of the converted layers changed in training (bf16: of one
+layer's up_proj). Without a GPU, torchao multiplies in bf16 (emulate=True). Needs accelerate, torchao and transformers
 (requirements.txt).
 """
 import argparse

@@ -292,7 +292,7 @@ class Runner:
 
 
 def end(child):
-    """Ends a process and its children: with SIGTERM, and after 10 s with SIGKILL."""
+    """Sends SIGTERM to a process and its children. When the process has ended, or after 10 s, sends SIGKILL."""
     for what, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
         try:
             os.killpg(child.pid, what)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Trains a transformers model with random weights: the PyTorch and torchao figures that ours are compared with.
 
-bf16 GEMMs, or torchao's float8 in all linear layers but lm_head; fused AdamW; SDPA; torch.compile for each layer; FSDP2
-on several GPUs, with FP8 all-gather for PRECISION fp8. Batch 1 and no recompute unless an option says otherwise.
+bf16 GEMMs, or torchao's float8 in all linear layers but lm_head; SDPA; FSDP2 on several GPUs, with FP8 all-gather for
+PRECISION fp8. By default: fused AdamW, torch.compile for each layer, batch 1, no recompute.
 
   hf_train.py llama3.1-8b fp8 8192
   torchrun --nproc-per-node 4 hf_train.py llama3.1-8b bf16,fp8 2048,8192 --data data/tinystories_llama3_train.bin

@@ -166,7 +166,7 @@ def train(gradients, weights):
 
 
 def make_fused_weights(rng):
-    """Fused weights: lists of tensors. Sizes are odd, so that casts have ragged ends."""
+    """Fused weights: lists of tensors. Most sizes are no multiple of 8, so that casts have ragged ends."""
     normal = lambda n, size: rng.standard_normal(n).astype(f32) * f32(size)
     outliers, sparse, edge, ties = normal(500, 0.02), normal(131, 1), normal(99, 0.3), normal(257, 1)
     outliers[::71] *= f32(1e4)

@@ -6,7 +6,8 @@ torchao's goldens come from torchao's functions (MX with one correction: mx_copy
 te_recipes.py.
 
 FP8 data of a matrix x [R, C] are a matrix [outer, depth] of bytes (U8): `row` is the rowwise data, `col` the columnwise
-data, which are transposed. A scale covers values along the depth, with 128x128 a square of values.
+data, which are transposed. A scale covers values along the depth, with 128x128 a square of values. If scale_inv is
+[1, 1], it covers the whole tensor.
 CASE.GRAIN.USAGE.FORMAT holds the codes, and CASE.GRAIN.USAGE.FORMAT_inverse scale_inv: [outer, blocks along depth] (for
 128x128: [blocks, blocks]) in F32, or U8 for the E8M0 exponents of MX. NaN bytes are those of torch's CPU code, so
 compare NaNs as NaNs.

@@ -118,7 +118,7 @@ check "a recipe without GEMMs on this GPU is emulated" \
     table "$tmp/some" "bf16;rowwise $all;delayed failed;mxfp8 $all emulated"
 check "the table marks the emulated recipe" holds "$tmp/some/recipes.txt" "mxfp8 (emulated)"
 check "the table explains \"emulated\"" \
-    holds "$tmp/some/recipes.txt" "emulated: this GPU lacks the recipe's GEMMs"
+    holds "$tmp/some/recipes.txt" "emulated: operands are quantized, then multiplied in BF16"
 check "the table has the error of the recipe that failed" holds "$tmp/some/recipes.txt" "failed: something else"
 run "${some[@]}"
 check "a second start keeps the 3 finished runs" equal "$(grep -c 'done earlier' "$tmp/run.log")" 3

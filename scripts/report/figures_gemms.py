@@ -10,7 +10,7 @@ from report.page import Table
 from report.words import number
 
 BF16, FP8 = "#E3E3E3", "#BFD9EE"  # without an audit
-SATURATED, FLUSHED = 1e-4, 1e-2   # a GEMM gets a mark if a larger share of an operand's values is saturated, flushed
+SATURATED, FLUSHED = 1e-4, 1e-2   # a GEMM gets a mark if more of an operand is saturated or flushed to 0
 WORST = 3                         # operands of a run in the table of the lowest SQNR
 
 

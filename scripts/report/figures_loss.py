@@ -23,7 +23,7 @@ def draw_difference(comparison):
     if noise is not None:
         widest = float(noise.half_width.max())
         reach = max(reach, min(1.1 * widest, 4 * reach))
-        caption += (f" Grey: 95% of differences between BF16 runs that differ in the {comparison.noise_of} alone are "
+        caption += (f" Grey: 95% of differences between means of BF16 runs with another {comparison.noise_of} are "
                     f"within it ({words.count(noise.degrees, 'degree')} of freedom).")
         if widest > reach:
             caption += f" The grey band is up to {widest:.4f} wide on either side, beyond the axis."

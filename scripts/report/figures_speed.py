@@ -114,7 +114,7 @@ def draw(data, found):
         elif metric[0] == "mfu":
             left_out.append("MFU: the logs have no peak of the device (--peak-tflops of the trainer sets it).")
         elif metric[0] == "scaling" and len({place[2] for place in cells}) > 1:
-            left_out.append("Scaling efficiency: no run on one GPU to divide by.")
+            left_out.append("Scaling efficiency: no run on one GPU with equal model, T and precision.")
     models = {place[0] for place in cells}
     if len(models) > MODELS:
         left_out.append(f"Speed of {len(models) - MODELS} models: the figures have room for {MODELS}; see All runs.")

@@ -1,7 +1,8 @@
-"""Reads the log.jsonl of a run. A line that cannot be right raises Damaged, with its file and number.
+"""Reads the log.jsonl of a run. A line that cannot be right raises Damaged, with its file and number, unless it is
+a half-written last line.
 
 A resumed run appends a settings record. It may repeat steps, because its checkpoint may be older than the log's last
-line. Then all earlier records from the first repeated step on are dropped.
+line. Then the earlier records of these and later steps are dropped; earlier summaries are kept.
 """
 import dataclasses
 import fcntl

@@ -7,7 +7,7 @@ import numpy as np
 from report import words
 from report.style import means_of_windows
 
-CURVES = 5000   # points of all loss curves together; each has 10 to 100
+CURVES = 5000   # limit of the points of all loss curves together; the limit of one curve is 10 to 100
 
 
 def clean(value):

@@ -92,8 +92,8 @@ def make_parts(data, found, comparisons, price, tables):
         Part("gemms", "Which GEMM runs in FP8"),
         Part("memory", "Memory of a GPU"),
         Part("strip", "Clock, power, temperature and events"),
-        Part("runs", "All runs", "Loss: mean of the last 20 steps. Speeds: of the median step; the "
-             "first 10 steps do not count (in runs below 20 steps, the first half).",
+        Part("runs", "All runs", "Loss: mean of the last 20 finite losses (of all, if fewer). Speeds: of the median "
+             "step; the first 10 steps do not count (in runs below 20 steps, the first half).",
              [run_table(data)]),
     ]
     if len({pairs.place(run) for run in found.runs}) > 1:  # several models, lengths or numbers of GPUs: speed first
@@ -152,7 +152,7 @@ def markdown_table(table):
 
 
 def markdown(data, parts, drawings, title, figures):
-    """The page as Markdown, with links to the PNG files in the folder `figures`."""
+    """The main parts of the page as Markdown, with links to the PNG files in the folder `figures`."""
     blocks = [f"# {title}"] + [f"{TAGS[kind]} **{name}**{rest}".strip() for kind, name, rest in verdict_lines(data)]
     blocks += [f"Note: {problem}" for problem in data["problems"]]
     for part in parts:

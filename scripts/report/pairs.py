@@ -1,4 +1,4 @@
-"""Pairs FP8 runs with BF16 runs and calls scripts/verdict_stats.py. No statistics are computed here.
+"""Pairs FP8 runs with BF16 runs. The intervals and noise bands come from scripts/verdict_stats.py.
 
 A pair has equal FACTS (program, device, model and others), sequence length, seed, rounding seed, data and settings. It
 may differ in precision, fp8 options and the options in IGNORED. A pair that differs in more is refused, by name and
@@ -64,8 +64,8 @@ def data_differences(a, b):
 
 
 def start_differences(a, b, precision=False):
-    """What two settings records differ in, as texts. Leaves out IGNORED, and precision and fp8 options unless
-    `precision` is true."""
+    """What two settings records differ in, as texts. Leaves out IGNORED and fp8-audit. Unless `precision` is
+    true, leaves out precision and the other fp8 options too."""
     texts = [f"{key} is {a.get(key)} and {b.get(key)}" for key in FACTS if a.get(key) != b.get(key)]
     skip = IGNORED | {"precision", "train-data", "val-data"} if not precision else IGNORED | {"train-data", "val-data"}
     ours, theirs = a["settings"], b["settings"]
@@ -113,7 +113,7 @@ class Pair:
 
 @dataclasses.dataclass
 class Comparison:
-    """A model, length, number of GPUs and FP8 recipe against BF16. Every result is None where `why` has the reason."""
+    """A model, length, number of GPUs and FP8 recipe against BF16. `why` has reasons for missing results."""
     model: str
     length: int
     gpus: int
@@ -269,7 +269,8 @@ def noise_runs(comparison, runs):
 
 
 def validation_losses(comparison):
-    """Sets the last validation that all pairs have, and returns a function for by_seed. ValueError if there is none."""
+    """Sets the last validation that all pairs have, and returns a function for by_seed. ValueError if there is none,
+    or if the losses of its sequences are missing, not finite or of different number."""
     members = [run for pair in comparison.pairs for run in (pair.bf16, pair.fp8)]
     records = [{v["step"]: v for v in run.validations if v["step"] <= comparison.steps} for run in members]
     common = set.intersection(*map(set, records))

@@ -43,7 +43,8 @@ def kinds_of(comparison):
 
 
 def common_kind(kinds):
-    """One word for several verdicts: same only if all are, mixed if some cost and some gain."""
+    """One word for several verdicts: diverged if one diverged; mixed if one is mixed, or if some cost and some gain;
+    else costs or gains if one does; else same if one is the same; else none."""
     kinds = set(kinds)
     if "diverged" in kinds:
         return "diverged"
