@@ -66,9 +66,8 @@ static inline void traffic_print(const TrafficFacts *f) {
     const TrafficRanks *r = &t.ranks;
     printf("\n");
     if (!traffic_is_regular(r)) {
-        printf("no traffic plan and no estimate of a step: hosts of %lld ranks, shard groups of %lld and %lld ranks in "
-               "all "
-               "do not divide evenly\n",
+        printf("no traffic plan and no estimate of a step: hosts of %lld ranks, shard groups of %lld and %lld ranks "
+               "in all do not divide evenly\n",
                (long long)r->host_ranks, (long long)r->shard_size, (long long)r->world);
         return;
     }
