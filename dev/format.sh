@@ -22,8 +22,10 @@ is_pinned "$program" || program=build/clang-format/bin/clang-format
 if ! is_pinned "$program"; then
     [ -n "$install" ] || { echo "clang-format $version is not installed; make format installs it" >&2; exit 3; }
     python3 -m venv build/clang-format && build/clang-format/bin/pip install -q "clang-format==$version" || {
+        rm -rf build/clang-format
         echo "error: cannot install clang-format $version in build/clang-format, which needs python3-venv (Debian," \
-            "Ubuntu: apt install python3-venv) and network; or put clang-format $version on PATH" >&2
+            "Ubuntu: apt install python3-venv) and network; or put clang-format $version on PATH. Without it the code" \
+            "stays as it is; CI checks its format" >&2
         exit 1
     }
 fi

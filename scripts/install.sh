@@ -53,9 +53,9 @@ find_nvcc() {
     command -v nvcc >/dev/null
 }
 
-# Succeeds if NCCL_HOME is set (it is not checked), or if nccl.h is in a folder of the system or of CUDA, or in the
-# Python package nvidia-nccl, which PyTorch installs. In the last case it sets NCCL_HOME to the package's folder. If it
-# finds nothing, it prints what to install and fails.
+# Succeeds if NCCL_HOME is set (it is not checked), or if nccl.h is in a folder named below, or in the Python package
+# nvidia-nccl, which PyTorch installs. In the last case it sets NCCL_HOME to the package's folder. If it finds nothing,
+# it prints what to install and fails.
 find_nccl() {
     local folder
     [ -n "${NCCL_HOME:-}" ] && return 0

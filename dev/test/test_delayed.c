@@ -42,7 +42,8 @@ static void test_passes(int64_t window, int margin, Fp8Format format) {
     free(history), free(expected);
 }
 
-// Cases that Transformer Engine leaves open, or never has because it starts with scale 1.
+// Single cases with exact results: a scale of 0 (which Transformer Engine never has, because it starts with scale 1),
+// amaxes of 0, NaN and infinity, a window of one with a margin, and the smallest amax.
 static void test_edges(void) {
     const uint32_t nan = 0x7fc00000u, infinity = 0x7f800000u;
     float history[3] = {0, 0, 0}, scale = 0;

@@ -23,7 +23,7 @@ typedef struct {
 
 // The hardware and the software of one rank.
 typedef struct {
-    char name[256], versions[256];  // name of the GPU or CPU; versions of compiler, CUDA and libraries
+    char name[256], versions[256];  // GPU or CPU; versions of CUDA and its libraries, or of the CPU's compiler
     double peak_bf16;               // dense FLOP/s; 0: not known
     char pci_bus_id[32];            // the GPU's address; "": a CPU
 } DeviceInfo;

@@ -229,7 +229,8 @@ enum { FREE, MUST_MATCH };
          "wait for each other, or a rank's call on a file does not return (4 times as many while loading, saving or " \
          "exporting); a rank that does not respond at all is stuck sooner: after a sixth of this time, or after 10 " \
          "seconds if that is longer (never later than --stall-timeout); a rank that computes, and waits for no NCCL " \
-         "operation, is never stuck") \
+         "operation, is never stuck; if the MPI library allows calls from one thread alone (a warning says so), the " \
+         "run ends once a rank has waited this long for others") \
     GROUP("plan (--dry-run)") \
     INT(world_size, "world-size", 0, 0, 1 << 20, FREE, \
          "with --dry-run: number of ranks to plan for, without mpirun; 0: the ranks that were started") \

@@ -25,7 +25,7 @@
 typedef struct {
     const char *program;   // "train_fp8", "train_fp8cu"
     const char *device;    // GPU's name, or "CPU, 2 threads"
-    const char *versions;  // compiler, CUDA and libraries, as free text
+    const char *versions;  // CUDA and its libraries, or the CPU's compiler, as free text
     int64_t world_size;    // number of ranks
     double peak_bf16;      // dense FLOP/s of one GPU; 0: unknown, mfu and sol are n/a
     bool resumed;          // the run continues from a checkpoint

@@ -168,8 +168,9 @@ typedef struct {
 } StartOptions;
 
 // True if an option is printed. The line of options has each option that the command line names, unless the program
-// changed its value. The line of `derived` options has each option that the program or another option (--msamp) set, if
-// start_concerns is true for it. Neither line has --train-data.
+// changed its value; if --msamp comes later on the command line, the value is that of --msamp. The line of `derived`
+// options has each other option that the program or --msamp set, if start_concerns is true for it. Neither line has
+// --train-data.
 static inline bool start_prints(const StartOptions *s, const OptionRow *row, bool derived) {
     char value[PATH_CAPACITY], given[PATH_CAPACITY], standard[PATH_CAPACITY];
     const Options defaults = options_default();
