@@ -49,8 +49,8 @@ class BadInput(Exception):
     """Ends the program with a message."""
 
 
-# ---- tokenizers. Each has: name; separator, an id; vocabulary, the largest id + 1; encode(texts): the ids of each text;
-# table(): the bytes of each id
+# ---- tokenizers. Each has: name; separator, an id; vocabulary, the largest id + 1; encode(texts): the ids of each
+# text; table(): the bytes of each id
 
 
 class ByteTokenizer:

@@ -42,8 +42,8 @@ BF16, so a positive difference is a cost. Intervals are two-sided, with 95% conf
    together. Seconds may be joules or money instead.
 
 The smallest detectable difference is the true difference for which such an interval excludes 0 in 80% of repetitions
-(power of the t-test, noncentral t). The paired design, trailing means and matched losses follow marin-community/marin
-#7271.
+(power of the t-test, noncentral t). The paired design, trailing means and matched losses follow issue 7271 of
+marin-community/marin.
 """
 import dataclasses
 import math

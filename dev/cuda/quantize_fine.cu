@@ -24,8 +24,8 @@ static const char *const fill_names[NUM_FILLS] = {"mixed",    "NaN",         "in
                                                   "denormal", "below 1e-12", "huge"};
 
 // Mixed input has rows and columns of very different size, outliers, denormals, a row and a column of zeros and, if the
-// tensor is large enough, a square of zeros. FILL_NAN and FILL_INFINITY are mixed input with three NaNs or infinities
-// in it. The other fills are normal values times a constant.
+// tensor is large enough, a square of zeros. So a tensor of one row is all zeros. FILL_NAN and FILL_INFINITY are mixed
+// input with three NaNs or infinities in it. The other fills are normal values times a constant.
 static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
     const float scales[NUM_FILLS] = {1, 1, 1, 0, 1e-39f, 1e-14f, 1e37f};
     bf16_bits *x = bench_normal(31, R * C, scales[fill]);

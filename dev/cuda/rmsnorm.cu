@@ -148,8 +148,8 @@ static void check_watch(int64_t R, int64_t C, float value, float eps, bool bad) 
     CHECK(*got == (bad ? 6 : none),
           "%lld x %lld with a value of %g, eps %g: norm 6 is named if the row is bad, else none; got %u", (long long)R,
           (long long)C, value, eps, *got);
-    // The CPU adds squares in double, so it accepts finite rows whose squares overflow fp32. On all other rows GPU and
-    // CPU agree.
+    // The CPU adds squares in double, so it accepts finite rows whose sum of squares overflows fp32. On the other rows
+    // of this test GPU and CPU agree.
     if (!isfinite(value) || isfinite(value * value))
         CHECK(!float_is_positive(rms_reciprocal(row_values, C, eps)) == bad,
               "the CPU finds the same rows bad; this one has %g, eps %g", value, eps);
