@@ -245,7 +245,7 @@ static const char *story_remember(Story *s, const char *slot, const char *other,
     return r->word;
 }
 
-// Returns a name or pronoun of one of the two characters; NULL if `slot` is something else.
+// Returns a word for one of the two characters: a name, a pronoun, "girl" or "boy". NULL if `slot` is something else.
 static const char *character_word(Story *s, const char *slot) {
     bool hero_girl = s->hero_is_girl, friend_girl = s->friend_is_girl;
     if (strcmp(slot, "hero") == 0) return story_remember(s, "hero", "friend", find_list(hero_girl ? "girl" : "boy"));

@@ -46,7 +46,7 @@ static inline void *bench_download(const void *device, int64_t bytes, const char
     CUDA_CHECK(cudaMemcpy(host, device, (size_t)(bytes + BENCH_GUARD_BYTES), cudaMemcpyDeviceToHost));
     int written = 0;
     for (int i = 0; i < BENCH_GUARD_BYTES; i++) written += host[bytes + i] != BENCH_POISON;
-    CHECK(written == 0, "%s: no byte behind the buffer was written; %d were", label, written);
+    CHECK(written == 0, "%s: %d bytes behind the buffer were written; expected none", label, written);
     return host;
 }
 

@@ -478,7 +478,11 @@ refused 4 2 "unknown option --batch" tiny --batch 3
 refused 4 1 "no token shard matches" tiny --train-data "$tmp/nothing.bin"
 refused 3 2 "shard-size 2 does not divide the 3 ranks" tiny $data --sharding hybrid --shard-size 2
 # Without --shard-size, a shard group is the ranks of one host: here one rank.
-refused 1 2 "no weights are gathered" tiny $data --sharding hybrid --copy-engines on
+alone_without_copies() {
+    ./train_fp8 tiny $data --sharding hybrid --copy-engines on >"$tmp/refused.out" 2>&1
+    [ $? -eq 2 ] && grep -q "^error: --copy-engines on: .*no weights are gathered" "$tmp/refused.out"
+}
+check "--copy-engines on is refused if hybrid's shard groups have one rank each" alone_without_copies
 refused 2 2 "world-size is for --dry-run" tiny $data --world-size 2
 refused 2 1 "already holds step-00000004" $common --checkpoint-dir "$tmp/ck"
 message="the gradient norm is .* counts as not finite. The problem begins in the .* of layer .*, in backward order, is"

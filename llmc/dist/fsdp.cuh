@@ -266,7 +266,8 @@ static inline GradientSum fsdp_embedding_sum(const Fsdp *f) {
     return s;
 }
 
-// Zeroes the padding between and after a unit's tensors, which is reduced with them. Matrices have none between them.
+// Zeroes the padding between and after a unit's vectors, and after its matrices: it is reduced with them. Matrices have
+// none between them.
 static inline void fsdp_zero_padding(Fsdp *f, int64_t l) {
     const FsdpUnit g = fsdp_gradients(f, l);
     const int64_t *elements = l == ROOT ? f->root_elements : f->layer_elements, *slices = slice_sizes(&f->plan, l);
@@ -279,9 +280,9 @@ static inline void fsdp_zero_padding(Fsdp *f, int64_t l) {
 }
 
 // Makes the compute stream wait until the last reduction from the unit's gradient buffer is done, and zeroes the
-// padding of the unit's gradient. Call it before the first write to that gradient in a micro-step. Call it with ROOT
-// before the loss: the compute stream then waits for all buffers, because the loss may use the buffers of layers
-// (fsdp_loss_span).
+// padding of the unit's vectors and matrices. Call it before the first write to that gradient in a micro-step. Call it
+// with ROOT before the loss: the compute stream then waits for all buffers, because the loss may use the buffers of
+// layers (fsdp_loss_span).
 static inline void fsdp_begin_gradients(Fsdp *f, int64_t l) {
     const int buffer = fsdp_gradient_buffer(l);
     for (int i = 0; fsdp_is_sharded(f) && i < 1 + FSDP_GRADIENT_BUFFERS; i++)

@@ -52,8 +52,8 @@ typedef struct {
     bool running, ending;
     GpuReading latest;
     double read_at;      // seconds_now() at which latest.joules was read
-    double reported;     // joules that the last gpu_monitor_read returned: the next one does not return less
-    double reported_at;  // seconds_now() of that call; 0: there was none
+    double reported;     // the last finite joules that gpu_monitor_read returned: later ones are not less
+    double reported_at;  // seconds_now() of that read; 0: there was none
 } GpuMonitor;
 
 // Names of the bits of GpuReading.throttle (nvmlClocksEventReasons), the lowest first. Idle clocks (bit 0), application
