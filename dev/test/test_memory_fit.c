@@ -61,25 +61,32 @@ static void test_single(void) {
     c = case_of(1, 45), c.options.grad_clip = 1;
     check_says("recompute", &c,
                "needs 50.0 GiB of memory for each rank, and the limit is 45.0 GiB; with --recompute mlp it needs "
-               "45.0 GiB, and a step takes about 13% longer; or use 2 ranks (mpirun -np 2)");
+               "45.0 GiB, and a step on a GPU takes about 13% longer; or use 2 ranks (mpirun -np 2)");
     c.available = 44;
-    check_says("recompute all", &c, "with --recompute layer it needs 41.0 GiB, and a step takes about 20% longer");
+    check_says("recompute all", &c,
+               "with --recompute layer it needs 41.0 GiB, and a step on a GPU takes about 20% longer");
     c.options.recompute = RECOMPUTE_MLP;
-    check_says("recompute more", &c, "and the limit is 44.0 GiB; with --recompute layer it needs 41.0 GiB");
+    check_says(
+        "recompute more", &c,
+        "and the limit is 44.0 GiB; with --recompute layer it needs 41.0 GiB, and a step on a GPU takes about 7% "
+        "longer");
     c = case_of(1, 49);
     check_says("optimizer in the backward pass", &c, "with --optimizer-in-backward it needs 48.0 GiB");
     c.options.grad_clip = 1;
-    check_says("recompute the norms", &c, "with --recompute norm it needs 49.0 GiB, and a step takes about 2% longer");
+    check_says("recompute the norms", &c,
+               "with --recompute norm it needs 49.0 GiB, and a step on a GPU takes about 2% longer");
     c = case_of(2, 50);
     check_says("recompute before batch 1", &c,
-               "with --recompute mlp it needs 50.0 GiB, and a step takes about 13% longer");
+               "with --recompute mlp it needs 50.0 GiB, and a step on a GPU takes about 13% longer");
     c = case_of(2, 41), c.options.recompute = RECOMPUTE_LAYER, c.options.grad_clip = 1;
     check_says("batch 1", &c,
-               "with --batch-size 1 --grad-accumulation-steps 2 it needs 41.0 GiB, and a step takes about 28% longer");
+               "with --batch-size 1 --grad-accumulation-steps 2 it needs 41.0 GiB, and a step on a GPU takes about 28% "
+               "longer");
     c.options.grad_accumulation_steps = 3;
     check_says("the global batch stays", &c, "with --batch-size 1 --grad-accumulation-steps 6 it");
     c = case_of(1, 50), c.options.fp8_weight_cache = ON;
-    check_says("weight cache", &c, "with --fp8-weight-cache off it needs 50.0 GiB, and a step takes about 1% longer");
+    check_says("weight cache", &c,
+               "with --fp8-weight-cache off it needs 50.0 GiB, and a step on a GPU takes about 1% longer");
     c = case_of(1, 50), c.options.optimizer_state = MOMENTS_FP32;
     check_says("moments", &c, "with --optimizer-state bf16 it needs 50.0 GiB; or use 2 ranks");
     c.options.master_weights = STORAGE_FP32;
@@ -94,7 +101,8 @@ static void test_single(void) {
 static void test_fp8_activations(void) {
     Case c = case_of(1, 47);
     c.options.precision = PRECISION_FP8, c.options.grad_clip = 1;
-    check_says("FP8 activations suffice", &c, "with --fp8-activations on it needs 47.0 GiB, and a step takes about 3%");
+    check_says("FP8 activations suffice", &c,
+               "with --fp8-activations on it needs 47.0 GiB, and a step on a GPU takes about 3%");
     c.available = 46;
     check_says("with norms", &c, "with --recompute norm --fp8-activations on it needs 46.0 GiB");
     c.available = 41;
@@ -110,11 +118,12 @@ static void test_combinations(void) {
     c.options.fp8_weight_cache = ON, c.options.optimizer_state = MOMENTS_FP32, c.options.master_weights = STORAGE_FP32;
     check_says("all of them", &c,
                "with --fp8-weight-cache off --optimizer-state bf16 --master-weights bf16 --recompute layer it needs "
-               "41.0 GiB, and a step takes about 21% longer");
+               "41.0 GiB, and a step on a GPU takes about 21% longer");
     c.available = 30;
-    check_says("the last resort", &c,
-               "--master-weights bf16 --recompute layer --offload moments it needs 30.0 GiB, and a step takes about "
-               "24% longer, and each step copies the offloaded data to the GPU and back");
+    check_says(
+        "the last resort", &c,
+        "--master-weights bf16 --recompute layer --offload moments it needs 30.0 GiB, and a step on a GPU takes about "
+        "24% longer, and each step copies the offloaded data to the GPU and back");
     c.available = 27;
     check_says("nothing fits", &c,
                "with --fp8-weight-cache off --optimizer-state coat-stochastic --master-weights bf16 --recompute layer "
@@ -140,7 +149,7 @@ static void test_combinations(void) {
 static void test_backward(void) {
     Case c = case_of(1, 48);
     check_says("the optimizer in the backward pass", &c,
-               "with --optimizer-in-backward it needs 48.0 GiB, and a step takes about 1% longer");
+               "with --optimizer-in-backward it needs 48.0 GiB, and a step on a GPU takes about 1% longer");
     c.options.grad_clip = 1;
     check_says("not with clipping", &c, "with --recompute attention it needs 47.0 GiB");
     c = case_of(1, 48), c.options.on_nonfinite = NONFINITE_SKIP;

@@ -84,8 +84,8 @@ static inline const char *memory_fit_with_moments(Offloaded out) {
     return lists[out.master][out.activations];
 }
 
-// Makes one of the changes above, and writes its options as a user gives them. False if the run has them already, or
-// cannot have them.
+// Makes one of the changes above, and writes its options as a user gives them. False if the run has them already,
+// cannot have them, or if they would save nothing or change how --grad-clip acts.
 static inline bool memory_fit_change(Options *o, const Comm *c, int change, char *words, size_t capacity) {
     switch (change) {
     case FIT_WEIGHT_CACHE_OFF:
@@ -174,6 +174,8 @@ static inline bool memory_fit_combine(const MemoryFit *f, int set, MemoryCombina
         if (!memory_fit_change(&o, f->comm, i, out->words + used, sizeof out->words - used)) return false;
         out->price += memory_fit_costs[i].price, out->percent += memory_fit_costs[i].percent;
     }
+    if (recomputes && f->options->recompute != RECOMPUTE_NONE)  // this time is spent already
+        out->percent -= memory_fit_costs[FIT_RECOMPUTE + (int)f->options->recompute - 1].percent;
     out->bytes = memory_fit_bytes(f, &o, f->comm->world);
     return true;
 }
@@ -223,7 +225,8 @@ static inline void memory_fit_advice(const MemoryFit *f, char *out, size_t capac
     const int64_t ranks = memory_fit_ranks(f);
     const bool copies = best.price >= memory_fit_costs[FIT_OFFLOAD].price;
     char longer[64] = "";
-    if (best.percent) format_checked(longer, sizeof longer, ", and a step takes about %d%% longer", best.percent);
+    if (best.percent)
+        format_checked(longer, sizeof longer, ", and a step on a GPU takes about %d%% longer", best.percent);
     if (best.bytes <= f->available)
         format_checked(out, capacity, "with%s it needs %.1f GiB%s%s", best.words, (double)best.bytes / GiB, longer,
                        copies ? ", and each step copies the offloaded data to the GPU and back" : "");
