@@ -490,6 +490,9 @@ static void test_keep(void) {
     format_checked(path, sizeof path, "%s/step-00000096.1/thesis", dir);
     CHECK(path_exists(path) && checkpoint_is_leftover("step-00000096.1") == false,
           "step-00000096.1 is no leftover and keeps its file %s", path);
+    CHECK(checkpoint_step_of("step-00000123", "") == 123 && checkpoint_step_of("step-123456789", "") == 123456789 &&
+              checkpoint_step_of("step-000000123", "") == -1 && checkpoint_step_of("step-0000123", "") == -1,
+          "only names that a save gives are names of checkpoints");
     remove_tree(dir);
     free((char *)dir);
     trainer_free(t);

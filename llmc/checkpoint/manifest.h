@@ -185,12 +185,13 @@ static inline bool checkpoint_check_file(const char *checkpoint, const Json *jso
            fail(failure, "%s is damaged: its XXH64 hash is %s instead of %s", path, found, expected->text);
 }
 
-// Returns the step in a folder name "step-00000123", with 8 to 18 digits, followed by `suffix`; -1 for other names.
+// Returns the step in a folder name "step-00000123", as checkpoint_name writes it, followed by `suffix`; -1 for other
+// names.
 static inline int64_t checkpoint_step_of(const char *name, const char *suffix) {
     if (strncmp(name, "step-", 5) != 0) return -1;
     const char *digits = name + 5;
     const size_t n = strspn(digits, "0123456789");
-    if (n < 8 || n > 18 || strcmp(digits + n, suffix) != 0) return -1;
+    if (n < 8 || n > 18 || (n > 8 && *digits == '0') || strcmp(digits + n, suffix) != 0) return -1;
     return strtoll(digits, NULL, 10);
 }
 
