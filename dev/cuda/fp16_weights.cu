@@ -88,7 +88,7 @@ static void model_free(Model *m) {
     parameter_table_free(&m->t);
 }
 
-// A rank's part on the GPU.
+// A rank's shard of the masters, with the scales of all tensors, on the GPU.
 typedef struct {
     ShardPlan plan;
     Fp16Weights w;

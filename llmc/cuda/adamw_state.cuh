@@ -1,4 +1,4 @@
-// Places a rank's weights and AdamW's state in GPU memory.
+// Places a rank's weights, and AdamW's state unless it is offloaded, in GPU memory.
 #ifndef LLMC_ADAMW_STATE_CUH
 #define LLMC_ADAMW_STATE_CUH
 

@@ -80,7 +80,7 @@ static inline void head_norm_backward(float *dn, const float *x, const float *w,
 }
 
 // Turns dout, the gradient of the rotated qkv, into dqkv, the gradient of the projection's output `qkv`; dqkv may be
-// dout. dq_norm and dk_norm [HD] get the gradients of the norms' weights, summed over all rows and heads; without
+// dout. Sets dq_norm and dk_norm [HD] to the gradients of the norms' weights, summed over all rows and heads; without
 // QK-norm they are not used.
 static inline void qknorm_rope_backward_reference(float *dqkv, float *dq_norm, float *dk_norm, const float *dout,
                                                   const float *qkv, const float *q_norm, const float *k_norm,

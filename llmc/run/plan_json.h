@@ -89,7 +89,7 @@ static inline void plan_json_gemms(JsonText *out, const PlanFacts *f) {
     json_text_add(out, "]");
 }
 
-// Adds the hash that tells one set of shards from another (dataloader_identity).
+// Adds the hash of the shards' headers, order and some of their tokens (dataloader_identity).
 static inline void plan_json_fingerprint(JsonText *out, const char *key, const DataIdentity *identity) {
     char text[32];
     format_checked(text, sizeof text, FINGERPRINT_FORMAT, (unsigned long long)identity->fingerprint);
