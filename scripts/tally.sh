@@ -9,6 +9,9 @@ check() {
     if "$@"; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "FAILED: $name"; fi
 }
 
+# Prints the process ids of the children of process $1. A bare Debian has no pgrep.
+children() { grep -lsx "PPid:[[:space:]]*$1" /proc/[0-9]*/status | cut -d/ -f3; }
+
 # Commands for check. equal: two texts are equal. holds, lacks: file $1 contains the text $2, or does not.
 equal() { [ "$1" = "$2" ] || { echo "\"$1\" is not \"$2\""; false; }; }
 holds() { grep -Fq -- "$2" "$1" || { echo "$1 does not hold \"$2\":"; tail -n 12 "$1"; false; }; }

@@ -206,7 +206,7 @@ fails folder 1 "rank 0 on $host: --init-from file:$tmp/none/meet: cannot write .
 pids=()
 rank stale 0 2 "file:$tmp/stale.meet"
 await_line "$tmp/stale.meet" '^address'
-kill -KILL $(pgrep -P "${pids[0]}")
+kill -KILL $(children "${pids[0]}")
 wait "${pids[0]}" 2>/dev/null
 check "a killed rank 0 leaves its file" [ -s "$tmp/stale.meet" ]
 ranks stale 2 "file:$tmp/stale.meet" --num-steps 2
@@ -303,7 +303,7 @@ begin() {
     await_line "$tmp/$name.0.out" '^step  *5/' || cat "$tmp/$name".*.err
 }
 # Prints the process id of the trainer of rank $1, which is a child of timeout.
-process() { pgrep -P "${pids[$1]}"; }
+process() { children "${pids[$1]}"; }
 for victim in 0 1; do
     begin killed$victim 3
     start=$SECONDS

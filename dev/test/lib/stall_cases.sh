@@ -32,7 +32,7 @@ stall_end() {
     local start=$SECONDS pid=${launched[$1]}
     while kill -0 $pid 2>/dev/null && [ $((SECONDS - start)) -lt "$2" ]; do sleep 0.1; done
     took=$((SECONDS - start)) status=running
-    if kill -0 $pid 2>/dev/null; then kill -9 $(pgrep -P $pid) $pid 2>/dev/null; else wait $pid; status=$?; fi
+    if kill -0 $pid 2>/dev/null; then kill -9 $(children $pid) $pid 2>/dev/null; else wait $pid; status=$?; fi
 }
 # Checks that run $1 ends by itself within $2 seconds, with status 6 (EXIT_LOST) and exactly one error line, which
 # matches $3.
