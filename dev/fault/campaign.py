@@ -662,7 +662,7 @@ def main():
     parser.add_argument("--at", type=int, help="only one point of each row: the number of the call, or of the point; "
                                                "fuzz ignores it")
     parser.add_argument("--keep", action="store_true",
-                        help="keep the points' folders, and print the folder of each point that passes")
+                        help="keep the points' folders, and print their names")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(),
                         help="number of points that run at the same time [number of cores]; in ranks, three times it")
     args = parser.parse_args()
