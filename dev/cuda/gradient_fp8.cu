@@ -7,7 +7,7 @@
 #include "../../llmc/reference/adamw.h"
 #include "adamw_parts.cuh"
 
-enum { MICRO_STEPS = 3, KINDS = 8 };
+enum { MICRO_STEPS = 3, KINDS = 8, RANDOM_WEIGHTS = 1 << 20 };
 
 // The bf16 gradients of one micro-step, and FP8 gradients on the GPU and on the host.
 typedef struct {
@@ -417,7 +417,8 @@ static Optimizer optimizer_create(const Gradients *g, Variant v) {
     const int64_t n = g->t.total, scales = MSAMP_STATES * g->t.count, first = adamw_moment_bytes(v.moments);
     float *weights = (float *)xcalloc((size_t)n, sizeof *weights),
           *ones = (float *)xcalloc((size_t)scales, sizeof *ones);
-    for (int64_t i = 0; i < n; i++) weights[i] = rng_normal(rng_key(3, 0), (uint64_t)i) * 0.02f;
+    for (int64_t i = 0; i < n; i++)  // the values repeat: random numbers for all of llama3.2-1b take minutes
+        weights[i] = i < RANDOM_WEIGHTS ? rng_normal(rng_key(3, 0), (uint64_t)i) * 0.02f : weights[i - RANDOM_WEIGHTS];
     for (int64_t i = 0; i < scales; i++) ones[i] = 1024;
     a->weights = (bf16 *)keep(&o, upload_floats(weights, n, false), n * 2);
     a->moments = v.moments;
