@@ -23,8 +23,8 @@ typedef enum {
 static const char *const fill_names[NUM_FILLS] = {"mixed",    "NaN",         "infinity", "zero",
                                                   "denormal", "below 1e-12", "huge"};
 
-// Mixed input has rows and columns of very different size, outliers, denormals, a row and a column of zeros and, if the
-// tensor is large enough, a square of zeros. So a tensor of one row is all zeros. FILL_NAN and FILL_INFINITY are mixed
+// Mixed input has rows and columns of very different size, outliers, denormals, a column of zeros, if there are several
+// rows also a row of zeros and, if the tensor is large enough, a square of zeros. FILL_NAN and FILL_INFINITY are mixed
 // input with three NaNs or infinities in it. The other fills are normal values times a constant.
 static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
     const float scales[NUM_FILLS] = {1, 1, 1, 0, 1e-39f, 1e-14f, 1e37f};
@@ -36,7 +36,7 @@ static bf16_bits *make_input(Fill fill, int64_t R, int64_t C) {
         float v = bf16_to_float(x[i]) * exp2f((float)((r * 7 + 3) % 23 - 11)) * exp2f((float)((c / 3 * 5) % 13 - 6));
         if (random % 193 == 0) v *= 3000;
         if (random % 509 == 1) v *= 1e-36f;
-        if (r == R / 3 || c == C / 2 || (r >= 128 && r < 256 && c >= 128 && c < 256)) v = 0;
+        if ((R > 1 && r == R / 3) || c == C / 2 || (r >= 128 && r < 256 && c >= 128 && c < 256)) v = 0;
         x[i] = bf16_from_float(v);
     }
     for (int i = 0; i < 3 && fill == FILL_NAN; i++) x[R * C * (2 * i + 1) / 6] = i == 1 ? 0xffc1 : 0x7fc0;
