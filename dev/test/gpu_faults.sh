@@ -15,7 +15,7 @@ start_endless() {
         --checkpoint-every 20 >"$tmp/$1.log" 2>&1 </dev/null &
     launched=$!
     for _ in $(seq 300); do grep -q '^saved' "$tmp/$1.log" && break; sleep 0.1; done
-    ranks=($(pgrep -P $launched -f train_fp8cu))
+    ranks=($(for pid in $(children $launched); do grep -q train_fp8cu /proc/$pid/cmdline && echo $pid; done))
     [ ${#ranks[@]} -eq $W ] || bad "$1: ${#ranks[@]} ranks are running: $(tail -n 3 "$tmp/$1.log")"
 }
 alive() { for pid in "${ranks[@]}"; do kill -0 $pid 2>/dev/null && echo $pid; done; }
