@@ -196,7 +196,8 @@ static inline bool file_write_at(int fd, const char *path, int64_t offset, const
 // Finds the size of a regular file. Fails if `path` does not name one.
 static inline bool file_size(const char *path, int64_t *bytes, Failure *failure) {
     struct stat s;
-    if (FILE_WORK("stat", path, stat(path, &s))) return fail(failure, "cannot open %s: %s", path, strerror(errno));
+    if (FILE_WORK("stat", path, stat(path, &s)))
+        return fail(failure, "cannot read the size of %s: %s", path, strerror(errno));
     if (!S_ISREG(s.st_mode)) return fail(failure, "%s is not a file", path);
     *bytes = (int64_t)s.st_size;
     return true;
