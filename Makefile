@@ -19,7 +19,8 @@ CFLAGS = -std=gnu11 -O3 -march=native -fvect-cost-model=cheap -fopenmp -pthread 
 SANITIZE = -std=gnu11 -O1 -g -march=native -fopenmp -pthread -ffp-contract=off $(WARNINGS) \
 	-fsanitize=address,undefined -fno-sanitize-recover=all $(MPI_CFLAGS)
 LIBS = $(MPI_LIBS) -lm
-# Code for Hopper; other GPUs of compute capability 8.0 and above run the portable kernels: make CUDA_ARCH=80
+# Code for Hopper. Other GPUs of compute capability 8.0 and above run the portable kernels, in a program that is built
+# for them: make CUDA_ARCH=80 for compute capability 8.0
 CUDA_ARCH ?= 90a
 CUDA_TARGET = -gencode=arch=compute_$(CUDA_ARCH),code=sm_$(CUDA_ARCH) '-DCUDA_ARCH="$(CUDA_ARCH)"'
 NVCCFLAGS = -std=c++17 -O3 $(CUDA_TARGET) -Xcompiler -Wall,-Wextra,-Werror -Werror all-warnings $(MPI_CFLAGS) \

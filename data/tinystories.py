@@ -35,7 +35,8 @@ READ_BYTES = 1 << 20
 BATCH_CHARS = 4 << 20  # text encoded in one call: enough to keep all threads busy
 LONGEST_STORY = 64 << 20  # a file with LONGEST_STORY + READ_BYTES bytes and no <|endoftext|> in them is refused
 VAL_EVERY = 50  # without validation text, each 50th story is validation
-DOWNLOAD_TRIES = 5  # gives up after so many attempts in a row without a new byte; at once while there is no byte at all
+# Gives up after so many attempts in a row without a new byte (the very first counts too); at once if there is no byte.
+DOWNLOAD_TRIES = 5
 SHARD_HEADER_INTS = 256
 SHARD_U32, SHARD_U16 = (20240801, 7), (20240520, 1)  # magic, version
 SHARD_U32_LONG_VERSION = 8  # 64-bit count in words 2 and 3

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # From a fresh machine (Debian 12, Ubuntu 24.04) to a trained model that tells a story: installs the build tools that
 # are missing, builds, makes story text, trains, and prints a sample. Uses a GPU if there is one (with nvcc and NCCL),
-# else the CPU. Takes a few minutes. STEPS (steps to train) and OUT (folder of the log) are for the tests.
+# else the CPU. The GPU must be a Hopper, or one that has FP8 and whose architecture CUDA_ARCH names (Makefile). Takes a
+# few minutes. STEPS (steps to train) and OUT (folder of the log) are for the tests.
 set -eu
 cd "$(dirname "$0")/.."
 . scripts/install.sh
 take_none "usage: scripts/quickstart.sh
 Installs the build tools that are missing, builds, makes story text, trains a small model for a few minutes and prints
-a story that it tells: on the GPU if there is one (with nvcc and NCCL), else on the CPU. The log goes to
-log/quickstart." "$@"
+a story that it tells: on the GPU if there is one (with nvcc and NCCL), else on the CPU. A GPU that is not a Hopper
+needs its architecture in CUDA_ARCH, and FP8 (compute capability 8.9 or above): CUDA_ARCH=89 scripts/quickstart.sh.
+The log goes to log/quickstart." "$@"
 install_tools
 
 output=$(mktemp)
