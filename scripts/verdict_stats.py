@@ -356,12 +356,15 @@ def loss_matched_speedup(bf16, fp8, bf16_seconds, fp8_seconds, share=0.75, seed=
                    at_bf16 / at_fp8, pairs)
 
 
+def covers_runs(difference):
+    """False for one pair without the noise of rounding: the interval does not cover the noise from run to run."""
+    return difference.pairs > 1 or ROUNDING in difference.covers
+
+
 def verdict(difference):
     """The verdict in words."""
     estimate, low, high = difference.estimate, difference.low, difference.high
-    note = ""
-    if difference.pairs == 1 and ROUNDING not in difference.covers:
-        note = "; one pair of runs, so the noise from run to run is not covered"
+    note = "" if covers_runs(difference) else "; one pair of runs, so the noise from run to run is not covered"
     if low <= 0 <= high:
         return Verdict("same", f"cannot be told apart from BF16: {estimate:+.4f} [{low:+.4f}, {high:+.4f}] in loss, "
                                f"where {difference.detectable:.4f} would have been seen{note}")
