@@ -140,6 +140,7 @@ check_options() {
             --train-data | --sequence-length | --num-steps | --precision | --log-dir)
                 fail "${word%%=*} is set by the sweep; see --help" ;;
             --fp8-recipe) fail "--fp8-recipe is set by the sweep: --precisions fp8:RECIPE" ;;
+            --msamp) fail "--msamp sets --precision, also of BF16 runs; give the other options of its level instead" ;;
             --checkpoint-dir | --resume | --export-hf) fail "${word%%=*}: runs of a sweep keep no checkpoints" ;;
             --dry-run | --help | --json | --list | --world-size)
                 fail "${word%%=*} trains nothing; --dry-run before the -- prints every run's command" ;;
