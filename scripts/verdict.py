@@ -36,6 +36,7 @@ import datetime
 import glob
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -127,6 +128,8 @@ def check_extra(extra):
             fail(f"--{name} is set by the verdict; see --help")
         if name in NOT_HERE:
             fail(f"--{name} makes no sense in a run of a verdict; leave it out")
+        if name == "msamp":
+            fail("--msamp sets --precision, also of BF16 runs; give the other options of its level instead")
 
 
 def data_of(model, given):
@@ -246,6 +249,9 @@ class Plan:
             fail(f"{steps} steps are too few for an interval; at least 40 are needed")
         return steps
 
+    def val_every(self, model):
+        return max(1, self.steps[model] // 6)
+
     def tokens(self, model):
         s = self.described[model]["settings"]
         return self.steps[model] * self.gpus * self.length * s["batch-size"] * s["grad-accumulation-steps"]
@@ -261,7 +267,7 @@ class Plan:
                  str(seed)]
         words += ["--rounding-seed", str(rounding)] if rounding is not None else []
         words += schedule(self.o, steps or self.steps[model]) + ["--val-steps", str(VALIDATION_SEQUENCES)]
-        words += ["--val-every", str(max(1, self.steps[model] // 6))] if steps is None else []
+        words += ["--val-every", str(self.val_every(model))] if steps is None else []
         return (launch + words + ["--log-every", "100", "--log-dir", folder] + precision_words(recipe) +
                 extra_words(recipe, self.extra))
 
@@ -320,13 +326,14 @@ def slots_of(plan):
 
 
 def check_folder(plan, runs):
-    """Returns the entries of verdict.json for runs that this start does not have. If settings differ, returns none.
+    """Returns (the entries of verdict.json for runs that this start does not have, the settings that differ, as texts).
 
-    Dies if verdict.json is damaged, or if settings differ and a run of the folder is finished.
+    If settings differ, there are no entries. Dies if verdict.json is damaged, or if settings differ and a run of the
+    folder is finished.
     """
     path = os.path.join(plan.o["out"], "verdict.json")
     if not os.path.exists(path):
-        return []
+        return [], []
     folders, now = {run.name for run in runs}, plan.fixed()
     try:
         before = json.load(open(path))
@@ -340,7 +347,16 @@ def check_folder(plan, runs):
                  if fixed.get(key) != value and not (key == "num-steps" and value.items() >= fixed[key].items())]
     if different and any(finished_summary(os.path.join(plan.o["out"], name), number) for name, number in steps):
         fail(f"{plan.o['out']} holds runs of other settings ({'; '.join(different)}); give another --out")
-    return [] if different else others
+    return [] if different else others, different
+
+
+def forget_results(plan, runs, different):
+    """Removes the results of runs of other settings, none of which has finished, so that all runs start again."""
+    say(f"no run in {plan.o['out']} has finished, so its settings are replaced ({'; '.join(different)})")
+    for path in glob.glob(os.path.join(glob.escape(plan.o["out"]), "*", "result")):
+        os.remove(path)
+    for run in runs:
+        run.recall()
 
 
 def receipt(plan, runs, others):
@@ -374,7 +390,9 @@ def time_steps(plan, runs, slots):
                 subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                                env={**os.environ, **slots[0]})
             summary = finished_summary(folder, TRIAL_STEPS)
-            known = [summary["seconds"]["start"] + plan.steps[model] * summary["median_ms"] / 1e3] if summary else []
+            validations = math.ceil(plan.steps[model] / plan.val_every(model))
+            known = [summary["seconds"]["start"] + plan.steps[model] * summary["median_ms"] / 1e3 +
+                     validations * summary["seconds"]["validation"]] if summary else []
         for run in own:
             run.expected = known[0] if known else 0.0
 
@@ -409,8 +427,10 @@ def main():
             print(shlex.join(run.command))
         return 0
     slots = slots_of(plan)
-    others = check_folder(plan, runs)
+    others, different = check_folder(plan, runs)
     with Pool(plan.o["out"], runs, slots) as pool:
+        if different:
+            forget_results(plan, runs, different)
         text = json.dumps(receipt(plan, runs, others), indent=1) + "\n"
         write_text(os.path.join(plan.o["out"], "verdict.json"), text)
         time_steps(plan, runs, slots)
