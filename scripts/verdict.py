@@ -6,17 +6,19 @@ makes a report with intervals: FOLDER/report.html. Paths are relative to the rep
 commas. Defaults are in parentheses.
 
   --recipes LIST          FP8 recipes: fp8 (tensorwise), fp8:RECIPE, fp8:RECIPE:emulate (fp8,fp8:rowwise)
-  --seeds LIST            seeds of initial weights and data order; two are too few for a narrow interval (42,43,44)
+  --seeds LIST            seeds of initial weights, data order and stochastic rounding; two are too few for a narrow
+                          interval (42,43,44)
   --rounding-seeds LIST   seeds of stochastic rounding; each is run with every seed of --seeds; several show the noise
                           of rounding alone (each run's seed is also its rounding seed)
-  --train-data GLOB       training shards (data/tinystories_llama3_train.bin or ..._qwen_train.bin, by the model's name)
+  --train-data GLOB       training shards (data/tinystories_llama3_train.bin or ..._qwen_train.bin for models named
+                          llama* or qwen*; other models need it)
   --val-data GLOB         validation shards (the training shards' name with _val or _valid in place of _train)
   --sequence-length T     tokens in a sequence (2048)
   --num-steps N           steps of each run (one pass over the data, at most 2000; with --repeat 1000)
   --lr RATE               learning rate after warm-up (3e-4; with --repeat 1e-5)
-  --repeat                the regime of the public FP8 benchmark: the data may repeat, constant learning rate, no
-                          clipping. Without it each sequence is read at most once, with a warm-up of 5% of the steps,
-                          a cosine schedule and --grad-clip 1, as in pre-training
+  --repeat                the regime of the B200 benchmark in docs/CLAIMS.md: the data may repeat, constant learning
+                          rate, no clipping. Without it each sequence is read at most once, with a warm-up of 5% of
+                          the steps, a cosine schedule and --grad-clip 1, as in pre-training
   --gpus N                GPUs, or ranks of the CPU trainer, of each run (1)
   --parallel N            runs side by side, each on GPUs of its own (as many as fit; 1 on the CPU)
   --price X               price of a GPU hour, for the cost
@@ -24,7 +26,7 @@ commas. Defaults are in parentheses.
   --out FOLDER            folder of the report and of all runs (log/verdict)
   --dry-run               print the command of each run and exit
   --                      all options after this one are passed to the trainer; those that begin with --fp8 are passed
-                          to FP8 runs only
+                          to FP8 runs only; --msamp is refused, because it sets --precision
 
 Start it again to continue: finished runs are kept, and so are runs that the GPU cannot do (out of memory, no GEMMs for
 the recipe). Models, recipes and seeds may be added, --parallel and --price may change; once a run has finished, other
@@ -52,7 +54,7 @@ SET_HERE = ("train-data", "val-data", "sequence-length", "num-steps", "precision
 NOT_HERE = ("checkpoint-dir", "resume", "export-hf", "dry-run", "help", "world-size", "list", "json")
 VALUES = ("recipes", "seeds", "rounding-seeds", "train-data", "val-data", "sequence-length", "num-steps", "lr", "gpus",
           "parallel", "price", "trainer", "out")
-VALIDATION_SEQUENCES = 256  # enough for an interval, and a small part of the time
+VALIDATION_SEQUENCES = 256  # enough for an interval
 TRIAL_STEPS = 4
 SHARD_MAGICS = (20240520, 20240801)  # tokens of 2 and of 4 bytes
 
@@ -163,8 +165,8 @@ def validation_of(train, given):
     found = [name for name in (train.replace("_train", "_val"), train.replace("_train", "_valid"))
              if name != train and glob.glob(name)]
     if not given and not found:
-        fail(f"no validation shards beside {train}; name some with --val-data: the loss on data that was not trained "
-             "on has by far the narrowest interval")
+        fail(f"no validation shards beside {train}; name some with --val-data: a verdict also compares the loss on "
+             "data that was not trained on")
     return given or found[0]
 
 
@@ -216,7 +218,7 @@ class Plan:
         self.train = {m: data_of(m, o["train-data"]) for m in models}
         self.val = {m: validation_of(self.train[m], o["val-data"]) for m in models}
         if len({os.path.basename(m) for m in models}) < len(models):
-            fail("two models would share a folder; give the second one another --out")
+            fail("two models would share a folder; start one of them with another --out")
         self.described = {m: self.describe(m) for m in models}
         self.steps = {m: self.steps_of(m) for m in models}
 
@@ -374,7 +376,7 @@ def receipt(plan, runs, others):
 
 
 def time_steps(plan, runs, slots):
-    """Sets the expected seconds of each run, from a finished run of its model, or else from a trial of a few steps.
+    """Sets the expected seconds of each run, from a finished run of its model, or else from a trial in BF16.
 
     They are 0 if a run of the model is known to be out of memory and none has finished, or if the trial fails.
     """
@@ -383,7 +385,7 @@ def time_steps(plan, runs, slots):
         known = [run.seconds_known() for run in own if run.seconds_known()]
         if not known and not any(run.kind == "memory" for run in own):
             folder = os.path.join(plan.o["out"], "trial." + os.path.basename(model))
-            say(f"{model}: timing {TRIAL_STEPS} steps in BF16")
+            say(f"{model}: timing {TRIAL_STEPS} steps and a validation in BF16")
             os.makedirs(folder, exist_ok=True)
             with open(os.path.join(folder, "stdout.txt"), "w") as out:
                 command = plan.command(model, "bf16", plan.seeds[0], None, folder, TRIAL_STEPS)
