@@ -224,7 +224,8 @@ echo "error: needs 999 GiB" >&2
 exit 3
 """)
     program.chmod(0o755)
-    words = options(folder, "--trainer", str(program), "--out", f"{folder}/full/out", "--seeds", "8", "--recipes", "fp8")
+    words = options(folder, "--trainer", str(program), "--out", f"{folder}/full/out", "--seeds", "8", "--recipes",
+                    "fp8")
     first, again, other = verdict(*words), verdict(*words), verdict(*words, "--lr", "1e-3")
     check("2 of 2 runs to do, 1 side by side: about 17 minutes" in first.stdout,
           f"2 runs of 520 s are expected to take 17 minutes: {first.stdout}")
