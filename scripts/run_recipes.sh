@@ -28,8 +28,9 @@ and marked in the table. Paths are relative to the repository's root. Defaults a
                            --weight-decay 0.1 --grad-clip 1, and warm-up for a tenth of the steps, rounded up
 
 scripts/sweep.sh does the runs. FOLDER gets recipes.txt and recipes.md beside the files of the sweep. Start the script
-again to continue: finished runs are kept. Exit status 0: every row of the table has results, or the reader of the
-output has gone. 128 plus the signal's number: a signal stopped it. 1: anything else.
+again to continue: finished runs are kept. Another model, sequence length or number of GPUs needs another FOLDER. Exit
+status 0: every row of the table has results, or the reader of the output has gone. 128 plus the signal's number: a
+signal stopped it. 1: anything else.
 END
 }
 
@@ -67,6 +68,16 @@ model=${model%/}
 out=${out:-log/recipes_${model##*/}}
 tenth=$(((num_steps + 9) / 10))
 
+# Ends the script if the folder holds runs that the table must not compare with those of this start.
+check_folder() {
+    local name words
+    [ -f "$out/runs.txt" ] || return 0
+    while read -r name words; do
+        [[ $words == "$length $gpus "*" $model" ]] ||
+            fail "$out holds $name, a run of another model, sequence length or number of GPUs; give another --out"
+    done <"$out/runs.txt"
+}
+
 # Trains with each of the precisions $1. If a run fails, its row of the table says so and the script goes on. If the
 # sweep itself fails, the script ends.
 sweep() {
@@ -91,6 +102,7 @@ refused() {
 }
 
 extra=("$@")
+check_folder
 sweep "bf16 $(printf 'fp8:%s ' $recipes)"
 emulated=$(refused | tr '\n' ' ')
 [ -z "$emulated" ] || sweep "$emulated"
