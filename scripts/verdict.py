@@ -330,21 +330,25 @@ def slots_of(plan):
 def check_folder(plan, runs):
     """Returns (the entries of verdict.json for runs that this start does not have, the settings that differ, as texts).
 
-    If settings differ, there are no entries. Dies if verdict.json is damaged, or if settings differ and a run of the
-    folder is finished.
+    If settings differ, there are no entries. Dies if verdict.json is damaged, if a run of another model has the
+    folder of one of these runs, or if settings differ and a run of the folder is finished.
     """
     path = os.path.join(plan.o["out"], "verdict.json")
     if not os.path.exists(path):
         return [], []
-    folders, now = {run.name for run in runs}, plan.fixed()
+    models, now = {run.name: run.model for run in runs}, plan.fixed()
     try:
         before = json.load(open(path))
         fixed, entries = before["fixed"], before["runs"]
-        others = [entry for entry in entries if entry["folder"] not in folders]
+        others = [entry for entry in entries if entry["folder"] not in models]
+        shared = [entry["folder"] for entry in entries
+                  if models.get(entry["folder"], entry["model"]) != entry["model"]]
         steps = [(entry["folder"], entry["num_steps"]) for entry in entries]
         now["num-steps"] = {**fixed["num-steps"], **now["num-steps"]}
     except (ValueError, KeyError, TypeError, AttributeError):
         fail(f"{path} is damaged; give another --out, or remove the folder")
+    if shared:
+        fail(f"two models would share the folder {shared[0]} in {plan.o['out']}; give another --out")
     different = [f"{key}: {fixed.get(key)!r} there, {value!r} now" for key, value in now.items()
                  if fixed.get(key) != value and not (key == "num-steps" and value.items() >= fixed[key].items())]
     if different and any(finished_summary(os.path.join(plan.o["out"], name), number) for name, number in steps):

@@ -237,7 +237,9 @@ exit 3
 
 
 def test_reader_gone(folder):
-    """If the reader of the output goes away, the runs go on. After that, a damaged verdict.json is refused."""
+    """If the reader of the output goes away, the runs go on. After that, another model of the same name and
+    a damaged verdict.json are refused.
+    """
     words = options(folder, "--out", f"{folder}/unread", "--seeds", "8", "--recipes", "fp8", "--", "--val-steps", "4")
     with subprocess.Popen(["scripts/verdict.sh", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         process.stdout.readline()
@@ -246,6 +248,15 @@ def test_reader_gone(folder):
     for name in ("tiny.bf16.s8", "tiny.fp8.s8"):
         last = (pathlib.Path(folder) / "unread" / name / "log.jsonl").read_text().splitlines()[-1]
         check(json.loads(last)["type"] == "summary", f"{name} is finished: {last[:200]}")
+    config = pathlib.Path(folder) / "namesake" / "tiny" / "config.json"
+    config.parent.mkdir(parents=True)
+    config.write_text(json.dumps({
+        "model_type": "llama", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0}))
+    result = verdict(str(config.parent), *words[1:])
+    check(result.returncode == 1 and "two models would share the folder tiny.bf16.s8" in result.stderr,
+          f"another model of the same name is refused: {result.stdout}{result.stderr}")
     path = pathlib.Path(folder) / "unread" / "verdict.json"
     settings = json.loads(path.read_text())
     for damage in ({**settings, "runs": [{}]}, {**settings, "fixed": {}}, {"fixed": 3, "runs": 4}, []):
