@@ -30,7 +30,7 @@ commas or blanks. Paths are relative to the repository's root. Defaults are in p
   --retry WHICH            which unsuccessful runs to repeat when the sweep is started again: none, failed (not those
                            out of memory) or all (failed). Runs that were skipped are tried again in any case
   --no-table               write the table, do not print it
-  --dry-run                print the command of each run and exit
+  --dry-run                print the command of each run and exit; without a GPU, the GPU trainer needs --max-gpus
   --                       all options after this one are passed to the trainer; those that begin with --fp8 are passed
                            to FP8 runs only; --msamp is refused, because it sets --precision
 
