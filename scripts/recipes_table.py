@@ -1,7 +1,7 @@
 """usage: scripts/recipes_table.py FOLDER
 
 Prints the table of scripts/run_recipes.sh from the logs of its runs, and writes it to recipes.txt and recipes.md in
-FOLDER. Exit status 0: every row of the table has results, or the reader of the output has gone.
+FOLDER. Exit status 0: every row of the table has results, or the reader of the output has gone. Else 1.
 """
 import os
 
@@ -14,14 +14,15 @@ NOTES = """\
 loss: mean of the last 20 steps (of all steps, if fewer). loss diff: change of the loss from that of BF16, in percent.
 tok/s/GPU: of the median step; the first 10 steps do not count (in runs below 20 steps, the first half). FP8/BF16:
 tok/s/GPU divided by that of BF16. peak GiB: memory in use on rank 0's GPU (CPU: peak of the largest process). SQNR:
-lowest signal to quantization noise ratio (dB) of the FP8 operands of these GEMMs over all layers and audits.
+lowest signal to quantization noise ratio (dB) of the FP8 operands of these GEMMs over all layers and audits; bf16: they
+have no FP8 operand.
 """
 NOTE_EMULATED = """\
 emulated: operands are quantized, then multiplied in BF16. So the speed is not that of the recipe.
 """
 NOTE_NOT_FP8 = """\
 nothing ran in FP8: all linear layers are filtered out, or their sizes do not suit the recipe. The run's command
-with --dry-run prints the reason for each GEMM.
+with --dry-run marks the GEMMs whose sizes do not suit it.
 """
 
 

@@ -19,8 +19,8 @@ commas or blanks. Paths are relative to the repository's root. Defaults are in p
                            trainer also has fp32 (bf16,fp8)
   --gpus LIST              numbers of GPUs, or of ranks of the CPU trainer (1,2,4)
   --num-steps N            optimizer steps in each run (100)
-  --llama-data GLOB        training shards for models named llama* (data/tinystories_llama3_train.bin)
-  --qwen-data GLOB         training shards for models named qwen* (data/tinystories_qwen_train.bin)
+  --llama-data GLOB        training shards for models named llama* or Llama* (data/tinystories_llama3_train.bin)
+  --qwen-data GLOB         training shards for models named qwen* or Qwen* (data/tinystories_qwen_train.bin)
   --data GLOB              training shards for all models; models with other names need it
   --trainer PROGRAM        ./train_fp8cu, or ./train_fp8 on the CPU (./train_fp8cu)
   --out FOLDER             folder of the tables and of all runs (log/sweep)
@@ -30,9 +30,9 @@ commas or blanks. Paths are relative to the repository's root. Defaults are in p
   --retry WHICH            which unsuccessful runs to repeat when the sweep is started again: none, failed (not those
                            out of memory) or all (failed). Runs that were skipped are tried again in any case
   --no-table               write the table, do not print it
-  --dry-run                print the command of each run and exit
+  --dry-run                print the command of each run and exit; without a GPU, the GPU trainer needs --max-gpus
   --                       all options after this one are passed to the trainer; those that begin with --fp8 are passed
-                           to FP8 runs only
+                           to FP8 runs only; --msamp is refused, because it sets --precision
 
 FOLDER gets table.txt, table.csv and table.md. Each run has a folder in it with its output (stdout.txt), its log.jsonl
 and its result. If a run fails, its error message is recorded and the sweep continues. Out of memory is a normal result.
@@ -140,6 +140,7 @@ check_options() {
             --train-data | --sequence-length | --num-steps | --precision | --log-dir)
                 fail "${word%%=*} is set by the sweep; see --help" ;;
             --fp8-recipe) fail "--fp8-recipe is set by the sweep: --precisions fp8:RECIPE" ;;
+            --msamp) fail "--msamp sets --precision, also of BF16 runs; give the other options of its level instead" ;;
             --checkpoint-dir | --resume | --export-hf) fail "${word%%=*}: runs of a sweep keep no checkpoints" ;;
             --dry-run | --help | --json | --list | --world-size)
                 fail "${word%%=*} trains nothing; --dry-run before the -- prints every run's command" ;;

@@ -187,9 +187,13 @@ def run_program(main, usage):
     """Runs main(FOLDER) with the only argument, a sweep's folder, and exits with its status, or with status 0 if the
     reader of the output has gone.
 
-    Prints `usage` and exits with status 1 if there is no such folder among the arguments, or more than one argument.
+    Prints `usage` and exits with status 0 for --help, and with status 1 if the only argument is no such folder or if
+    there is another number of arguments.
     """
     arguments = sys.argv[1:]
+    if arguments == ["--help"]:
+        print(usage, end="")
+        sys.exit(0)
     if len(arguments) != 1 or not os.path.exists(os.path.join(arguments[0], "runs.txt")):
         sys.exit(("error: %s is not a folder of scripts/sweep.sh: it has no runs.txt\n\n" % clean(arguments[0])
                   if len(arguments) == 1 else "") + usage)

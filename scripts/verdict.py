@@ -6,17 +6,19 @@ makes a report with intervals: FOLDER/report.html. Paths are relative to the rep
 commas. Defaults are in parentheses.
 
   --recipes LIST          FP8 recipes: fp8 (tensorwise), fp8:RECIPE, fp8:RECIPE:emulate (fp8,fp8:rowwise)
-  --seeds LIST            seeds of initial weights and data order; two are too few for a narrow interval (42,43,44)
+  --seeds LIST            seeds of initial weights, data order and stochastic rounding; two are too few for a narrow
+                          interval (42,43,44)
   --rounding-seeds LIST   seeds of stochastic rounding; each is run with every seed of --seeds; several show the noise
                           of rounding alone (each run's seed is also its rounding seed)
-  --train-data GLOB       training shards (data/tinystories_llama3_train.bin or ..._qwen_train.bin, by the model's name)
+  --train-data GLOB       training shards (data/tinystories_llama3_train.bin or ..._qwen_train.bin for models named
+                          llama* or qwen*; other models need it)
   --val-data GLOB         validation shards (the training shards' name with _val or _valid in place of _train)
   --sequence-length T     tokens in a sequence (2048)
   --num-steps N           steps of each run (one pass over the data, at most 2000; with --repeat 1000)
   --lr RATE               learning rate after warm-up (3e-4; with --repeat 1e-5)
-  --repeat                the regime of the public FP8 benchmark: the data may repeat, constant learning rate, no
-                          clipping. Without it each sequence is read at most once, with a warm-up of 5% of the steps,
-                          a cosine schedule and --grad-clip 1, as in pre-training
+  --repeat                the regime of the B200 benchmark in docs/CLAIMS.md: the data may repeat, constant learning
+                          rate, no clipping. Without it each sequence is read at most once, with a warm-up of 5% of
+                          the steps, a cosine schedule and --grad-clip 1, as in pre-training
   --gpus N                GPUs, or ranks of the CPU trainer, of each run (1)
   --parallel N            runs side by side, each on GPUs of its own (as many as fit; 1 on the CPU)
   --price X               price of a GPU hour, for the cost
@@ -24,7 +26,7 @@ commas. Defaults are in parentheses.
   --out FOLDER            folder of the report and of all runs (log/verdict)
   --dry-run               print the command of each run and exit
   --                      all options after this one are passed to the trainer; those that begin with --fp8 are passed
-                          to FP8 runs only
+                          to FP8 runs only; --msamp is refused, because it sets --precision
 
 Start it again to continue: finished runs are kept, and so are runs that the GPU cannot do (out of memory, no GEMMs for
 the recipe). Models, recipes and seeds may be added, --parallel and --price may change; once a run has finished, other
@@ -36,6 +38,7 @@ import datetime
 import glob
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -51,7 +54,7 @@ SET_HERE = ("train-data", "val-data", "sequence-length", "num-steps", "precision
 NOT_HERE = ("checkpoint-dir", "resume", "export-hf", "dry-run", "help", "world-size", "list", "json")
 VALUES = ("recipes", "seeds", "rounding-seeds", "train-data", "val-data", "sequence-length", "num-steps", "lr", "gpus",
           "parallel", "price", "trainer", "out")
-VALIDATION_SEQUENCES = 256  # enough for an interval, and a small part of the time
+VALIDATION_SEQUENCES = 256  # enough for an interval
 TRIAL_STEPS = 4
 SHARD_MAGICS = (20240520, 20240801)  # tokens of 2 and of 4 bytes
 
@@ -127,6 +130,8 @@ def check_extra(extra):
             fail(f"--{name} is set by the verdict; see --help")
         if name in NOT_HERE:
             fail(f"--{name} makes no sense in a run of a verdict; leave it out")
+        if name == "msamp":
+            fail("--msamp sets --precision, also of BF16 runs; give the other options of its level instead")
 
 
 def data_of(model, given):
@@ -160,8 +165,8 @@ def validation_of(train, given):
     found = [name for name in (train.replace("_train", "_val"), train.replace("_train", "_valid"))
              if name != train and glob.glob(name)]
     if not given and not found:
-        fail(f"no validation shards beside {train}; name some with --val-data: the loss on data that was not trained "
-             "on has by far the narrowest interval")
+        fail(f"no validation shards beside {train}; name some with --val-data: a verdict also compares the loss on "
+             "data that was not trained on")
     return given or found[0]
 
 
@@ -213,7 +218,7 @@ class Plan:
         self.train = {m: data_of(m, o["train-data"]) for m in models}
         self.val = {m: validation_of(self.train[m], o["val-data"]) for m in models}
         if len({os.path.basename(m) for m in models}) < len(models):
-            fail("two models would share a folder; give the second one another --out")
+            fail("two models would share a folder; start one of them with another --out")
         self.described = {m: self.describe(m) for m in models}
         self.steps = {m: self.steps_of(m) for m in models}
 
@@ -246,6 +251,9 @@ class Plan:
             fail(f"{steps} steps are too few for an interval; at least 40 are needed")
         return steps
 
+    def val_every(self, model):
+        return max(1, self.steps[model] // 6)
+
     def tokens(self, model):
         s = self.described[model]["settings"]
         return self.steps[model] * self.gpus * self.length * s["batch-size"] * s["grad-accumulation-steps"]
@@ -261,7 +269,7 @@ class Plan:
                  str(seed)]
         words += ["--rounding-seed", str(rounding)] if rounding is not None else []
         words += schedule(self.o, steps or self.steps[model]) + ["--val-steps", str(VALIDATION_SEQUENCES)]
-        words += ["--val-every", str(max(1, self.steps[model] // 6))] if steps is None else []
+        words += ["--val-every", str(self.val_every(model))] if steps is None else []
         return (launch + words + ["--log-every", "100", "--log-dir", folder] + precision_words(recipe) +
                 extra_words(recipe, self.extra))
 
@@ -320,27 +328,41 @@ def slots_of(plan):
 
 
 def check_folder(plan, runs):
-    """Returns the entries of verdict.json for runs that this start does not have. If settings differ, returns none.
+    """Returns (the entries of verdict.json for runs that this start does not have, the settings that differ, as texts).
 
-    Dies if verdict.json is damaged, or if settings differ and a run of the folder is finished.
+    If settings differ, there are no entries. Dies if verdict.json is damaged, if a run of another model has the
+    folder of one of these runs, or if settings differ and a run of the folder is finished.
     """
     path = os.path.join(plan.o["out"], "verdict.json")
     if not os.path.exists(path):
-        return []
-    folders, now = {run.name for run in runs}, plan.fixed()
+        return [], []
+    models, now = {run.name: run.model for run in runs}, plan.fixed()
     try:
         before = json.load(open(path))
         fixed, entries = before["fixed"], before["runs"]
-        others = [entry for entry in entries if entry["folder"] not in folders]
+        others = [entry for entry in entries if entry["folder"] not in models]
+        shared = [entry["folder"] for entry in entries
+                  if models.get(entry["folder"], entry["model"]) != entry["model"]]
         steps = [(entry["folder"], entry["num_steps"]) for entry in entries]
         now["num-steps"] = {**fixed["num-steps"], **now["num-steps"]}
     except (ValueError, KeyError, TypeError, AttributeError):
         fail(f"{path} is damaged; give another --out, or remove the folder")
+    if shared:
+        fail(f"two models would share the folder {shared[0]} in {plan.o['out']}; give another --out")
     different = [f"{key}: {fixed.get(key)!r} there, {value!r} now" for key, value in now.items()
                  if fixed.get(key) != value and not (key == "num-steps" and value.items() >= fixed[key].items())]
     if different and any(finished_summary(os.path.join(plan.o["out"], name), number) for name, number in steps):
         fail(f"{plan.o['out']} holds runs of other settings ({'; '.join(different)}); give another --out")
-    return [] if different else others
+    return [] if different else others, different
+
+
+def forget_results(plan, runs, different):
+    """Removes the results of runs of other settings, none of which has finished, so that all runs start again."""
+    say(f"no run in {plan.o['out']} has finished, so its settings are replaced ({'; '.join(different)})")
+    for path in glob.glob(os.path.join(glob.escape(plan.o["out"]), "*", "result")):
+        os.remove(path)
+    for run in runs:
+        run.recall()
 
 
 def receipt(plan, runs, others):
@@ -358,7 +380,7 @@ def receipt(plan, runs, others):
 
 
 def time_steps(plan, runs, slots):
-    """Sets the expected seconds of each run, from a finished run of its model, or else from a trial of a few steps.
+    """Sets the expected seconds of each run, from a finished run of its model, or else from a trial in BF16.
 
     They are 0 if a run of the model is known to be out of memory and none has finished, or if the trial fails.
     """
@@ -367,14 +389,16 @@ def time_steps(plan, runs, slots):
         known = [run.seconds_known() for run in own if run.seconds_known()]
         if not known and not any(run.kind == "memory" for run in own):
             folder = os.path.join(plan.o["out"], "trial." + os.path.basename(model))
-            say(f"{model}: timing {TRIAL_STEPS} steps in BF16")
+            say(f"{model}: timing {TRIAL_STEPS} steps and a validation in BF16")
             os.makedirs(folder, exist_ok=True)
             with open(os.path.join(folder, "stdout.txt"), "w") as out:
                 command = plan.command(model, "bf16", plan.seeds[0], None, folder, TRIAL_STEPS)
                 subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                                env={**os.environ, **slots[0]})
             summary = finished_summary(folder, TRIAL_STEPS)
-            known = [summary["seconds"]["start"] + plan.steps[model] * summary["median_ms"] / 1e3] if summary else []
+            validations = math.ceil(plan.steps[model] / plan.val_every(model))
+            known = [summary["seconds"]["start"] + plan.steps[model] * summary["median_ms"] / 1e3 +
+                     validations * summary["seconds"]["validation"]] if summary else []
         for run in own:
             run.expected = known[0] if known else 0.0
 
@@ -409,8 +433,10 @@ def main():
             print(shlex.join(run.command))
         return 0
     slots = slots_of(plan)
-    others = check_folder(plan, runs)
+    others, different = check_folder(plan, runs)
     with Pool(plan.o["out"], runs, slots) as pool:
+        if different:
+            forget_results(plan, runs, different)
         text = json.dumps(receipt(plan, runs, others), indent=1) + "\n"
         write_text(os.path.join(plan.o["out"], "verdict.json"), text)
         time_steps(plan, runs, slots)

@@ -213,6 +213,28 @@ def test_rounding(tmp):
           f"the interval covers rounding: {one['validation']}, {out}")
 
 
+def test_shared(_):
+    """A sentence on many comparisons says in how many the noise from run to run is not covered."""
+    import verdict_stats as vs
+    from report import words
+    from report.pairs import Comparison
+
+    def comparison(*covers):
+        differences = [vs.Difference(0.1, 0.0, 0.2, 0.05, 9.0, 0.15, pairs, text) for pairs, text in covers]
+        return Comparison("tiny", 64, 1, "fp8", "tiny, fp8", [None], speed=1.2, **dict(zip(("training", "validation"),
+                                                                                          differences)))
+
+    note = "the noise from run to run is not covered"
+    single, several = comparison((1, "batches"), (1, "sequences")), comparison((3, "seeds and batches"))
+    rounding = comparison((1, "batches and rounding"), (1, "sequences and rounding"))
+    half = comparison((1, "batches and rounding"), (1, "sequences"))
+    for members, text in (([single, single], f"one pair of runs each, so {note}"), ([rounding, rounding], ""),
+                          ([rounding, half, single], f"one pair of runs in 2, where {note}"), ([several], ""),
+                          ([several, single], f"one pair of runs in 1, where {note}")):
+        got = words.shared_sentence(members)
+        check(text in got and (note in got) == bool(text), f"\"{text}\" expected: {got}")
+
+
 # ---- the page
 
 
@@ -493,8 +515,8 @@ def test_diverged(tmp):
 
 def main():
     with tempfile.TemporaryDirectory() as scratch:
-        for test in (test_command_line, test_numbers, test_same, test_rounding, test_gpu, test_sweep, test_markup,
-                     test_limit, test_refused, test_broken, test_fuzz, test_running, test_diverged):
+        for test in (test_command_line, test_numbers, test_same, test_rounding, test_shared, test_gpu, test_sweep,
+                     test_markup, test_limit, test_refused, test_broken, test_fuzz, test_running, test_diverged):
             test(pathlib.Path(scratch))
     finish()
 

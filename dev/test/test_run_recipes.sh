@@ -147,6 +147,8 @@ refused "\"0\" is not a positive" --num-steps 0
 refused "--recipes needs a value" --recipes " , "
 refused "has no such recipe" --trainer "$trainer" --recipes row --out "$tmp/none"
 refused "there is no program ./none" --trainer ./none
+refused "holds mini_T64_bf16_1gpu, a run of another model" --trainer "$trainer" --out "$tmp/all" --sequence-length 32
+refused "holds mini_T64_bf16_1gpu, a run of another model" --trainer "$trainer" --out "$tmp/all" --gpus 2
 refused "no training shards" --trainer "$trainer" --data "$tmp/none.bin" --out "$tmp/none"
 
 echo "$passed passed, $failed failed"

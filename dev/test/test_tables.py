@@ -195,7 +195,7 @@ def test_random(rounds):
 
 def test_programs(folder):
     """Starts sweep_table.py as a process: with encodings of other locales, with a reader that goes away, with a folder
-    that does not exist, and with a folder in place of table.txt.
+    that does not exist, and with a folder in place of table.txt. Starts both programs with --help.
     """
     files = dict(sound, **{"runs.txt": sound["runs.txt"].replace(b"models/m\n", "modèle–\n".encode(), 1)})
     for run in RUNS:
@@ -207,6 +207,10 @@ def test_programs(folder):
                                env=dict(os.environ, **environment))
         check(ended.returncode == 0 and b"Traceback" not in ended.stderr and b"9984" in ended.stdout,
               "the program prints its table with", environment, ended)
+    for program in (sweep_table, recipes_table):
+        ended = subprocess.run([sys.executable, program.__file__, "--help"], capture_output=True, text=True)
+        check((ended.returncode, ended.stdout, ended.stderr) == (0, program.__doc__, ""),
+              "--help prints the usage and succeeds", program.__file__, ended)
     reader, writer = os.pipe()
     os.close(reader)
     ended = subprocess.run([sys.executable, SCRIPTS + "/sweep_table.py", folder], stdout=writer, stderr=subprocess.PIPE)

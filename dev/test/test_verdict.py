@@ -60,6 +60,7 @@ def test_bad_options(folder):
                            ("or let data repeat with --repeat", ["tiny", *shards, "--num-steps", "999999"]),
                            ("39 steps are too few", ["tiny", *shards, "--num-steps", "39"]),
                            ("--seed is set by the verdict", ["tiny", *shards, "--", "--seed", "3"]),
+                           ("--msamp sets --precision", ["tiny", *shards, "--", "--msamp", "O1"]),
                            ("--resume makes no sense", ["tiny", *shards, "--", "--resume"])):
         refuses(folder, message, *words)
 
@@ -202,8 +203,43 @@ exec ./train_fp8 "$@"
           f"the second start keeps 8 of 10 runs: {again.stdout}")
 
 
+def test_other_settings(folder):
+    """If no run has finished, settings may change, and runs that were out of memory start again.
+
+    The expected time has all steps and validations: a trial of 1 s a step and 60 s for a validation, and 100 steps with
+    a validation after each 16 of them and at the end, make 100 + 7 x 60 = 520 s.
+    """
+    program = pathlib.Path(folder) / "full" / "train_fp8"
+    program.parent.mkdir()
+    program.write_text("""#!/bin/sh
+case "$*" in
+    *--list*|*--dry-run*) exec ./train_fp8 "$@" ;;
+    *"--num-steps 4 "*)
+        while [ "$1" != --log-dir ]; do shift; done
+        echo '{"type": "summary", "steps": 4, "median_ms": 1000, "seconds": {"start": 0, "validation": 60}}' \
+            >"$2/log.jsonl"
+        exit 0 ;;
+esac
+echo "error: needs 999 GiB" >&2
+exit 3
+""")
+    program.chmod(0o755)
+    words = options(folder, "--trainer", str(program), "--out", f"{folder}/full/out", "--seeds", "8", "--recipes",
+                    "fp8")
+    first, again, other = verdict(*words), verdict(*words), verdict(*words, "--lr", "1e-3")
+    check("2 of 2 runs to do, 1 side by side: about 17 minutes" in first.stdout,
+          f"2 runs of 520 s are expected to take 17 minutes: {first.stdout}")
+    check(again.stdout.count("out of memory: needs 999 GiB, from before") == 2,
+          f"with equal settings, runs out of memory are kept: {again.stdout}")
+    check("so its settings are replaced (lr: '' there, '1e-3' now)" in other.stdout and "from before" not in
+          other.stdout and "2 of 2 runs to do" in other.stdout,
+          f"with other settings, runs out of memory start again: {other.stdout}{other.stderr}")
+
+
 def test_reader_gone(folder):
-    """If the reader of the output goes away, the runs go on. After that, a damaged verdict.json is refused."""
+    """If the reader of the output goes away, the runs go on. After that, another model of the same name and
+    a damaged verdict.json are refused.
+    """
     words = options(folder, "--out", f"{folder}/unread", "--seeds", "8", "--recipes", "fp8", "--", "--val-steps", "4")
     with subprocess.Popen(["scripts/verdict.sh", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         process.stdout.readline()
@@ -212,6 +248,15 @@ def test_reader_gone(folder):
     for name in ("tiny.bf16.s8", "tiny.fp8.s8"):
         last = (pathlib.Path(folder) / "unread" / name / "log.jsonl").read_text().splitlines()[-1]
         check(json.loads(last)["type"] == "summary", f"{name} is finished: {last[:200]}")
+    config = pathlib.Path(folder) / "namesake" / "tiny" / "config.json"
+    config.parent.mkdir(parents=True)
+    config.write_text(json.dumps({
+        "model_type": "llama", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0}))
+    result = verdict(str(config.parent), *words[1:])
+    check(result.returncode == 1 and "two models would share the folder tiny.bf16.s8" in result.stderr,
+          f"another model of the same name is refused: {result.stdout}{result.stderr}")
     path = pathlib.Path(folder) / "unread" / "verdict.json"
     settings = json.loads(path.read_text())
     for damage in ({**settings, "runs": [{}]}, {**settings, "fixed": {}}, {"fixed": 3, "runs": 4}, []):
@@ -242,6 +287,7 @@ def main():
             now = (pathlib.Path(folder) / "verdict" / name / "log.jsonl").stat().st_mtime_ns
             check(now == when, f"{name}, which was finished, does not run again")
         test_failing_trainer(folder)
+        test_other_settings(folder)
         test_reader_gone(folder)
         if libraries.returncode:
             print(f"skipped: the report of the verdict: {libraries.stderr.strip()[-200:]}")

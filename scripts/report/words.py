@@ -133,8 +133,11 @@ def shared_sentence(comparisons):
     if len(paired) < len(comparisons):
         refused = [c.refused[0] for c in comparisons if not c.pairs]
         parts.append(f"{len(refused)} without a verdict ({refused[0]})")
-    if all(len(c.pairs) == 1 for c in paired):
-        parts.append("one pair of runs each, so the noise from run to run is not covered")
+    single = sum(any(difference and not vs.covers_runs(difference) for difference in (c.validation, c.training))
+                 for c in paired)
+    if single:
+        where = "each, so" if single == len(paired) else f"in {single}, where"
+        parts.append(f"one pair of runs {where} the noise from run to run is not covered")
     seen = [getattr(c, n).detectable for c in paired for n in ("validation", "training") if getattr(c, n)]
     if seen:
         parts.append(f"the smallest differences in loss that these runs could have seen are {span(seen, '{:.4f}')}")
