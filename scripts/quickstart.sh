@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # From a fresh machine (Debian 12, Ubuntu 24.04) to a trained model that tells a story: installs the build tools that
-# are missing, builds, makes story text, trains, and prints a sample. Uses a GPU if there is one (with nvcc and NCCL),
-# else the CPU. The GPU must be a Hopper, or one that has FP8 and whose architecture CUDA_ARCH names (Makefile). Takes a
-# few minutes. STEPS (steps to train) and OUT (folder of the log) are for the tests.
+# are missing, builds, makes story text, trains, and prints a sample. Trains on the first GPU if its compute capability
+# is 8.0 or above (and nvcc and NCCL are installed), else on the CPU. Takes a few minutes. STEPS (steps to train) and OUT
+# (folder of the log) are for the tests.
 set -eu
 cd "$(dirname "$0")/.."
 . scripts/install.sh
 take_none "usage: scripts/quickstart.sh
 Installs the build tools that are missing, builds, makes story text, trains a small model for a few minutes and prints
-a story that it tells: on the GPU if there is one (with nvcc and NCCL), else on the CPU. A GPU that is not a Hopper
-needs its architecture in CUDA_ARCH, and FP8 (compute capability 8.9 or above): CUDA_ARCH=89 scripts/quickstart.sh.
+a story that it tells. It trains on the GPU if there is one of compute capability 8.0 or above (with nvcc and NCCL), in
+FP8 from 8.9 on, below that in BF16; else on the CPU in BF16.
 The log goes to log/quickstart." "$@"
 install_tools
 
@@ -19,10 +19,16 @@ trap 'rm -f "$output"' EXIT
 quietly() { "$@" >"$output" 2>&1 || { cat "$output"; exit 1; }; }
 
 say "build"
+trainer=./train_fp8 steps=${STEPS:-1500}
 if have_gpu && find_nccl; then
-    trainer=./train_fp8cu steps=${STEPS:-1000}
-else
-    trainer=./train_fp8 steps=${STEPS:-1500}
+    capability=$(gpu_capability)
+    if [ "$capability" -ge 80 ]; then
+        trainer=./train_fp8cu steps=${STEPS:-1000} precision=fp8
+        [ "$capability" -ge 89 ] || precision=bf16
+        [ "$capability" -eq 90 ] || export CUDA_ARCH=${CUDA_ARCH:-$capability}
+    else
+        echo "the GPU cannot train: its compute capability is below 8.0, or the driver does not tell it"
+    fi
 fi
 quietly make -s "${trainer#./}" build/synth_stories
 echo "built $trainer"
@@ -34,8 +40,8 @@ out=${OUT:-log/quickstart}
 run="--train-data build/stories_train.bin --val-data build/stories_val.bin --num-steps $steps --log-dir $out
     --lr-schedule cosine --log-every $((steps / 10)) --sample-every $steps --sample-tokens 240"
 if [ "$trainer" = ./train_fp8cu ]; then
-    say "training: small (4 layers), FP8, on the GPU"
-    $trainer small $run --precision fp8 --sequence-length 512 --batch-size 16 --learning-rate 1e-3 \
+    say "training: small (4 layers), ${precision^^}, on the GPU"
+    $trainer small $run --precision $precision --sequence-length 512 --batch-size 16 --learning-rate 1e-3 \
         --warmup-steps $((steps / 20))
 else
     say "training: tiny (2 layers), BF16 as a GPU would round it, on the CPU"

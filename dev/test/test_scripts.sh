@@ -73,6 +73,20 @@ check "quickstart prints one story" equal "$? $(grep -c '^sample after step 30: 
 check "quickstart logs all steps" equal "$(grep -c '"type": "step"' "$tmp/quickstart/log.jsonl")" 30
 check "quickstart prints 11 step lines" equal "$(grep -c '^step ' "$tmp/log")" 11
 check "quickstart prints at most 60 lines" equal "$(($(wc -l <"$tmp/log") <= 60))" 1
+# On a GPU of the compute capability $1, prints what the quickstart builds, and for which CUDA_ARCH. Stand-ins for
+# nvidia-smi, nvcc and make; this make fails, which ends the quickstart.
+mkdir "$tmp/gpu"
+printf '#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: a GPU" || echo "$CAPABILITY"\n' >"$tmp/gpu/nvidia-smi"
+printf '#!/bin/sh\n' >"$tmp/gpu/nvcc"
+printf '#!/bin/sh\necho "builds $2 for ${CUDA_ARCH:-the default}"\nexit 1\n' >"$tmp/gpu/make"
+chmod +x "$tmp/gpu/"*
+builds() { env -u CUDA_ARCH CAPABILITY="$1" NCCL_HOME=/ PATH="$tmp/gpu:$PATH" scripts/quickstart.sh | grep '^builds'; }
+check "quickstart on an H100" equal "$(builds 9.0)" "builds train_fp8cu for the default"
+check "quickstart on a 4090" equal "$(builds 8.9)" "builds train_fp8cu for 89"
+check "quickstart on an A100" equal "$(builds 8.0)" "builds train_fp8cu for 80"
+check "quickstart on a B200" equal "$(builds 10.0)" "builds train_fp8cu for 100"
+check "quickstart on a T4, which cannot train" equal "$(builds 7.5)" "builds train_fp8 for the default"
+check "quickstart on a GPU of unknown capability" equal "$(builds '[N/A]')" "builds train_fp8 for the default"
 # Checks that slurm.sbatch refuses a job with status 2 and one line. $1 the trainer, $2 text that the line contains,
 # then the arguments of slurm.sbatch.
 refuses() {
