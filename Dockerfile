@@ -2,15 +2,15 @@
 #
 #   docker build -t train_fp8 .                               # for Hopper (H100, H200)
 #   docker build -t train_fp8 --build-arg CUDA_ARCH=89 .      # for another GPU: its compute capability
-#   docker run --rm --gpus all train_fp8                      # scripts/quickstart.sh: trains a small model, tells a story
+#   docker run --rm --gpus all train_fp8                      # scripts/quickstart.sh: trains a model, tells a story
 #   docker run --rm train_fp8                                 # the same on the CPU
 #   docker run --rm --gpus all --ipc=host -v "$PWD/data:/train_fp8/data" -v "$PWD/checkpoints:/train_fp8/checkpoints" \
 #       train_fp8 mpirun -np 4 ./train_fp8cu llama3.1-8b --precision fp8 --checkpoint-dir checkpoints/8b
 #
 # A command after the image's name replaces the quickstart. GPUs need NVIDIA's container toolkit on the host. Several
 # GPUs need --ipc=host: NCCL and Open MPI share memory between ranks.
-# train_fp8 is compiled for the CPU that builds the image (-march=native). On another CPU, compile it again:
-# docker run --rm train_fp8 sh -c 'make -B train_fp8 && scripts/quickstart.sh'
+# train_fp8 and build/synth_stories are compiled for the CPU that builds the image (-march=native). On another CPU,
+# compile them again: docker run --rm train_fp8 sh -c 'make -B train_fp8 build/synth_stories && scripts/quickstart.sh'
 FROM nvidia/cuda:13.0.0-devel-ubuntu24.04
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 WORKDIR /train_fp8

@@ -25,7 +25,7 @@ check_trainer() {
 }
 
 # True if `trainer` is the CPU trainer: its ranks share the cores, so there may be more ranks than cores. Each rank of
-# the GPU trainer needs a GPU of its own.
+# the GPU trainer needs a GPU of its own, unless --share-gpu is given.
 is_cpu_trainer() { [ "$(basename "$trainer")" = train_fp8 ]; }
 
 # Prints the number of GPUs that CUDA_VISIBLE_DEVICES names, or if it is not set, that nvidia-smi lists.
