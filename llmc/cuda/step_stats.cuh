@@ -35,7 +35,7 @@ typedef struct {
     StepMarks *open;      // marks of the step that is being enqueued; NULL: none is
     StepTime work;        // the part to which the work enqueued now belongs
     bool timing_waits;    // true: waits within forward and backward are timed in this step
-    double waited;        // seconds of such waits in the latest step that timed them
+    double waited;        // seconds of all waits within forward and backward, in the latest step that timed them
     cudaStream_t stream;  // the compute stream
     // Latest step that came after a pause; its time starts at `begin`.
     int64_t first;
@@ -137,11 +137,11 @@ static inline double step_log_seconds(const StepLog *log, int64_t step) {
 }
 
 // Returns the parts of a completed step's time. The time after the step's last mark is the optimizer's. In a step that
-// does not time waits within forward and backward, counts the latest timed waits as communication.
+// does not time all waits within forward and backward, counts those of the latest step that did as communication.
 static inline StepTimes step_log_times(StepLog *log, int64_t step) {
     const StepMarks *m = &log->marks[step % STEP_SLOTS];
     cudaEvent_t begin = step_log_start(log, step);
-    double in_passes = 0;  // seconds of waits before the optimizer: up to the last mark with TIME_COMPUTE
+    double in_passes = 0;  // seconds of timed waits before the optimizer: up to the last mark with TIME_COMPUTE
     StepTimes times;
     memset(&times, 0, sizeof times);
     for (int64_t i = 0; i < m->count; begin = m->events[i++]) {
@@ -152,8 +152,9 @@ static inline StepTimes step_log_times(StepLog *log, int64_t step) {
     if (step_log_times_waits(step)) {
         log->waited = in_passes;
     } else {
-        const double waited = log->waited < times.seconds[TIME_COMPUTE] ? log->waited : times.seconds[TIME_COMPUTE];
-        times.seconds[TIME_COMPUTE] -= waited, times.seconds[TIME_COMMUNICATION] += waited;
+        // Waits of updates within backward (TIME_OPTIMIZER) are timed in every step, and are in both terms.
+        const double untimed = fmax(0, fmin(log->waited - in_passes, times.seconds[TIME_COMPUTE]));
+        times.seconds[TIME_COMPUTE] -= untimed, times.seconds[TIME_COMMUNICATION] += untimed;
     }
     return times;
 }
