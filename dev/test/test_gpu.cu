@@ -44,8 +44,10 @@ static void test_casts(Fp8Format format, const char *tensor) {
         wrong += is_nan ? !isnan(fp8_to_float(row[i], format)) : row[i] != expected[i];
         wrong_transpose += row[i] != col[i % 256 * 256 + i / 256];
     }
-    CHECK(wrong == 0, "%s: all bytes equal torch's, or are NaN where the input is NaN; %d of 65536 differ", tensor,
-          wrong);
+    CHECK(
+        wrong == 0,
+        "%s: all bytes equal those of torchao's saturating cast, or are NaN where the input is NaN; %d of 65536 differ",
+        tensor, wrong);
     CHECK(wrong_transpose == 0, "%s: the columnwise bytes are the rowwise ones, transposed; %d differ", tensor,
           wrong_transpose);
     CUDA_CHECK(cudaFree(memory));
@@ -161,8 +163,8 @@ static void test_golden(const char *name, int precision, int recompute, double l
         if (!(error <= worst)) worst = error;
         free(expected);
     }
-    printf("%-12s %s%s: loss off by %.2e, worst gradient by %.2e\n", name, precision == PRECISION_FP8 ? "fp8" : "bf16",
-           recompute ? " recompute" : "", loss_error, worst);
+    printf("%-12s %s%s: relative errors: loss %.2e, worst gradient %.2e\n", name,
+           precision == PRECISION_FP8 ? "fp8" : "bf16", recompute ? " recompute" : "", loss_error, worst);
     free(grads);
     free(inputs);
     trainer_destroy(&t);

@@ -231,14 +231,14 @@ static void test_hostile_headers(void) {
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,4]}}", 8,
          "which are 4 bytes, but its shape and dtype need 8"},
         {"{\"a\":{\"dtype\":\"BF16\",\"shape\":[2],\"data_offsets\":[4,8]}}", 8,
-         "past the end of what comes before it"},
+         "past the end of the tensor or header before it"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 12, "the tensors end at byte"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},\"b\":{\"dtype\":\"F32\",\"shape\":[1],"
          "\"data_offsets\":[0,4]}}",
-         4, "before the end of what comes before it"},
+         4, "before the end of the tensor or header before it"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]},\"b\":{\"dtype\":\"F32\",\"shape\":[1],"
          "\"data_offsets\":[4,8]}}",
-         8, "before the end of what comes before it"},
+         8, "before the end of the tensor or header before it"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},\"a\":{\"dtype\":\"F32\",\"shape\":[1],"
          "\"data_offsets\":[4,8]}}",
          8, "appears twice"}};
@@ -410,7 +410,7 @@ static void test_folders(void) {
           "the folder and its parents are removed: %s", strerror(errno));
     CHECK(!folder_create(scratch_path("x/y/z"), false, &failure) &&
               strstr(failure.text, "its parent folder must exist"),
-          "a missing parent is an error: %s", failure.text);
+          "without `may_exist`, a missing parent is an error: %s", failure.text);
     CHECK(folder_begin(a, &failure) && folder_create(a, true, &failure) && !folder_create(a, false, &failure),
           "folder_begin makes a folder; folder_create accepts one that exists only with `may_exist`: %s", failure.text);
     CHECK(file_write(a, "new", "1", 1, NULL, &failure) && folder_begin(b, &failure) &&

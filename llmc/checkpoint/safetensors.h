@@ -154,8 +154,10 @@ static inline bool safetensors_check_offsets(Safetensor *tensors, int64_t count,
     for (int64_t i = 0; i < count; i++) {
         const Safetensor *t = &tensors[i];
         if (t->offset != end)
-            return fail(failure, "%s: tensor %.200s starts at byte %lld, %s the end of what comes before it, byte %lld",
-                        file->path, t->name, (long long)t->offset, t->offset < end ? "before" : "past", (long long)end);
+            return fail(
+                failure,
+                "%s: tensor %.200s starts at byte %lld, %s the end of the tensor or header before it, byte %lld",
+                file->path, t->name, (long long)t->offset, t->offset < end ? "before" : "past", (long long)end);
         end = t->offset + t->elements * safetensors_type_bytes(t->type);
     }
     if (end != file->bytes)

@@ -55,8 +55,8 @@ static inline TensorMapEncode tensor_map_encoder(void) {
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
     if (error != cudaSuccess || found != cudaDriverEntryPointSuccess || !function)
         die_with(EXIT_UNSUPPORTED,
-                 "the CUDA driver has no cuTensorMapEncodeTiled (%s, query result %d): Hopper kernels need driver 525 "
-                 "or newer",
+                 "the CUDA driver has no cuTensorMapEncodeTiled (%s, query result %d): update the driver: CUDA 13 "
+                 "needs 580 or newer",
                  cudaGetErrorString(error), (int)found);
     return (TensorMapEncode)function;
 }
@@ -270,7 +270,8 @@ __device__ __forceinline__ uint64_t wgmma_desc_mn_major(uint32_t address, uint32
            ((uint64_t)1 << 62);
 }
 
-// Must come before the first wgmma that uses registers which this thread has written. All four warps of the warpgroup
+// Must come before the first wgmma, and before each wgmma that reads or overwrites registers that a thread has accessed
+// since the last one. Not needed between wgmmas of one shape on the same accumulators. All four warps of the warpgroup
 // call it together.
 __device__ __forceinline__ void wgmma_fence(void) { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit(void) { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

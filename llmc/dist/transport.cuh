@@ -32,8 +32,9 @@ typedef enum {
 } TransportKind;
 
 typedef struct {
-    TransportKind kind;  // before transport_open_peers, COPY_ENGINES means that they will be tried
-    int reduce_dtype;    // --reduce-dtype. REDUCE_FP8: as REDUCE_BF16, except for the layers' matrices
+    TransportKind kind;  // COPY_ENGINES before transport_open_peers: they will be tried, and else NCCL is used
+    int reduce_dtype;    // --reduce-dtype: the dtype in which NCCL sums; after copies by copy engines, kernels sum in
+                         // fp32. REDUCE_FP8: as REDUCE_BF16, except for the layers' matrices, which are sent in FP8
     int64_t shard_size, shard_rank;
     Nccl *nccl;            // communicators and their stream; NULL if there is one rank
     PeerMemory peers;      // memory of the shard group's ranks, with copy engines
@@ -56,7 +57,7 @@ typedef struct {
 typedef struct {
     bf16 *whole;      // [shard_size][slice] this rank's gradient; the reduction may overwrite this rank's slice
     int64_t slice;    // elements that each rank keeps; 0: the segment is empty
-    int64_t at;       // first element of this rank's slice in its sums
+    int64_t at;       // index in Transport.sums (or sums_fp32) of the slice's first element
     GradientSum how;  // how the reduced slice is added to the sums, or replaces them
 } TransportSegment;
 
