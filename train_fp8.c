@@ -126,13 +126,13 @@ typedef struct {
 typedef struct {
     float *master;                     // master weights, which the optimizer updates
     fp16_bits *fp16_master;            // FP16 masters, else NULL
-    float *weights;                    // weights that the model computes with: master, or its bf16 rounding
+    float *weights;                    // weights that the model computes with: `master`, or a bf16 copy of it
     float *gradients;                  // summed over the micro-steps so far (gradients_at)
     float *exp_avg, *exp_avg_sq;       // moments in fp32 or bf16, else NULL
     CoatMoment coat_avg, coat_avg_sq;  // COAT's moments, else NULL
     MsampArrays msamp;                 // MS-AMP's moments, else NULL
     float *scales;                     // with MS-AMP's moments or FP16 masters: their scales (tensor_scale); else NULL
-    uint32_t *amaxes;                  // the amaxes of the same arrays, as bits of fp32 (tensor_amax); else NULL
+    uint32_t *amaxes;  // amaxes of the arrays that have `scales`, as bits of fp32 (tensor_amax); else NULL
 } Params;
 
 // The number of arrays that have a scale for each parameter: both moments of MS-AMP, and FP16 masters.

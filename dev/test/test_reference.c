@@ -499,8 +499,8 @@ static void test_given_scales(void) {
     linear_case_free(&c);
 }
 
-// Tests special values with recipe tensorwise. Zeros stay zero. One infinity or NaN makes the whole result NaN, because
-// torchao's scale is then 0 or NaN.
+// Tests special values with recipe tensorwise. Zeros stay zero. One infinity or NaN in an operand makes the result
+// NaN, because torchao's scale is then 0 or NaN.
 static void test_fp8_special(void) {
     const Recipe *r = recipe_row(RECIPE_TENSORWISE);
     float one[] = {1, 1, 1, 1};

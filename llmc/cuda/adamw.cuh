@@ -43,7 +43,8 @@ typedef struct {
     bool decay;
     int amax_slot;  // number of the fused FP8 weight in the layer (AdamwUpdate.amax); -1: none
     int entry;      // with FP8 gradients: the tensor's entry of the parameter table, counted from the unit's first
-    // An element's index in its unit of the flat parameter array (parameters.h) minus its index in this rank's part.
+    // An element's index in its unit of the flat parameter array (parameters.h) minus its index in this rank's part of
+    // that unit.
     int64_t shift;
 } AdamwRun;
 
@@ -405,9 +406,9 @@ __device__ static inline int64_t adamw_block_begin(AdamwBlocks at, int64_t b) {
            in_layers % at.layer_blocks * ADAMW_BLOCK;
 }
 
-// If the step's norm is not accepted, finds the first block of ADAMW_BLOCK elements, in backward order, whose norm is
-// large. Fills control as adamw_find_large does, but compares norms of such blocks instead of magnitudes of single
-// gradients. Runs as one thread block.
+// If the step's norm is not accepted (adamw_accepts), writes the largest norm of a block of ADAMW_BLOCK elements to
+// control->largest, and to control->position the first block, in backward order, whose norm is large beside it
+// (adamw_large). adamw_find_large does this with magnitudes of single gradients. Runs as one thread block.
 static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
     adamw_find_block_kernel(AdamwControl *control, const double *squares, int64_t count, AdamwBlocks at) {
     grid_dependency_wait();

@@ -50,7 +50,7 @@ static inline void stop_catch(void) {
 static inline const char *output_trouble(FILE *stream) {
     if (!ferror(stream) && !fflush(stream)) return NULL;
     clearerr(stream);
-    return fputc('\n', stream) == EOF || fflush(stream) ? strerror(errno) : "it can be written again";
+    return fputc('\n', stream) == EOF || fflush(stream) ? strerror(errno) : "it could not be written for a while";
 }
 
 // Returns the place of a flag that is true with --on-output-lost stop.
