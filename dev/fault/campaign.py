@@ -362,10 +362,10 @@ def precisions():
 
 
 def resume_configurations(quick):
-    """Yields (ranks, options): each row of precisions() with 8 splits into ranks, sharding and micro-steps.
+    """Yields (number, ranks, options): each row of precisions() with 8 splits into ranks, sharding and micro-steps.
 
     Apart from hybrid, the sharding of several ranks changes from row to row. With `quick`, every other row with one
-    split.
+    split. A configuration has one number, with and without `quick`, so that --at repeats it.
     """
     split = [(1, "full", 1), (1, "full", 2), (2, "grad_op", 1), (2, "full", 2), (3, "none", 1), (3, "full", 2),
              (4, "hybrid", 1), (4, "none", 2)]
@@ -377,7 +377,7 @@ def resume_configurations(quick):
             if ranks > 1 and sharding != "hybrid":
                 sharding = shards[(shards.index(sharding) + p) % 3]
             more = ["--sharding", "hybrid", "--shard-size", 2] if sharding == "hybrid" else ["--sharding", sharding]
-            yield ranks, [*options, *more, "--grad-accumulation-steps", accumulation]
+            yield p * len(split) + s + 1, ranks, [*options, *more, "--grad-accumulation-steps", accumulation]
 
 
 def resume_point(trainer, ranks, options, n, folder):
@@ -551,7 +551,7 @@ class Campaign:
 
     def resumes(self):
         points = []
-        for n, (ranks, options) in enumerate(resume_configurations(self.args.quick), 1):
+        for n, ranks, options in resume_configurations(self.args.quick):
             if self.args.at in (None, n):
                 row = "kill and resume: " + (options[3] if options[1] == "fp8" else options[1])
                 if "--optimizer-state" in options:
