@@ -16,8 +16,8 @@ BF16, so a positive difference is a cost. Intervals are two-sided, with 95% conf
    initial weights, data order, rounding, and the noise of batches, however autocorrelated. With three pairs the
    t-factor is 4.3 instead of 2. That is the price of three pairs; a bootstrap over them would hide it, since it cannot
    draw a variance that three values do not show (Cameron, Gelbach and Miller 2008). In simulations like those of
-   dev/test/test_verdict_stats.py the hierarchical bootstrap covers 73 to 98%, least where the noise of runs is above
-   that of batches.
+   dev/test/test_verdict_stats.py the hierarchical bootstrap covers 73 to 98%, least where runs differ by more
+   than the noise of batches moves a run's mean.
    With one pair: the moving-block bootstrap over steps (Kuensch 1989). It covers the noise of batches alone, and
    verdict() says so; runs with several rounding seeds add the noise of rounding (see 3). Percentiles of a moving-block
    bootstrap cover 81 to 95% on 40 to 400 steps, least on few of them. Therefore the interval is a t-interval with steps

@@ -11,7 +11,7 @@ typedef struct {
     uint8_t exp_avg[MOST];
     fp16_bits exp_avg_sq[MOST], master[MOST];
     float scale[3][TENSORS];          // scales: exp_avg, exp_avg_sq, master
-    float weights[MOST], fp32[MOST];  // weights that FP16 masters stand for; fp32 masters
+    float weights[MOST], fp32[MOST];  // decoded FP16 masters; fp32 masters
     float *gradients;                 // [STEPS, n]
     int64_t n, begin[TENSORS + 1];
 } State;

@@ -112,7 +112,7 @@ def test_noise_band():
     check(band.degrees == 2 and math.isclose(band.deviation, math.sqrt((2 + 8) / 2)),
           f"the noise band pools the variance of groups: {band}")
     check(math.isclose(band.half_width, stats.t.ppf(0.975, 2) * math.sqrt(5)),
-          f"the half width is that of a t-interval: {band}")
+          f"the half width is that of a t-interval for the mean of two differences: {band}")
     curves = vs.noise_band([[1.0, 5.0], [3.0, 5.0]], ["all", "all"])
     check(curves.half_width.shape == (2,) and curves.half_width[1] == 0,
           f"a noise band of curves has a value for each step: {curves}")
@@ -155,13 +155,13 @@ def test_speedup_exact():
           f"the speed-up counts steps of unequal time: {got}")
 
     got = match(falling() + 1, cost=(1.4, 1.0))  # FP8 ends where BF16 was before the fitted steps
-    check(got.estimate is None and not got.reached and math.isclose(got.high, 1.4 * 0.25),
+    check(got.estimate is None and got.low is None and not got.reached and math.isclose(got.high, 1.4 * 0.25),
           f"FP8 far above BF16 gets an upper limit alone: {got}")
     check("below 0.35x" in vs.speedup_words(got), f"the words have the upper limit: {vs.speedup_words(got)}")
     check(math.isclose(match(falling() + 1000).high, 1.35 * 0.25),
           "FP8 very far above BF16 gets the smallest upper limit")
     got = match(falling() - 1)
-    check(got.estimate is None and got.reached and math.isclose(got.low, 1.35 / 0.25),
+    check(got.estimate is None and got.high is None and got.reached and math.isclose(got.low, 1.35 / 0.25),
           f"FP8 far below BF16 gets a lower limit alone: {got}")
     check("above 5.40x" in vs.speedup_words(got), f"the words have the lower limit: {vs.speedup_words(got)}")
     noise = np.random.default_rng(0).standard_normal((2, 400))
@@ -408,7 +408,7 @@ def cover_with_common_methods(rng, trials):
         low, high = np.percentile(means, [2.5, 97.5])
         hits["percentiles of the moving-block bootstrap"].append(low <= 0.02 <= high)
 
-        # 3 pairs, and noise of runs above that of batches, as on data that does not repeat.
+        # 3 pairs. Runs differ by 0.05, which is more than the noise of batches in a mean of 200 steps (0.007).
         bf16, fp8 = training_pairs(rng, 0.02, 3, 200, PAIR_NOISE[0], 0.05)
         means = np.stack([MovingBlockBootstrap(vs.block_length(row), row, seed=i).apply(np.mean, 300)[:, 0]
                           for row in fp8 - bf16])

@@ -54,7 +54,7 @@ static inline const char *link_path_name(LinkPath path) {
     return names[path];
 }
 
-// The rates of one GPU alone.
+// Rates of one GPU, without communication. All GPUs are measured at once.
 typedef struct {
     double copy;  // bytes per second of a copy in its memory, read plus written; 0: not measured
     double gemm;  // FLOP/s of a BF16 GEMM; 0: not measured
@@ -64,7 +64,8 @@ typedef struct {
 // function returns when this rank's part of the work is done.
 typedef struct {
     void *context;
-    const char *within, *across;         // names of what moves data within shard groups, and over replicas
+    const char *within, *across;         // what moves data within shard groups, and over replicas: "copy engines",
+                                         // "NCCL", "TCP" or "MPI"
     double bytes[NUM_LINK_COLLECTIVES];  // size of the array that a collective gathers or reduces; 0: the run has no
                                          // such collective
     int64_t pair_bytes;                  // the message of a pair, each way

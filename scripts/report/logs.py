@@ -76,6 +76,7 @@ class Run:
 
     @property
     def complete(self):
+        """True if the log has the step --num-steps. Earlier ones may be missing."""
         return self.last_step >= self.num_steps
 
     @property
@@ -184,9 +185,10 @@ def check_settings(record):
         check_fields({"other_bytes": None, **record["memory"]}, {"other_bytes": NUMBER_OR_NULL})
     groups = record.get("memory", {}).get("groups", [])
     gemms = record.get("gemms", [])
-    for values, fields in ((groups, {"name": TEXT, "bytes": NUMBER}), (gemms, {"linear": TEXT, "gemm": TEXT})):
+    for name, values, fields in (("\"groups\" of \"memory\"", groups, {"name": TEXT, "bytes": NUMBER}),
+                                 ("\"gemms\"", gemms, {"linear": TEXT, "gemm": TEXT})):
         if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-            raise Damaged("\"memory\" or \"gemms\" is not a list of objects")
+            raise Damaged(f"{name} is not a list of objects")
         for value in values:
             check_fields(value, fields)
     for gemm in gemms:
