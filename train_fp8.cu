@@ -129,7 +129,7 @@ static void place(Trainer *t, Arena *a) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Operations of a layer: kernels and GEMMs with the trainer's sizes, workspaces and profile
 
-// One layer's weights, or their gradients.
+// One layer's weights (in bf16, FP8 or both), or their gradients (bf16).
 typedef struct {
     Real *norm1, *norm2;              // [C]
     Real *q_norm, *k_norm;            // [HD], NULL without QK-norm

@@ -157,7 +157,7 @@ __attribute__((constructor)) static void fault_begin(void) {
     setvbuf(stdout, NULL, _IOLBF, 0);  // so that lines printed before a kill are seen
 }
 
-// ---- data that is not on disk yet
+// ---- written data and renames that are not on disk yet, and the power cut that loses them
 
 static void path_copy(char *out, size_t capacity, const char *path) {
     if (strlen(path) >= capacity) abort();

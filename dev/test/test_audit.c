@@ -398,6 +398,7 @@ static void test_table(void) {
     // SQNRs has one entry for both GEMMs, from the merged sums of rowwise and columnwise data: 20 and 21 dB give 20.47.
     check_has(text, "lowest SQNR: layer 5 gate_up dy (both passes, -inf dB), layer 7 down x (both passes, 20.47 "
                     "dB), layer 1 gate_up x (both passes, 30.00 dB)\n");
+    // SQNR over all layers, SQNR of the worst layer, and that layer:
     check_has(text, "  gate_up   wgrad  dy  e5m2 tensor      -inf     -inf      5");
     CHECK(!strstr(text, "qkv") && check_count(text, "\n") == 1 + 2 + 12 + 1,
           "the table has no qkv, and 16 lines; found %d:\n%s", check_count(text, "\n"), text);

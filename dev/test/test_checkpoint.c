@@ -130,8 +130,9 @@ static void save(Trainer *t, const char *dir, int64_t step, int64_t keep) {
     if (!checkpoint_save(dir, keep, &progress, &t->run, &t->table, &t->state, &failure)) die("%s", failure.text);
 }
 
-// Lists the steps of the checkpoints in a folder, newest first, as "300 200", or as "300 200+1" if the folder also has
-// one entry that is neither a checkpoint nor begins with a dot. Returns "cannot list" if it cannot be read.
+// Lists the steps of entries in a folder that have a checkpoint's name, newest first, as "300 200", or as "300 200+1"
+// if the folder also has one other entry that does not begin with a dot. Returns "" if there is no such folder, and
+// "cannot list" if it cannot be read.
 static const char *listing(const char *dir) {
     static char text[256];
     CheckpointSteps list;
@@ -229,7 +230,8 @@ static void test_round_trip(void) {
               "each parameter is one tensor, and lm_head is absent exactly if it is tied; found %lld tensors",
               (long long)st.count);
         CHECK(st.tensors[0].type == (fp32_weights ? ST_F32 : ST_BF16),
-              "the first tensor is fp32 if the run has fp32 or FP16 master weights, else bf16");
+              "the first tensor is fp32 if the run has fp32 or FP16 master weights (FP16 ones are saved in fp32), else "
+              "bf16");
         safetensors_close(&st);
         char config[PATH_CAPACITY];
         format_checked(config, sizeof config, "%s/config.json", found);
@@ -800,7 +802,8 @@ static void test_prepare(void) {
     trainer_free(t);
 }
 
-// ---- Damaged files: the reason is given, and a resumed run skips the checkpoint.
+// ---- Damaged files: the reason is given. A resumed run takes the newest undamaged checkpoint, or dies if there is
+// none.
 
 static void damage_truncate(const char *path, int64_t bytes) {
     if (truncate(path, (off_t)bytes)) die("truncate %s: %s", path, strerror(errno));
@@ -1008,7 +1011,8 @@ static void test_nonfinite(void) {
         CHECK(strcmp(listing(dir), "1") == 0, "only the earlier checkpoint is there; found %s", listing(dir));
         const bool exported =
             model_export_hf(scratch_path("nonfinite-export"), &t->model, &t->table, &t->state, NULL, &failure);
-        CHECK(exported == (kind != STATE_WEIGHTS), "variant %d is exported exactly if the weights are finite", variant);
+        CHECK(exported == (kind != STATE_WEIGHTS),
+              "variant %d is exported exactly if the weights, or their masters, are finite", variant);
         CHECK(exported || (failure.lasting && strstr(failure.text, expected)),
               "variant %d: the failed export names the tensor: %s", variant, failure.text);
         CHECK(path_exists(scratch_path("nonfinite-export")) == exported &&

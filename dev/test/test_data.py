@@ -66,7 +66,7 @@ def write_text(path, stories):
 
 
 def decode(tokens, separator, table):
-    """Returns the stories of a shard."""
+    """Returns the stories of a shard as strings. A separator comes before each story."""
     stories = []
     for token in tokens:
         if token == separator:
@@ -317,7 +317,8 @@ def test_against_shared(folder):
             ours = read_shard(f"{folder}/tinystories_{name}_{split}.bin")
             expected = read_shard(f"{SHARED}/tinystories_{family}_{theirs}.bin")
             check(ours == expected,
-                  f"{name} {split}: the shards are equal: {len(ours[2])} and {len(expected[2])} tokens; they differ at "
+                  f"{name} {split}: magic, version and tokens are equal: {len(ours[2])} and {len(expected[2])} tokens; "
+                  "the first different one is "
                   f"{next((i for i, (a, b) in enumerate(zip(ours[2], expected[2])) if a != b), None)}")
             with open(f"{SHARED}/tinystories_{theirs}.txt", encoding="utf-8") as f:
                 stories = [s.strip() for s in f.read().split("<|endoftext|>") if s.strip()]

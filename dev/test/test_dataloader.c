@@ -495,8 +495,10 @@ static void test_replaced(void) {
     if (rename(scratch_path("new.bin"), scratch_path("stays.bin"))) die("rename: %s", strerror(errno));
     int32_t inputs[8], targets[8];
     dataloader_batch(&dl, 11, 1, inputs, targets);
-    CHECK(inputs[0] == 288 && targets[7] == 296, "the open file is still read, from token 288 to 296; found %d to %d",
-          inputs[0], targets[7]);
+    CHECK(
+        inputs[0] == 288 && targets[7] == 296,
+        "after another file took its name, the open file is still read: first input 288, last target 296; found %d, %d",
+        inputs[0], targets[7]);
     dataloader_close(&dl);
 }
 

@@ -70,8 +70,9 @@ typedef struct {
 // An omission: a barrier, a collective, a wait for an event, or a call is left out each time it comes.
 typedef struct {
     const char *what;  // name of the event or call, or of the operation that has the barrier or collective
-    // Events and calls: 0. Barriers and collectives: a number, from 0. The reduction of one gradient may have several
-    // operations of this name. Then the number counts the barriers, or the collectives, of all of them.
+    // Events and calls: 0. Else which barrier, or which collective, is left out, counted from 0: within the operation
+    // or, if the operation is part of the reduction of a gradient, within all operations of this name in that
+    // reduction. Each reduction (of a unit, in a micro-step) counts anew and leaves it out.
     int64_t number;
     int64_t rank;  // that leaves it out; -1: all ranks do
 } Omission;
@@ -909,7 +910,8 @@ static int64_t called_embedding(Sum *to, EmbeddingPart part, const bf16 *dx, con
                                 GradientSum, cudaStream_t) {
     const Fsdp *f = now->f;
     const bool tied = embedding_segment(f->table) == SEGMENT_MATRICES;
-    // The padding behind a tied embedding is zero until the gradient is reduced. From then on it counts as gradient.
+    // If the embedding joins the sums, `to` is reduced, and its padding counts as gradient. Else `to` is not reduced
+    // yet, and the padding behind a tied embedding is zero.
     const int64_t count = tied && !fsdp_embedding_joins(f) ? f->root_elements[SEGMENT_MATRICES] : part.count;
     const int64_t over = fsdp_input_ranks(f), bytes = count * (int64_t)sizeof(Sum);
     note_read(computing(), dx, R * C * (int64_t)sizeof(bf16), gradients_now(INPUTS, 1));
@@ -1594,10 +1596,10 @@ static void check_omissions(void) {
     memset(&omission, 0, sizeof omission);
 }
 
-// check_omissions with FP8 gradients. Some barriers of copy engines are not needed, because other waits give the same
-// order. The list does not omit these on all ranks. Barriers 1 and 3 come after reads of gradients: an all-reduce of
-// amaxes waits for all ranks before the gradients are overwritten. With REDUCE_BF16 barrier 2 is not needed, since
-// barrier 0 has waited for the matrices too.
+// check_omissions with gradients kept in FP8 (--grad-accum-dtype fp8). Some barriers of copy engines are not needed,
+// because other waits give the same order. The list does not omit these on all ranks. Barriers 1 and 3 come after reads
+// of gradients: an all-reduce of amaxes waits for all ranks before the gradients are overwritten. With REDUCE_BF16
+// barrier 2 is not needed, since barrier 0 has waited for the matrices too.
 static void check_fp8_gradient_omissions(void) {
     const struct {
         Omission omission;

@@ -362,7 +362,7 @@ static inline bool json_real(const Json *json, const JsonNode *node, double *out
 }
 
 // Reads a whole number in low..high, both included. 8192.0 and 1e6 are whole too; numbers with a point or an exponent
-// may have a magnitude of 2^53 at most.
+// must be of a magnitude below 2^53; plain digits may go on to 2^63.
 static inline bool json_int(const Json *json, const JsonNode *node, int64_t low, int64_t high, int64_t *out,
                             Failure *failure) {
     char what[96];
@@ -376,8 +376,8 @@ static inline bool json_int(const Json *json, const JsonNode *node, int64_t low,
         return true;
     }
     double real = strtod(node->text, NULL);
-    const double exact = 9007199254740992.0;  // 2^53: up to here a double holds every whole number
-    if (!(fabs(real) <= exact) || real != floor(real) || real < (double)low || real > (double)high)
+    const double inexact = 9007199254740992.0;  // 2^53: from here on, a double may be another whole number, rounded
+    if (!(fabs(real) < inexact) || real != floor(real) || real < (double)low || real > (double)high)
         return json_expected(json, node, what, failure);
     *out = (int64_t)real;
     return true;

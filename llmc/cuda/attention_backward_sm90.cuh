@@ -146,7 +146,8 @@ template <int HD> __device__ __forceinline__ void attention_backward_produce(con
 }
 
 // Writes this thread's part of a warpgroup's 64 x 16*STEPS bf16 tile (packed accumulator layout) to swizzled shared
-// memory. The tile is stored in pieces of 64 columns, tile_bytes apart. The warpgroup's rows start at `address`.
+// memory. The tile is stored in pieces of 64 columns, tile_bytes apart. `address` is that of the warpgroup's first row
+// in the first piece.
 template <int STEPS>
 __device__ __forceinline__ void attention_backward_store_tile(uint32_t address, uint32_t tile_bytes,
                                                               const uint32_t (&a)[STEPS][4]) {

@@ -15,7 +15,7 @@
 
 // Statistics of one step.
 typedef struct {
-    float loss;  // mean over the step's tokens
+    float loss;  // mean over the step's tokens of all ranks; before the all-reduce, this rank's share of it
     // Number of the first norm on this rank with bad input (NonfiniteStep.forward); UINT32_MAX: none.
     uint32_t bad_norm;
     AdamwControl control;  // gradient norm, and whether it is accepted

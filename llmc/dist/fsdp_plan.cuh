@@ -35,8 +35,8 @@ static_assert((int)NUM_LINEARS <= (int)SLICE_MAX_TENSORS, "quantize_slices takes
 typedef enum {
     FSDP_WEIGHTS_RESIDENT,     // this rank has all weights; FP8 weights are cast for each layer and pass
     FSDP_WEIGHTS_CACHED,       // this rank has all weights; all FP8 weights are cast when the weights change
-    FSDP_WEIGHTS_GATHER_BF16,  // all-gather in bf16
-    FSDP_WEIGHTS_GATHER_FP8    // all-gather in FP8; in bf16 for layers that have a bf16 linear layer
+    FSDP_WEIGHTS_GATHER_BF16,  // all-gather in bf16 over the shard group; FP8 weights are cast after it
+    FSDP_WEIGHTS_GATHER_FP8  // all-gather in FP8 over the shard group; in bf16 for layers that have a bf16 linear layer
 } FsdpWeights;
 
 // The memory in which backward computes gradients.
@@ -60,7 +60,7 @@ typedef enum {
     FSDP_KEPT_STEP    // until the weights change; each layer has a slot or FP8 data of its own
 } FsdpKept;
 
-// Views of a unit's weights or gradients: each pointer is the start of a segment.
+// The segments of a unit's weights or gradients, which need not lie in one array.
 typedef struct {
     bf16 *vectors, *matrices;  // matrices is NULL for weights of a layer whose matrices are in FP8 only
     bf16 *embedding;  // only in the root; also lm_head if tied. NULL in a buffer that the embedding's gradient bypasses
@@ -120,7 +120,8 @@ typedef struct {
     // there. Backward writes each place once a step, the embedding's last. Empty if activations may not use it.
     ArenaRange late_layers, late_embedding;
     int64_t late_layer_bytes;  // bytes of one layer in late_layers
-    uint64_t embedding_key;    // key of the random bits for sums with the embedding's gradient; sum.key: for the others
+    uint64_t embedding_key;    // key of the random bits when the embedding's gradient joins the sums directly
+                               // (fsdp_embedding_joins); all other gradients: sum.key
     bool *amaxes_known;        // [L] true if the amaxes of the layer's weights are known (scales finer than per tensor)
 
     Fp16Weights masters;   // with precision->casts_masters
@@ -136,7 +137,9 @@ typedef struct {
     int64_t *rowwise_layer;     // [num_rowwise] the layers in `rowwise`; NO_LAYER: none
     int64_t *columnwise_layer;  // [num_columnwise] the layers in `columnwise`; NO_LAYER: none
     int64_t num_rowwise, num_columnwise;
-    bf16 *root_grads;  // holds in turn the transient embedding, the root's gradient and the input gradients
+    // Holds in turn: the gathered embedding (embedding_is_transient), the root's gradient (without the embedding's if
+    // that bypasses it), and with FSDP_EMBEDDING_FROM_INPUTS the shard group's input gradients.
+    bf16 *root_grads;
     bf16 *layer_grads[FSDP_GRADIENT_BUFFERS];
     cudaEvent_t reduced[1 + FSDP_GRADIENT_BUFFERS];  // one of root_grads, one of each layer_grads
     cudaEvent_t summed[FSDP_GRADIENT_BUFFERS];       // with optimizer_in_backward: [l % sum_layers] layer l's sums

@@ -130,8 +130,8 @@ def read_folders(folders):
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder; give the --log-dir of a run, or a sweep's or verdict's folder")
         if read_folder(folder, found) == 0:
-            raise ValueError(f"{folder} has no run: neither it nor a folder in it has a log.jsonl. The trainer writes "
-                             "one with --log-dir")
+            raise ValueError(f"{folder} has no run: there is no log.jsonl in it or up to {DEPTH} levels below. The "
+                             "trainer writes one with --log-dir")
     if not found.runs:
         reasons = "\n".join(f"  {name}: {reason}" for name, reason in found.without)
         raise ValueError(f"no run can be read:\n{reasons}")

@@ -16,14 +16,15 @@ stall_start() {
     stall_run "$@" >"$tmp/$name.log" 2>&1 </dev/null &
     launched[$name]=$!
 }
-# Waits at most $2 seconds until the rank of run $1 is held.
+# Waits at most $2 seconds until the rank of run $1 is held. The rank then writes $tmp/$1.mark.
 stall_await() {
     for _ in $(seq $((10 * $2))); do
         [ -s "$tmp/$1.mark" ] && return
         kill -0 "${launched[$1]}" 2>/dev/null || break
         sleep 0.1
     done
-    bad "$1: the rank did not reach the call at which it is held: $(tail -n 4 "$tmp/$1.log")"
+    bad "$1: the rank did not reach the call that was to hold it, within $2 s or before the run ended:" \
+        "$(tail -n 4 "$tmp/$1.log")"
     return 1
 }
 # Waits at most $2 seconds for the end of run $1, and kills the run if it has not ended. Sets `took` (seconds), and
