@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """usage: scripts/export_logs.py FOLDER... [--out OUT] [--wandb]
 
-Writes the steps and validation losses of each run's log.jsonl as TensorBoard event files. FOLDER is the --log-dir of a
-run, the --out folder of scripts/verdict.sh or scripts/sweep.sh, or a folder of such folders.
+Writes the steps and validation losses of each run's log.jsonl as TensorBoard event files. Leaves out runs that a sweep
+or verdict lists as failed, with a warning. FOLDER is the --log-dir of a run, the --out folder of scripts/verdict.sh or
+scripts/sweep.sh, or a folder of such folders.
 
   --out OUT  gets a subfolder for each run (log/tensorboard); `tensorboard --logdir OUT` shows them
-  --wandb    also make an offline W&B run of each, in OUT/wandb, for `wandb sync`; wandb must be installed
+  --wandb    also make an offline W&B run of each, below OUT/wandb, for `wandb sync`; wandb must be installed
 
 Needs the libraries that scripts/setup_report.sh installs.
 """

@@ -4,8 +4,8 @@
 Makes one page from runs: what FP8 gives and what it costs in loss, with figures. FOLDER is the --out folder of
 scripts/verdict.sh or scripts/sweep.sh, the --log-dir of a run, or a folder of such folders. A run need not have ended.
 
-  --out FILE.html  the page (report.html in FOLDER; needed with several folders). Beside it are FILE.json with all
-                   numbers, FILE.md, and FILE_figures with a PNG of each figure
+  --out FILE.html  the page (report.html in FOLDER; needed with several folders). Beside it are FILE.json with the
+                   numbers of comparisons and runs, FILE.md, and FILE_figures with a PNG of each figure
   --price X        price of one GPU hour, for costs in money (the price in verdict.json, if it has one)
 
 Needs the libraries that scripts/setup_report.sh installs. docs/REPORT.md says how to read the page.

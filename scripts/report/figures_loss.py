@@ -18,8 +18,8 @@ def draw_difference(comparison):
     steps = np.asarray(curve.steps) + 1
     reach = 1.25 * max(np.abs(curve.low).max(), np.abs(curve.high).max(), 1e-9)
     caption = (f"Training loss of FP8 minus that of BF16, mean of {words.count(len(comparison.pairs), 'pair')} and of "
-               f"{comparison.window} steps at each point. The band holds 95% (moving-block bootstrap over steps: the "
-               "noise of batches).")
+               f"{comparison.window} steps at each point. The band is a 95% interval (moving-block bootstrap over "
+               "steps), which covers the noise of batches alone.")
     if noise is not None:
         widest = float(noise.half_width.max())
         reach = max(reach, min(1.1 * widest, 4 * reach))

@@ -1,4 +1,4 @@
-"""Everything that the page says, as numbers: the content of report.json."""
+"""The numbers of comparisons and runs: the content of report.json. It has no profiles, audits and memory plans."""
 import dataclasses
 import math
 
@@ -7,7 +7,7 @@ import numpy as np
 from report import words
 from report.style import means_of_windows
 
-CURVES = 5000   # limit of the points of all loss curves together; the limit of one curve is 10 to 100
+CURVES = 5000   # points that all loss curves share; each has its part of them, but at least 10 and at most 100
 
 
 def clean(value):
