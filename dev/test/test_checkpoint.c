@@ -506,21 +506,21 @@ static void test_keep(void) {
 static void test_links(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     Failure failure = {"", false};
-    char dir[PATH_CAPACITY], found[PATH_CAPACITY], archive[PATH_CAPACITY], home[PATH_CAPACITY], at[PATH_CAPACITY];
+    char dir[PATH_CAPACITY], found[PATH_CAPACITY], archive[PATH_CAPACITY], user[PATH_CAPACITY], at[PATH_CAPACITY];
     CheckpointSteps passed_over = {NULL, 0};
     format_checked(dir, sizeof dir, "%s", scratch_path("links"));
     format_checked(archive, sizeof archive, "%s", scratch_path("archive"));
-    format_checked(home, sizeof home, "%s", scratch_path("home"));
+    format_checked(user, sizeof user, "%s", scratch_path("user"));
     save(t, dir, 2, 1);
     format_checked(at, sizeof at, "%s/step-00000002", dir);
     if (rename(at, archive) || symlink("../archive", at)) die("%s", strerror(errno));
     static const struct {
         const char *name, *to;
-    } links[] = {{"step-00000001.tmp", "../home"}, {"step-00000003.tmp", "../home/thesis"},
+    } links[] = {{"step-00000001.tmp", "../user"}, {"step-00000003.tmp", "../user/thesis"},
                  {"step-00000005.tmp", "none"},    {"step-00000006.old.tmp", "step-00000006.old.tmp"},
-                 {"step-00000007", "../home"},     {"step-00000008", "../home/thesis"},
+                 {"step-00000007", "../user"},     {"step-00000008", "../user/thesis"},
                  {"step-00000009", "none"},        {"step-00000010", "step-00000010"}};
-    if (!folder_create(home, false, &failure) || !file_write(home, "thesis", "x", 1, NULL, &failure))
+    if (!folder_create(user, false, &failure) || !file_write(user, "thesis", "x", 1, NULL, &failure))
         die("%s", failure.text);
     for (size_t i = 0; i < sizeof links / sizeof links[0]; i++) {
         format_checked(at, sizeof at, "%s/%s", dir, links[i].name);
@@ -541,15 +541,15 @@ static void test_links(void) {
     save(t, dir, 11, 2);
     CHECK(strcmp(listing(dir), "11 10 9 8 7 2+5") == 0, "steps 11 and 8 are kept, and no link is removed; found %s",
           listing(dir));
-    CHECK(checkpoint_is_whole(archive, true, &failure) && path_exists(scratch_path("home/thesis")),
-          "the linked checkpoint is whole, and the file home/thesis is still there: %s", failure.text);
+    CHECK(checkpoint_is_whole(archive, true, &failure) && path_exists(scratch_path("user/thesis")),
+          "the linked checkpoint is whole, and the file user/thesis is still there: %s", failure.text);
     for (size_t i = 0; i < sizeof links / sizeof links[0]; i++) {
         struct stat s;
         format_checked(at, sizeof at, "%s/%s%s", dir, links[i].name, i == 5 ? ".1" : "");
         CHECK(lstat(at, &s) == 0 && S_ISLNK(s.st_mode), "the link %s is still there", at);
     }
     free(passed_over.steps);
-    remove_tree(dir), remove_tree(archive), remove_tree(home);
+    remove_tree(dir), remove_tree(archive), remove_tree(user);
     trainer_free(t);
 }
 

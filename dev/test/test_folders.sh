@@ -25,13 +25,13 @@ ranks() { timeout 60 mpirun --oversubscribe -np 2 "$@"; }
 
 # ---- Links.
 
-mkdir "$tmp/home"
-echo mine >"$tmp/home/thesis"
+mkdir "$tmp/user"
+echo mine >"$tmp/user/thesis"
 mkdir "$tmp/ck"
-ln -s ../home "$tmp/ck/step-00000001.tmp"
+ln -s ../user "$tmp/ck/step-00000001.tmp"
 check "a run trains with a link among the leftovers of saves" trains $run --num-steps 1 --checkpoint-dir "$tmp/ck"
 check "a run prints that it does not remove the link" holds "$out" \
-    "interrupted save or removal: $tmp/ck/step-00000001.tmp is not removed: it is a link to ../home"
+    "interrupted save or removal: $tmp/ck/step-00000001.tmp is not removed: it is a link to ../user"
 check "the link still leads to its folder" equal "$(cat "$tmp/ck/step-00000001.tmp/thesis")" mine
 check "a checkpoint is saved beside the link" test -f "$tmp/ck/step-00000001/trainer.json"
 
@@ -63,13 +63,13 @@ check "a folder inside a file is refused as --export-hf" \
     $run --export-hf "$tmp/s.tokenizer/x"
 
 mkdir "$tmp/log"
-ln -s ../home/thesis "$tmp/log/log.jsonl"
+ln -s ../user/thesis "$tmp/log/log.jsonl"
 check "a run trains if log.jsonl is a link" trains $run --num-steps 1 --log-dir "$tmp/log"
-check "the file that log.jsonl links to is not written" equal "$(cat "$tmp/home/thesis")" mine
-ln -sf ../home/new "$tmp/log/log.jsonl"
+check "the file that log.jsonl links to is not written" equal "$(cat "$tmp/user/thesis")" mine
+ln -sf ../user/new "$tmp/log/log.jsonl"
 check "a run trains if log.jsonl is a link to nothing" trains $run --num-steps 1 --log-dir "$tmp/log"
 check "a link to nothing is moved aside, and its target is not made" \
-    test ! -e "$tmp/home/new" -a -f "$tmp/log/log.jsonl" \
+    test ! -e "$tmp/user/new" -a -f "$tmp/log/log.jsonl" \
     -a -L "$tmp/log/log.2.jsonl"
 
 # ---- Folders of another program.
@@ -82,11 +82,11 @@ for name in hf.tmp hf.old.tmp; do
         refuses "$tmp/$name is in the way" $run --num-steps 1 --export-hf "$tmp/hf"
     check "another program's $name stays" equal "$(cat "$tmp/$name/model.safetensors")" weights
     rm -r "${tmp:?}/$name"
-    ln -s home "$tmp/$name"
+    ln -s user "$tmp/$name"
     check "an export refuses a link $name" refuses "$tmp/$name is in the way" $run --num-steps 1 --export-hf "$tmp/hf"
     rm "$tmp/$name"
 done
-check "the file in the folder that the links lead to stays" equal "$(cat "$tmp/home/thesis")" mine
+check "the file in the folder that the links lead to stays" equal "$(cat "$tmp/user/thesis")" mine
 
 # ---- MODEL compared with its hashes.
 
