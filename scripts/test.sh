@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs every test in dev/test that needs no GPU. Installs missing build tools, and the libraries of the reports if PyPI
-# can be reached. If nvcc and NCCL are there, also compiles the GPU trainer, its tests and benches, and runs two of
-# these tests. Ends with "N passed, N failed", and with a non-zero status if a test failed. Skipped tests print why.
+# can be reached. If nvcc and NCCL are there, also compiles the GPU trainer and its tests, checks the syntax of the
+# benches, and runs two of these tests. Ends with "N passed, N failed", and with a non-zero status if a test failed.
+# Skipped tests print why.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/install.sh
@@ -18,35 +19,35 @@ check "make headers" make -s headers
 check "make unit-tests" make -s -j2 unit-tests
 check "make asan" make -s -j2 asan
 
+# Runs the programs of dev/test, two at a time with one thread each, and tallies them in the order given. $1: words
+# before each program, such as "python3" or "env NAME=VALUE"; the rest: the programs.
+tally_two_at_a_time() {
+    local program first=$1
+    shift
+    outputs=$(mktemp -d)
+    export outputs first
+    printf '%s\n' "$@" | xargs -P 2 -I {} bash -c 'OMP_NUM_THREADS=1 $first {} >"$outputs/$(basename {})" 2>&1
+        echo $? >"$outputs/$(basename {}).status"'
+    for program; do tally "${program##*/}" replay "${program##*/}"; done
+    rm -rf "$outputs"
+}
+replay() { cat "$outputs/$1" && return "$(cat "$outputs/$1.status")"; }
+
+programs=()
+for source in dev/test/test_*.c; do programs+=("build/$(basename "$source" .c)"); done
 say "unit tests"
-for program in build/test_*; do
-    case $program in *test_gpu | *test_fsdp_order | *test_placement) continue ;; esac  # GPU code: below
-    [ -x "$program" ] && tally "${program#build/}" "$program"
-done
+tally_two_at_a_time "" "${programs[@]}"
 say "unit tests under address and undefined-behaviour sanitizers (test_train_fp8 takes minutes)"
-for program in build/asan/test_*; do
-    [ -x "$program" ] && tally "${program#build/}" env ASAN_OPTIONS=detect_leaks=0 "$program"
-done
+tally_two_at_a_time "env ASAN_OPTIONS=detect_leaks=0" "${programs[@]/#build/build/asan}"
 say "Python tests"
 install_report
-outputs=$(mktemp -d)
-export outputs
-# Writes the output of Python test $1, and its status.
-run_python() {
-    python3 "$1" >"$outputs/${1##*/}" 2>&1
-    echo $? >"$outputs/${1##*/}.status"
-}
-export -f run_python
-printf '%s\n' dev/test/test_*.py | xargs -P 2 -I {} bash -c 'run_python {}'
-replay() { cat "$outputs/$1" && return "$(cat "$outputs/$1.status")"; }
-for script in dev/test/test_*.py; do tally "${script##*/}" replay "${script##*/}"; done
-rm -rf "$outputs"
+tally_two_at_a_time python3 dev/test/test_*.py
 say "whole programs"
 for script in dev/test/test_*.sh; do [ -e "$script" ] && tally "${script#dev/test/}" bash "$script"; done
 
 say "GPU code"
 if find_nvcc && find_nccl; then
-    check "make train_fp8cu and the GPU tests" make -s -j2 gpu benches
+    check "make train_fp8cu, the GPU tests, and the syntax of the benches" make -s -j2 gpu bench-syntax
     tally test_fsdp_order build/test_fsdp_order
     tally test_placement build/test_placement
 else
