@@ -41,6 +41,17 @@ check "the message names options with which the run fits" \
 check "a dry run within --memory-limit ends with status 0" ends 0 $limited 1
 check "a plan past 2^63 bytes ends with status 3" \
     ends 3 llama3.1-405b $data --dry-run --batch-size 65535 --sequence-length 1048576
+# $1 variables of a launcher that this MPI does not know, $2 error lines. True if the run ends with status 2, these
+# lines and no step.
+refuses_launcher() {
+    env $1 timeout 60 $trainer tiny $data >"$tmp/out" 2>"$tmp/err"
+    equal "$? $(wc -l <"$tmp/err")" "2 $2" && no_step "$tmp/out"
+}
+for variables in "PMI_SIZE=2 PMI_RANK=0" "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0" "PMIX_RANK=1" \
+    "MPI_LOCALNRANKS=2 MPI_LOCALRANKID=0" "WORLD_SIZE=2 RANK=0"; do
+    check "$variables without ranks that meet: status 2 and one line" refuses_launcher "$variables" 1
+done
+check "the launcher's second rank says nothing" refuses_launcher "PMI_SIZE=2 PMI_RANK=1" 0
 check "--profile, which the CPU trainer lacks, ends with status 4" ends 4 tiny $data --profile
 check "a gradient norm that counts as not finite ends with status 7" \
     ends 7 tiny $data --learning-rate 1000 --num-steps 50

@@ -30,6 +30,8 @@ static const char *const variables[] = {"OMPI_COMM_WORLD_RANK",
                                         "PMIX_RANK",
                                         "PMI_RANK",
                                         "PMI_SIZE",
+                                        "MPI_LOCALNRANKS",
+                                        "MPI_LOCALRANKID",
                                         "SLURM_PROCID",
                                         "SLURM_STEP_NUM_TASKS",
                                         "SLURM_STEP_NODELIST",
@@ -101,6 +103,34 @@ static void check_environment(void) {
     CHECK(i.kind == INIT_ONE && i.world == 1, "without MASTER_ADDR, PyTorch's variables mean one rank");
 }
 
+// The largest number of ranks that any launcher speaks of is noted, and one of its ranks reports it.
+static void check_launchers(void) {
+    const struct {
+        const char *environment, *says;
+        int64_t launched;
+        bool speaks;
+    } cases[] = {{"", "", 0, false},
+                 {"PMI_SIZE=2 PMI_RANK=0", "PMI_SIZE=2", 2, true},
+                 {"PMI_SIZE=2 PMI_RANK=1", "PMI_SIZE=2", 2, false},
+                 {"PMIX_RANK=3", "PMIX_RANK=3", 4, true},
+                 {"MPI_LOCALNRANKS=2 MPI_LOCALRANKID=0", "MPI_LOCALNRANKS=2", 2, true},
+                 {"OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=0 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=9",
+                  "OMPI_COMM_WORLD_SIZE=4", 4, true},
+                 {"PMIX_RANK=0 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=9", "SLURM_STEP_NUM_TASKS=9", 9, true},
+                 {"SLURM_PROCID=0 SLURM_NTASKS=9", "SLURM_PROCID=0", 1, true},
+                 {"WORLD_SIZE=8", "", 0, false}};
+    for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
+        const InitFrom i = join(cases[k].environment, "tiny --init-from mpi");
+        CHECK(i.launched == cases[k].launched && i.speaks == cases[k].speaks && !strcmp(i.launcher, cases[k].says),
+              "\"%s\": %lld ranks by %s; found %lld by %s", cases[k].environment, (long long)cases[k].launched,
+              cases[k].says, (long long)i.launched, i.launcher);
+    }
+    const InitFrom i = join("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=3 SLURM_STEP_NODELIST=a SLURM_STEP_ID=5 "
+                            "SLURM_JOB_ID=9223372036854775807",
+                            "tiny");
+    CHECK(i.port >= 15000 && i.port < 31000, "the largest job id gives port %d", i.port);
+}
+
 static void check_arguments(void) {
     InitFrom i = join("RANK=3 WORLD_SIZE=4", "tiny --init-from file:/shared/a --init-timeout=7");
     CHECK(i.kind == INIT_FILE && i.rank == 3 && i.world == 4 && i.timeout == 7 && strcmp(i.place, "/shared/a") == 0,
@@ -139,6 +169,7 @@ static void check_addresses(void) {
 int main(void) {
     check_first_host();
     check_environment();
+    check_launchers();
     check_arguments();
     check_addresses();
     return check_report();

@@ -143,12 +143,13 @@ static inline void comm_name_rank(const Comm *c) {
 }
 
 // Joins the ranks that MPI has started.
-static inline void comm_open_mpi(Comm *c, int *argc, char ***argv) {
+static inline void comm_open_mpi(Comm *c, const InitFrom *init, int *argc, char ***argv) {
     int provided;
     COMM_CHECK(MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &provided));
     if (atexit(comm_finalize)) die("atexit failed");
     c->comms[COMM_WORLD] = MPI_COMM_WORLD;
     comm_rank_of(MPI_COMM_WORLD, &c->world, &c->rank);
+    init_require_world(init, c->world, c->rank);
     MPI_Comm host;
     COMM_CHECK(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, (int)c->rank, MPI_INFO_NULL, &host));
     comm_rank_of(host, &c->local_world, &c->local_rank);
@@ -180,8 +181,9 @@ static inline void comm_open_mesh(Comm *c, const InitFrom *init) {
 static inline Comm comm_open(int *argc, char ***argv) {
     Comm c = comm_one();
     const InitFrom init = init_from(*argc, *argv);
-    if (init.kind == INIT_MPI) comm_open_mpi(&c, argc, argv);
+    if (init.kind == INIT_MPI) comm_open_mpi(&c, &init, argc, argv);
     else if (init.kind != INIT_ONE) comm_open_mesh(&c, &init);
+    else init_require_world(&init, 1, 0);
     if (c.rank > 0 && !freopen("/dev/null", "w", stdout)) die("cannot open /dev/null: %s", strerror(errno));
     return c;
 }

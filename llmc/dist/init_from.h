@@ -16,6 +16,9 @@ typedef struct {
     double timeout;             // seconds until all ranks must have come
     char place[PATH_CAPACITY];  // INIT_FILE: the file; INIT_TCP: the host of rank 0
     int port;                   // INIT_TCP
+    int64_t launched;           // ranks that the variables of a launcher speak of; 0: there are none
+    bool speaks;                // of those ranks, this one prints an error
+    char launcher[64];          // the variable that says so
     char job[64];               // names job and step of Slurm, to tell apart the jobs of one cluster; "" without Slurm
 } InitFrom;
 
@@ -76,7 +79,16 @@ static inline bool init_in_slurm_step(void) { return getenv("SLURM_PROCID") && g
 static inline void init_slurm_job(InitFrom *init) {
     const char *job = getenv("SLURM_JOB_ID"), *step = getenv("SLURM_STEP_ID"), *starts = getenv("SLURM_RESTART_COUNT");
     if (job && step)
-        format_checked(init->job, sizeof init->job, "slurm %.16s.%.12s.%.8s", job, step, starts ? starts : "0");
+        format_checked(init->job, sizeof init->job, "slurm %.20s.%.12s.%.8s", job, step, starts ? starts : "0");
+}
+
+// Reads a number of Slurm's; 0 if the variable is not set. Dies if it is no number that is 0 or more.
+static inline void init_slurm_number(const char *name, int64_t *out) {
+    const char *text = getenv(name);
+    *out = 0;
+    if (text && !init_number(text, 0, INT64_MAX, out))
+        die_with(EXIT_USAGE, "--init-from slurm: %s is \"%s\", not a whole number from 0; use --init-from tcp:HOST:PORT",
+                 name, text);
 }
 
 // Reads Slurm's variables; dies without them. Rank 0 is on the first node. Its port follows from the job and step, so
@@ -91,9 +103,8 @@ static inline void init_slurm(InitFrom *init) {
                  "set; start the ranks with srun");
     init->kind = INIT_TCP;
     init_first_host(nodes, init->place, sizeof init->place);
-    if (getenv("SLURM_JOB_ID")) init_number(getenv("SLURM_JOB_ID"), 0, INT64_MAX / 64, &job);
-    if (getenv("SLURM_STEP_ID")) init_number(getenv("SLURM_STEP_ID"), 0, 1 << 30, &step);
-    init->port = 15000 + (int)((job * 31 + step) % 16000);
+    init_slurm_number("SLURM_JOB_ID", &job), init_slurm_number("SLURM_STEP_ID", &step);
+    init->port = 15000 + (int)((job % 16000 * 31 + step % 16000) % 16000);
 }
 
 // Reads rank and number of ranks from the first launcher whose variables are set: PyTorch, Slurm, Open MPI, MPICH. Dies
@@ -136,6 +147,41 @@ static inline void init_from_environment(InitFrom *init) {
     }
 }
 
+// Notes the largest number of ranks that a launcher's variables speak of. Call it before MPI_Init, which sets some of
+// them. Slurm's count is that of its own step, so within a step mpirun's counts; a shell of salloc or sbatch is no step.
+static inline void init_read_launchers(InitFrom *init) {
+    static const char *const launchers[][2] = {{"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"},
+                                               {"PMI_SIZE", "PMI_RANK"},
+                                               {"PMIX_SIZE", "PMIX_RANK"},
+                                               {"MPI_LOCALNRANKS", "MPI_LOCALRANKID"},
+                                               {"MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"},
+                                               {"PALS_SIZE", "PALS_RANKID"},
+                                               {"WORLD_SIZE", "RANK"},
+                                               {"SLURM_STEP_NUM_TASKS", "SLURM_PROCID"}};
+    const int number = (int)(sizeof launchers / sizeof *launchers) - (getenv("OMPI_COMM_WORLD_SIZE") ? 1 : 0);
+    for (int i = 0; i < number; i++) {
+        const char *size = getenv(launchers[i][0]), *at = getenv(launchers[i][1]);
+        int64_t ranks = 0, rank = 0;
+        if (!at || !init_number(at, 0, INT64_MAX - 1, &rank)) continue;
+        if (!size || !init_number(size, 1, INT64_MAX, &ranks)) ranks = rank + 1;
+        if (ranks <= init->launched) continue;
+        init->launched = ranks, init->speaks = !size || rank == 0;
+        format_checked(init->launcher, sizeof init->launcher, "%s=%.20s", launchers[i][size ? 0 : 1], size ? size : at);
+    }
+}
+
+// Dies with EXIT_USAGE if a launcher has started more ranks than the `world` that have met: else its N processes would
+// be N runs. Only one rank prints the error.
+static inline void init_require_world(const InitFrom *init, int64_t world, int64_t rank) {
+    if (init->launched <= world) return;
+    if (rank > 0 || !init->speaks) exit(EXIT_USAGE);
+    die_with(EXIT_USAGE,
+             "%s says that a launcher has started %lld ranks or more, but %lld can reach each other, by an MPI that does "
+             "not know this launcher; start them with Open MPI's mpirun, let them meet by --init-from slurm or "
+             "--init-from file:PATH, or unset this variable for a single rank",
+             init->launcher, (long long)init->launched, (long long)world);
+}
+
 // Returns how this process joins the run, from --init-from and --init-timeout in the command line and from the
 // environment. Dies with EXIT_USAGE if their values are wrong, or if a rank that MPI does not connect cannot find out
 // its number.
@@ -145,6 +191,7 @@ static inline InitFrom init_from(int argc, char **argv) {
     InitFrom init;
     memset(&init, 0, sizeof init);
     init.world = 1;
+    init_read_launchers(&init);
     if (timeout && !init_number(timeout, 1, 86400, &seconds))
         die_with(EXIT_USAGE, "--init-timeout %s: must be a whole number of seconds from 1 to 86400, in digits",
                  timeout);
