@@ -406,7 +406,7 @@ static int64_t memory_available(const Comm *comm) {
 }
 
 static void trainer_allocate(Trainer *t) {
-    const MemoryFit fit = {t->o, &t->m, t->comm, memory_needed, memory_available(t->comm), false};
+    const MemoryFit fit = {t->o, &t->m, t->comm, CPU_TRAINER, memory_needed, memory_available(t->comm), false};
     memory_fit_require(&fit, t->memory_bytes,
                        t->comm->local_world > 1 ? "each rank's part of this machine is" : "this machine has");
     Arena a;
@@ -1495,26 +1495,6 @@ static TrainerState trainer_state(Trainer *t) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The run
 
-// Dies on options and values of options that only the GPU trainer supports.
-static void check_supported(const ModelConfig *m, const Options *o, int64_t world, int64_t shard_size) {
-    (void)m, (void)world, (void)shard_size;
-    if (strcmp(o->fp8_filter, "auto") == 0)
-        die_with(EXIT_UNSUPPORTED,
-                 "--fp8-filter auto times GEMMs on a GPU; on the CPU name the layers that stay bf16, or leave it out");
-    if (o->profile) die_with(EXIT_UNSUPPORTED, "--profile needs the GPU trainer (train_fp8cu); leave it out");
-    if (o->copy_engines == ON)
-        die_with(EXIT_UNSUPPORTED,
-                 "--copy-engines on needs the GPU trainer (train_fp8cu): this one uses MPI or TCP; leave it out");
-    if (options_offloads(o))
-        die_with(EXIT_UNSUPPORTED,
-                 "--offload %s needs the GPU trainer (train_fp8cu): this one keeps everything in host memory; "
-                 "leave it out",
-                 o->offload);
-    if (o->fp8_weight_cache == ON)
-        die_with(EXIT_UNSUPPORTED,
-                 "--fp8-weight-cache on needs the GPU trainer (train_fp8cu): this one has no such cache; leave it out");
-}
-
 static TrainerParts describe(void *context, const Options *o, const ModelConfig *m, const Comm *comm) {
     Trainer *t = (Trainer *)context;
     const Arena plan = trainer_plan(t, o, m, comm);
@@ -1636,7 +1616,7 @@ static void read_audit(void *context, AuditSums *sums) {
 
 static const TrainerOps trainer_ops = {.program = "train_fp8",
                                        .steps_ahead = 0,
-                                       .check_supported = check_supported,
+                                       .kind = CPU_TRAINER,
                                        .open_device = NULL,
                                        .find_filter = NULL,
                                        .describe = describe,

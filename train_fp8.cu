@@ -32,7 +32,6 @@
 #include "llmc/cuda/rmsnorm.cuh"
 #include "llmc/cuda/rope.cuh"
 #include "llmc/cuda/step_stats.cuh"
-#include "llmc/cuda/supported.cuh"
 #include "llmc/cuda/swiglu.cuh"
 
 #include "llmc/dist/check_links.cuh"
@@ -44,6 +43,8 @@
 
 #include "llmc/run/nonfinite.h"
 #include "llmc/run/train.h"
+
+static_assert((int)SUPPORTED_CAST_TILE == CAST_TILE && (int)SUPPORTED_NORM_COLUMNS == RMSNORM_MAX_C, "kernels");
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The trainer and its memory
@@ -876,7 +877,7 @@ static int64_t memory_needed(const Options *o, const ModelConfig *m, const Comm 
 
 // Dies unless the plan fits the free memory.
 static void check_memory(const Trainer *t, const Arena *plan) {
-    const MemoryFit fit = {t->o, &t->m, t->comm, memory_needed, memory_available(t->comm), true};
+    const MemoryFit fit = {t->o, &t->m, t->comm, GPU_TRAINER, memory_needed, memory_available(t->comm), true};
     memory_fit_require(&fit, plan->used + memory_overhead(t->comm), "this GPU has free, with CUDA's own memory,");
 }
 
@@ -987,7 +988,7 @@ static void destroy(void *context) { trainer_destroy((Trainer *)context); }
 // In the order of TrainerOps.
 // clang-format off
 static const TrainerOps trainer_ops = {
-    "train_fp8cu", 1, check_supported, open_device, auto_filter_find, describe, memory_needed, memory_available,
+    "train_fp8cu", 1, GPU_TRAINER, open_device, auto_filter_find, describe, memory_needed, memory_available,
     print_settings, print_gemms, create, links, initialize, weights_changed, device_info, start_step, finish_step,
     nonfinite, read_audit, token_losses, next_logits, settle, print_profile, destroy};
 // clang-format on

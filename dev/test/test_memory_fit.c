@@ -1,4 +1,5 @@
 // Tests the advice of memory_fit.h with a stand-in for the memory plan: the cheapest options that fit are named.
+#include "../../llmc/base/rng.h"
 #include "../../llmc/run/memory_fit.h"
 #include "lib/check.h"
 
@@ -32,8 +33,8 @@ typedef struct {
 static void require_action(void *context) {
     Case *c = (Case *)context;
     ModelConfig m;
-    model_config_preset(&m, "tiny");
-    const MemoryFit fit = {&c->options, &m, &c->comm, needed, c->available * GIB, c->ranks_help};
+    model_config_preset(&m, "llama3.2-1b");
+    const MemoryFit fit = {&c->options, &m, &c->comm, GPU_TRAINER, needed, c->available * GIB, c->ranks_help};
     memory_fit_require(&fit, needed(&c->options, &m, &c->comm), "the limit is");
 }
 
@@ -173,9 +174,9 @@ static void test_auto(void) {
     for (int i = 0; i < 7; i++) {
         Case c = case_of(1, available[i]);
         ModelConfig m;
-        model_config_preset(&m, "tiny");
+        model_config_preset(&m, "llama3.2-1b");
         c.options.recompute = RECOMPUTE_AUTO;
-        const MemoryFit fit = {&c.options, &m, &c.comm, needed, c.available * GIB, true};
+        const MemoryFit fit = {&c.options, &m, &c.comm, GPU_TRAINER, needed, c.available * GIB, true};
         const int got = memory_fit_recompute(&fit);
         CHECK(got == expected[i],
               "%lld GiB: --recompute auto takes the cheapest choice that fits, or layer if none does; found %d",
@@ -210,7 +211,8 @@ static void check_lacks(const char *label, Case *c, const char *words) {
 static void test_refused(void) {
     Case c = case_of(1, 45);
     c.options.master_weights = STORAGE_FP16, c.options.optimizer_state = MOMENTS_FP32;
-    check_lacks("FP16 master weights need fp32 or msamp moments", &c, "--optimizer-state");
+    check_says("bf16 moments only without FP16 master weights", &c,
+               "with --optimizer-state bf16 --master-weights bf16 --recompute attention --optimizer-in-backward");
     c = case_of(4, 42);
     c.options.recompute = RECOMPUTE_LAYER, c.options.grad_clip = 1;
     check_says("several sequences", &c, "--batch-size 1 --grad-accumulation-steps 4");
@@ -228,9 +230,79 @@ static void test_refused(void) {
     check_lacks("FP8 gradients are not reduced in fp32 over several ranks", &c, "ranks (mpirun");
 }
 
+// --recompute auto drops no other setting: with FP8 activations it takes neither mlp nor layer, whatever fits.
+static void test_auto_keeps_settings(void) {
+    for (int64_t available = 30; available < 50; available++) {
+        Case c = case_of(1, available);
+        ModelConfig m;
+        model_config_preset(&m, "llama3.2-1b");
+        c.options.precision = PRECISION_FP8, c.options.fp8_activations = ON, c.options.recompute = RECOMPUTE_AUTO;
+        const MemoryFit fit = {&c.options, &m, &c.comm, GPU_TRAINER, needed, available * GIB, true};
+        const int got = memory_fit_recompute(&fit);
+        CHECK(got <= RECOMPUTE_ATTENTION, "%lld GiB: --recompute auto keeps --fp8-activations on; found choice %d",
+              (long long)available, got);
+    }
+}
+
+// Reads a command line of words separated by blanks.
+static Options parse(char *line) {
+    static char *argv[64];
+    int argc = 1;
+    argv[0] = (char *)"train_fp8cu";
+    for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) argv[argc++] = word;
+    return options_parse(argc, argv);
+}
+
+// Takes the advice of random runs that do not fit, by its words, and asks again: no trainer refuses the new run.
+static void test_random_advice(void) {
+    static const char *const words[] = {
+        "--precision fp8", "--precision fp8 --fp8-recipe rowwise", "--precision fp8 --fp8-recipe mxfp8",
+        "--fp8-activations on", "--recompute attention", "--recompute mlp", "--optimizer-in-backward", "--grad-clip 1",
+        "--grad-accumulation-steps 2", "--grad-accum-dtype fp8", "--grad-accum-dtype fp32", "--reduce-dtype fp32",
+        "--optimizer-state fp32", "--optimizer-state coat", "--optimizer-state msamp", "--master-weights fp32",
+        "--master-weights fp16", "--offload master", "--offload activations", "--offload moments", "--sharding none",
+        "--sharding hybrid --shard-size 2", "--sharding grad_op", "--fp8-weight-cache on", "--on-nonfinite skip",
+        "--batch-size 4", "--sequence-length 1000", "--msamp O2", "--copy-engines on", "--fp8-all-gather off",
+        "--resume --checkpoint-dir c"};
+    enum { WORDS = sizeof words / sizeof *words };
+    int asked = 0, refused = 0;
+    char first[1024] = "", line[1024], again[1024], message[768];
+    for (uint64_t trial = 0; asked < 2000 && trial < 200000; trial++) {
+        const TrainerKind kind = rng_uniform(0, trial) < 0.8 ? GPU_TRAINER : CPU_TRAINER;
+        const int64_t world = 1 << (int)(rng_uniform(1, trial) * 4);
+        ModelConfig m;
+        Comm c;
+        model_config_preset(&m, "llama3.2-1b");
+        format_checked(line, sizeof line, "llama3.2-1b");
+        for (int w = 0; w < WORDS; w++)
+            if (rng_uniform(rng_key(3, trial), w) < 0.12)
+                format_checked(line + strlen(line), sizeof line - strlen(line), " %s", words[w]);
+        format_checked(again, sizeof again, "%s", line);
+        Options o = parse(again);
+        if (supported(kind, &m, &o, world, message, sizeof message)) continue;
+        options_resolve(&o);
+        comm_assume(&c, world);
+        comm_split(&c, options_shard_group(&o, world));
+        const MemoryFit fit = {&o, &m, &c, kind, needed, (int64_t)(rng_uniform(2, trial) * 50 * GIB), true};
+        const MemoryCombination best = memory_fit_search(&fit);
+        const int64_t ranks = memory_fit_ranks(&fit);
+        if (best.bytes == INT64_MAX) continue;
+        format_checked(again, sizeof again, "%s%s", line, best.words);
+        format_checked(line, sizeof line, "%s", again);
+        const Options advised = parse(again);
+        const int status = supported(kind, &m, &advised, world, message, sizeof message);
+        const bool more = ranks && supported(kind, &m, &o, ranks, message, sizeof message);
+        if ((status || more) && !refused) format_checked(first, sizeof first, "%.600s: %.300s", line, message);
+        asked++, refused += status || more;
+    }
+    CHECK(asked == 2000 && !refused, "%d of %d advices are refused; the first is %s", refused, asked, first);
+}
+
 int main(void) {
     test_single();
     test_auto();
+    test_auto_keeps_settings();
+    test_random_advice();
     test_fp8_activations();
     test_combinations();
     test_backward();

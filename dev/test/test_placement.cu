@@ -533,16 +533,16 @@ static void test_cuda_arch(void) {
     }
 }
 
-// The arguments of check_supported.
+// The arguments of supported_require.
 typedef struct {
     Options o;
     ModelConfig m;
     int64_t world;
 } Supported;
 
-static void call_check_supported(void *run) {
+static void call_supported(void *run) {
     const Supported *s = (const Supported *)run;
-    check_supported(&s->m, &s->o, s->world, options_shard_group(&s->o, s->world));
+    supported_require(GPU_TRAINER, &s->m, &s->o, s->world);
 }
 
 // FP8 gradients are refused with offloaded optimizer state, and with --reduce-dtype fp32 on several ranks.
@@ -551,20 +551,20 @@ static void test_fp8_gradients_refused(void) {
     Supported s = {options_default(), {}, 1};
     model_config_preset(&s.m, "tiny");
     s.o.grad_accum_dtype = SUM_FP8;
-    call_check_supported(&s);
+    call_supported(&s);
     s.o.offload = "moments";
-    CHECK(check_dies(call_check_supported, &s, "--offload moments does not go with", output, sizeof output),
+    CHECK(check_dies(call_supported, &s, "--offload moments does not go with", output, sizeof output),
           "FP8 gradients with --offload moments are refused: %s", output);
     s.o.offload = "activations";
-    call_check_supported(&s);
+    call_supported(&s);
     s.o.offload = "none", s.world = 2;
-    call_check_supported(&s);
+    call_supported(&s);
     s.o.reduce_dtype = REDUCE_FP32;
-    CHECK(check_dies(call_check_supported, &s, "over several GPUs reduces gradients in bf16 or fp8", output,
+    CHECK(check_dies(call_supported, &s, "over several GPUs reduces gradients in bf16 or fp8", output,
                      sizeof output),
           "FP8 gradients with --reduce-dtype fp32 on 2 ranks are refused: %s", output);
     s.world = 1;
-    call_check_supported(&s);
+    call_supported(&s);
 }
 
 // Adds 1 to updated[i] for each group i of 128 elements of the shard that a launch updates. Returns how many faults it

@@ -3,8 +3,7 @@
 #ifndef LLMC_MEMORY_FIT_H
 #define LLMC_MEMORY_FIT_H
 
-#include "../config/model_config.h"
-#include "../config/options.h"
+#include "../config/supported.h"
 #include "../dist/comm.h"
 
 // Returns the bytes that a run with these options needs on one rank, including memory outside the memory plan. It need
@@ -17,6 +16,7 @@ typedef struct {
     const Options *options;
     const ModelConfig *model;
     const Comm *comm;
+    TrainerKind kind;
     MemoryNeeded needed;
     int64_t available;  // bytes that one rank may use
     bool ranks_help;    // true: each rank has `available` bytes, however many there are; false: ranks share the memory
@@ -45,22 +45,8 @@ static inline bool memory_fit_set_recompute(Options *o, int choice, char *words,
     return format_checked(words, capacity, " --recompute %s", names[choice]), true;
 }
 
-// True if --optimizer-in-backward can be added and changes no numbers. With --grad-clip it would change them.
-static inline bool memory_fit_may_update_early(const Options *o) {
-    return !o->optimizer_in_backward && o->grad_clip <= 0 && o->on_nonfinite != NONFINITE_SKIP &&
-           o->grad_accumulation_steps == 1 && !options_fp8_gradients(o);
-}
-
-// True if a micro-step of one sequence is allowed: with --precision fp8, its number of tokens must fit FP8 GEMMs.
-static inline bool memory_fit_may_split(const Options *o) {
-    return o->precision != PRECISION_FP8 || o->sequence_length % options_recipe(o)->multiple == 0;
-}
-
 // Does the part of memory_fit_change that changes the dtype of the moments or of the master weights.
 static inline bool memory_fit_change_states(Options *o, int change, char *words, size_t capacity) {
-    if (o->precision == PRECISION_FP32) return false;
-    // the GPU trainer refuses these moments with FP16 master weights
-    if (o->master_weights == STORAGE_FP16 && change != FIT_BF16_WEIGHTS) return false;
     switch (change) {
     case FIT_COAT:
         if (o->optimizer_state != MOMENTS_BF16 && o->optimizer_state != MOMENTS_FP32) return false;
@@ -84,8 +70,8 @@ static inline const char *memory_fit_with_moments(Offloaded out) {
     return lists[out.master][out.activations];
 }
 
-// Makes one of the changes above, and writes its options as a user gives them. False if the run has them already,
-// cannot have them, or if they would save nothing or change how --grad-clip acts.
+// Makes one of the changes above, and writes its options as a user gives them. False if the run has them already, or if
+// they would save nothing or change how --grad-clip acts. If the run can have them, supported() says.
 static inline bool memory_fit_change(Options *o, const Comm *c, int change, char *words, size_t capacity) {
     switch (change) {
     case FIT_WEIGHT_CACHE_OFF:
@@ -93,28 +79,29 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
         o->fp8_weight_cache = OFF;
         return format_checked(words, capacity, " --fp8-weight-cache off"), true;
     case FIT_FULL_SHARDING:
-        if (c->world == 1 || o->sharding == SHARDING_FULL || o->fp8_weight_cache == ON) return false;
+        if (c->world == 1 || o->sharding == SHARDING_FULL) return false;
+        format_checked(words, capacity, " --sharding full%s", o->shard_size ? " --shard-size 0" : "");
         o->sharding = SHARDING_FULL, o->shard_size = 0;
-        return format_checked(words, capacity, " --sharding full"), true;
+        return true;
     case FIT_COAT:
     case FIT_BF16_MOMENTS:
     case FIT_BF16_WEIGHTS: return memory_fit_change_states(o, change, words, capacity);
     case FIT_BATCH_1:
-        if (o->batch_size == 1 || o->optimizer_in_backward || !memory_fit_may_split(o)) return false;
+        if (o->batch_size == 1) return false;
         o->grad_accumulation_steps *= o->batch_size, o->batch_size = 1;
         return format_checked(words, capacity, " --batch-size 1 --grad-accumulation-steps %lld",
                               (long long)o->grad_accumulation_steps),
                true;
     case FIT_IN_BACKWARD:
-        if (!memory_fit_may_update_early(o)) return false;
+        if (o->optimizer_in_backward || o->grad_clip > 0) return false;
         o->optimizer_in_backward = true;
         return format_checked(words, capacity, " --optimizer-in-backward"), true;
     case FIT_FP8_ACTIVATIONS:
-        if (o->precision != PRECISION_FP8 || o->fp8_activations == ON || options_recomputed(o).mlp) return false;
+        if (o->fp8_activations == ON) return false;
         o->fp8_activations = ON;
         return format_checked(words, capacity, " --fp8-activations on"), true;
     case FIT_OFFLOAD:
-        if (options_offloaded(o).moments || options_tensor_scales(o) || options_fp8_gradients(o)) return false;
+        if (options_offloaded(o).moments) return false;
         o->offload = memory_fit_with_moments(options_offloaded(o));
         return format_checked(words, capacity, " --offload %s", o->offload), true;
     default: return memory_fit_set_recompute(o, RECOMPUTE_NORM + change - FIT_RECOMPUTE, words, capacity);
@@ -147,6 +134,18 @@ static const struct {
     {1000, 0},  // FIT_OFFLOAD
 };
 
+// True if the run can have these options: the trainer supports them, and --resume does not hold the run to those that
+// it has.
+static inline bool memory_fit_allows(const MemoryFit *f, const Options *o, int64_t world) {
+    char message[768], then[PATH_CAPACITY], now[PATH_CAPACITY];
+    for (const OptionRow *row = option_rows(); f->options->resume && row->name; row++) {
+        if (row->match != MUST_MATCH) continue;
+        option_format(f->options, row, then, sizeof then), option_format(o, row, now, sizeof now);
+        if (strcmp(then, now)) return false;
+    }
+    return supported(f->kind, f->model, o, world, message, sizeof message) == 0;
+}
+
 // Returns the bytes that each of `world` ranks needs with these options.
 static inline int64_t memory_fit_bytes(const MemoryFit *f, const Options *o, int64_t world) {
     Comm c;
@@ -162,7 +161,8 @@ typedef struct {
     int64_t bytes;  // that a rank then needs
 } MemoryCombination;
 
-// Applies the changes in `set`, a bit for each. False if one is not possible, or if several set --recompute.
+// Applies the changes in `set`, a bit for each. False if one is not possible, if several set --recompute, or if the run
+// cannot have them all.
 static inline bool memory_fit_combine(const MemoryFit *f, int set, MemoryCombination *out) {
     Options o = *f->options;
     const int recomputes = set >> FIT_RECOMPUTE & ((1 << RECOMPUTE_LAYER) - 1);
@@ -176,6 +176,7 @@ static inline bool memory_fit_combine(const MemoryFit *f, int set, MemoryCombina
     }
     if (recomputes && f->options->recompute != RECOMPUTE_NONE)  // this time is spent already
         out->percent -= memory_fit_costs[FIT_RECOMPUTE + (int)f->options->recompute - 1].percent;
+    if (!memory_fit_allows(f, &o, f->comm->world)) return false;
     out->bytes = memory_fit_bytes(f, &o, f->comm->world);
     return true;
 }
@@ -195,27 +196,27 @@ static inline MemoryCombination memory_fit_search(const MemoryFit *f) {
 }
 
 // Returns the smallest power of two, above the run's number of ranks, with which the run fits without other changes. 0:
-// none up to FIT_MOST_RANKS; or none is tried, with --sharding hybrid, if more ranks bring no memory, or if the run has
-// options that the GPU trainer refuses on several ranks.
+// none up to FIT_MOST_RANKS; or none is tried, with --sharding hybrid, or if more ranks bring no memory.
 static inline int64_t memory_fit_ranks(const MemoryFit *f) {
-    const Options *o = f->options;
-    if (o->sharding == SHARDING_HYBRID || !f->ranks_help) return 0;
-    if (o->fp8_weight_cache == ON && o->sharding == SHARDING_FULL) return 0;
-    if (options_fp8_gradients(o) && o->reduce_dtype == REDUCE_FP32) return 0;
+    if (f->options->sharding == SHARDING_HYBRID || !f->ranks_help) return 0;
     for (int64_t world = 2; world <= FIT_MOST_RANKS; world *= 2) {
-        if (world <= f->comm->world) continue;
+        if (world <= f->comm->world || !memory_fit_allows(f, f->options, world)) continue;
         if (memory_fit_bytes(f, f->options, world) <= f->available) return world;
     }
     return 0;
 }
 
-// Returns the first of none, norm, attention, mlp and layer, as --recompute, with which the run fits; layer if none
-// does.
+// Returns the first of none, norm, attention, mlp and layer, as --recompute, that the other options allow and with which
+// the run fits; the last that they allow if none does.
 static inline int memory_fit_recompute(const MemoryFit *f) {
     Options o = *f->options;
-    for (o.recompute = RECOMPUTE_NONE; o.recompute < RECOMPUTE_LAYER; o.recompute++)
+    int last = RECOMPUTE_NONE;
+    for (o.recompute = RECOMPUTE_NONE; o.recompute <= RECOMPUTE_LAYER; o.recompute++) {
+        if (!memory_fit_allows(f, &o, f->comm->world)) continue;
+        last = o.recompute;
         if (f->needed(&o, f->model, f->comm) <= f->available) break;
-    return o.recompute;
+    }
+    return last;
 }
 
 // Writes which options would make the run fit, or at least need fewer bytes.

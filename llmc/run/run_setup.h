@@ -301,9 +301,6 @@ static inline void run_setup_check_export(const Options *o) {
     }
 }
 
-// Dies if the trainer cannot run the model with these options. shard_size: ranks per replica.
-typedef void (*CheckSupported)(const ModelConfig *m, const Options *o, int64_t world, int64_t shard_size);
-
 // Sets --shard-size 0 of --sharding hybrid to the number of ranks of one host. Dies if hosts have different numbers of
 // ranks, or if ranks of one host do not follow each other: a shard group would span hosts. Also dies if an option
 // conflicts with this shard size.
@@ -328,7 +325,7 @@ static inline void run_setup_shard_size(Options *o, const Comm *c) {
 // A dry run opens data only if the vocabulary comes from it. In any other run one rank of each host reads all data, to
 // check the tokens, and rank 0 checks that it can write the run's folders. Dies with the reason. Clears --log-dir on
 // all ranks but 0, which writes the log.
-static inline RunSetup run_setup(Options *o, const Comm *c, CheckSupported check_supported) {
+static inline RunSetup run_setup(Options *o, const Comm *c, TrainerKind kind) {
     RunSetup s;
     char message[512];
     memset(&s, 0, sizeof s);
@@ -336,13 +333,13 @@ static inline RunSetup run_setup(Options *o, const Comm *c, CheckSupported check
     options_resolve(o);
     run_setup_shard_size(o, c);
     if (c->rank > 0) o->log_dir = "";
-    const int64_t world = o->world_size ? o->world_size : c->world, shard_size = options_shard_group(o, world);
+    const int64_t world = o->world_size ? o->world_size : c->world;
     s.continues = run_setup_continues(o);
     run_setup_model(&s, o);
     run_setup_same_model(&s, c, s.load_weights && !o->resume && !o->dry_run);
     if (!o->dry_run || s.model.vocab_size == 0) run_setup_data(&s, o, c);
     run_setup_vocabulary(&s);
-    check_supported(&s.model, o, world, shard_size);
+    supported_require(kind, &s.model, o, world);
     if (c->rank == 0) run_setup_warn_of_length(&s, o);
     if (o->dry_run) return s;
     if (c->rank == 0) run_setup_warn_of_tokenizer(&s);

@@ -31,11 +31,10 @@ typedef struct {
     const char *program;  // "train_fp8", "train_fp8cu"
     int64_t steps_ahead;  // how many later steps may start before a step is reported
 
-    // Dies if model or options are not supported. Called in run_setup, and again when --fp8-filter auto is decided.
-    CheckSupported check_supported;
+    TrainerKind kind;
     // Opens the rank's device. Not called by a dry run; may be NULL.
     void (*open_device)(const Options *o, const Comm *c);
-    // Writes the fastest --fp8-filter on this device. Rank 0 alone calls; NULL if check_supported refuses auto.
+    // Writes the fastest --fp8-filter on this device. Rank 0 alone calls; NULL if supported() refuses auto.
     void (*find_filter)(const Options *o, const ModelConfig *m, char *filter, size_t capacity);
     // Computes sizes and the memory plan; takes no device memory. Its arguments must live as long as the trainer.
     TrainerParts (*describe)(void *t, const Options *o, const ModelConfig *m, const Comm *c);
@@ -248,7 +247,7 @@ static inline int64_t run_steps(Run *run, int *stop) {
 
 // Replaces --fp8-filter auto by the fastest filter, which rank 0 finds. (In a run that continues from a checkpoint,
 // run_setup_resume has replaced it already.) Then checks the options with the new filter.
-static inline void run_find_filter(Run *run, int64_t shard_size) {
+static inline void run_find_filter(Run *run) {
     Options *o = &run->options;
     RunSetup *s = &run->setup;
     if (strcmp(o->fp8_filter, "auto") == 0) {
@@ -256,7 +255,7 @@ static inline void run_find_filter(Run *run, int64_t shard_size) {
         comm_broadcast(&run->comm, COMM_WORLD, 0, s->fp8_filter, sizeof s->fp8_filter);
         run_setup_decide_filter(s, o);
     }
-    if (s->filter_decided) run->ops->check_supported(&s->model, o, run->comm.world, shard_size);
+    if (s->filter_decided) supported_require(run->ops->kind, &s->model, o, run->comm.world);
 }
 
 // Joins the other ranks, reads the command line, and sets up the run (run_setup). Unless it is a dry run, also opens
@@ -274,10 +273,9 @@ static inline void run_begin(Run *run, int argc, char **argv) {
     run_setup_same_options(c, o, run->ops->program);
     model_config_preset_names(presets, sizeof presets);
     options_require_model(o, argc, argv, presets);
-    run->setup = run_setup(o, c, run->ops->check_supported);
+    run->setup = run_setup(o, c, run->ops->kind);
     if (o->world_size) comm_assume(c, o->world_size);
-    const int64_t shard_size = options_shard_group(o, c->world);
-    comm_split(c, shard_size);
+    comm_split(c, options_shard_group(o, c->world));
     if (o->dry_run) return;
     start_print_model(&run->setup, run->ops->program);
     start_print_validation(&run->setup, o);
@@ -286,7 +284,7 @@ static inline void run_begin(Run *run, int argc, char **argv) {
     run->device = run->ops->device(o);
     run_setup_resume(&run->setup, o, c);
     run_setup_check_room(&run->setup, o, c);
-    run_find_filter(run, shard_size);
+    run_find_filter(run);
 }
 
 static inline PlanFacts run_plan_facts(const Run *run) {
@@ -406,7 +404,8 @@ static inline void run_close(Run *run, int64_t steps_done, int stop) {
     free(run->audit);
 }
 
-// With --recompute auto: replaces auto by the first choice that fits on all ranks, or by layer if none fits. A dry run
+// With --recompute auto: replaces auto by the first choice that the other options allow and that fits on all ranks, or by
+// the last that they allow if none fits. A dry run
 // without --memory-limit dies, because it does not know how much memory there is.
 static inline void run_choose_recompute(Run *run) {
     Options *o = &run->options;
@@ -415,7 +414,8 @@ static inline void run_choose_recompute(Run *run) {
     if (o->dry_run && o->memory_limit == 0)
         die_with(EXIT_USAGE, "--recompute auto: a dry run does not know how much memory there is; give --memory-limit");
     const double available = o->memory_limit > 0 ? o->memory_limit * 1073741824 : (double)run->ops->memory_available(c);
-    const MemoryFit fit = {o, &run->setup.model, c, run->ops->memory_needed, (int64_t)available, true};
+    const MemoryFit fit = {o,    &run->setup.model, c, run->ops->kind, run->ops->memory_needed, (int64_t)available,
+                           true};
     const int mine = memory_fit_recompute(&fit);
     o->recompute = o->dry_run ? mine : -(int)comm_min(c, COMM_WORLD, -(double)mine);
 }
@@ -423,8 +423,8 @@ static inline void run_choose_recompute(Run *run) {
 // Dies if the run needs more than --memory-limit.
 static inline void run_check_limit(const Run *run) {
     const Options *o = &run->options;
-    const MemoryFit fit = {
-        o, &run->setup.model, &run->comm, run->ops->memory_needed, (int64_t)(o->memory_limit * 1073741824), true};
+    const MemoryFit fit = {o, &run->setup.model, &run->comm, run->ops->kind, run->ops->memory_needed,
+                           (int64_t)(o->memory_limit * 1073741824), true};
     if (o->memory_limit > 0)
         memory_fit_require(&fit, run->parts.memory.used + run->parts.memory_overhead, "--memory-limit is");
 }
