@@ -43,7 +43,6 @@
 
 #include "llmc/run/nonfinite.h"
 #include "llmc/run/train.h"
-
 static_assert((int)SUPPORTED_CAST_TILE == CAST_TILE && (int)SUPPORTED_NORM_COLUMNS == RMSNORM_MAX_C, "kernels");
 
 // ---------------------------------------------------------------------------------------------------------------------
