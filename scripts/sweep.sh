@@ -343,17 +343,22 @@ settings() {
         "trainer options ${extra[*]-}"
 }
 
-# Writes the settings to settings.txt. If an earlier start had other settings: ends the script if one of its runs has
-# finished; else removes the results of its runs.
+# Writes the settings to settings.txt. If an earlier start had other settings, or lost that file: ends the script if one
+# of its runs has finished; else removes the results of its runs.
 note_settings() {
-    if [ -e "$out/settings.txt" ] && ! settings | cmp -s - "$out/settings.txt"; then
+    local steps
+    settings | cmp -s - "$out/settings.txt" && return
+    if compgen -G "$out/*/log.jsonl" >/dev/null || [ -s "$out/settings.txt" ]; then
+        touch "$out/settings.txt"
+        steps=$(sed -n 's/^steps //p' "$out/settings.txt")
         settings | diff "$out/settings.txt" - >&2
-        ! grep -qs "^{\"type\": \"summary\", \"steps\": $(sed -n 's/^steps //p' "$out/settings.txt")," \
-            "$out"/*/log.jsonl || fail "$out holds runs of other settings (< there, > now); give another --out"
+        ! grep -qs "^{\"type\": \"summary\", \"steps\": ${steps:-[0-9]*}," "$out"/*/log.jsonl ||
+            fail "$out holds runs of other settings (< there, > now; none there: settings.txt was lost); give another --out"
         echo "no run in $out has finished, so its settings are replaced (< before, > now)"
         rm -f "$out"/*/result
     fi
-    settings >"$out/settings.txt"
+    settings >"$out/settings.tmp" && sync "$out/settings.tmp" && mv "$out/settings.tmp" "$out/settings.txt" ||
+        fail "cannot write $out/settings.txt"
 }
 
 total=0 weight_left=0 weight_timed=0 seconds_timed=0 any_failed="" child=""

@@ -346,7 +346,7 @@ def check_folder(plan, runs):
         steps = [(entry["folder"], entry["num_steps"]) for entry in entries]
         now["num-steps"] = {**fixed["num-steps"], **now["num-steps"]}
     except (ValueError, KeyError, TypeError, AttributeError):
-        fail(f"{path} is damaged; give another --out, or remove the folder")
+        fail(f"{path} is damaged; remove this one file to go on with the finished runs, or give another --out")
     if shared:
         fail(f"two models would share the folder {shared[0]} in {plan.o['out']}; give another --out")
     different = [f"{key}: {fixed.get(key)!r} there, {value!r} now" for key, value in now.items()

@@ -25,9 +25,15 @@ def fail(message):
 
 
 def write_text(path, text):
-    with open(path + ".tmp", "w") as file:
-        file.write(text)
-    os.replace(path + ".tmp", path)
+    """Replaces a file by this text, whole or not at all, also if the machine stops. Dies if it cannot be written."""
+    try:
+        with open(path + ".tmp", "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(path + ".tmp", path)
+    except OSError as error:
+        fail(f"cannot write {path}: {error.strerror}")
 
 
 def say(text):
@@ -76,7 +82,7 @@ class Run:
         return summary["seconds"]["wall"] if summary else None
 
     def begin(self, environment, lock):
-        self.started = time.time()
+        self.started = time.monotonic()
         try:
             os.makedirs(self.folder, exist_ok=True)
             for name in ("log.jsonl", "result"):  # in this order: the log of a failed run may end with its summary
@@ -84,14 +90,18 @@ class Run:
                     os.remove(os.path.join(self.folder, name))
         except OSError as error:
             fail(f"{error.filename}: {error.strerror}")
-        with open(os.path.join(self.folder, "stdout.txt"), "w") as out:
+        try:
+            out = open(os.path.join(self.folder, "stdout.txt"), "w")
+        except OSError as error:
+            fail(f"cannot write {error.filename}: {error.strerror}")
+        with out:
             self.process = subprocess.Popen(self.command, stdout=out, stderr=out, stdin=subprocess.DEVNULL,
                                             env={**os.environ, **environment}, start_new_session=True,
                                             pass_fds=[lock])  # if the verdict is killed, its runs keep the lock
 
     def end(self, status):
         """Sets the run's kind and seconds. Writes the file `result` if the run did not finish."""
-        self.seconds, self.process = time.time() - self.started, None
+        self.seconds, self.process = time.monotonic() - self.started, None
         if finished_summary(self.folder, self.steps) and status == 0:
             self.kind = "done"
             return
@@ -146,8 +156,9 @@ class Pool:
         return self
 
     def __exit__(self, *unused):
-        for run in self.busy.values():  # after an error
-            self.signal_group(run, signal.SIGTERM)
+        for run in self.runs:  # after an error
+            if run.process:
+                self.signal_group(run, signal.SIGTERM)
         self.lock.close()
 
     def stop(self, number, frame):
@@ -157,10 +168,10 @@ class Pool:
         running = [run for run in self.runs if run.process]
         for run in running:
             self.signal_group(run, signal.SIGTERM)
-        deadline = time.time() + STOP_SECONDS
+        deadline = time.monotonic() + STOP_SECONDS
         for run in running:
             try:
-                run.process.wait(max(0.1, deadline - time.time()))
+                run.process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 pass
             self.signal_group(run, signal.SIGKILL)
@@ -191,8 +202,8 @@ class Pool:
         scale = sum(run.seconds for run in done) / max(1e-9, sum(run.expected or run.seconds for run in done))
         mean = sum(run.seconds for run in done) / len(done)
         seconds = sum(scale * run.expected or mean for run in open_runs)
-        seconds -= sum(min(time.time() - run.started, scale * run.expected or mean) for run in open_runs if run.process)
-        end = time.time() + seconds / len(self.slots)
+        seconds -= sum(min(time.monotonic() - run.started, scale * run.expected or mean) for run in open_runs if run.process)
+        end = time.monotonic() + seconds / len(self.slots)
         return f" | {len(open_runs)} left, until about {time.strftime('%H:%M', time.localtime(end))}"
 
     def train(self):

@@ -317,7 +317,7 @@ def _speedup_error(losses, costs, design, seed):
     """
     least_squares, pairs = np.linalg.pinv(design), len(losses)
     if pairs == 1:
-        fitted = design @ least_squares @ losses[0]
+        fitted = design @ (least_squares @ losses[0])  # a matrix [steps, steps] would fill memory
         return _block_error(losses[0] - fitted,
                             lambda residuals: _log_speedup(least_squares @ (fitted + residuals), costs[0]), 3, seed)
     values = [_log_speedup(least_squares @ losses[others].mean(axis=0), costs[others].mean(axis=0))

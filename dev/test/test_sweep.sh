@@ -280,6 +280,10 @@ check "other settings are refused after a run has finished" \
     equal "$? $(grep -c '^error: .* holds runs of other settings' "$tmp/corrected.log")" "1 1"
 check "refused settings do not change settings.txt" \
     equal "$(tail -n 1 "$out/settings.txt")" "trainer options --learning-rate 1e-4"
+: >"$out/settings.txt"  # as after a lost write
+corrected tiny --num-steps 22 -- --learning-rate 1e-3
+check "lost settings of a finished run are not replaced" \
+    equal "$? $(grep -c '^error: .* settings.txt was lost' "$tmp/corrected.log")" "1 1"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Numbers of GPUs, a wrong mpirun, a stdout that nothing reads, refused options.

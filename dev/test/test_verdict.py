@@ -263,7 +263,8 @@ def test_reader_gone(folder):
         path.write_text(json.dumps(damage))
         result = verdict(*words)
         lines = result.stderr.splitlines()
-        check(result.returncode == 1 and len(lines) == 1 and "verdict.json is damaged" in lines[0],
+        check(result.returncode == 1 and len(lines) == 1 and "verdict.json is damaged" in lines[0]
+              and "remove this one file" in lines[0],
               f"a damaged verdict.json is refused: {result.stderr[-500:]}")
 
 
