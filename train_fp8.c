@@ -574,17 +574,19 @@ static void fp8_gradient_amaxes(Trainer *t, int64_t l, CommGroup group) {
     comm_max_u32(t->comm, group, t->units.amaxes + u.begin, u.end - u.begin);
 }
 
-// Rounds layer l's gradients of matrices, in params.gradients, to FP8.
-static void round_gradients(Trainer *t, int64_t l) {
+// Rounds layer l's gradients of matrices, in params.gradients, to FP8. `sum`: how they have joined these. The segment
+// of matrices begins at `begin` in the rank's shard.
+static void round_gradients(Trainer *t, int64_t l, const GradientSum *sum, int64_t begin) {
     const UnitEntries u = unit_entries(t, l);
     fp8_gradient_amaxes(t, l, COMM_SHARD);
     for (int64_t i = u.begin; i < u.end; i++) {
         const ShardRange r = fp8_gradient_part(t, i);
-        if (r.count) gradient_fp8_round(gradients_at(t, l, r.shard), fp8_gradient_scale(t, i), r.count);
+        if (r.count)
+            gradient_fp8_round(gradients_at(t, l, r.shard), fp8_gradient_scale(t, i), r.shard - begin, r.count, sum);
     }
 }
 
-// Returns this rank's slice of the mean of layer l's gradients of matrices over the shard group, summed in FP8. `whole`
+// Returns this rank's slice of the mean of layer l's gradients of matrices over the shard group, sent in FP8. `whole`
 // is this rank's gradient of the segment. units.received has three parts, one behind the other: the codes from all
 // ranks, this rank's codes, and the result.
 static const float *reduce_scatter_fp8(Trainer *t, int64_t l, const float *whole) {
@@ -607,13 +609,12 @@ static const float *reduce_scatter_fp8(Trainer *t, int64_t l, const float *whole
             gradient_fp8_encode(codes + at, whole + at, fp8_gradient_scale(t, i), parameter_elements(p));
     }
     comm_all_to_all(t->comm, COMM_SHARD, codes, received, g.slice);
-    gradient_fp8_sum(received, received, ranks, g.slice, g.slice);
     memset(mean, 0, (size_t)g.slice * sizeof *mean);
     for (int64_t i = u.begin; i < u.end; i++) {
         const ShardRange r = fp8_gradient_part(t, i);
         const int64_t at = r.shard - g.shard;
         const float scale_inv = 1 / fp8_gradient_scale(t, i) / (float)ranks;
-        if (r.count) gradient_fp8_decode(mean + at, received + at, scale_inv, r.count);
+        if (r.count) gradient_fp8_sum(mean + at, received + at, ranks, g.slice, scale_inv, r.count);
     }
     return mean;
 }
@@ -632,22 +633,21 @@ static const float *reduce_scatter_segment(Trainer *t, const ShardSegment *g, co
 
 // Called after the backward pass of the root or of layer l. Does nothing unless gradients are computed in buffers. Adds
 // their mean over the shard group to this rank's slices in params.gradients; the first micro-step replaces these
-// (units.sum). Then rounds FP8 gradients. A mean that was summed in FP8 is rounded already, unless it was added to that
-// of earlier micro-steps.
+// (units.sum). Then rounds FP8 gradients.
 static void reduce_scatter_gradients(Trainer *t, int64_t l) {
     if (!t->units.buffered) return;
     const float *whole = unit_gradients(t, l);
     GradientSum sum = t->units.sum;
     for (int k = 0; k < NUM_SEGMENTS; k++) {
         const ShardSegment g = segment_slice(&t->table, &t->plan, l, k);
-        const bool fp8 = t->units.fp8_sums && l != ROOT && k == SEGMENT_MATRICES,
-                   summed_in_fp8 = fp8 && t->plan.shard_size > 1 && t->o->reduce_dtype == REDUCE_FP8;
+        const bool fp8 = t->units.fp8_sums && l != ROOT && k == SEGMENT_MATRICES;
         const float *from = whole + g.gathered;
-        if (summed_in_fp8) from = reduce_scatter_fp8(t, l, from);
-        else if (t->plan.shard_size > 1) from = reduce_scatter_segment(t, &g, from);
+        if (t->plan.shard_size > 1)
+            from = fp8 && t->o->reduce_dtype == REDUCE_FP8 ? reduce_scatter_fp8(t, l, from)
+                                                           : reduce_scatter_segment(t, &g, from);
         sum.flat = g.flat + t->plan.shard_rank * g.slice;
         gradient_sum_reference(gradients_at(t, l, g.shard), from, 0, g.slice, t->units.fp32_sums || fp8, &sum);
-        if (fp8 && (sum.add || !summed_in_fp8)) round_gradients(t, l);
+        if (fp8) round_gradients(t, l, &sum, g.shard);
     }
 }
 
@@ -665,53 +665,42 @@ static void reduce_replicas(Trainer *t, float *gradients, int64_t count) {
     }
 }
 
-// Replaces n codes, of one tensor, by their sums over the replicas.
-static void sum_replicas_fp8(Trainer *t, uint8_t *codes, int64_t n) {
-    const int64_t replicas = t->comm->replicas;
-    uint8_t *received = (uint8_t *)t->units.received;
-    for (int64_t first = 0; first < n; first += REPLICA_CHUNK) {
-        const int64_t count = min_i64(REPLICA_CHUNK, n - first);
-        comm_all_gather(t->comm, COMM_REPLICAS, codes + first, received, count);
-        gradient_fp8_sum(codes + first, received, replicas, count, count);
-    }
-}
-
-// Replaces layer l's gradients of matrices by their mean over the replicas, summed in FP8. The amaxes are over all
-// ranks, because the ranks of a shard group have parts of the same tensors. The codes are stored, for one tensor at a
-// time, where backward computes the gradients of matrices. They do not reach the padding there, which must stay zero.
+// Replaces layer l's gradients of matrices by their mean over the replicas, sent in FP8. The amaxes are over all ranks,
+// because the ranks of a shard group have parts of the same tensors. This rank's codes are, for one tensor at a time,
+// where backward computes the gradients of matrices.
 static void reduce_replicas_fp8(Trainer *t, int64_t l) {
     const int64_t replicas = t->comm->replicas;
-    const float headroom = gradient_fp8_headroom(replicas);
     const UnitEntries u = unit_entries(t, l);
-    const ShardSegment matrices = segment_slice(&t->table, &t->plan, l, SEGMENT_MATRICES);
-    uint8_t *codes = (uint8_t *)(t->units.layer_gradients + matrices.gathered);
+    uint8_t *codes = (uint8_t *)(t->units.layer_gradients +
+                                 segment_slice(&t->table, &t->plan, l, SEGMENT_MATRICES).gathered),
+            *received = (uint8_t *)t->units.received;
     fp8_gradient_amaxes(t, l, COMM_WORLD);
     for (int64_t i = u.begin; i < u.end; i++) {
         const ShardRange r = fp8_gradient_part(t, i);
-        const float scale = fp8_gradient_scale(t, i) * headroom;
-        if (!r.count) continue;
-        float *gradients = gradients_at(t, l, r.shard);
+        const float scale = fp8_gradient_scale(t, i), scale_inv = 1 / scale / (float)replicas;
+        float *gradients = r.count ? gradients_at(t, l, r.shard) : NULL;
         gradient_fp8_encode(codes, gradients, scale, r.count);
-        sum_replicas_fp8(t, codes, r.count);
-        gradient_fp8_decode(gradients, codes, 1 / scale / (float)replicas, r.count);
+        for (int64_t first = 0; first < r.count; first += REPLICA_CHUNK) {
+            const int64_t n = min_i64(REPLICA_CHUNK, r.count - first);
+            comm_all_gather(t->comm, COMM_REPLICAS, codes + first, received, n);
+            gradient_fp8_sum(gradients + first, received, replicas, n, scale_inv, n);
+        }
     }
 }
 
 // With FP8 gradients: replaces all gradients by their means over the replicas, after the last micro-step. The means of
 // FP8 gradients are FP8 again.
 static void reduce_replicas_of_units(Trainer *t) {
+    const GradientSum replaces = {false, false, 0, 0};
     if (t->comm->replicas == 1) return;
     reduce_replicas(t, t->params.gradients, shard_elements(&t->plan, ROOT));
     for (int64_t l = 0; l < t->d.L; l++) {
         const ShardSegment vectors = segment_slice(&t->table, &t->plan, l, SEGMENT_VECTORS),
                            matrices = segment_slice(&t->table, &t->plan, l, SEGMENT_MATRICES);
         reduce_replicas(t, gradients_at(t, l, vectors.shard), vectors.slice);
-        if (t->o->reduce_dtype == REDUCE_FP8) {
-            reduce_replicas_fp8(t, l);
-        } else {
-            reduce_replicas(t, gradients_at(t, l, matrices.shard), matrices.slice);
-            round_gradients(t, l);
-        }
+        if (t->o->reduce_dtype == REDUCE_FP8) reduce_replicas_fp8(t, l);
+        else reduce_replicas(t, gradients_at(t, l, matrices.shard), matrices.slice);
+        round_gradients(t, l, &replaces, matrices.shard);
     }
 }
 

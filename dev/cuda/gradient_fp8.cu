@@ -1,13 +1,19 @@
 // Checks gradients in FP8 (llmc/cuda/gradient_fp8.cuh) byte for byte against the CPU's functions, over several
-// micro-steps, and over ranks that share this GPU. The search for large gradients and AdamW must give the results that
-// they give for the decoded values in fp32; the gradient norm has a tolerance. Times the casts, the sums over ranks,
-// the norm and the update.
-// Build and run: make build/bench_gradient_fp8 && build/bench_gradient_fp8
+// micro-steps, whose sums are rounded stochastically, and over ranks that share this GPU. The search for large
+// gradients and AdamW must give the results that they give for the decoded values in fp32; the gradient norm has a
+// tolerance. Times the casts, the sums over ranks, the norm and the update. Build and run: make
+// build/bench_gradient_fp8 && build/bench_gradient_fp8
 #include "../../llmc/cuda/adamw_msamp.cuh"
 #include "../../llmc/reference/adamw.h"
 #include "adamw_parts.cuh"
 
 enum { MICRO_STEPS = 3, KINDS = 8, RANDOM_WEIGHTS = 1 << 20 };
+
+// How the gradients of a micro-step join the sums, from element `flat` of the flat array on. The first ones replace
+// them.
+static GradientSum how_of(int micro, int64_t flat) {
+    return GradientSum{micro > 0, micro > 0, gradient_sum_key(42, 3, micro), flat};
+}
 
 // The bf16 gradients of one micro-step, and FP8 gradients on the GPU and on the host.
 typedef struct {
@@ -79,31 +85,39 @@ static void fill(Gradients *g, int micro, bool huge) {
     }
 }
 
-// Joins the gradients to the FP8 sums on the CPU. With `add` they are added to the sums, else they replace them.
-// Gradients that are not FP8 always replace theirs.
-static void join_on_cpu(Gradients *g, bool add) {
+// Replaces the sum of n gradients by the values of its codes. Returns their scale_inv. The sum begins at element `flat`
+// of the flat array.
+static float store_on_cpu(uint8_t *codes, float *sum, int64_t n, int micro, int64_t flat) {
+    const float scale = gradient_fp8_scale(gradient_fp8_amax(sum, n));
+    const GradientSum how = how_of(micro, flat);
+    gradient_fp8_round(sum, scale, 0, n, &how);
+    gradient_fp8_encode(codes, sum, scale, n);
+    return 1 / scale;
+}
+
+// Joins the gradients of a micro-step to the FP8 sums on the CPU. Gradients that are not FP8 replace theirs.
+static void join_on_cpu(Gradients *g, int micro) {
     for (int64_t k = 0; k < g->t.count; k++) {
         const Parameter *p = &g->t.entries[k];
         const int64_t n = parameter_elements(p);
         float *sum = g->sums + p->offset;
         for (int64_t i = 0; i < n; i++)
-            sum[i] = add && p->flags & PARAM_FP8 ? g->gradients[p->offset + i] + sum[i] : g->gradients[p->offset + i];
+            sum[i] = g->gradients[p->offset + i] + (micro > 0 && p->flags & PARAM_FP8 ? sum[i] : -0.0f);
         if (!(p->flags & PARAM_FP8)) continue;
         uint8_t *codes =
             g->codes + p->layer * g->layout.matrices + p->offset - layer_offset(&g->t, p->layer) - g->layout.vectors;
-        const float scale = gradient_fp8_scale(gradient_fp8_amax(sum, n));
-        gradient_fp8_encode(codes, sum, scale, n);
-        g->scale_inv[k] = 1 / scale;
-        gradient_fp8_decode(sum, codes, g->scale_inv[k], n);
+        g->scale_inv[k] = store_on_cpu(codes, sum, n, micro, p->offset);
     }
 }
 
-// Joins the gradients to the FP8 sums on the GPU, and uploads the gradients that are not FP8.
-static void join_on_gpu(Gradients *g, bool add) {
+// Joins the gradients of a micro-step to the FP8 sums on the GPU, and uploads the gradients that are not FP8.
+static void join_on_gpu(Gradients *g, int micro) {
     const GradientFp8Layout *a = &g->layout;
     bf16 *all = (bf16 *)upload_floats(g->gradients, g->t.total, false);
-    for (int64_t l = g->t.num_layers - 1; l >= 0; l--)
-        gradient_fp8_join(g->device, a, l, all + layer_offset(&g->t, l) + a->vectors, add, 0);
+    for (int64_t l = g->t.num_layers - 1; l >= 0; l--) {
+        const int64_t matrices = layer_offset(&g->t, l) + a->vectors;
+        gradient_fp8_join(g->device, a, l, all + matrices, how_of(micro, matrices), 0);
+    }
     if (!g->others) g->others = (bf16 *)bench_alloc((a->root + a->layers * a->vectors) * 2);
     CUDA_CHECK(cudaMemcpy(g->others, all, (size_t)a->root * 2, cudaMemcpyDefault));
     for (int64_t l = 0; l < a->layers; l++)
@@ -170,7 +184,7 @@ static void check_casts(int large) {
             for (int64_t k = 0; k < g.t.count; k++)
                 if (g.t.entries[k].flags & PARAM_FP8 && k % 3 == 0)
                     g.gradients[g.t.entries[k].offset + 5 + k] = k % 2 ? -INFINITY : NAN;
-        join_on_cpu(&g, micro % MICRO_STEPS > 0), join_on_gpu(&g, micro % MICRO_STEPS > 0);
+        join_on_cpu(&g, micro % MICRO_STEPS), join_on_gpu(&g, micro % MICRO_STEPS);
         format_checked(label, sizeof label, "hidden size %lld, micro-step %d", (long long)m.hidden_size, micro + 1);
         check_codes(label, &g);
         check_norm(label, &g);
@@ -182,6 +196,7 @@ static void check_casts(int large) {
 // Sums over ranks, of one layer
 
 enum { RANKS_MOST = 5 };
+static const int64_t SHARED_FLAT = 3ll << 33;  // index of the layer's first matrix in the flat array
 
 // The ranks that share the layer: its gradients as the ranks compute them, and what each rank keeps.
 typedef struct {
@@ -254,59 +269,43 @@ static void reduce_amaxes(GradientFp8 *layers, int64_t ranks, int64_t entries) {
     free(most);
 }
 
-// Casts each rank's `from` to its `to`. All ranks use the maxima of their amaxes.
-static void cast_all(const SharedLayer *s, GradientFp8 *to, const GradientFp8Layout *layouts, bool one_layout,
-                     const GradientFp8Source *from, bool add, float headroom) {
-    for (int64_t r = 0; r < s->ranks; r++) gradient_fp8_amaxes(to[r], &layouts[one_layout ? 0 : r], from[r], add, 0);
+// Casts each rank's `from` to its `to`, as gradients of micro-step `micro`. All ranks use the maxima of their amaxes.
+// Rank r's matrices begin at element r * slice of the layer's.
+static void cast_all(const SharedLayer *s, GradientFp8 *to, const GradientFp8Layout *layouts,
+                     const GradientFp8Source *from, int micro, int64_t slice) {
+    for (int64_t r = 0; r < s->ranks; r++) gradient_fp8_amaxes(to[r], &layouts[r], from[r], micro > 0, 0);
     reduce_amaxes(to, s->ranks, s->whole.entries);
     for (int64_t r = 0; r < s->ranks; r++)
-        gradient_fp8_cast(to[r], &layouts[one_layout ? 0 : r], from[r], add, headroom, 0);
+        gradient_fp8_cast(to[r], &layouts[r], from[r], how_of(micro, SHARED_FLAT + r * slice), 0);
 }
 
-// Sums elements begin .. begin + n - 1 of all ranks' codes to `sum`, as rank number `rank` would.
-static void sum_part(const SharedLayer *s, uint8_t *sum, const GradientFp8 *from, int64_t rank, int64_t begin,
-                     int64_t n) {
+// Returns what rank number `rank` reads when it sums elements begin .. begin + n - 1 of all ranks' codes. own: this
+// rank's codes, laid out like the codes that it then writes; element `at` of these is `begin`. The caller frees others.
+static GradientFp8Source receive(const SharedLayer *s, const GradientFp8 *from, int64_t rank, const uint8_t *own,
+                                 int64_t begin, int64_t n, int64_t at) {
     const int64_t stride = round_up(n, 16) + 16;  // longer than n
     uint8_t *received = (uint8_t *)bench_alloc(stride * s->ranks);
     for (int64_t r = 0; r < s->ranks; r++)
         if (r != rank)
             CUDA_CHECK(
                 cudaMemcpy(received + (r - (r > rank)) * stride, from[r].codes + begin, (size_t)n, cudaMemcpyDefault));
-    gradient_fp8_sum_ranks(sum, from[rank].codes + begin, received, stride, s->ranks, rank, n, 0);
-    CUDA_CHECK(cudaDeviceSynchronize());
-    bench_free(received);
+    return GradientFp8Source{NULL, own, from[rank].scale_inv, received, stride, at, s->ranks, rank};
 }
 
-// The reference of one tensor: sums `ranks` gradients x [ranks][n] in FP8. Writes the codes to `sum`, and returns their
-// scale_inv.
-static float sum_on_cpu(uint8_t *sum, const float *x, int64_t ranks, int64_t n, float headroom) {
-    uint8_t *codes = (uint8_t *)xcalloc((size_t)(ranks * n), 1);
-    const float scale = gradient_fp8_scale(gradient_fp8_amax(x, ranks * n)) * headroom;
-    gradient_fp8_encode(codes, x, scale, ranks * n);
-    gradient_fp8_sum(sum, codes, ranks, n, n);
-    free(codes);
-    return 1 / scale;
-}
-
-// Sums the ranks' computed gradients on the CPU. If `add`, adds the sums to those of earlier micro-steps.
-static void shared_reference(SharedLayer *s, bool add, float headroom) {
+// The reference: joins the sums of the ranks' computed gradients, sent in FP8, to the sums of earlier micro-steps.
+static void shared_reference(SharedLayer *s, int micro) {
     for (int k = 0; k < s->whole.count; k++) {
         const GradientFp8Tensor at = s->whole.tensors[k];
         const int64_t n = at.end - at.begin;
         float *x = (float *)xcalloc((size_t)(s->ranks * n), sizeof *x), *values = s->values + at.begin;
+        uint8_t *codes = (uint8_t *)xcalloc((size_t)(s->ranks * n), 1);
         for (int64_t r = 0; r < s->ranks; r++) memcpy(x + r * n, s->computed[r] + at.begin, (size_t)n * sizeof *x);
-        float scale_inv = sum_on_cpu(s->codes + at.begin, x, s->ranks, n, headroom);
-        gradient_fp8_decode(x, s->codes + at.begin, scale_inv, n);
-        if (add) {
-            for (int64_t i = 0; i < n; i++) x[i] += values[i];
-            const float scale = gradient_fp8_scale(gradient_fp8_amax(x, n));
-            gradient_fp8_encode(s->codes + at.begin, x, scale, n);
-            scale_inv = 1 / scale;
-            gradient_fp8_decode(x, s->codes + at.begin, scale_inv, n);
-        }
-        memcpy(values, x, (size_t)n * sizeof *x);
-        s->scale_inv[at.entry] = scale_inv;
-        free(x);
+        const float scale = gradient_fp8_scale(gradient_fp8_amax(x, s->ranks * n));
+        gradient_fp8_encode(codes, x, scale, s->ranks * n);
+        gradient_fp8_sum(x, codes, s->ranks, n, 1 / scale, n);
+        for (int64_t i = 0; i < n; i++) values[i] = micro > 0 ? x[i] + values[i] : x[i];
+        s->scale_inv[at.entry] = store_on_cpu(s->codes + at.begin, values, n, micro, SHARED_FLAT + at.begin);
+        free(x), free(codes);
     }
 }
 
@@ -321,30 +320,25 @@ static void check_shared(const SharedLayer *s, const char *label, bool shard) {
     }
 }
 
-// A shard group of `ranks` ranks reduces gradients in FP8 over micro-steps, as fsdp_reduce_scatter_codes does.
+// A shard group of `ranks` ranks reduces gradients in FP8 over micro-steps, as fsdp_reduce_scatter_fp8 does.
 static void check_shards(int large, int64_t ranks) {
     const ModelConfig m = model_of(large);
     SharedLayer s = shared_create(&m, ranks, true);
+    const int64_t slice = s.kept[0].matrices;
+    GradientFp8Layout whole[RANKS_MOST];
     char label[120];
     for (int micro = 0; micro < 3; micro++) {
-        GradientFp8Source computed[RANKS_MOST], summed[RANKS_MOST];
-        const bool add = micro > 0;
-        shared_fill(&s, micro), shared_reference(&s, add, 1);
-        for (int64_t r = 0; r < ranks; r++) computed[r] = GradientFp8Source{s.gradients[r], NULL, NULL};
-        cast_all(&s, s.sent, &s.whole, true, computed, false, 1);
-        for (int64_t r = 0; r < ranks; r++) {
-            const int64_t n = s.kept[r].matrices;
-            uint8_t *own = s.sent[r].codes + r * n;
-            sum_part(&s, add ? own : s.sums[r].codes, s.sent, r, r * n, n);
-            summed[r] = GradientFp8Source{NULL, own, s.sent[r].scale_inv};
-            if (!add)
-                CUDA_CHECK(cudaMemcpy(s.sums[r].scale_inv, s.sent[r].scale_inv, (size_t)s.whole.entries * 4,
-                                      cudaMemcpyDefault));
-        }
-        if (add) cast_all(&s, s.sums, s.kept, false, summed, true, 1);
+        GradientFp8Source computed[RANKS_MOST], received[RANKS_MOST];
+        shared_fill(&s, micro), shared_reference(&s, micro);
+        for (int64_t r = 0; r < ranks; r++) computed[r] = gradient_fp8_of_bf16(s.gradients[r]), whole[r] = s.whole;
+        cast_all(&s, s.sent, whole, computed, 0, 0);
+        for (int64_t r = 0; r < ranks; r++)
+            received[r] = receive(&s, s.sent, r, s.sent[r].codes + r * slice, r * slice, slice, 0);
+        cast_all(&s, s.sums, s.kept, received, micro, slice);
         format_checked(label, sizeof label, "shard group of %lld, hidden size %lld, micro-step %d", (long long)ranks,
                        (long long)m.hidden_size, micro + 1);
         check_shared(&s, label, true);
+        for (int64_t r = 0; r < ranks; r++) bench_free((void *)received[r].others);
     }
     shared_free(&s);
 }
@@ -354,18 +348,18 @@ static void check_replicas(int large, int64_t ranks) {
     const ModelConfig m = model_of(large);
     SharedLayer s = shared_create(&m, ranks, false);
     char label[120];
-    GradientFp8Source computed, stored[RANKS_MOST];
+    GradientFp8Source stored[RANKS_MOST], received[RANKS_MOST];
+    GradientFp8Layout parts[RANKS_MOST];
     bf16 *rounded = (bf16 *)bench_zeros(s.matrices * 2);
     shared_fill(&s, 1);
     for (int64_t r = 0; r < ranks; r++) {  // the ranks store their own gradients, with scales of their own
-        computed = GradientFp8Source{s.gradients[r], NULL, NULL};
-        stored[r] = GradientFp8Source{NULL, s.sums[r].codes, s.sums[r].scale_inv};
+        const GradientFp8Source computed = gradient_fp8_of_bf16(s.gradients[r]);
+        stored[r] = gradient_fp8_of_codes(s.sums[r]);
         gradient_fp8_amaxes(s.sums[r], &s.whole, computed, false, 0);
-        gradient_fp8_cast(s.sums[r], &s.whole, computed, false, 1, 0);
+        gradient_fp8_cast(s.sums[r], &s.whole, computed, how_of(0, 0), 0);
         for (int k = 0; k < s.whole.count; k++) {
             const GradientFp8Tensor at = s.whole.tensors[k];
-            float *x = s.computed[r] + at.begin;
-            gradient_fp8_round(x, gradient_fp8_scale(gradient_fp8_amax(x, at.end - at.begin)), at.end - at.begin);
+            store_on_cpu(s.codes + at.begin, s.computed[r] + at.begin, at.end - at.begin, 0, 0);
         }
         gradient_fp8_to_bf16(rounded, s.sums[r], &s.whole, 0);
         bf16 *want = (bf16 *)upload_floats(s.computed[r], s.matrices, false);
@@ -373,17 +367,23 @@ static void check_replicas(int large, int64_t ranks) {
         format_checked(label, sizeof label, "codes of replica %lld as bf16", (long long)r);
         check_device(label, "values", rounded, bytes, s.matrices * 2, 2);
         free(bytes), bench_free(want);
+        parts[r] = s.whole;
     }
-    const float headroom = gradient_fp8_headroom(ranks);
-    shared_reference(&s, false, headroom);
-    cast_all(&s, s.sums, &s.whole, true, stored, false, headroom);
+    shared_reference(&s, 0);
+    cast_all(&s, s.sums, parts, stored, 0, 0);
     const int64_t part = round_up(ceil_div(s.matrices, ranks), 16);
     for (int64_t r = 0; r < ranks; r++) {  // each sums its part in place, and then sends it
         const int64_t begin = min_i64(r * part, s.matrices), n = min_i64(begin + part, s.matrices) - begin;
-        if (n) sum_part(&s, s.sums[r].codes + begin, s.sums, r, begin, n);
+        parts[r] = gradient_fp8_part(&s.whole, begin, begin + n);
+        received[r] = receive(&s, s.sums, r, s.sums[r].codes, begin, n, begin);
+    }
+    cast_all(&s, s.sums, parts, received, 0, 0);
+    for (int64_t r = 0; r < ranks; r++) {
+        const int64_t begin = min_i64(r * part, s.matrices), n = min_i64(begin + part, s.matrices) - begin;
         for (int64_t to = 0; to < ranks; to++)
             if (to != r)
                 CUDA_CHECK(cudaMemcpy(s.sums[to].codes + begin, s.sums[r].codes + begin, (size_t)n, cudaMemcpyDefault));
+        bench_free((void *)received[r].others);
     }
     format_checked(label, sizeof label, "%lld replicas, hidden size %lld", (long long)ranks, (long long)m.hidden_size);
     check_shared(&s, label, false);
@@ -478,7 +478,7 @@ static void check_update(int large, Variant v) {
         control.nonfinite = step == 2;  // a skipped step
         AdamwControl *on_gpu = (AdamwControl *)bench_upload(&control, sizeof control);
         fill(&g, step, false);
-        join_on_cpu(&g, false), join_on_gpu(&g, false);
+        join_on_cpu(&g, 0), join_on_gpu(&g, 0);
         AdamwGradients values = {};
         values.fp32_data = (const float *)bench_upload(g.sums, g.t.total * 4);
         update(&fp8, &g, fp8_gradients(&g), g.layout.root, step, on_gpu);
@@ -518,15 +518,21 @@ static void bench_all(Bench *b) {
     const int64_t n = layer.layout.matrices;
     bf16 *x = bench_random(n, 5, 1e-3f);
     for (int add = 0; add < 2; add++) {
-        const double us = bench_time_us(b, [&] { gradient_fp8_join(layer.device, &layer.layout, 0, x, add, 0); });
+        const double us =
+            bench_time_us(b, [&] { gradient_fp8_join(layer.device, &layer.layout, 0, x, how_of(add, 0), 0); });
         bench_report(b, add ? "FP8 gradients, added" : "FP8 gradients, first", "a layer of 8b", us,
                      (double)n * (add ? 7 : 5));
     }
     bench_free(x);
     uint8_t *received = (uint8_t *)bench_alloc(3 * n / 4);  // the codes of a slice from 3 other ranks
-    const double sum_us = bench_time_us(
-        b, [&] { gradient_fp8_sum_ranks(layer.device.codes, layer.device.codes, received, n / 4, 4, 1, n / 4, 0); });
-    bench_report(b, "FP8 gradients, sum of 4 ranks", "a quarter of a layer of 8b", sum_us, (double)n * 5 / 4);
+    const GradientFp8Layout quarter = gradient_fp8_part(&layer.layout, 0, n / 4);
+    const GradientFp8 first = gradient_fp8_of_layer(layer.device, &layer.layout, 0);
+    const GradientFp8Source from = {NULL, first.codes, first.scale_inv, received, n / 4, 0, 4, 1};
+    const double sum_us = bench_time_us(b, [&] {
+        gradient_fp8_amaxes(first, &quarter, from, false, 0);
+        gradient_fp8_cast(first, &quarter, from, how_of(0, 0), 0);
+    });
+    bench_report(b, "FP8 gradients, sum of 4 ranks", "a quarter of a layer of 8b", sum_us, (double)n * 9 / 4);
     bench_free(received);
     gradients_free(&layer);
     if (!model_config_preset(&m, "llama3.2-1b")) die("no preset");

@@ -1,21 +1,19 @@
 #!/usr/bin/env python3
 """Makes msamp_gradients.safetensors: gradients in FP8 as in MS-AMP (llmc/reference/gradient_fp8.h), in numpy.
 
-The rules are written from a description of MS-AMP's code (github.com/Azure/MS-AMP, 9746ea8: common/tensor/meta.py,
-nn/functional.py, nn/distributed.py) and of its NCCL (github.com/Azure/msccl-executor-nccl: device/reduce_kernel.h,
-where a sum of two FP8 numbers is FP16's, cast to FP8). The scale rule and E4M3 are those of make_msamp_goldens.py.
-Ranks are added in the order 0, 1, 2, 3. All gradients are finite.
+The rules of `added` are written from a description of MS-AMP's code (github.com/Azure/MS-AMP, 9746ea8:
+common/tensor/meta.py, nn/functional.py). Sums over ranks are cast with one scale as there, but added in fp32, rank 0
+first, and their mean is cast with a scale of its own. The scale rule and E4M3 are those of make_msamp_goldens.py. All
+gradients are finite.
 
 One tensor of each kind: normal; with outliers (x 1e4); with zeros; all zero; all equal; denormal (1e-40); huge (1e30)
 beside tiny (1e-17); zero in every other step. Values are bfloat16.
 
 msamp_gradients.safetensors   gradients [4 ranks, 20 steps, N], sizes [8] of the tensors;
                               added [20, N] U8 and added_scale [20, 8]: rank 0's gradients so far, added up;
-                              for W = 1 to 4 ranks, and KIND in replicas, shards (scales with and without 1 / sqrt(W)):
-                              KIND.W [20, N] U8 sums of each step, KIND.W.scale and KIND.W.scale_inv [20, 8]
+                              for W = 1 to 4 ranks: mean.W [20, N] U8 means of each step, mean.W.scale [20, 8]
 """
 
-import math
 import pathlib
 
 import numpy as np
@@ -61,35 +59,26 @@ def added(gradients):
     return rows
 
 
-def chain(codes):
-    """Adds the FP8 codes of one rank after the other: decoded to FP16, added in FP16, cast to FP8."""
-    total = codes[0]
-    for one in codes[1:]:
-        half = e4m3_decode(total).astype(np.float16) + e4m3_decode(one).astype(np.float16)
-        total = e4m3_encode(half.astype(f32))
-    return total
-
-
-def summed(gradients, replicas):
-    """gradients [W, STEPS, n]. Returns the sum of each step with its scale and scale_inv."""
+def meaned(gradients, divided=False):
+    """gradients [W, STEPS, n]. Returns the mean of each step with its scale. divided: gradients are divided by W."""
     ranks, rows = len(gradients), []
     for step in range(STEPS):
         scale = scale_of(np.abs(gradients[:, step]).max(), f32(1), E4M3_MAX)
-        if replicas:
-            scale = scale * f32(1 / math.sqrt(ranks))
-        codes = chain([cast(one[step], scale) for one in gradients])
-        rows.append((codes, [scale], [f32(1) / scale / f32(ranks)]))
+        values = [e4m3_decode(cast(one[step], scale)) for one in gradients]
+        total = values[0]
+        for one in values[1:]:
+            total = total + one
+        mean = total * (f32(1) / scale / f32(1 if divided else ranks))
+        scale = scale_of(np.abs(mean).max(), f32(1), E4M3_MAX)
+        rows.append((cast(mean, scale), [scale]))
     return rows
 
 
 def check_division(part):
-    """For 2 and 4 ranks: gradients that are divided by W before the cast have the same codes and W times the scale."""
+    """For 2 and 4 ranks: gradients that are divided by W before the cast have the same mean."""
     for ranks in (2, 4):
-        plain, divided = summed(part[:ranks], False), summed(part[:ranks] / f32(ranks), False)
-        for (codes, scale, inverse), (other, large, _) in zip(plain, divided):
-            if np.any(codes & 0x7F):
-                assert np.array_equal(codes, other) and large[0] == scale[0] * ranks
-                assert inverse[0] == f32(1) / large[0]
+        for (codes, scale), (other, same) in zip(meaned(part[:ranks]), meaned(part[:ranks] / f32(ranks), True)):
+            assert np.array_equal(codes, other) and same[0] == scale[0]
 
 
 def stack(runs, names):
@@ -102,16 +91,11 @@ def main():
     parts = make_gradients(np.random.default_rng(12))
     tensors = {"sizes": np.array(SIZES, np.int32), "gradients": np.concatenate(parts, axis=2)}
     tensors.update(stack([added(part[0]) for part in parts], ("added", "added_scale")))
-    for kind in ("replicas", "shards"):
-        for ranks in range(1, RANKS + 1):
-            name = f"{kind}.{ranks}"
-            runs = [summed(part[:ranks], kind == "replicas") for part in parts]
-            tensors.update(stack(runs, (name, f"{name}.scale", f"{name}.scale_inv")))
+    for ranks in range(1, RANKS + 1):
+        tensors.update(stack([meaned(part[:ranks]) for part in parts], (f"mean.{ranks}", f"mean.{ranks}.scale")))
     for k, part in enumerate(parts):
         if k != 5:  # a denormal number divided by W is rounded
             check_division(part)
-    saturated = {name: int(np.sum(a & 0x7F == 0x7E)) for name, a in tensors.items() if a.dtype == np.uint8}
-    print("codes of 448:", saturated)
     write_golden(OUT, tensors, {})
     print(f"{OUT.name}: {OUT.stat().st_size} bytes")
 

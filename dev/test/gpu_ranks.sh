@@ -195,7 +195,7 @@ for more in "--fp8-recipe delayed --fp8-amax-history 3" "--fp8-filter first,down
 done
 
 # ---- Gradients in FP8. On one GPU the gradient of a micro-step is added to the sum in fp32, and the result is cast.
-# Over ranks, codes are added: each addition rounds a gradient by up to 2^-4 of it, up or down.
+# Over ranks the values of codes are added: each code, and the sum, is off by up to 2^-4 of it, up or down.
 run one_fp8_gradients 1 $common --precision fp8 --num-steps $steps $(split 1) --grad-accum-dtype fp8
 codes="$common --precision fp8 --num-steps $steps $(split $W) --reduce-dtype fp8"
 for sharding in full grad_op none "hybrid --shard-size $((W / 2))"; do

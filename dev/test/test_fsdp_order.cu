@@ -64,7 +64,8 @@ typedef struct {
     // unit: its gradient is being reduced, or was reduced last. call: number of the first operation of the reduction
     // that is being enqueued; -1: none is.
     int64_t unit, call;
-    bool to_replicas;  // the sum over replicas is being enqueued
+    bool to_replicas;     // the sum over replicas is being enqueued
+    int64_t amaxes_over;  // number of ranks in the content of the amaxes of the FP8 cast that was enqueued last
 } Rank;
 
 // An omission: a barrier, a collective, a wait for an event, or a call is left out each time it comes.
@@ -401,10 +402,18 @@ static int64_t stored_gradients(int64_t micro, int64_t over) {
     return gradients_of(now->gradient_step, micro, now->unit, over);
 }
 
-// Returns the number of ranks in the content of the amaxes for a cast to `to`.
-static int64_t cast_amaxes_over(const GradientFp8 *to) {
-    const int64_t shards = now->comm.shard_size;
-    return to->codes == now->f->fp8_sent.codes ? shards : shards * (now->to_replicas ? now->comm.world : shards);
+// Returns the number of ranks in the content of the amaxes for a cast: those of the gradients, times those of the
+// amaxes' all-reduce.
+static int64_t cast_amaxes_over(const GradientFp8 *to, const GradientFp8Source *from) {
+    const int64_t shards = now->comm.shard_size, world = now->comm.world;
+    if (to->codes == now->f->fp8_sent.codes) return shards;
+    if (!now->to_replicas) return shards * shards;
+    return from->data ? world * shards : (from->ranks > 1 ? world : shards) * world;
+}
+
+// Returns how many of a rank's elements a pass reads: all, or of codes that replicas have sent one part.
+static int64_t pass_elements(const GradientFp8Source *from, const GradientFp8Layout *a) {
+    return from->ranks > 1 ? min_i64(from->stride, a->matrices - from->begin) : a->matrices;
 }
 
 static void note_scales(cudaStream_t s, const float *scale_inv, const GradientFp8Layout *a, int64_t micro) {
@@ -417,22 +426,16 @@ static void note_fp8_source(cudaStream_t s, const GradientFp8 *to, const Gradien
     if (!from->data) note_scales(s, from->scale_inv, a, now->micro);
     if (add) note_scales(s, to->scale_inv, a, now->micro - 1);
     if (add) note_read(s, to->codes, a->matrices, stored_gradients(now->micro - 1, now->comm.shard_size));
-    if (from->data) note_read(s, from->data, a->matrices * (int64_t)sizeof(bf16), ORDER_CARRIED);
-    else note_read(s, from->codes, a->matrices, ORDER_CARRIED);
+    const int64_t n = pass_elements(from, a);
+    if (from->data) note_read(s, from->data, n * (int64_t)sizeof(bf16), ORDER_CARRIED);
+    else note_read(s, from->codes + from->begin, n, ORDER_CARRIED);
+    for (int64_t i = 0; i < from->ranks - 1; i++) note_read(s, from->others + i * from->stride, n, ORDER_CARRIED);
 }
 
 static void note_fp8_scales(cudaStream_t s, const GradientFp8 *to, const GradientFp8Layout *a) {
-    note_read(s, to->amaxes, a->entries * (int64_t)sizeof *to->amaxes,
-              stored_gradients(now->micro, cast_amaxes_over(to)));
+    note_read(s, to->amaxes, a->entries * (int64_t)sizeof *to->amaxes, stored_gradients(now->micro, now->amaxes_over));
     note_write(s, to->scale_inv, a->entries * (int64_t)sizeof *to->scale_inv, stored_gradients(now->micro, 0));
     note_write(s, to->amaxes, a->entries * (int64_t)sizeof *to->amaxes, ORDER_UNWRITTEN);
-}
-
-static void note_fp8_sum(cudaStream_t s, const uint8_t *to, const uint8_t *own, const uint8_t *others, int64_t stride,
-                         int64_t summed, int64_t n) {
-    for (int64_t i = 0; i < summed - 1; i++) note_read(s, others + i * stride, n, ORDER_CARRIED);
-    note_read(s, own, n, ORDER_CARRIED);
-    note_write(s, to, n, ORDER_CARRIED)->summed = summed;
 }
 
 static void note_fp8_decode(cudaStream_t s, const bf16 *to, const GradientFp8 *from, const GradientFp8Layout *a) {
@@ -458,11 +461,12 @@ static bool note_fp8_pass(cudaStream_t s, const void *function, void **arguments
             const GradientFp8Source *from = (const GradientFp8Source *)arguments[1];
             const GradientFp8Layout *a = (const GradientFp8Layout *)arguments[is_cast ? 3 : 2];
             const int64_t bytes = a->entries * (int64_t)sizeof *to->amaxes;
-            note_read(s, to->amaxes, bytes,
-                      is_cast ? stored_gradients(now->micro, cast_amaxes_over(to)) : ORDER_UNWRITTEN);
+            if (is_cast) now->amaxes_over = cast_amaxes_over(to, from);
+            note_read(s, to->amaxes, bytes, is_cast ? stored_gradients(now->micro, now->amaxes_over) : ORDER_UNWRITTEN);
             note_fp8_source(s, to, from, a, add > 0);
-            if (is_cast) note_write(s, to->codes, a->matrices, ORDER_CARRIED);
-            else note_write(s, to->amaxes, bytes, ORDER_CARRIED);
+            (is_cast ? note_write(s, to->codes + from->begin, pass_elements(from, a), ORDER_CARRIED)
+                     : note_write(s, to->amaxes, bytes, ORDER_CARRIED))
+                ->summed = from->ranks;
             return true;
         }
     return false;
@@ -471,10 +475,7 @@ static bool note_fp8_pass(cudaStream_t s, const void *function, void **arguments
 // Records a kernel of gradient_fp8.cuh. Returns false if it is another kernel.
 static bool note_fp8_kernel(cudaStream_t s, const void *function, void **arguments) {
     if (function == (const void *)gradient_fp8_scales_kernel)
-        note_fp8_scales(s, (const GradientFp8 *)arguments[0], (const GradientFp8Layout *)arguments[2]);
-    else if (function == (const void *)gradient_fp8_sum_kernel)
-        note_fp8_sum(s, POINTER(uint8_t, 0), POINTER(uint8_t, 1), POINTER(uint8_t, 2), INTEGER(3), INTEGER(4),
-                     INTEGER(6));
+        note_fp8_scales(s, (const GradientFp8 *)arguments[0], (const GradientFp8Layout *)arguments[1]);
     else if (function == (const void *)gradient_fp8_decode_kernel)
         note_fp8_decode(s, POINTER(bf16, 0), (const GradientFp8 *)arguments[1],
                         (const GradientFp8Layout *)arguments[2]);
@@ -1621,11 +1622,12 @@ static void check_fp8_gradient_omissions(void) {
                {{"all-reduce of the amaxes of gradients", 0, 2}, SHARDING_FULL, OFF, REDUCE_FP8, 1},
                {{"all-reduce of the amaxes of gradients", 0, -1}, SHARDING_FULL, OFF, REDUCE_BF16, 1},
                {{"all-reduce of the amaxes of gradients", 0, 1}, SHARDING_HYBRID, ON, REDUCE_BF16, 2},
-               {{"all-reduce of the amaxes of gradients", 1, -1}, SHARDING_FULL, ON, REDUCE_FP8, 2},
+               {{"all-reduce of the amaxes of gradients", 1, -1}, SHARDING_FULL, ON, REDUCE_FP8, 1},
                {{"all-reduce of the amaxes of gradients", 1, 3}, SHARDING_FULL, OFF, REDUCE_FP8, 2},
                {{"all-reduce of the amaxes of gradients, for replicas", 0, -1}, SHARDING_HYBRID, ON, REDUCE_FP8, 1},
                {{"all-reduce of the amaxes of gradients, for replicas", 0, 1}, SHARDING_NONE, OFF, REDUCE_FP8, 2},
-               {{"all-reduce of the amaxes of gradients, for replicas", 0, -1}, SHARDING_NONE, OFF, REDUCE_FP8, 1},
+               {{"all-reduce of the amaxes of gradients, for replicas", 1, -1}, SHARDING_NONE, OFF, REDUCE_FP8, 1},
+               {{"all-reduce of the amaxes of gradients, for replicas", 1, 2}, SHARDING_HYBRID, OFF, REDUCE_FP8, 2},
                {{"all-reduce of the amaxes of gradients, for replicas", 0, -1}, SHARDING_HYBRID, OFF, REDUCE_BF16, 1},
                {{"reduce-scatter of the gradients over replicas", 0, -1}, SHARDING_HYBRID, ON, REDUCE_FP8, 1},
                {{"reduce-scatter of the gradients over replicas", 0, 3}, SHARDING_HYBRID, OFF, REDUCE_FP8, 2},

@@ -618,6 +618,7 @@ static void test_fp8_gradients(void) {
     float *sum = (float *)xcalloc((size_t)plain.table.total, sizeof *sum);
     for (int64_t micro = 0; micro < 2; micro++) {
         int64_t differ = 0, changed = 0, others = 0;
+        const GradientSum how = micro_sum(&fp8, 0, micro);
         compute_gradients(&plain, 5 + (uint64_t)micro, 0), compute_gradients(&fp8, 5 + (uint64_t)micro, micro);
         for (int64_t i = 0; i < plain.table.count; i++) {
             const Parameter *p = &plain.table.entries[i];
@@ -625,7 +626,8 @@ static void test_fp8_gradients(void) {
             float *s = sum + p->offset;
             const float *g = plain.params.gradients + p->offset, *got = fp8.params.gradients + p->offset;
             for (int64_t e = 0; e < n; e++) s[e] += g[e];
-            if (p->flags & PARAM_FP8) gradient_fp8_round(s, gradient_fp8_scale(gradient_fp8_amax(s, n)), n);
+            if (p->flags & PARAM_FP8)
+                gradient_fp8_round(s, gradient_fp8_scale(gradient_fp8_amax(s, n)), p->offset, n, &how);
             for (int64_t e = 0; e < n; e++) {
                 if (p->flags & PARAM_FP8) differ += got[e] != s[e], changed += got[e] != g[e];
                 else others += micro == 0 ? got[e] != g[e] : got[e] != bf16_round(got[e]);
@@ -1238,6 +1240,8 @@ static void test_many_micro_steps(void) {
         {"--grad-accumulation-steps 512", 1e-3},
         // Noise of 0.14% of the squared norm, and chance: few elements make up most of the norm of so small a model.
         {"--grad-accumulation-steps 512 --grad-accum-dtype bf16", 1e-2},
+        // FP8: the noise makes the norm up to 2.2% too large (gradient_fp8.h). Rounding to nearest lost 15% of it.
+        {"--grad-accumulation-steps 64 --batch-size 8 --grad-accum-dtype fp8", 2.2e-2},
         {"--grad-accumulation-steps 8 --batch-size 64", 1e-3},  // auto: bf16
         {"--grad-accumulation-steps 8 --batch-size 64 --master-weights fp32", 1e-3},
     };

@@ -4,7 +4,8 @@
 // sum with the stored gradient; the second casts to codes with the new scales. If several ranks need one scale, the
 // amaxes are reduced over these ranks between the passes (fsdp_gradient_fp8.cuh). A last kernel, which moves almost
 // nothing, stores the scales. Bytes per element of a bf16 gradient: the first pass reads 2, the second reads 2 and
-// writes 1. In later micro-steps each pass also reads the 1 byte of the stored code.
+// writes 1. In later micro-steps each pass also reads the 1 byte of the stored code. If ranks have sent codes, each
+// pass reads 1 from each rank in place of the 2.
 //
 // The codes of all layers lie one behind the other. The gradients that stay bf16 have memory of their own: the root's,
 // and behind them those of the vectors of each layer.
@@ -39,11 +40,16 @@ typedef struct {
     uint32_t *amaxes;  // [entries of the parameter table] fp32 bits; zero between casts
 } GradientFp8;
 
-// The gradients of a layer that a cast reads: bf16, or codes with their scales.
+// The gradients of a layer that a cast reads: bf16, or codes with their scales. The codes may be those of several
+// ranks, which all have the same scales; the cast then reads the ranks' sum (gradient_fp8_sum).
 typedef struct {
-    const bf16 *data;        // NULL: the cast reads `codes`
-    const uint8_t *codes;    // laid out like the codes that the cast writes
+    const bf16 *data;        // NULL: the cast reads codes
+    const uint8_t *codes;    // this rank's, laid out like the codes that the cast writes
     const float *scale_inv;  // [entries of the layer]
+    const uint8_t *others;   // [ranks - 1][stride] codes of the other ranks, in the order of ranks
+    int64_t stride;          // a multiple of 8
+    int64_t begin;           // others[r][0] is element `begin` of the codes that the cast writes; a multiple of 8
+    int64_t ranks, rank;     // number of ranks, this one included; index of this rank
 } GradientFp8Source;
 
 // Returns the layout of this rank's slices, or, if `gathered`, of whole layers as backward computes them. Dies if a
@@ -81,13 +87,21 @@ static inline GradientFp8 gradient_fp8_of_layer(GradientFp8 g, const GradientFp8
 // ---------------------------------------------------------------------------------------------------------------------
 // Casts
 
-// Loads 8 gradients of a layer. With CODES they are from.codes with scale_inv from_inv, else from.data. With ADD, adds
-// the stored gradients, which are `codes` with scale_inv.
+// Loads 8 gradients of a layer. With CODES they are the sum of all ranks' codes with scale_inv from_inv, else
+// from.data. With ADD, adds the stored gradients, which are `codes` with scale_inv.
 template <bool ADD, bool CODES>
 __device__ static inline void gradient_fp8_load(float x[8], const GradientFp8Source &from, float from_inv,
                                                 const uint8_t *codes, float scale_inv, int64_t i) {
     if (CODES) {
-        fp8x8_to_floats(x, *(const uint2 *)(from.codes + i));
+        const uint8_t *others = from.others + i - from.begin;
+        fp8x8_to_floats(x, *(const uint2 *)(from.rank == 0 ? from.codes + i : others));
+        for (int64_t r = 1; r < from.ranks; r++) {
+            float y[8];
+            fp8x8_to_floats(
+                y, *(const uint2 *)(r == from.rank ? from.codes + i : others + (r - (r > from.rank)) * from.stride));
+#pragma unroll
+            for (int j = 0; j < 8; j++) x[j] += y[j];
+        }
 #pragma unroll
         for (int j = 0; j < 8; j++) x[j] = __fmul_rn(x[j], from_inv);
     } else {
@@ -121,37 +135,40 @@ static __global__ void __launch_bounds__(GRADIENT_FP8_THREADS)
     if (threadIdx.x % WARP_SIZE == 0 && amax > *(volatile uint32_t *)slot) atomicMax(slot, amax);
 }
 
-// Casts the gradients of each matrix of a layer to to.codes. With ADD, the stored gradients are added first. A matrix's
-// scale is the one for its amax, multiplied by `headroom`. from.codes may be to.codes. blockIdx.y is the matrix.
+// Casts the gradients of each matrix of a layer to to.codes. With ADD, the stored gradients are added first, and the
+// sums are rounded stochastically, with the random bits of how.key for elements from how.flat on. A matrix's scale is
+// the one for its amax. from.codes may be to.codes. blockIdx.y is the matrix.
 template <bool ADD, bool CODES>
 static __global__ void __launch_bounds__(GRADIENT_FP8_THREADS)
-    gradient_fp8_cast_kernel(GradientFp8 to, GradientFp8Source from, float headroom,
+    gradient_fp8_cast_kernel(GradientFp8 to, GradientFp8Source from, GradientSum how,
                              const __grid_constant__ GradientFp8Layout a) {
     grid_dependency_wait();
     __shared__ float scale;
     const GradientFp8Tensor t = a.tensors[blockIdx.y];
     const float scale_inv = ADD ? to.scale_inv[t.entry] : 0, from_inv = CODES ? from.scale_inv[t.entry] : 0;
     const bool finite = to.amaxes[t.entry] < 0x7f800000u;
-    if (threadIdx.x == 0) scale = __fmul_rn(gradient_fp8_scale(to.amaxes[t.entry]), headroom);
+    if (threadIdx.x == 0) scale = gradient_fp8_scale(to.amaxes[t.entry]);
     __syncthreads();
     for (int64_t i = t.begin + (blockIdx.x * GRADIENT_FP8_THREADS + threadIdx.x) * 8; i < t.end;
          i += (int64_t)gridDim.x * GRADIENT_FP8_THREADS * 8) {
         float x[8];
         gradient_fp8_load<ADD, CODES>(x, from, from_inv, to.codes, scale_inv, i);
+        const uint32_t hash = ADD ? adamw_random_group(how.key, (how.flat + i) >> 3) : 0;
 #pragma unroll
-        for (int j = 0; j < 8; j++)
-            x[j] = finite || gradient_fp8_bits(x[j]) < 0x7f800000u ? __fmul_rn(x[j], scale) : NAN;
+        for (int j = 0; j < 8; j++) {
+            const float scaled = __fmul_rn(x[j], scale), code = ADD ? gradient_fp8_stochastic(scaled, hash, j) : scaled;
+            x[j] = finite || gradient_fp8_bits(x[j]) < 0x7f800000u ? code : NAN;
+        }
         *(uint2 *)(to.codes + i) = make_uint2(fp8x4_from_floats<FP8_E4M3>(x), fp8x4_from_floats<FP8_E4M3>(x + 4));
     }
 }
 
 // Stores scale_inv of the scales that the cast has used, and clears the amaxes.
-static __global__ void gradient_fp8_scales_kernel(GradientFp8 to, float headroom,
-                                                  const __grid_constant__ GradientFp8Layout a) {
+static __global__ void gradient_fp8_scales_kernel(GradientFp8 to, const __grid_constant__ GradientFp8Layout a) {
     grid_dependency_wait();
     if (threadIdx.x >= a.count) return;
     const int64_t entry = a.tensors[threadIdx.x].entry;
-    to.scale_inv[entry] = 1 / __fmul_rn(gradient_fp8_scale(to.amaxes[entry]), headroom);
+    to.scale_inv[entry] = 1 / gradient_fp8_scale(to.amaxes[entry]);
     to.amaxes[entry] = 0;
 }
 
@@ -162,6 +179,8 @@ static inline dim3 gradient_fp8_grid(const GradientFp8Layout *a) {
 static inline void gradient_fp8_require_aligned(GradientFp8 to, GradientFp8Source from) {
     require_aligned16(to.codes, "gradient_fp8", "codes");
     require_aligned16(from.data ? (const void *)from.data : from.codes, "gradient_fp8", "gradients");
+    if (from.ranks > 1 && (from.stride % 8 || from.begin % 8))
+        die("gradient_fp8: parts of ranks are not multiples of 8 codes");
 }
 
 // Raises to.amaxes, the amaxes of a layer's matrices, to those of the gradients `from`; if `add`, to those of their
@@ -177,60 +196,52 @@ static inline void gradient_fp8_amaxes(GradientFp8 to, const GradientFp8Layout *
     CUDA_LAUNCH(kernel, gradient_fp8_grid(a), GRADIENT_FP8_THREADS, 0, stream, to, from, *a);
 }
 
-// Stores the gradients `from` of a layer's matrices in `to`; if `add`, their sums with the stored gradients. A matrix's
-// scale is the one for its amax, which gradient_fp8_amaxes has found, multiplied by `headroom`. Clears the amaxes.
-static inline void gradient_fp8_cast(GradientFp8 to, const GradientFp8Layout *a, GradientFp8Source from, bool add,
-                                     float headroom, cudaStream_t stream) {
+// Stores the gradients `from` of a layer's matrices in `to`; if how.add, their sums with the stored gradients, rounded
+// stochastically (gradient_fp8_round). how.flat: index of the first of the rank's matrices in the flat array. A
+// matrix's scale is the one for its amax, which gradient_fp8_amaxes has found. Clears the amaxes.
+static inline void gradient_fp8_cast(GradientFp8 to, const GradientFp8Layout *a, GradientFp8Source from,
+                                     GradientSum how, cudaStream_t stream) {
     const bool codes = !from.data;
-    const auto kernel = add && codes ? gradient_fp8_cast_kernel<true, true>
-                        : add        ? gradient_fp8_cast_kernel<true, false>
-                        : codes      ? gradient_fp8_cast_kernel<false, true>
-                                     : gradient_fp8_cast_kernel<false, false>;
+    const auto kernel = how.add && codes ? gradient_fp8_cast_kernel<true, true>
+                        : how.add        ? gradient_fp8_cast_kernel<true, false>
+                        : codes          ? gradient_fp8_cast_kernel<false, true>
+                                         : gradient_fp8_cast_kernel<false, false>;
     gradient_fp8_require_aligned(to, from);
-    CUDA_LAUNCH(kernel, gradient_fp8_grid(a), GRADIENT_FP8_THREADS, 0, stream, to, from, headroom, *a);
-    CUDA_LAUNCH(gradient_fp8_scales_kernel, 1, GRADIENT_FP8_MOST, 0, stream, to, headroom, *a);
+    CUDA_LAUNCH(kernel, gradient_fp8_grid(a), GRADIENT_FP8_THREADS, 0, stream, to, from, how, *a);
+    CUDA_LAUNCH(gradient_fp8_scales_kernel, 1, GRADIENT_FP8_MOST, 0, stream, to, *a);
 }
 
-// Stores the gradients of layer l's matrices as FP8; if `add`, their sums with the stored gradients. Only for ranks
+// Returns bf16 gradients to cast.
+static inline GradientFp8Source gradient_fp8_of_bf16(const bf16 *data) {
+    GradientFp8Source from = {};
+    from.data = data;
+    return from;
+}
+
+// Returns codes to cast, of one rank.
+static inline GradientFp8Source gradient_fp8_of_codes(GradientFp8 g) {
+    return GradientFp8Source{NULL, g.codes, g.scale_inv, NULL, 0, 0, 1, 0};
+}
+
+// Stores the gradients of layer l's matrices as FP8; if how.add, their sums with the stored gradients. Only for ranks
 // that hold whole tensors, because no amax is reduced over ranks. Returns the bytes moved.
 static inline int64_t gradient_fp8_join(GradientFp8 to, const GradientFp8Layout *a, int64_t l, const bf16 *gradients,
-                                        bool add, cudaStream_t stream) {
+                                        GradientSum how, cudaStream_t stream) {
     const GradientFp8 layer = gradient_fp8_of_layer(to, a, l);
-    const GradientFp8Source from = {gradients, NULL, NULL};
-    gradient_fp8_amaxes(layer, a, from, add, stream);
-    gradient_fp8_cast(layer, a, from, add, 1, stream);
-    return a->matrices * (add ? 7 : 5);
+    const GradientFp8Source from = gradient_fp8_of_bf16(gradients);
+    gradient_fp8_amaxes(layer, a, from, how.add, stream);
+    gradient_fp8_cast(layer, a, from, how, stream);
+    return a->matrices * (how.add ? 7 : 5);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Sums over ranks
-
-// to [n] = the sum of the codes of `ranks` ranks, which all have one scale, in the order of ranks (gradient_fp8_sum).
-// own [n] has the codes of rank `rank` and may be `to`; others [ranks - 1][stride] has the codes of the other ranks, in
-// the order of ranks. n is a multiple of 8.
-static __global__ void __launch_bounds__(GRADIENT_FP8_THREADS)
-    gradient_fp8_sum_kernel(uint8_t *to, const uint8_t *own, const uint8_t *others, int64_t stride, int64_t ranks,
-                            int64_t rank, int64_t n) {
-    grid_dependency_wait();
-    const int64_t i = (blockIdx.x * (int64_t)GRADIENT_FP8_THREADS + threadIdx.x) * 8;
-    if (i >= n) return;
-    uint2 sum = *(const uint2 *)((rank == 0 ? own : others) + i);
-    for (int64_t r = 1; r < ranks; r++) {
-        float x[8], y[8];
-        fp8x8_to_floats(x, sum);
-        fp8x8_to_floats(y, *(const uint2 *)(r == rank ? own + i : others + (r - (r > rank)) * stride + i));
-#pragma unroll
-        for (int j = 0; j < 8; j++) x[j] += y[j];
-        sum = make_uint2(fp8x4_from_floats<FP8_E4M3>(x), fp8x4_from_floats<FP8_E4M3>(x + 4));
+// Returns the layout of elements [begin, end) of what the rank keeps of a layer's matrices; their indices stay.
+static inline GradientFp8Layout gradient_fp8_part(const GradientFp8Layout *a, int64_t begin, int64_t end) {
+    GradientFp8Layout part = *a;
+    for (int k = 0; k < a->count; k++) {
+        GradientFp8Tensor *t = &part.tensors[k];
+        t->begin = min_i64(max_i64(t->begin, begin), end), t->end = max_i64(min_i64(t->end, end), t->begin);
     }
-    *(uint2 *)(to + i) = sum;
-}
-
-static inline void gradient_fp8_sum_ranks(uint8_t *to, const uint8_t *own, const uint8_t *others, int64_t stride,
-                                          int64_t ranks, int64_t rank, int64_t n, cudaStream_t stream) {
-    if (n % 8 || stride % 8) die("gradient_fp8: parts of ranks are not multiples of 8 codes");
-    CUDA_LAUNCH(gradient_fp8_sum_kernel, grid_size(n, GRADIENT_FP8_THREADS * 8), GRADIENT_FP8_THREADS, 0, stream, to,
-                own, others, stride, ranks, rank, n);
+    return part;
 }
 
 // Computes gradient_fp8_to_bf16. blockIdx.y is the matrix.

@@ -302,7 +302,8 @@ static inline int64_t fsdp_join(Fsdp *f, int64_t l) {
     transport_add_computed(&f->transport, fsdp_sums_begin(f, l), from, n, how);
     const int64_t bytes = n * (2 + (how.add + 1) * (f->transport.fp32_sums ? 4 : 2));
     if (!fp8) return bytes;
-    return bytes + gradient_fp8_join(f->fp8_sums, &f->fp8_layout, l, from + n, how.add, f->transport.compute);
+    how.flat += n;
+    return bytes + gradient_fp8_join(f->fp8_sums, &f->fp8_layout, l, from + n, how, f->transport.compute);
 }
 
 // Reduce-scatters the unit's gradient of this micro-step and adds the result to the sums of earlier micro-steps.
@@ -322,7 +323,7 @@ static inline int64_t fsdp_reduce_scatter(Fsdp *f, int64_t l) {
     const bool fp8 = f->fp8_gradients && l != ROOT;
     comm_waits_compute(&f->transport);
     transport_reduce_scatter(&f->transport, segments, fp8 ? SEGMENT_MATRICES : fsdp_reduced_segments(f), l);
-    if (fp8) fsdp_reduce_scatter_fp8(f, l, full.matrices);
+    if (fp8) fsdp_reduce_scatter_fp8(f, l, full.matrices, segments[SEGMENT_MATRICES].how);
     CUDA_CHECK(cudaEventRecord(f->reduced[fsdp_gradient_buffer(l)], f->transport.nccl->stream));
     return 0;
 }

@@ -1,13 +1,14 @@
 // Prints the start of a run: model, device, data, recipe, options and memory, in at most 25 lines.
 // A dry run does not print this: it prints the whole plan (run_print_plan). The largest number of lines: 1 model,
 // 1 validation data, 2 starting weights and --resume, 1 earlier export that was restored, 1 --fp8-filter auto,
-// 1 device, 1 ranks, 1 data, 1 recipe, 5 options, 2 derived options, 2 memory, 3 communication and GEMMs of the GPU
-// trainer, 1 earlier log, 1 empty: 24. More lines come only with warnings, with checkpoints that --resume skips (one
-// each), with --resume when no step is left, with ranks that come late (rendezvous.h), and with the report of
+// 1 device, 1 ranks, 1 data, 1 recipe, 1 sums, 5 options, 2 derived options, 2 memory, 3 communication and GEMMs of the
+// GPU trainer, 1 earlier log, 1 empty: 25. More lines come only with warnings, with checkpoints that --resume skips
+// (one each), with --resume when no step is left, with ranks that come late (rendezvous.h), and with the report of
 // --check-links.
 #ifndef LLMC_START_H
 #define LLMC_START_H
 
+#include "../reference/gradient_fp8.h"
 #include "plan_json.h"
 
 // A line begins with a label of START_LABEL columns. It has at most START_COLUMNS columns, unless one item is longer or
@@ -138,6 +139,14 @@ static inline void start_print_recipe(const Options *o, const Precision *p) {
            fast_accums[r->fast_accum ? p->fast_accum : FAST_ACCUM_NONE]);
     start_print_bf16_linears(p);
     printf("\n");
+}
+
+// Says how much too large FP8 sums of gradients can make the norm, if that is 1% or more (gradient_fp8.h).
+static inline void start_print_sums(const Options *o) {
+    const double noise = sqrt(1 + GRADIENT_FP8_NOISE * (double)o->grad_accumulation_steps) - 1;
+    if (!options_fp8_gradients(o) || noise < 0.01) return;
+    printf("%-*s FP8 over %lld micro-steps: noise makes the norm up to %.0f%% too large (bf16: %.2f%%)\n", START_LABEL,
+           "sums", (long long)o->grad_accumulation_steps, 100 * noise, 1.4e-4 * (double)o->grad_accumulation_steps);
 }
 
 // True if the command line gives the option.

@@ -316,6 +316,7 @@ static inline void run_print_start(const Run *run) {
     start_print_ranks(o, &run->comm);
     start_print_data(&run->setup, o, &run->comm);
     start_print_recipe(o, run->parts.precision);
+    start_print_sums(o);
     const StartOptions options = {o, &run->given, &run->comm, run->argc, run->argv};
     start_print_options(&options, false);
     start_print_options(&options, true);
