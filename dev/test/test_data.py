@@ -214,8 +214,8 @@ def test_full_shards(folder):
                "tinystories.SHARD_U16_TOKENS = 1000; del sys.argv[1]; %stinystories.main()")
 
     def prepare(change=""):
-        result = subprocess.run([sys.executable, "-c", program % change, os.path.dirname(SCRIPT), "--tokenizer", "bytes",
-                                 "--text", text, "--val-text", val, "--out", folder, "--name", "n"],
+        result = subprocess.run([sys.executable, "-c", program % change, os.path.dirname(SCRIPT), "--tokenizer",
+                                 "bytes", "--text", text, "--val-text", val, "--out", folder, "--name", "n"],
                                 capture_output=True, text=True)
         return result.returncode, result.stdout + result.stderr
 

@@ -198,6 +198,32 @@ static inline char *read_file(const char *path, size_t *size) {
     return data;
 }
 
+// For a file of which `head` holds the first n bytes, and which is not what a program expects: returns what it is by
+// these bytes, and what to do, for a message; NULL if they do not show it.
+static inline const char *file_look_alike(const char *head, size_t n) {
+    static const struct {
+        const char *begin, *words;
+    } rows[] = {{"version https://git-lfs", "a pointer of Git LFS: get the file itself with git lfs pull"},
+                {"<", "a web page or XML: download the file itself (on the Hugging Face hub by a link with /resolve/)"},
+                {"PK\x03\x04", "a zip archive, as PyTorch's .bin and .pt files are"},
+                {"\x1f\x8b", "compressed by gzip: unpack it"},
+                {"\x28\xb5\x2f\xfd", "compressed by zstd: unpack it"},
+                {"PAR1", "Parquet data"},
+                {"GGUF", "a GGUF file"},
+                {"\x93NUMPY", "a NumPy array"},
+                {"\xff\xfe", "UTF-16 text: save it as UTF-8"},
+                {"\xfe\xff", "UTF-16 text: save it as UTF-8"},
+                {"{", "JSON text"},
+                {"[", "JSON text"}};
+    size_t space = 0;
+    while (space < n && (head[space] == ' ' || head[space] == '\n' || head[space] == '\r')) space++;
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        const size_t length = strlen(rows[i].begin);
+        if (n - space >= length && memcmp(head + space, rows[i].begin, length) == 0) return rows[i].words;
+    }
+    return NULL;
+}
+
 static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
 HOST_DEVICE static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

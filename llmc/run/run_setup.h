@@ -229,10 +229,12 @@ static inline void run_setup_data(RunSetup *s, const Options *o, const Comm *c) 
     s->train = dataloader_open(o->train_data, o->sequence_length, o->shuffle == ON, (uint64_t)o->seed);
     s->data = dataloader_identity(&s->train);
     run_setup_same_data(&s->train, "--train-data", &s->data, c);
+    if (c->rank == 0) dataloader_warn(&s->train, "--train-data");
     if (*o->val_data) {
         s->val = dataloader_open(o->val_data, o->sequence_length, false, (uint64_t)o->seed);
         s->val_data = dataloader_identity(&s->val);
         run_setup_same_data(&s->val, "--val-data", &s->val_data, c);
+        if (c->rank == 0) dataloader_warn(&s->val, "--val-data");
     }
     s->tokenizer = tokenizer_open_beside(s->train.shards[0].path);
     if (!s->tokenizer.count) return;
