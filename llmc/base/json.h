@@ -310,6 +310,8 @@ static inline bool json_parse_file(Json *json, const char *path, Failure *failur
     char *text = read_file(path, &size);
     if (!text) return fail(failure, "cannot read %s: %s", path, strerror(errno));
     bool ok = json_parse(json, path, text, size, failure);
+    const char *words = ok || *text == '{' ? NULL : file_look_alike(text, size);
+    if (words) fail(failure, "%s: JSON is expected, but this is %s", path, words);
     if (ok) json->file = text;
     else free(text);
     return ok;
