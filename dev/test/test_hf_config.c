@@ -215,12 +215,12 @@ static void test_source(void) {
     static const struct {
         const char *start, *before, *after;  // the text is start, keys, before; it becomes start, keys, after
     } cases[] = {{QWEN3, "\"torch_dtype\": \"float32\", \"z\": \"\\u00e9\"}",
-                  "\"torch_dtype\": \"bfloat16\", \"z\": \"\\u00e9\"}\n"},
-                 {QWEN3, "\"dtype\": null}\n\n", "\"dtype\": \"bfloat16\"}\n"},
+                  "\"torch_dtype\": \"bfloat16\", \"z\": \"\\u00e9\"}"},
+                 {QWEN3, "\"dtype\": null}\n\n", "\"dtype\": \"bfloat16\"}\n\n"},
                  {QWEN3, "\"dtype\": \"float16\", \"torch_dtype\": \"float16\"}",
-                  "\"dtype\": \"bfloat16\", \"torch_dtype\": \"bfloat16\"}\n"},
-                 {QWEN2, "\"z\": 1}", "\"z\": 1,\n  \"torch_dtype\": \"bfloat16\"}\n"},
-                 {LLAMA, "\"dtype\": \"float32\"}", "\"dtype\": \"bfloat16\",\n  \"model_type\": \"llama\"}\n"}};
+                  "\"dtype\": \"bfloat16\", \"torch_dtype\": \"bfloat16\"}"},
+                 {QWEN2, "\"z\": 1}", "\"z\": 1,\n  \"torch_dtype\": \"bfloat16\"}"},
+                 {LLAMA, "\"dtype\": \"float32\"}", "\"dtype\": \"bfloat16\",\n  \"model_type\": \"llama\"}"}};
     Failure failure = {"", false};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         char text[2048], expected[2048];

@@ -1,8 +1,9 @@
-// Small things for many files: fatal errors, exit statuses, memory, reading a file, rounding of sizes, time.
+// Small things for many files: fatal errors, exit statuses, texts, memory, reading a file, rounding of sizes, time.
 #ifndef LLMC_UTILS_H
 #define LLMC_UTILS_H
 
 #include <assert.h>
+#include <ctype.h>
 #include <errno.h>
 #include <stdarg.h>
 #include <stdbool.h>
@@ -96,6 +97,32 @@ static inline void text_printable(const char *text, char *out, size_t capacity) 
         else out[n++] = *text;
     }
     out[n] = 0;
+}
+
+// Copies the letters and digits of a text, as small letters. A text that does not fit is cut.
+static inline void text_letters(const char *text, char *out, size_t capacity) {
+    size_t n = 0;
+    for (; *text && n + 1 < capacity; text++)
+        if (isalnum((unsigned char)*text)) out[n++] = (char)tolower((unsigned char)*text);
+    out[n] = 0;
+}
+
+// Levenshtein's edit distance of two short words. Returns 64 if b has more than 63 characters.
+static inline int text_edit_distance(const char *a, const char *b) {
+    int row[64], columns = (int)strlen(b);
+    if (columns > 63) return 64;
+    for (int j = 0; j <= columns; j++) row[j] = j;
+    for (int i = 1; a[i - 1]; i++) {
+        int diagonal = row[0];
+        row[0] = i;
+        for (int j = 1; j <= columns; j++) {
+            int replace = diagonal + (a[i - 1] != b[j - 1]);
+            diagonal = row[j];
+            int shorter = row[j] < row[j - 1] ? row[j] + 1 : row[j - 1] + 1;
+            row[j] = replace < shorter ? replace : shorter;
+        }
+    }
+    return row[columns];
 }
 
 // Flushes stdout unless another thread holds it, since that thread may never let go.

@@ -302,9 +302,7 @@ static inline void hf_config_read(ModelConfig *m, const char *folder) {
     m->initializer_range = hf_real(&json, json_root(&json), "initializer_range", 0.02);
     m->bos_token_id = hf_token_id(&json, "bos_token_id", c->bos_token_id, m->vocab_size);
     m->eos_token_id = hf_token_id(&json, "eos_token_id", c->eos_token_id, m->vocab_size);
-    const JsonNode *root = json_root(&json);
-    m->source = strndup(json.file + root->begin, root->end - root->begin);
-    if (!m->source) die_with(EXIT_MEMORY, "out of host memory: could not copy %s", path);
+    m->source = xstrdup(json.file + json_root(&json)->begin);  // without a byte order mark
     json_free(&json);
     model_config_check(m);
 }
@@ -382,7 +380,7 @@ static inline JsonText hf_config_source_text(const ModelConfig *m, const char *d
     char quoted[64];
     const HfClass *c = hf_classes();
     while (c->family != m->family) c++;
-    json_text_add(&out, "%s\n", m->source);
+    json_text_add(&out, "%s", m->source);
     if (!json_parse(&json, "config.json", out.data, out.size, &failure)) die("%s", failure.text);
     const JsonNode *root = json_root(&json);
     const bool newer = json_member(&json, root, "dtype"), older = json_member(&json, root, "torch_dtype") || !newer;

@@ -91,6 +91,26 @@ static inline bool model_config_preset(ModelConfig *m, const char *name) {
     return true;
 }
 
+// The preset whose name, but for case and punctuation, is part of `name`: llama3.2-1b for meta-llama/Llama-3.2-1B. If
+// there is none, the one at the least edit distance, if that is at most 2. NULL if none is near.
+static inline const char *model_config_nearest(const char *name) {
+    static const char *const presets[] = {
+#define X(preset, ...) preset,
+        MODEL_PRESETS(X)
+#undef X
+    };
+    const char *slash = strrchr(name, '/'), *nearest = NULL;
+    char given[128], known[128];
+    int nearest_distance = 3;
+    text_letters(slash ? slash + 1 : name, given, sizeof given);
+    for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++) {
+        text_letters(presets[i], known, sizeof known);
+        const int distance = strstr(given, known) ? 0 : text_edit_distance(given, known);
+        if (distance < nearest_distance) nearest = presets[i], nearest_distance = distance;
+    }
+    return nearest;
+}
+
 // Writes the names of all presets, separated by ", ".
 static inline void model_config_preset_names(char *out, size_t capacity) {
     size_t n = 0;
