@@ -7,20 +7,24 @@ https://huggingface.co/datasets/roneneldan/TinyStories).
     data/tinystories.py --tokenizer bytes --text a.txt b.txt   from text files with <|endoftext|> lines between stories
 
 Writes DIR/NAME_train.bin, DIR/NAME_val.bin (format: llmc/data/dataloader.h) and DIR/NAME.tokenizer
-(llmc/data/tokenizer.h). White space at both ends of a story is removed. One separator token stands before each story:
-Llama 3 <|begin_of_text|> 128000, Qwen <|endoftext|> 151643, bytes 256. llama3, qwen and tokenizer.json files need
-packages: run data/setup_venv.sh, then data/.venv/bin/python. bytes needs none.
+(llmc/data/tokenizer.h). A shard of 16-bit tokens holds 2,147,483,647 at most; where one is full, the next is
+NAME_train_000002.bin, and --train-data 'NAME_train*.bin' reads all. White space at both ends of a story is removed. One
+separator token stands before each story: Llama 3 <|begin_of_text|> 128000, Qwen <|endoftext|> 151643, bytes 256.
+llama3, qwen and tokenizer.json files need packages: run data/setup_venv.sh, then data/.venv/bin/python. bytes needs
+none.
 """
 
 import argparse
 import array
 import base64
+import glob
 import http.client
 import importlib.util
 import json
 import math
 import os
 import re
+import shutil
 import ssl
 import struct
 import sys
@@ -40,10 +44,32 @@ DOWNLOAD_TRIES = 5
 SHARD_HEADER_INTS = 256
 SHARD_U32, SHARD_U16 = (20240801, 7), (20240520, 1)  # magic, version
 SHARD_U32_LONG_VERSION = 8  # 64-bit count in words 2 and 3
+SHARD_U16_TOKENS = (1 << 31) - 1  # a shard of 16-bit tokens has a signed 32-bit count
 TABLE_MAGIC, TABLE_VERSION = 20251121, 1
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*" r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )  # Llama 3 and Qwen differ in how they group digits
+
+
+HEAD_BYTES = 1 << 16  # a text file is judged by its first bytes
+DOCUMENTS = "write its documents into a text file"
+UTF16 = "UTF-16 or UTF-32 text", "convert it: iconv -f UTF-16 -t UTF-8"
+FOREIGN = (  # how a file begins that is no text of documents, what it is, and what to do
+    (rb"PAR1", "Parquet data", DOCUMENTS),
+    (rb"ARROW1", "Arrow data", DOCUMENTS),
+    (rb'\s*(\{\s*"|\[\s*[{"])', "JSON or JSON lines", DOCUMENTS),
+    (rb"%PDF", "a PDF file", DOCUMENTS),
+    (rb"(?i)\s*<(!doctype|html|\?xml)", "a web page or XML", DOCUMENTS),
+    (rb"\x1f\x8b", "compressed by gzip", "unpack it: gunzip"),
+    (rb"\x28\xb5\x2f\xfd", "compressed by zstd", "unpack it: zstd -d"),
+    (rb"BZh", "compressed by bzip2", "unpack it: bunzip2"),
+    (rb"\xfd7zXZ", "compressed by xz", "unpack it: unxz"),
+    (rb"\x04\x22\x4d\x18", "compressed by lz4", "unpack it: lz4 -d"),
+    (rb"PK[\x03\x05]|7z\xbc\xaf|Rar!", "an archive", "unpack it"),
+    (rb"version https://git-lfs", "a pointer of Git LFS", "get the file itself: git lfs pull"),
+    (rb"\xff\xfe|\xfe\xff", *UTF16),
+    (rb"(?s).*\0", "binary data, or UTF-16 text without a mark", "convert it"),
+)
 
 
 class BadInput(Exception):
@@ -191,6 +217,20 @@ class Source:
         self.path, self.size, self.limit = path, size, limit
 
 
+def refuse_foreign(source):
+    """Ends the program if the file is no UTF-8 text, before its bytes become tokens."""
+    with open(source.path, "rb") as f:
+        head = f.read(HEAD_BYTES)
+    found = [rest for begin, *rest in FOREIGN if re.match(begin, head)]
+    if not found and head.decode("utf-8", errors="replace").count("\ufffd") > max(1, len(head) // 10):
+        found = [("not UTF-8", "convert it: iconv -f ENCODING -t UTF-8")]
+    if found:
+        raise BadInput(
+            f"{source.path}: this is {found[0][0]}, not UTF-8 text with {MARK.decode()} lines between documents; "
+            f"{found[0][1]}"
+        )
+
+
 def local_sources(paths, fraction):
     """The first `fraction` of the bytes of all files together."""
     for path in paths:
@@ -302,6 +342,10 @@ class StoryReader:
     def pieces(self, source):
         rest, left = b"", source.limit
         with open(source.path, "rb") as f:
+            if f.read(3) == b"\xef\xbb\xbf":  # a byte order mark is no text
+                left -= 3
+            else:
+                f.seek(0)
             while left > 0:
                 data = f.read(min(READ_BYTES, left))
                 if not data:
@@ -350,7 +394,7 @@ class OutputFile:
 class ShardFile(OutputFile):
     def __init__(self, path, tokenizer):
         super().__init__(path)
-        self.count, self.stories, self.separator = 0, 0, tokenizer.separator
+        self.count, self.separator = 0, tokenizer.separator
         self.kind, self.magic = ("H", SHARD_U16) if tokenizer.vocabulary <= 1 << 16 else ("I", SHARD_U32)
         self.file.write(bytes(SHARD_HEADER_INTS * 4))
 
@@ -359,19 +403,51 @@ class ShardFile(OutputFile):
         tokens.extend(ids)
         tokens.tofile(self.file)
         self.count += len(tokens)
-        self.stories += 1
 
     def close(self):
         (magic, version), fits = self.magic, self.count < 1 << 31
-        if not fits and self.kind == "H":
-            raise BadInput(
-                f"{self.path}: {self.count} tokens, but a uint16 shard holds {(1 << 31) - 1} at most; "
-                "take a smaller --fraction"
-            )
         count = struct.pack("<i", self.count) if fits else struct.pack("<q", self.count)
         self.file.seek(0)
         self.file.write(struct.pack("<ii", magic, version if fits else SHARD_U32_LONG_VERSION) + count)
         super().close()
+
+
+class Shards:
+    """The shards of training or of validation: PREFIX.bin, and where one is full, PREFIX_000002.bin and so on."""
+
+    def __init__(self, prefix, tokenizer):
+        self.prefix, self.tokenizer, self.stories = prefix, tokenizer, 0
+        old = [name for name in glob.glob(glob.escape(prefix) + "_*.bin") if re.search(r"_\d{6}\.bin$", name)]
+        if old:
+            raise BadInput(
+                f"{old[0]} exists, and would be read with the new shards; move it away or give another --name"
+            )
+        self.files = [ShardFile(f"{prefix}.bin", tokenizer)]
+
+    def add(self, ids):
+        shard = self.files[-1]
+        if shard.kind == "H" and shard.count + len(ids) + 1 > SHARD_U16_TOKENS:
+            shard.close()
+            self.files.append(ShardFile(f"{self.prefix}_{len(self.files) + 1:06}.bin", self.tokenizer))
+        self.files[-1].add(ids)
+        self.stories += 1
+
+    def close(self):
+        self.files[-1].close()
+
+    def commit(self):
+        for shard in self.files:
+            shard.commit()
+
+    def discard(self):
+        for shard in self.files:
+            shard.discard()
+
+    def print_counts(self):
+        for shard in self.files if len(self.files) > 1 else []:
+            print(f"{shard.path}: {shard.count} tokens")
+        paths = f"'{self.prefix}*.bin'" if len(self.files) > 1 else self.files[0].path
+        print(f"{paths}: {self.stories} stories, {sum(shard.count for shard in self.files)} tokens")
 
 
 class TableFile(OutputFile):
@@ -416,6 +492,15 @@ class Progress:
         print(("\r\x1b[K" if self.terminal else "") + self.line(done, total, extra), file=sys.stderr, flush=True)
 
 
+def check_room(shard, tokens):
+    """Ends the program if the disk has no room for so many more tokens. Hours of work would be lost at its end."""
+    need, room = tokens * struct.calcsize(shard.kind), shutil.disk_usage(os.path.dirname(shard.path) or ".").free
+    if need > room:
+        raise BadInput(
+            f"{shard.path}: the rest of the text needs about {need / 1e9:.2f} GB, and {room / 1e9:.2f} are free"
+        )
+
+
 def write_stories(reader, tokenizer, choose_shard, progress):
     """Encodes all stories; choose_shard(number of the story) says which shard takes it."""
     batch, chars, number, tokens = [], 0, 0, 0
@@ -427,6 +512,8 @@ def write_stories(reader, tokenizer, choose_shard, progress):
             number += 1
             tokens += len(ids) + 1
         batch, chars = [], 0
+        if tokens and reader.bytes_read < reader.bytes_total:
+            check_room(choose_shard(0).files[0], tokens * (reader.bytes_total / reader.bytes_read - 1))
 
     for story in reader:
         batch.append(story)
@@ -456,30 +543,33 @@ def prepare(options):
         val = local_sources(options.val_text, 1) if options.val_text else None
     else:
         train, val = download(HUB_TRAIN, options.out, options.fraction), download(HUB_VAL, options.out, 1)
+    for source in train + (val or []):
+        refuse_foreign(source)
     outputs = []
     try:
         for kind, path in (
-            (ShardFile, prefix + "_train.bin"),
-            (ShardFile, prefix + "_val.bin"),
+            (Shards, prefix + "_train"),
+            (Shards, prefix + "_val"),
             (TableFile, prefix + ".tokenizer"),
         ):
             outputs.append(kind(path, tokenizer))
         train_shard, val_shard, _ = outputs
-        if val:
-            write_stories(StoryReader(train), tokenizer, lambda number: train_shard, Progress("train"))
-            write_stories(StoryReader(val), tokenizer, lambda number: val_shard, Progress("val"))
-        else:
+        if val is None:
             choose = lambda number: val_shard if number % VAL_EVERY == VAL_EVERY - 1 else train_shard
             write_stories(StoryReader(train), tokenizer, choose, Progress("train and val"))
+        else:  # validation first: it is short, so what is wrong with it costs no hours
+            write_stories(StoryReader(val), tokenizer, lambda number: val_shard, Progress("val"))
+            if val_shard.stories:
+                write_stories(StoryReader(train), tokenizer, lambda number: train_shard, Progress("train"))
+        if not val_shard.stories:
+            raise BadInput(
+                f"no story for validation: give --val-text FILE with at least one story"
+                + ("" if val is not None else f", or at least {VAL_EVERY} stories")
+            )
         if not train_shard.stories:
             raise BadInput(
                 f"no whole story in {', '.join(s.path for s in train) or 'the text'}; "
                 "is it empty, or the fraction too small?"
-            )
-        if not val_shard.stories:
-            raise BadInput(
-                f"no story for validation: give --val-text FILE with at least one story"
-                + ("" if val else f", or at least {VAL_EVERY} stories")
             )
         for output in outputs:
             output.close()
@@ -488,8 +578,8 @@ def prepare(options):
     finally:
         for output in outputs:
             output.discard()
-    for shard in (train_shard, val_shard):
-        print(f"{shard.path}: {shard.stories} stories, {shard.count} tokens")
+    train_shard.print_counts()
+    val_shard.print_counts()
     print(f"{outputs[2].path}: {tokenizer.vocabulary} tokens, separator {tokenizer.separator}")
 
 

@@ -247,7 +247,7 @@ stop() {
         kill -KILL -- "-$child" 2>/dev/null
     fi
     printf '\ninterrupted in run %d of %d; start the sweep again to continue; ' "$number" "$total"
-    printf 'scripts/sweep_table.py %s prints the table\n' "$out"
+    printf 'scripts/sweep_table.py %q prints the table\n' "$out"
     exit $((128 + $1))
 }
 
@@ -374,5 +374,5 @@ each_run enlist
 for signal in INT TERM HUP; do trap "stop $(kill -l $signal)" $signal; done
 each_run visit
 table=$(python3 scripts/sweep_table.py "$out") || fail "no table could be made"
-[ -n "$no_table" ] || printf '\n%s\n\nfigures and intervals: scripts/report.py %s\n' "$table" "$out"
+[ -n "$no_table" ] || printf '\n%s\n\nfigures and intervals: scripts/report.py %q\n' "$table" "$out"
 [ -z "$any_failed" ]

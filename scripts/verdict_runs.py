@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -177,7 +178,7 @@ class Pool:
             self.signal_group(run, signal.SIGKILL)
         done = sum(run.kind == "done" for run in self.runs)
         say(f"\nstopped after {done} of {len(self.runs)} runs; start the verdict again to continue; "
-            f"scripts/report.py {self.folder} makes a report of the finished runs")
+            f"scripts/report.py {shlex.quote(self.folder)} makes a report of the finished runs")
         os._exit(128 + number)
 
     @staticmethod

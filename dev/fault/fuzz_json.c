@@ -6,7 +6,7 @@ static void json_write(const Json *json, const JsonNode *node, JsonText *out) {
     const bool array = node->type == JSON_ARRAY;
     if (node->type == JSON_STRING) json_text_add_string(out, node->text);
     else if (node->type == JSON_NULL) json_text_add(out, "null");
-    else if (node->type == JSON_BOOL || node->type == JSON_NUMBER) json_text_add(out, "%s", node->text);
+    else if (node->text[0]) json_text_add(out, "%s", node->text);
     if (!array && node->type != JSON_OBJECT) return;
     json_text_add(out, array ? "[" : "{");
     for (const JsonNode *child = json_first(json, node); child; child = json_next(json, child)) {

@@ -1595,6 +1595,11 @@ static void load_action(void *context) {
     model_load_weights(a->path, &a->trainer->model, &a->trainer->table, &a->trainer->state);
 }
 
+static void check_weights_action(void *context) {
+    const Action *a = (const Action *)context;
+    model_check_weights(a->path, &a->trainer->model, &a->trainer->table);
+}
+
 // Sets the last element of DIR/model.safetensors, which belongs to the extra tensor if there is one.
 static void write_last(const char *dir, float value) {
     char path[PATH_CAPACITY];
@@ -1644,6 +1649,31 @@ static void test_foreign_weights(void) {
         CHECK(nonzero == 0, "with the extra tensor \"%s\" (\"\": none) all weights are loaded; %lld were not",
               allowed[i], (long long)nonzero);
     }
+    // A tied matrix may have either name, in an index too, and an index may have the other one.
+    static const char *const indexes[] = {"", "lm_head.weight", "model.embed_tokens.weight"};
+    for (int i = 0; i < 3; i++) {
+        char from[PATH_CAPACITY], to[PATH_CAPACITY], index[256];
+        write_weights(dir, &t->table, "model.embed_tokens.weight", "", "lm_head.weight", ST_F32);
+        write_last(dir, 1);
+        format_checked(from, sizeof from, "%s/model.safetensors", dir);
+        format_checked(to, sizeof to, "%s/model-1.safetensors", dir);
+        format_checked(index, sizeof index, "{\"weight_map\": {\"%s\": \"model-1.safetensors\"}}", indexes[i]);
+        if (i && (rename(from, to) ||
+                  !file_write(dir, "model.safetensors.index.json", index, (int64_t)strlen(index), NULL, &failure)))
+            die("%s: %s", to, strerror(errno));
+        trainer_fill(t, 3);
+        model_check_weights(dir, &t->model, &t->table);
+        load_action(&action);
+        bool ones = false;
+        for (int64_t k = 0; k < t->table.total; k++)
+            ones = ones || ((bf16_bits *)t->arrays[STATE_WEIGHTS])[k] == bf16_from_float(1);
+        CHECK(ones, "a tied matrix stored as lm_head.weight alone becomes the embedding, with index \"%s\"",
+              indexes[i]);
+    }
+    write_weights(dir, &t->table, "", "", "", ST_F8_E4M3);
+    CHECK(check_dies(check_weights_action, &action,
+                     "has dtype F8_E4M3; it must be F32, BF16 or F16: use the original model", output, sizeof output),
+          "quantized weights are refused before any work: %s", output);
     write_weights(dir, &t->table, "", "", "lm_head.weight", ST_F32);
     write_last(dir, 1);
     CHECK(check_dies(load_action, &action,
@@ -1657,7 +1687,10 @@ static void test_foreign_weights(void) {
     Trainer *untied = trainer_new(FAMILY_LLAMA, false, false, MOMENTS_BF16);
     action.trainer = untied;
     write_weights(dir, &t->table, "", "", "", ST_F32);
-    CHECK(check_dies(load_action, &action, "has no tensor lm_head.weight", output, sizeof output),
+    CHECK(check_dies(load_action, &action,
+                     "has no tensor lm_head.weight. If the model shares it with the embedding, set "
+                     "\"tie_word_embeddings\": true in config.json",
+                     output, sizeof output),
           "an untied model without lm_head is refused: %s", output);
     remove_tree(dir);
     trainer_free(t);

@@ -107,6 +107,46 @@ check "--list recipes prints the recipes that --help has" equal "$(list_recipes)
 check "--list options prints the options that --help has" \
     equal "$($trainer --list options)" "$(sed -n 's/^  --\([a-z0-9-]*\)\( .*\|$\)/\1/p' "$tmp/help")"
 
+# ---- Models, shards and losses: an export keeps the config.json of its MODEL, short shards are left out, and a run
+# that diverged says so.
+
+keeps_config() {
+    $trainer tiny $data --export-hf "$tmp/model" >/dev/null 2>&1 || return 1
+    rm "$tmp/model/train_fp8.json"  # the hashes of the files that the export wrote
+    python3 - "$tmp/model/config.json" "$tmp/source.json" <<'EOF'
+import json, sys
+config = json.load(open(sys.argv[1]))
+config = {"eos_token_id": [3, 4, 5], "_name_or_path": "a/b", **config, "torch_dtype": "float32", "x": {"y": [1.5, None]}}
+config["eos_token_id"] = [3, 4, 5]
+for path in sys.argv[1:]:
+    json.dump(config, open(path, "w"), indent=1)
+EOF
+    make_launch 2
+    "${launch[@]}" $trainer "$tmp/model" $data --checkpoint-dir "$tmp/kept" --export-hf "$tmp/export" >/dev/null 2>&1 || return 1
+    for config in kept/step-00000002 export; do
+        diff "$tmp/source.json" "$tmp/$config/config.json" | grep '^[<>]' >"$tmp/diff"
+        equal "$(tr -d ' \n' <"$tmp/diff")" '<"torch_dtype":"float32",>"torch_dtype":"bfloat16",' || return 1
+    done
+}
+check "a checkpoint and an export of 2 ranks keep MODEL's config.json but for the dtype" keeps_config
+build/synth_stories --out "$tmp/short" --bytes 1 >/dev/null
+leaves_out() {
+    make_launch "$1"
+    timeout 60 "${launch[@]}" $trainer tiny $data --train-data "$tmp/s_train.bin,$tmp/short_val.bin" \
+        --sequence-length 1024 >"$tmp/stdout" 2>"$tmp/stderr" || return 1
+    equal "$(grep -c "^warning: --train-data: 1 of 2 shards are left out: .*/short_val.bin" "$tmp/stderr")" 1
+}
+check "a short shard of a list is left out with a warning" leaves_out 1
+check "a short shard is left out with one warning of 2 ranks" leaves_out 2
+diverges() {
+    $trainer tiny $data --precision fp32 --num-steps 30 --log-dir "$tmp/$1" --learning-rate "$1" >"$tmp/stdout" || return 1
+    equal "$(grep -c '^DIVERGED: the last loss' "$tmp/stdout") $(grep -c '"diverged": true' "$tmp/$1/log.jsonl")" "$2 $2"
+}
+check "a run that diverged says so" diverges 50 1
+check "a run that did not diverge says nothing" diverges 1e-3 0
+check "a compiler that does not know -fvect-cost-model is not given it" \
+    equal "$(make -nB CC=false train_fp8 | grep -c 'O3.*vect-cost') $(make -nB CC=gcc train_fp8 | grep -c 'O3.*vect-cost')" "0 1"
+
 # ---- The plan as JSON, compared with the printed plan and with the first line of the log.
 
 cat >"$tmp/plan.py" <<'PY'

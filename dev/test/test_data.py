@@ -8,7 +8,9 @@ Needs only the standard library. Tests that need the packages of data/requiremen
 skipped with a reason. Ends with "N passed, N failed".
 """
 import array
+import bz2
 import functools
+import gzip
 import http.server
 import os
 import re
@@ -145,6 +147,7 @@ def test_split_and_fraction(folder):
 def test_bad_inputs(folder):
     text = write_text(f"{folder}/t.txt", STORIES)
     open(f"{folder}/empty.txt", "w").close()
+    many = write_text(f"{folder}/many.txt", STORIES * 20)
     with open(f"{folder}/bad.json", "w") as f:
         f.write("{}")
     os.mkdir(f"{folder}/keep")
@@ -156,7 +159,7 @@ def test_bad_inputs(folder):
         (good, "name the shards of --text with --name"),
         (["--tokenizer", "bytes", "--text", f"{folder}/none.txt", *to], "none.txt: no such text file"),
         (["--tokenizer", "bytes", "--text", f"{folder}/empty.txt", "--val-text", text, *to], "no whole story in"),
-        (["--tokenizer", "bytes", "--text", text, "--val-text", f"{folder}/empty.txt", *to],
+        (["--tokenizer", "bytes", "--text", many, "--val-text", f"{folder}/empty.txt", *to],
          "no story for validation"),
         (["--tokenizer", "bytes", "--text", text, *to], "at least 50 stories"),
         (["--tokenizer", "bytes", "--text", text, "--fraction", "0.001", "--val-text", text, *to], "no whole story in"),
@@ -173,6 +176,22 @@ def test_bad_inputs(folder):
         status, output = run(*arguments)
         check(status != 0 and message in output and "Traceback" not in output,
               f"{arguments}: \"{message}\" expected, status {status}: {output}")
+    story = "Once upon a time.\n<|endoftext|>\n" * 60
+    foreign = f"{folder}/foreign"
+    ways = (["--text", foreign], ["--text", many, foreign], ["--text", many, "--val-text", foreign])
+    for i, (data, message) in enumerate((
+        (b"PAR1" + bytes(99), "this is Parquet data"), (gzip.compress(story.encode()), "gunzip"),
+        (b"\x28\xb5\x2f\xfd\x04", "zstd -d"), (bz2.compress(b"a"), "bunzip2"), (b"PK\x03\x04word/", "an archive"),
+        (b"%PDF-1.7\n", "a PDF file"), (b'{"text": "Once."}\n', "JSON lines"), (b'\n[\n  {"a": 1}]', "JSON lines"),
+        (story.encode("utf-16"), "iconv -f UTF-16"), (story.encode("utf-16-be"), "UTF-16 text without a mark"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"), (b"\n<!DOCTYPE html>", "a web page"),
+        ("\u0416\u0438\u043b-\u0431\u044b\u043b. ".encode("cp1251") * 9, "this is not UTF-8"),
+    )):
+        with open(foreign, "wb") as f:
+            f.write(data)
+        status, output = run("--tokenizer", "bytes", *ways[i % 3], *to)
+        check(status != 0 and message in output and "MB" not in output,
+              f"{data[:20]} is refused before any work, \"{message}\" expected, status {status}: {output}")
     # -S: a Python without installed packages
     result = subprocess.run([sys.executable, "-S", SCRIPT, "--tokenizer", "llama3", "--text", text],
                             capture_output=True, text=True)
@@ -185,6 +204,36 @@ def test_bad_inputs(folder):
               f"the error names a full disk: {output}")
     after = {name: open(f"{folder}/keep/{name}", "rb").read() for name in os.listdir(f"{folder}/keep")}
     check(before == after, f"failed calls do not change the files of --out: {sorted(after)}")
+
+
+def test_full_shards(folder):
+    """A shard of 16-bit tokens that is full is followed by another one. The limit is lowered to 1,000 tokens."""
+    stories = [f"Story {i}" + "." * (i % 90) for i in range(100)]
+    text, val = write_text(f"{folder}/t.txt", stories), write_text(f"{folder}/v.txt", ["v"])
+    program = ("import runpy, sys; sys.path.insert(0, sys.argv[1]); import tinystories; "
+               "tinystories.SHARD_U16_TOKENS = 1000; del sys.argv[1]; %stinystories.main()")
+
+    def prepare(change=""):
+        result = subprocess.run([sys.executable, "-c", program % change, os.path.dirname(SCRIPT), "--tokenizer",
+                                 "bytes", "--text", text, "--val-text", val, "--out", folder, "--name", "n"],
+                                capture_output=True, text=True)
+        return result.returncode, result.stdout + result.stderr
+
+    status, output = prepare("tinystories.BATCH_CHARS = tinystories.READ_BYTES = 500; import collections, shutil; "
+                             "shutil.disk_usage = lambda path: collections.namedtuple('U', 'free')(2000); ")
+    check(status != 0 and "the rest of the text needs about 0.00 GB" in output and len(os.listdir(folder)) == 2,
+          f"a disk without room for the rest of the text is found after the first part of it: {output}")
+    status, output = prepare()
+    names = sorted(name for name in os.listdir(folder) if name.startswith("n_train"))
+    check(status == 0 and names == ["n_train.bin"] + [f"n_train_{i:06}.bin" for i in range(2, 7)] and
+          f"'{folder}/n_train*.bin': 100 stories" in output, f"full shards are followed by others: {names}, {output}")
+    shards = [read_shard(f"{folder}/{name}")[2] for name in sorted(names, key=lambda name: (len(name), name))]
+    check(max(map(len, shards)) <= 1000 and all(shard[0] == 256 for shard in shards) and
+          decode(sum(shards, []), 256, read_table(f"{folder}/n.tokenizer")[1]) == stories,
+          f"no shard has more than 1,000 tokens, each begins with a story, and all stories are there: {names}")
+    status, output = prepare()
+    check(status != 0 and "n_train_00000" in output and "exists, and would be read with the new shards" in output,
+          f"shards of an earlier call that the new ones would not replace are not mixed with them: {output}")
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -420,7 +469,7 @@ def test_synth(folder):
 
 
 def main():
-    tests = [test_bytes, test_layouts, test_split_and_fraction, test_bad_inputs, test_hub, test_synth]
+    tests = [test_bytes, test_layouts, test_split_and_fraction, test_bad_inputs, test_full_shards, test_hub, test_synth]
     have_packages = os.path.exists(VENV_PYTHON) and subprocess.run([VENV_PYTHON, "-c", "import tiktoken, tokenizers"],
                                                                    capture_output=True).returncode == 0
     if not have_packages:

@@ -95,6 +95,49 @@ static void test_many_shards(void) {
     dataloader_close(&dl);
 }
 
+// A list names paths and patterns, with commas between. A path that has a comma itself is no list.
+static void test_list(void) {
+    char list[4096];
+    write_shard("list_a1.bin", SHARD_MAGIC_U32, 7, 9, 9, 1000);
+    write_shard("list_a0.bin", SHARD_MAGIC_U32, 7, 9, 9, 2000);
+    write_shard("list_b,c.bin", SHARD_MAGIC_U16, 1, 9, 9, 3000);
+    static const char *const order[] = {"list_b,c.bin", "list_a0.bin", "list_a1.bin"};
+    DataLoader dl = open_loader(order[0], 4, false, 1);
+    CHECK(dl.num_shards == 1, "the path of a shard may hold a comma; found %lld shards", (long long)dl.num_shards);
+    dataloader_close(&dl);
+    format_checked(list, sizeof list, "%s/list_b?c.bin, %s/list_a*.bin", scratch, scratch);
+    dl = dataloader_open(list, 4, false, 1);
+    CHECK(dl.num_shards == 3 && dl.num_sequences == 6, "a list names three shards; found %lld",
+          (long long)dl.num_shards);
+    for (int64_t i = 0; i < 3 && i < dl.num_shards; i++)
+        CHECK(strcmp(dl.shards[i].path, scratch_path(order[i])) == 0,
+              "shards have the order of the list, and of their names in a part of it; shard %lld is %s", (long long)i,
+              dl.shards[i].path);
+    dataloader_close(&dl);
+}
+
+// Shards without a whole sequence are left out and counted, also an empty one.
+static void test_short_shards(void) {
+    for (int64_t i = 0; i < 4; i++) {
+        char name[32];
+        format_checked(name, sizeof name, "some_%lld.bin", (long long)i);
+        write_shard(name, SHARD_MAGIC_U16, 1, i * 7, i * 7, (uint32_t)(1000 * i));
+    }
+    DataLoader dl = open_loader("some_*.bin", 14, false, 1);
+    int32_t inputs[14];
+    dataloader_batch(&dl, 0, 1, inputs, NULL);
+    CHECK(dl.num_shards == 1 && dl.num_sequences == 1 && dl.num_tokens == 21 && inputs[0] == 3000,
+          "the shard with a whole sequence is read; found %lld shards, %lld tokens", (long long)dl.num_shards,
+          (long long)dl.num_tokens);
+    CHECK(dl.num_left_out == 3 && dl.left_out.num_tokens == 14 && strstr(dl.left_out.path, "some_2.bin"),
+          "three are left out, and the longest of them is known; found %lld, %s", (long long)dl.num_left_out,
+          dl.left_out.path);
+    dataloader_close(&dl);
+    dl = open_loader("some_*.bin", 1, false, 1);
+    CHECK(dl.num_shards == 3 && dl.num_left_out == 1, "a shard without tokens holds no sequence of one token");
+    dataloader_close(&dl);
+}
+
 // Lists the order of one epoch in `order`. Returns 0 if each sequence occurs exactly once.
 static int64_t read_epoch(const DataLoader *dl, int64_t epoch, int64_t *order) {
     static int64_t seen[MAX_N];
@@ -378,7 +421,24 @@ static void test_bad_inputs(void) {
 
     write_shard("few.bin", SHARD_MAGIC_U32, 7, 64, 64, 0);
     check_refused("few.bin", 64, 0, "64 tokens, but one sequence of length 64 needs 65");
+    check_refused("f[ae]w.bin", 64, 0, "few.bin: 64 tokens, but one sequence of length 64 needs 65");
+    write_shard("faw.bin", SHARD_MAGIC_U32, 7, 9, 9, 0);
+    check_refused("f[ae]w.bin", 64, 0, "few.bin: 64 tokens, the most of all shards, but one sequence");
     check_refused("few.bin", 0, 0, "sequence length 0");
+    check_refused("few.bin,none.bin", 8, 0, "no token shard matches \"none.bin\"");
+    check_refused("few.bin,", 8, 0, "no token shard matches \"\"");
+    char list[4096];
+    format_checked(list, sizeof list, "few.bin,%s/f?w.bin", scratch);
+    check_refused(list, 8, 0, "few.bin a second time");
+    static const char *const foreign[][2] = {{"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"},
+                                             {"\n<!DOCTYPE html>", "a web page"},
+                                             {"PAR1", "the file is Parquet data"},
+                                             {"{\"text\": \"a\"}", "the file is JSON text"}};
+    for (int i = 0; i < 8; i++) {  // in files shorter and longer than a header
+        FILE *f = fopen(scratch_path("foreign.bin"), "wb");
+        if (!f || fprintf(f, "%s%*s", foreign[i / 2][0], i % 2 * 2000, "") < 0 || fclose(f)) die("cannot write");
+        check_refused("foreign.bin", 8, 0, foreign[i / 2][1] + (i / 2 == 2 || i / 2 == 3) * 4);
+    }
     DataLoader dl = open_loader("few.bin", 63, true, 1);
     CHECK(dl.num_sequences == 1, "64 tokens hold one sequence of 63; found %lld", (long long)dl.num_sequences);
     dataloader_close(&dl);
@@ -506,6 +566,8 @@ int main(void) {
     scratch_create();
     test_formats_and_windows();
     test_many_shards();
+    test_list();
+    test_short_shards();
     test_permutation();
     test_permutation_is_even();
     test_huge_count();

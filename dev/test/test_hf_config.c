@@ -31,6 +31,13 @@ static ModelConfig read_text(const char *text) {
     return m;
 }
 
+// True if two models have the same values, whatever their names and files.
+static bool same_model(ModelConfig a, const ModelConfig *b) {
+    memcpy(a.name, b->name, sizeof a.name);
+    a.source = b->source;
+    return memcmp(&a, b, sizeof a) == 0;
+}
+
 static void test_published_llama(void) {
     // The config.json of meta-llama/Llama-3.2-1B (transformers 4).
     ModelConfig preset,
@@ -45,8 +52,7 @@ static void test_published_llama(void) {
                       "\"rope_theta\": 500000.0, \"tie_word_embeddings\": true, \"torch_dtype\": \"bfloat16\", "
                       "\"transformers_version\": \"4.45.0.dev0\", \"use_cache\": true, \"vocab_size\": 128256}");
     model_config_preset(&preset, "llama3.2-1b");
-    memcpy(preset.name, m.name, sizeof m.name);
-    CHECK(memcmp(&m, &preset, sizeof m) == 0, "the config equals the preset");
+    CHECK(same_model(m, &preset), "the config equals the preset");
     const char *name = strrchr(scratch, '/') + 1;
     CHECK(strcmp(m.name, name) == 0, "the model has the name of its folder; found %s", m.name);
     char out[128], trailing[64];
@@ -89,7 +95,9 @@ static void test_rope_styles(void) {
         LLAMA ", \"rope_theta\": 500000, \"rope_scaling\": {\"type\": \"llama3\", " LLAMA3_ROPE "}}",
         LLAMA ", \"rope_parameters\": {\"rope_theta\": 500000.0, \"rope_type\": \"llama3\", " LLAMA3_ROPE "}}",
         LLAMA ", \"rope_theta\": 500000.0, \"rope_scaling\": null, \"rope_parameters\": {\"rope_theta\": 500000.0, "
-              "\"rope_type\": \"llama3\", " LLAMA3_ROPE "}}"};
+              "\"rope_type\": \"llama3\", " LLAMA3_ROPE "}}",
+        LLAMA ", \"rope_parameters\": {\"full_attention\": {\"rope_theta\": 500000.0, \"rope_type\": \"llama3\", "
+              "\"type\": \"llama3\", \"beta_fast\": null, " LLAMA3_ROPE "}, \"sliding_attention\": null}}"};
     for (size_t i = 0; i < sizeof same / sizeof same[0]; i++) {
         ModelConfig m = read_text(same[i]);
         const RopeScaling *s = &m.rope_scaling;
@@ -154,6 +162,29 @@ static void test_refused(void) {
         {LLAMA ", \"rope_parameters\": {\"rope_theta\": 1e4}, \"rope_scaling\": {\"rope_type\": \"default\"}}",
          "both rope_parameters and rope_scaling"},
         {LLAMA ", \"rope_parameters\": {\"partial_rotary_factor\": 0.5}}", "partial_rotary_factor"},
+        {LLAMA ", \"rope_scaling\": {\"factor\": 8.0}}",
+         "rope_scaling.factor is not a value that rope_type \"default\""},
+        {LLAMA ", \"rope_parameters\": {\"rope_type\": \"default\", \"mrope_section\": [16, 24, 24]}}",
+         "rope_parameters.mrope_section is not a value that rope_type \"default\" uses"},
+        {LLAMA ", \"rope_scaling\": {\"rope_type\": \"llama3\", \"attention_factor\": 1.2, " LLAMA3_ROPE "}}",
+         "rope_scaling.attention_factor is not a value that rope_type \"llama3\" uses"},
+        {LLAMA ", \"rope_scaling\": {\"rope_type\": \"default\", \"type\": \"yarn\"}}",
+         "rope_scaling has rope_type \"default\" and type \"yarn\""},
+        {LLAMA ", \"rope_parameters\": {\"full_attention\": {\"rope_type\": \"yarn\"}}}", "rope_type \"yarn\""},
+        {LLAMA ", \"rope_parameters\": {\"full_attention\": {\"rope_type\": \"default\", \"factor\": 2}}}",
+         "rope_parameters.full_attention.factor is not"},
+        {LLAMA ", \"rope_parameters\": {\"full_attention\": {\"rope_theta\": 1e4}, \"sliding_attention\": {}}}",
+         "rope_parameters has \"sliding_attention\" beside \"full_attention\""},
+        {LLAMA ", \"rope_parameters\": {\"rope_theta\": 5e5, \"full_attention\": {}}}", "has \"rope_theta\" beside"},
+        {LLAMA ", \"rope_parameters\": {\"full_attention\": 3}}", "full_attention is a number"},
+        {LLAMA ", \"rope_parameters\": {\"layers_0\": {\"rope_theta\": 1e4}}}", "rope_parameters.layers_0 is not"},
+        {LLAMA ", \"compression_config\": {\"format\": \"pack-quantized\"}}", "compression_config says that"},
+        {LLAMA ", \"sliding_window\": 4096}", "sliding_window is not supported"},
+        {LLAMA ", \"use_sliding_window\": true}", "use_sliding_window is true"},
+        {QWEN3 ", \"dual_chunk_attention_config\": {\"chunk_size\": 262144}}",
+         "dual_chunk_attention_config is not supported, and is no setting of Qwen3ForCausalLM"},
+        {QWEN3 ", \"no_rope_layers\": [1, 0]}", "no_rope_layers is not supported"},
+        {LLAMA ", \"rope_theta\": Infinity}", "rope_theta: expected a number, found Infinity"},
         {LLAMA ", \"rope_theta\": -1}", "must be above 0"},
         {LLAMA ", \"rms_norm_eps\": 0}", "must be above 0"},
         {LLAMA ", \"rms_norm_eps\": \"1e-5\"}", "rms_norm_eps: expected a number"},
@@ -176,6 +207,35 @@ static void test_refused(void) {
               cases[i][0], output);
 }
 
+// A config.json that was read is written again as it was, but for the dtype.
+static void test_source(void) {
+    static const char *const keys = ", \"tie_word_embeddings\": true,\t\"num_key_value_heads\": 2, \"eos_token_id\": "
+                                    "[3, 4, 5], \"use_cache\": false,\n"
+                                    "\"mine\": {\"deep\": [1.50, {\"x\": NaN}]}, \"sliding_window\": null, ";
+    static const struct {
+        const char *start, *before, *after;  // the text is start, keys, before; it becomes start, keys, after
+    } cases[] = {{QWEN3, "\"torch_dtype\": \"float32\", \"z\": \"\\u00e9\"}",
+                  "\"torch_dtype\": \"bfloat16\", \"z\": \"\\u00e9\"}"},
+                 {QWEN3, "\"dtype\": null}\n\n", "\"dtype\": \"bfloat16\"}\n\n"},
+                 {QWEN3, "\"dtype\": \"float16\", \"torch_dtype\": \"float16\"}",
+                  "\"dtype\": \"bfloat16\", \"torch_dtype\": \"bfloat16\"}"},
+                 {QWEN2, "\"z\": 1}", "\"z\": 1,\n  \"torch_dtype\": \"bfloat16\"}"},
+                 {LLAMA, "\"dtype\": \"float32\"}", "\"dtype\": \"bfloat16\",\n  \"model_type\": \"llama\"}"}};
+    Failure failure = {"", false};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        char text[2048], expected[2048];
+        format_checked(text, sizeof text, "%s%s%s%s", i ? "" : "\xef\xbb\xbf", cases[i].start, keys, cases[i].before);
+        format_checked(expected, sizeof expected, "%s%s%s", cases[i].start, keys, cases[i].after);
+        ModelConfig m = read_text(text), back;
+        CHECK(hf_config_write(&m, scratch, "bfloat16", NULL, &failure), "the config is written: %s", failure.text);
+        char *found = read_file(scratch_path("config.json"), NULL);
+        CHECK(found && strcmp(found, expected) == 0, "a config.json keeps its text but for the dtype: %s", found);
+        hf_config_read(&back, scratch);
+        CHECK(same_model(m, &back), "the model is the same after writing and reading: %s", found);
+        free(found), free(m.source), free(back.source);
+    }
+}
+
 static void missing_action(void *path) {
     ModelConfig m;
     hf_config_read(&m, (const char *)path);
@@ -192,8 +252,7 @@ static void test_round_trip(void) {
         if (!m.vocab_size) m.vocab_size = 512;
         CHECK(hf_config_write(&m, scratch, "bfloat16", NULL, &failure), "the config is written: %s", failure.text);
         hf_config_read(&back, scratch);
-        memcpy(back.name, m.name, sizeof m.name);
-        CHECK(memcmp(&m, &back, sizeof m) == 0, "%s is the same after writing and reading", name);
+        CHECK(same_model(m, &back), "%s is the same after writing and reading", name);
     }
 #define X(...) +1
     CHECK(count == 0 MODEL_PRESETS(X), "the list names all %d presets; found %d", 0 MODEL_PRESETS(X), count);
@@ -217,7 +276,7 @@ static void test_goldens(void) {
             read[style] = read_text(text);
             free(text);
         }
-        CHECK(memcmp(&read[0], &read[1], sizeof read[0]) == 0, "%s: both styles give the same model", names[i]);
+        CHECK(same_model(read[0], &read[1]), "%s: both styles give the same model", names[i]);
         CHECK((read[0].rope_scaling.factor > 0) == (i == 1) && read[0].qkv_bias == (i == 2) &&
                   read[0].qk_norm == (i == 3),
               "only llama31_tiny has RoPE scaling, only qwen2_tiny biases and only qwen3_tiny QK-norm; this is %s",
@@ -232,6 +291,7 @@ int main(void) {
     test_rope_styles();
     test_refused();
     test_round_trip();
+    test_source();
     test_goldens();
     scratch_remove();
     return check_report();

@@ -18,8 +18,8 @@ static void test_refused(void) {
                                            {"   \n", "line 2, column 1: expected a value"},
                                            {"nul", "expected a value"},
                                            {"True", "expected a value"},
-                                           {"NaN", "expected a value"},
-                                           {"Infinity", "expected a value"},
+                                           {"nan", "expected a value"},
+                                           {"Infinite", "expected a value"},
                                            {"-", "expected a value"},
                                            {"+1", "expected a value"},
                                            {".5", "expected a value"},
@@ -54,13 +54,48 @@ static void test_refused(void) {
                                            {"{\"a\":1,\"b\":2,\"a\":3}", "key \"a\" appears twice"},
                                            {"{\"x\":{\"a\":1,\"\\u0061\":2}}", "key \"a\" appears twice"},
                                            {"[1,\n [2,\n  !]]", "line 3, column 3"},
-                                           {"\xef\xbb\xbf{}", "expected a value"},
+                                           {"\xef\xbb{}", "expected a value"},
+                                           {"{}\xef\xbb\xbf", "text after the value"},
                                            {"// c\n1", "expected a value"},
                                            {"'a'", "expected a value"}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
         check_refused(cases[i][0], strlen(cases[i][0]), cases[i][1]);
     check_refused("\"a\0b\"", 5, "control character");
     check_refused("1\0", 2, "text after the value");
+}
+
+// A byte order mark before the text, and Python's NaN and infinities, which are no numbers.
+static void test_extensions(void) {
+    Json json;
+    Failure failure = {"", false};
+    const char *text = "\xef\xbb\xbf[NaN, -Infinity, Infinity, 1]";
+    bool ok = json_parse(&json, "t.json", text, strlen(text), &failure);
+    CHECK(ok && json_root(&json)->count == 4, "a byte order mark and values that are not finite are read: %s",
+          failure.text);
+    for (int64_t i = 1; ok && i < 4; i++) {
+        double real;
+        int64_t whole;
+        CHECK(!json_real(&json, &json.nodes[i], &real, &failure) && strstr(failure.text, json.nodes[i].text) &&
+                  !json_int(&json, &json.nodes[i], -5, 5, &whole, &failure),
+              "a value that is not finite is no number: %s", failure.text);
+    }
+    if (ok) json_free(&json);
+}
+
+static void test_set(void) {
+    static const char *const cases[][3] = {
+        {"{ \"a\" : [1,\t2.50],\"b\":NaN }\n", "a", "{ \"a\" : 7,\"b\":NaN }\n"},
+        {"{\"x\": {\"a\": 1}, \"a\": \"\\u0041\"}", "a", "{\"x\": {\"a\": 1}, \"a\": 7}"},
+        {"{\n  \"b\": {}\n}\n", "a", "{\n  \"b\": {},\n  \"a\": 7\n}\n"},
+        {"{}", "a", "{\n  \"a\": 7\n}"}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        JsonText out = {NULL, 0, 0};
+        json_text_add(&out, "%s", cases[i][0]);
+        json_text_set(&out, cases[i][1], "7");
+        CHECK(strcmp(out.data, cases[i][2]) == 0 && out.size == strlen(cases[i][2]),
+              "%s gets a member and keeps its other bytes: %s", cases[i][0], out.data);
+        json_text_free(&out);
+    }
 }
 
 static void test_depth(void) {
@@ -292,6 +327,8 @@ static void test_bytes(void) {
 
 int main(void) {
     test_refused();
+    test_extensions();
+    test_set();
     test_depth();
     test_values();
     test_numbers();

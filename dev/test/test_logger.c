@@ -91,6 +91,41 @@ static void test_step_line(void) {
     free_run(&r);
 }
 
+// The summary says that the run diverged if its last losses are far above earlier ones, or above ln(128256) = 11.76.
+static void test_diverged(void) {
+    static const struct {
+        int64_t steps;
+        double first, middle, last;  // losses of step 1, of the steps after it, and of the last 20
+        const char *says;
+    } cases[] = {{60, 11.9, 3, 2.9, ""},
+                 {60, 11.9, 3, 5.9, "5.9, is far above 3, which this run had before"},
+                 {60, 2, 2.2, 2.4, ""},
+                 {60, 2, 9, 9, "9, is far above 2, which this run had"},
+                 {60, 12.1, 11.8, 12.5, ""},
+                 {60, 11.9, 50, 43279, "43279, is far above 11.9"},
+                 {60, 43000, 43000, 43000, "43000, is far above 11.7618, the loss of a model that has learned nothing"},
+                 {5, 11.9, 0, 11.6, ""},
+                 {5, 10, 0, 100, "82, is far above 10"},
+                 {60, 11.9, 3, (double)NAN, ""}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        Run r = make_run(989.5e12);
+        Logger l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
+        for (int64_t step = 1; step <= cases[i].steps; step++) {
+            StepRecord s = make_step(step, 0.1);
+            s.loss = step > max_i64(1, cases[i].steps - 20) ? cases[i].last : cases[i].middle;
+            if (step == 1) s.loss = cases[i].first;
+            free(captured(log_step, &l, &s));
+        }
+        char *printed = captured(log_close, &l, NULL), *text = read_file(scratch_path("log.jsonl"), NULL);
+        CHECK(!strstr(printed, "DIVERGED") == !*cases[i].says && strstr(printed, cases[i].says),
+              "a run with losses %g, %g, %g: %s", cases[i].first, cases[i].middle, cases[i].last, printed);
+        CHECK(strstr(text, *cases[i].says ? "\"diverged\": true" : "\"diverged\": false"),
+              "the log says if the run diverged: %s", printed);
+        free(printed), free(text), free_run(&r);
+        unlink(scratch_path("log.jsonl"));
+    }
+}
+
 static void test_file(void) {
     Run r = make_run(989.5e12);
     Logger l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
@@ -295,6 +330,7 @@ static void test_full_disk(void) {
 int main(void) {
     scratch_create();
     test_step_line();
+    test_diverged();
     test_file();
     test_failures();
     test_full_disk();

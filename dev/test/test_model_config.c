@@ -60,6 +60,20 @@ static void test_presets(void) {
     CHECK(count == 0 MODEL_PRESETS(X), "the list names all %d presets; found %d", 0 MODEL_PRESETS(X), count);
 #undef X
     ModelConfig m;
+    static const char *const near[][2] = {{"llama-3.2-1b", "llama3.2-1b"},
+                                          {"meta-llama/Llama-3.2-1B", "llama3.2-1b"},
+                                          {"Meta-Llama-3.1-8B", "llama3.1-8b"},
+                                          {"./Qwen3-4B-Base", "qwen3-4b"},
+                                          {"qwen2.5-0.5B-Instruct", "qwen2.5-0.5b"},
+                                          {"tinny", "tiny"},
+                                          {"llama3.2_3b", "llama3.2-3b"},
+                                          {"qwen3-0.6b", "qwen3-0.6b"}};
+    for (size_t i = 0; i < sizeof near / sizeof near[0]; i++) {
+        const char *found = model_config_nearest(near[i][0]);
+        CHECK(found && strcmp(found, near[i][1]) == 0, "the preset nearest to %s is %s: %s", near[i][0], near[i][1],
+              found ? found : "none");
+    }
+    CHECK(!model_config_nearest("mistral-7b") && !model_config_nearest(""), "no preset is near to another model");
     CHECK(!model_config_preset(&m, "llama") && !model_config_preset(&m, "") && !model_config_preset(&m, "TINY"),
           "unknown presets are refused");
     CHECK(model_config_preset(&m, "tiny") && m.num_layers == 2 && m.hidden_size == 64 && m.vocab_size == 0,

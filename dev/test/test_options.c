@@ -148,7 +148,12 @@ static void test_refused(void) {
     static const char *const cases[][2] = {
         {"tiny --nun-steps 3", "unknown option --nun-steps; the nearest is --num-steps"},
         {"tiny --sequence 3", "the nearest is --sequence-length"},
-        {"tiny --lr 1", "unknown option --lr; the nearest is --"},
+        {"tiny --lr 1", "unknown option --lr; the nearest is --learning-rate"},
+        {"tiny --wd 1", "unknown option --wd; the nearest is --weight-decay"},
+        {"tiny --learning_rate 1", "unknown option --learning_rate; the nearest is --learning-rate"},
+        {"tiny --seq-len 1", "the nearest is --sequence-length"},
+        {"tiny --max-steps 1", "the nearest is --num-steps"},
+        {"tiny --foo", "unknown option --foo (--help lists all)"},
         {"tiny --batchsize=3", "unknown option --batchsize; the nearest is --batch-size"},
         {"tiny -b 3", "unknown option -b; options have two dashes"},
         {"tiny -", "unknown option -"},
@@ -217,9 +222,9 @@ static void test_refused(void) {
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
         CHECK(check_dies(parse_action, (void *)cases[i][0], cases[i][1], output, sizeof output),
               "%s is refused: \"%s\"", cases[i][0], output);
-    CHECK(option_edit_distance("", "abc") == 3 && option_edit_distance("kitten", "sitting") == 3 &&
-              option_edit_distance("same", "same") == 0 && option_edit_distance("ab", "ba") == 2,
-          "option_edit_distance counts insertions, deletions and substitutions");
+    CHECK(text_edit_distance("", "abc") == 3 && text_edit_distance("kitten", "sitting") == 3 &&
+              text_edit_distance("same", "same") == 0 && text_edit_distance("ab", "ba") == 2,
+          "text_edit_distance counts insertions, deletions and substitutions");
 }
 
 // Each case has FP8 options and a part of the message that refuses them together, or "" if they are allowed.

@@ -127,6 +127,13 @@ static void test_round_trip(void) {
     CHECK(!safetensors_require(&st, "absent", 4, 3, &failure) &&
               strstr(failure.text, "model.safetensors has no tensor absent"),
           "a missing tensor is an error: %s", failure.text);
+    CHECK(!safetensors_require(&st, "model.bias", 7, 0, &failure) &&
+              strstr(failure.text, "has no tensor model.bias, but b.bias: its names have another prefix"),
+          "an error names the look-alike of a missing tensor: %s", failure.text);
+    CHECK(!safetensors_require(&st, "weight", 3, 4, &failure) && strstr(failure.text, "but a.weight: its"),
+          "an error names the look-alike with another prefix: %s", failure.text);
+    CHECK(!safetensors_require(&st, "model.a", 4, 3, &failure) && !strstr(failure.text, "but"),
+          "part of a name is no look-alike: %s", failure.text);
     CHECK(!safetensors_require(&st, "a.weight", 3, 4, &failure) &&
               strstr(failure.text, "tensor a.weight has shape [4, 3]; the model needs [3, 4]"),
           "another shape is an error: %s", failure.text);
@@ -251,6 +258,23 @@ static void test_hostile_headers(void) {
               "%s is refused: %s", cases[i].header, ok ? "accepted" : failure.text);
         if (ok) safetensors_close(&st);
     }
+    static const char *const foreign[][2] = {
+        {"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "git lfs pull"},
+        {"<!DOCTYPE html>", "a web page"},
+        {"\n<html></html>", "a web page"},
+        {"PK\x03\x04 archive", "a zip archive"},
+        {"{\"error\": 404}", "JSON text"}};
+    for (size_t i = 0; i < sizeof foreign / sizeof foreign[0]; i++) {
+        write_bytes("x.safetensors", foreign[i][0], strlen(foreign[i][0]));
+        write_bytes("x.safetensors.index.json", foreign[0][0], strlen(foreign[0][0]));
+        CHECK(!safetensors_open(&st, scratch_path("x.safetensors"), &failure) &&
+                  strstr(failure.text, "not a safetensors file, but ") && strstr(failure.text, foreign[i][1]),
+              "the error says what the file is: %s", failure.text);
+    }
+    unlink(scratch_path("x.safetensors"));
+    CHECK(!safetensors_open_folder(&st, scratch, "x", &failure) &&
+              strstr(failure.text, "JSON is expected, but this is"),
+          "the error says what the index is: %s", failure.text);
     static const unsigned char lengths[][8] = {
         {0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff}, {0, 0, 0, 0, 0, 0, 0, 0x80}, {0, 0, 0, 0, 1}, {9}};
     static const char *const reasons[] = {"not a safetensors file", "not a safetensors file", "not a safetensors file",
@@ -269,6 +293,20 @@ static void test_hostile_headers(void) {
 static void test_foreign_files(void) {
     Safetensors st;
     Failure failure = {"", false};
+    static const char *const types[] = {"F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0", "C64"};
+    static const int bytes[] = {4, 6, 6, 8, 8, 8, 64};
+    for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
+        char header[256];
+        format_checked(header, sizeof header, "{\"a\":{\"dtype\":\"%s\",\"shape\":[2,4],\"data_offsets\":[0,%d]}}",
+                       types[i], bytes[i]);
+        write_header("x.safetensors", header, (size_t)bytes[i]);
+        bool ok = safetensors_open(&st, scratch_path("x.safetensors"), &failure);
+        float out[8];
+        CHECK(ok && !safetensors_read(&st, &st.tensors[0], 0, 8, true, out, &failure) &&
+                  strstr(failure.text, "has dtype") && strstr(failure.text, types[i]),
+              "a tensor of a dtype that is not read is known by its name: %s", failure.text);
+        if (ok) safetensors_close(&st);
+    }
     // Valid: metadata, an empty tensor, a scalar, tensors out of order in the header, spaces at its end.
     write_header("x.safetensors",
                  "{\"__metadata__\":{\"format\":\"pt\"},\"h\":{\"dtype\":\"F16\",\"shape\":[4],\"data_offsets\":[8,16]}"

@@ -5,6 +5,9 @@
 // (in a path, for example) is written as \udcXX, as Python's "surrogateescape" does (PEP 383), and read back as that
 // byte. So the JSON that this program writes is always UTF-8, and Python's os.fsencode turns the text that json.load
 // reads into the path's bytes. A byte that is not UTF-8 in JSON that is read is kept as it is.
+//
+// Two things that other programs write are accepted though RFC 8259 has them not: a byte order mark before the text,
+// and Python's NaN, Infinity and -Infinity. These are no numbers: json_int and json_real refuse them.
 #ifndef LLMC_JSON_H
 #define LLMC_JSON_H
 
@@ -15,7 +18,7 @@
 #define JSON_MAX_DEPTH 64
 #define JSON_MAX_NODES ((int64_t)1 << 24)
 
-typedef enum { JSON_NULL, JSON_BOOL, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_OBJECT } JsonType;
+typedef enum { JSON_NULL, JSON_BOOL, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_OBJECT, JSON_NONFINITE } JsonType;
 
 typedef struct {
     JsonType type;
@@ -23,10 +26,12 @@ typedef struct {
     int64_t count;                // children
     const char *key;              // key of a member of an object, else NULL
     const char *text;             // string with its escapes decoded; number as in the file; "true"; "false"; else ""
+    size_t begin, end;            // place of the value in the parsed text: bytes [begin, end)
 } JsonNode;
 
 typedef struct {
     char *source;     // file name for messages
+    char *file;       // the text that json_parse_file has read; else NULL
     JsonNode *nodes;  // nodes[0] is the root
     int64_t count, capacity;
     char *pool;  // holds the keys, strings and numbers
@@ -40,12 +45,14 @@ typedef struct {
 } JsonParser;
 
 static inline const char *json_type_name(JsonType type) {
-    static const char *const names[] = {"null", "true or false", "a number", "a string", "an array", "an object"};
+    static const char *const names[] = {"null",     "true or false", "a number",           "a string",
+                                        "an array", "an object",     "not a finite number"};
     return names[type];
 }
 
 static inline void json_free(Json *json) {
     free(json->source);
+    free(json->file);
     free(json->nodes);
     free(json->pool);
     memset(json, 0, sizeof *json);
@@ -231,6 +238,18 @@ static inline bool json_parse_word(JsonParser *p, const char *word) {
     return true;
 }
 
+// Skips NaN, Infinity or -Infinity, and returns true if it is next.
+static inline bool json_parse_nonfinite(JsonParser *p, const char **text) {
+    static const char *const words[] = {"NaN", "Infinity", "-Infinity"};
+    for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) {
+        const size_t n = strlen(words[i]);
+        if ((size_t)(p->end - p->at) < n || memcmp(p->at, words[i], n) != 0) continue;
+        p->at += n, *text = words[i];
+        return true;
+    }
+    return false;
+}
+
 static inline bool json_parse_value(JsonParser *p, int64_t parent, const char *key, int depth) {
     Json *json = p->json;
     json_skip_space(p);
@@ -241,14 +260,16 @@ static inline bool json_parse_value(JsonParser *p, int64_t parent, const char *k
         json->nodes = (JsonNode *)xrealloc(json->nodes, (size_t)json->capacity * sizeof *json->nodes);
     }
     const int64_t index = json->count++;
-    JsonNode node = {JSON_NULL, parent, -1, -1, 0, key, ""};
     const char c = p->at < p->end ? *p->at : 0;
+    JsonNode node = {JSON_NULL, parent, -1, -1, 0, key, "", (size_t)(p->at - p->start), 0};
     bool ok = true;
     if (c == '{' || c == '[') {
         p->at++;
         node.type = c == '{' ? JSON_OBJECT : JSON_ARRAY;
         json->nodes[index] = node;
-        return json_parse_children(p, index, depth);
+        ok = json_parse_children(p, index, depth);
+        json->nodes[index].end = (size_t)(p->at - p->start);
+        return ok;
     }
     if (c == '"') {
         node.type = JSON_STRING;
@@ -259,10 +280,13 @@ static inline bool json_parse_value(JsonParser *p, int64_t parent, const char *k
         ok = json_parse_word(p, node.text);
     } else if (c == 'n') {
         ok = json_parse_word(p, "null");
+    } else if (json_parse_nonfinite(p, &node.text)) {
+        node.type = JSON_NONFINITE;
     } else {
         node.type = JSON_NUMBER;
         ok = json_parse_number(p, &node.text);
     }
+    node.end = (size_t)(p->at - p->start);
     json->nodes[index] = node;
     return ok;
 }
@@ -273,6 +297,7 @@ static inline bool json_parse(Json *json, const char *source, const char *text, 
     json->source = xstrdup(source);
     json->pool = (char *)xcalloc(size + 1, 1);  // enough: each zero byte stands for a quote or separator
     JsonParser p = {json, text, text, text + size, json->pool, failure};
+    if (size >= 3 && memcmp(text, "\xef\xbb\xbf", 3) == 0) p.at += 3;
     bool ok = json_parse_value(&p, -1, NULL, 0);
     json_skip_space(&p);
     if (ok && p.at < p.end) ok = json_syntax_error(&p, "text after the value");
@@ -285,7 +310,10 @@ static inline bool json_parse_file(Json *json, const char *path, Failure *failur
     char *text = read_file(path, &size);
     if (!text) return fail(failure, "cannot read %s: %s", path, strerror(errno));
     bool ok = json_parse(json, path, text, size, failure);
-    free(text);
+    const char *words = ok || *text == '{' ? NULL : file_look_alike(text, size);
+    if (words) fail(failure, "%s: JSON is expected, but this is %s", path, words);
+    if (ok) json->file = text;
+    else free(text);
     return ok;
 }
 
@@ -464,6 +492,25 @@ static inline void json_text_add_real(JsonText *out, double value) {
 static inline void json_text_free(JsonText *out) {
     free(out->data);
     memset(out, 0, sizeof *out);
+}
+
+// Sets the member `key` of an object, which *text holds, to `value`, which is JSON itself. Appends a member if there is
+// none of that name. Every other byte stays as it is. Dies if *text holds no object.
+static inline void json_text_set(JsonText *text, const char *key, const char *value) {
+    Json json;
+    Failure failure;
+    JsonText out = {NULL, 0, 0};
+    if (!json_parse(&json, "json_text_set", text->data, text->size, &failure)) die("%s", failure.text);
+    const JsonNode *root = json_root(&json), *node = json_member(&json, root, key), *last = json_first(&json, root);
+    if (root->type != JSON_OBJECT) die("json_text_set: the text is %s", json_type_name(root->type));
+    while (last && last->next >= 0) last = json_next(&json, last);
+    const size_t begin = node ? node->begin : last ? last->end : root->begin + 1, end = node ? node->end : begin;
+    json_text_add(&out, "%.*s", (int)begin, text->data);
+    if (!node) json_text_add(&out, "%s\n  \"%s\": ", last ? "," : "", key);
+    json_text_add(&out, "%s%s%s", value, node || last ? "" : "\n", text->data + end);
+    json_free(&json);
+    json_text_free(text);
+    *text = out;
 }
 
 #endif

@@ -1,8 +1,9 @@
-// Small things for many files: fatal errors, exit statuses, memory, reading a file, rounding of sizes, time.
+// Small things for many files: fatal errors, exit statuses, texts, memory, reading a file, rounding of sizes, time.
 #ifndef LLMC_UTILS_H
 #define LLMC_UTILS_H
 
 #include <assert.h>
+#include <ctype.h>
 #include <errno.h>
 #include <stdarg.h>
 #include <stdbool.h>
@@ -96,6 +97,32 @@ static inline void text_printable(const char *text, char *out, size_t capacity) 
         else out[n++] = *text;
     }
     out[n] = 0;
+}
+
+// Copies the letters and digits of a text, as small letters. A text that does not fit is cut.
+static inline void text_letters(const char *text, char *out, size_t capacity) {
+    size_t n = 0;
+    for (; *text && n + 1 < capacity; text++)
+        if (isalnum((unsigned char)*text)) out[n++] = (char)tolower((unsigned char)*text);
+    out[n] = 0;
+}
+
+// Levenshtein's edit distance of two short words. Returns 64 if b has more than 63 characters.
+static inline int text_edit_distance(const char *a, const char *b) {
+    int row[64], columns = (int)strlen(b);
+    if (columns > 63) return 64;
+    for (int j = 0; j <= columns; j++) row[j] = j;
+    for (int i = 1; a[i - 1]; i++) {
+        int diagonal = row[0];
+        row[0] = i;
+        for (int j = 1; j <= columns; j++) {
+            int replace = diagonal + (a[i - 1] != b[j - 1]);
+            diagonal = row[j];
+            int shorter = row[j] < row[j - 1] ? row[j] + 1 : row[j - 1] + 1;
+            row[j] = replace < shorter ? replace : shorter;
+        }
+    }
+    return row[columns];
 }
 
 // Flushes stdout unless another thread holds it, since that thread may never let go.
@@ -196,6 +223,32 @@ static inline char *read_file(const char *path, size_t *size) {
     data[n] = 0;
     if (size) *size = n;
     return data;
+}
+
+// For a file of which `head` holds the first n bytes, and which is not what a program expects: returns what it is by
+// these bytes, and what to do, for a message; NULL if they do not show it.
+static inline const char *file_look_alike(const char *head, size_t n) {
+    static const struct {
+        const char *begin, *words;
+    } rows[] = {{"version https://git-lfs", "a pointer of Git LFS: get the file itself with git lfs pull"},
+                {"<", "a web page or XML: download the file itself (on the Hugging Face hub by a link with /resolve/)"},
+                {"PK\x03\x04", "a zip archive, as PyTorch's .bin and .pt files are"},
+                {"\x1f\x8b", "compressed by gzip: unpack it"},
+                {"\x28\xb5\x2f\xfd", "compressed by zstd: unpack it"},
+                {"PAR1", "Parquet data"},
+                {"GGUF", "a GGUF file"},
+                {"\x93NUMPY", "a NumPy array"},
+                {"\xff\xfe", "UTF-16 text: save it as UTF-8"},
+                {"\xfe\xff", "UTF-16 text: save it as UTF-8"},
+                {"{", "JSON text"},
+                {"[", "JSON text"}};
+    size_t space = 0;
+    while (space < n && (head[space] == ' ' || head[space] == '\n' || head[space] == '\r')) space++;
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        const size_t length = strlen(rows[i].begin);
+        if (n - space >= length && memcmp(head + space, rows[i].begin, length) == 0) return rows[i].words;
+    }
+    return NULL;
 }
 
 static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }

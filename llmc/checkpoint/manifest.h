@@ -365,6 +365,7 @@ static inline TrainerProgress checkpoint_check(const char *checkpoint, const Che
         die("%s", failure.text);
     ModelConfig then;
     hf_config_read(&then, checkpoint);
+    free(then.source);
     JsonText model = checkpoint_model_mismatch(&then, run->model),
              settings = checkpoint_settings_mismatch(&json, run->options);
     checkpoint_data_mismatch(&json, &run->data, &settings);

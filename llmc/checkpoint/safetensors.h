@@ -14,40 +14,50 @@
 #define SAFETENSORS_SHARD_BYTES ((int64_t)5000000000)  // transformers' "5GB"
 #define SAFETENSORS_WRITER "train_fp8"                 // value of "written_by" in the metadata of files we write
 
-//    type     name       bytes per element
+//    type     name       bits per element
 // clang-format off
 #define SAFETENSORS_TYPES(X) \
-    X(ST_BOOL, "BOOL", 1) X(ST_U8, "U8", 1) X(ST_I8, "I8", 1) X(ST_F8_E5M2, "F8_E5M2", 1) X(ST_F8_E4M3, "F8_E4M3", 1) X(ST_F8_E8M0, "F8_E8M0", 1) \
-    X(ST_I16, "I16", 2) X(ST_U16, "U16", 2) X(ST_F16, "F16", 2) X(ST_BF16, "BF16", 2) X(ST_I32, "I32", 4) X(ST_U32, "U32", 4) \
-    X(ST_F32, "F32", 4) X(ST_F64, "F64", 8) X(ST_I64, "I64", 8) X(ST_U64, "U64", 8) X(ST_C64, "C64", 8)
+    X(ST_F4, "F4", 4) X(ST_F6_E2M3, "F6_E2M3", 6) X(ST_F6_E3M2, "F6_E3M2", 6) X(ST_BOOL, "BOOL", 8) X(ST_U8, "U8", 8) X(ST_I8, "I8", 8) \
+    X(ST_F8_E5M2, "F8_E5M2", 8) X(ST_F8_E4M3, "F8_E4M3", 8) X(ST_F8_E8M0, "F8_E8M0", 8) \
+    X(ST_F8_E5M2FNUZ, "F8_E5M2FNUZ", 8) X(ST_F8_E4M3FNUZ, "F8_E4M3FNUZ", 8) \
+    X(ST_I16, "I16", 16) X(ST_U16, "U16", 16) X(ST_F16, "F16", 16) X(ST_BF16, "BF16", 16) X(ST_I32, "I32", 32) X(ST_U32, "U32", 32) \
+    X(ST_F32, "F32", 32) X(ST_F64, "F64", 64) X(ST_I64, "I64", 64) X(ST_U64, "U64", 64) X(ST_C64, "C64", 64)
 // clang-format on
 
 typedef enum {
-#define X(type, name, bytes) type,
+#define X(type, name, bits) type,
     SAFETENSORS_TYPES(X)
 #undef X
         ST_NUM_TYPES
 } SafetensorsType;
 
 static inline const char *safetensors_type_name(SafetensorsType type) {
-#define X(value, name, bytes) \
+#define X(value, name, bits) \
     if (type == value) return name;
     SAFETENSORS_TYPES(X)
 #undef X
     return "?";
 }
 
-static inline int64_t safetensors_type_bytes(SafetensorsType type) {
-#define X(value, name, bytes) \
-    if (type == value) return bytes;
+static inline int64_t safetensors_type_bits(SafetensorsType type) {
+#define X(value, name, bits) \
+    if (type == value) return bits;
     SAFETENSORS_TYPES(X)
 #undef X
     return 0;
 }
 
+// Bytes of an element of a type with whole bytes.
+static inline int64_t safetensors_type_bytes(SafetensorsType type) { return safetensors_type_bits(type) / 8; }
+
+// True for the types of weights.
+static inline bool safetensors_is_float(SafetensorsType type) {
+    return type == ST_F32 || type == ST_BF16 || type == ST_F16;
+}
+
 // Returns ST_NUM_TYPES if no type has that name.
 static inline SafetensorsType safetensors_type_find(const char *name) {
-#define X(value, text, bytes) \
+#define X(value, text, bits) \
     if (strcmp(name, text) == 0) return value;
     SAFETENSORS_TYPES(X)
 #undef X
@@ -59,7 +69,7 @@ typedef struct {
     SafetensorsType type;
     int rank;
     int64_t shape[SAFETENSORS_MAX_RANK];
-    int64_t elements;
+    int64_t elements, bytes;
     int64_t offset;  // file offset of the first byte
     int file;        // index into Safetensors.files
 } Safetensor;
@@ -104,7 +114,6 @@ static inline bool safetensors_read_entry(const Json *json, const JsonNode *entr
     if (shape->count > SAFETENSORS_MAX_RANK)
         return fail(failure, "%s: tensor %.200s has %lld dimensions; at most %d are supported", json->source,
                     entry->key, (long long)shape->count, SAFETENSORS_MAX_RANK);
-    const int64_t element = safetensors_type_bytes(t->type);
     t->elements = 1;
     bool overflow = false;
     for (const JsonNode *size = json_first(json, shape); size; size = json_next(json, size)) {
@@ -113,8 +122,9 @@ static inline bool safetensors_read_entry(const Json *json, const JsonNode *entr
         t->shape[t->rank++] = n;
         overflow = overflow || __builtin_mul_overflow(t->elements, n, &t->elements);
     }
-    int64_t bytes = 0, begin = 0, end = 0;
-    overflow = overflow || __builtin_mul_overflow(t->elements, element, &bytes);
+    int64_t bits = 0, begin = 0, end = 0;
+    overflow = overflow || __builtin_mul_overflow(t->elements, safetensors_type_bits(t->type), &bits);
+    t->bytes = bits / 8 + (bits % 8 != 0);
     if (overflow) return fail(failure, "%s: the shape of tensor %.200s overflows int64", json->source, entry->key);
     if (offsets->count != 2) return json_expected(json, offsets, "[begin, end]", failure);
     const JsonNode *first = json_first(json, offsets);
@@ -126,11 +136,11 @@ static inline bool safetensors_read_entry(const Json *json, const JsonNode *entr
                     "%s: truncated: tensor %.200s ends at byte %lld of the data, but the file has %lld of data; "
                     "copy or download it again",
                     json->source, entry->key, (long long)end, (long long)limit);
-    if (end - begin != bytes)
+    if (end - begin != t->bytes)
         return fail(
             failure,
             "%s: tensor %.200s has data_offsets [%lld, %lld], which are %lld bytes, but its shape and dtype need %lld",
-            json->source, entry->key, (long long)begin, (long long)end, (long long)(end - begin), (long long)bytes);
+            json->source, entry->key, (long long)begin, (long long)end, (long long)(end - begin), (long long)t->bytes);
     t->offset = data + begin;
     return true;
 }
@@ -158,7 +168,7 @@ static inline bool safetensors_check_offsets(Safetensor *tensors, int64_t count,
                 failure,
                 "%s: tensor %.200s starts at byte %lld, %s the end of the tensor or header before it, byte %lld",
                 file->path, t->name, (long long)t->offset, t->offset < end ? "before" : "past", (long long)end);
-        end = t->offset + t->elements * safetensors_type_bytes(t->type);
+        end = t->offset + t->bytes;
     }
     if (end != file->bytes)
         return fail(failure, "%s: the tensors end at byte %lld, the file at %lld", file->path, (long long)end,
@@ -171,7 +181,13 @@ static inline bool safetensors_read_header(const SafetensorsFile *file, Json *js
     uint64_t length = 0;
     if (file->bytes < 8)
         return fail(failure, "%s: %lld bytes are too few for a safetensors file", file->path, (long long)file->bytes);
-    if (!file_read_at(file->fd, file->path, 0, &length, 8, failure)) return false;
+    char head[64];
+    const int64_t n = min_i64(file->bytes, sizeof head);
+    if (!file_read_at(file->fd, file->path, 0, head, n, failure)) return false;
+    memcpy(&length, head, 8);
+    const char *words = file_look_alike(head, (size_t)n);
+    if (length > (uint64_t)SAFETENSORS_MAX_HEADER && words)
+        return fail(failure, "%s: this is not a safetensors file, but %s", file->path, words);
     if (length > (uint64_t)SAFETENSORS_MAX_HEADER)
         return fail(failure, "%s: the header would have %llu bytes, so this is not a safetensors file", file->path,
                     (unsigned long long)length);
@@ -271,8 +287,16 @@ static inline const Safetensor *safetensors_find(const Safetensors *st, const ch
     return NULL;
 }
 
+// The other name of the matrix that a tied model has under two names; NULL for other tensors.
+static inline const char *safetensors_tied_name(const char *name) {
+    static const char *const names[] = {"model.embed_tokens.weight", "lm_head.weight"};
+    for (int i = 0; i < 2; i++)
+        if (strcmp(name, names[i]) == 0) return names[1 - i];
+    return NULL;
+}
+
 // Opens the files that the weight_map of an index names. Fails if a file is not in the folder of the index, or lacks a
-// tensor of the map.
+// tensor of the map; the other name of a tied matrix will do.
 static inline bool safetensors_add_indexed(Safetensors *st, const char *folder, const Json *index, Failure *failure) {
     const JsonNode *map = json_root(index)->type == JSON_OBJECT
                               ? json_require(index, json_root(index), "weight_map", JSON_OBJECT, failure)
@@ -292,6 +316,8 @@ static inline bool safetensors_add_indexed(Safetensors *st, const char *folder, 
     if (!safetensors_sort(st, failure)) return false;
     for (const JsonNode *entry = json_first(index, map); entry; entry = json_next(index, entry)) {
         const Safetensor *t = safetensors_find(st, entry->key);
+        const char *other = safetensors_tied_name(entry->key);
+        if (!t && other && safetensors_find(st, other)) continue;
         format_checked(path, sizeof path, "%s/%s", folder, entry->text);
         if (!t || strcmp(st->files[t->file].path, path) != 0)
             return fail(failure, "%s: weight_map puts tensor %.200s in %s, which does not hold it", index->source,
@@ -332,6 +358,19 @@ static inline void safetensors_shape_text(const int64_t *shape, int rank, char *
     snprintf(out + n, capacity - n, "]");
 }
 
+// Returns the name of a tensor that has the same name but for what stands before it, with or without the "model." of
+// `name`; NULL if there is none.
+static inline const char *safetensors_look_alike(const Safetensors *st, const char *name) {
+    const char *core = strncmp(name, "model.", 6) == 0 ? name + 6 : name;
+    const size_t k = strlen(core);
+    for (int64_t i = 0; i < st->count; i++) {
+        const char *other = st->tensors[i].name;
+        const size_t n = strlen(other);
+        if (n >= k && strcmp(other + n - k, core) == 0 && (n == k || other[n - k - 1] == '.')) return other;
+    }
+    return NULL;
+}
+
 // Returns the tensor of that name if it has shape [rows, cols], or [rows] with cols = 0. Else returns NULL, and
 // `failure` says that there is no such tensor, or names the file, the expected shape and the shape found.
 static inline const Safetensor *safetensors_require(const Safetensors *st, const char *name, int64_t rows, int64_t cols,
@@ -340,8 +379,12 @@ static inline const Safetensor *safetensors_require(const Safetensors *st, const
     const int rank = cols ? 2 : 1;
     const Safetensor *t = safetensors_find(st, name);
     if (!t) {
-        fail(failure, "%s%s has no tensor %s", st->num_files ? st->files[0].path : "(no file)",
-             st->num_files > 1 ? " and the files beside it" : "", name);
+        const char *other = safetensors_look_alike(st, name);
+        fail(failure, "%s%s has no tensor %s%s%.200s%s", st->num_files ? st->files[0].path : "(no file)",
+             st->num_files > 1 ? " and the files beside it" : "", name, other ? ", but " : "", other ? other : "",
+             other ? ": its names have another prefix; save the model itself, not one that torch.compile, DataParallel "
+                     "or PEFT wraps, or rename its tensors"
+                   : "");
         return NULL;
     }
     bool same = t->rank == rank;
@@ -376,7 +419,7 @@ static inline bool safetensors_in_range(const Safetensors *st, const Safetensor 
 static inline bool safetensors_read(const Safetensors *st, const Safetensor *t, int64_t offset, int64_t count,
                                     bool to_fp32, void *out, Failure *failure) {
     const SafetensorsFile *file = &st->files[t->file];
-    if (t->type != ST_F32 && t->type != ST_BF16 && t->type != ST_F16)
+    if (!safetensors_is_float(t->type))
         return fail(failure, "%s: tensor %s has dtype %s; it must be F32, BF16 or F16", file->path, t->name,
                     safetensors_type_name(t->type));
     if (!safetensors_in_range(st, t, offset, count, failure)) return false;

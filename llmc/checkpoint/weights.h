@@ -29,12 +29,29 @@ static inline bool checkpoint_check_tied(const Safetensors *st, const ParameterT
     return ok;
 }
 
+// Fails unless the files have the tensor, with its shape, in a dtype that can be read.
+static inline bool checkpoint_check_tensor(const Safetensors *st, const Parameter *p, Failure *failure) {
+    const Safetensor *tensor = safetensors_require(st, p->name, p->rows, p->cols, failure);
+    if (!tensor && strcmp(p->name, "lm_head.weight") == 0 && !safetensors_find(st, p->name)) {
+        const Failure cause = *failure;
+        return fail(failure,
+                    "%.1500s. If the model shares it with the embedding, set \"tie_word_embeddings\": true in "
+                    "config.json",
+                    cause.text);
+    }
+    return tensor && (safetensors_is_float(tensor->type) ||
+                      fail(failure,
+                           "%s: tensor %s has dtype %s; it must be F32, BF16 or F16: use the original model, not "
+                           "a quantized one",
+                           st->files[tensor->file].path, p->name, safetensors_type_name(tensor->type)));
+}
+
 // Fails unless every tensor of the table exists with its shape and there are no other tensors. Exceptions are allowed:
 // a tied lm_head that equals the embedding, and the RoPE tables in old Llama files. Call it before anything is loaded.
 static inline bool checkpoint_check_tensors(const Safetensors *st, const ModelConfig *m, const ParameterTable *t,
                                             Failure *failure) {
     for (int64_t i = 0; i < t->count; i++)
-        if (!safetensors_require(st, t->entries[i].name, t->entries[i].rows, t->entries[i].cols, failure)) return false;
+        if (!checkpoint_check_tensor(st, &t->entries[i], failure)) return false;
     const char *const rope_table = ".rotary_emb.inv_freq";
     for (int64_t i = 0; st->count != t->count && i < st->count; i++) {
         const char *name = st->tensors[i].name;
@@ -79,12 +96,25 @@ static inline bool model_finds_other_weights(const char *folder, char *name, siz
     return found;
 }
 
+// Opens the weights of a Hugging Face folder. A tied matrix that is stored as lm_head.weight alone gets the embedding's
+// name. The caller closes the set with safetensors_close. On failure nothing stays open.
+static inline bool model_open_weights(Safetensors *st, const char *folder, const ModelConfig *m, Failure *failure) {
+    static const char *const embedding = "model.embed_tokens.weight";
+    if (!safetensors_open_folder(st, folder, "model", failure)) return false;
+    const Safetensor *lm_head = safetensors_find(st, safetensors_tied_name(embedding));
+    if (!m->tie_word_embeddings || !lm_head || safetensors_find(st, embedding)) return true;
+    char **name = &st->tensors[lm_head - st->tensors].name;
+    free(*name);
+    *name = xstrdup(embedding);
+    return safetensors_sort(st, failure);
+}
+
 // Dies unless the safetensors of a Hugging Face folder fit the model. Reads only headers (and a tied lm_head with its
 // embedding), so it can run before anything is allocated.
 static inline void model_check_weights(const char *folder, const ModelConfig *m, const ParameterTable *t) {
     Safetensors st;
     Failure failure;
-    if (!safetensors_open_folder(&st, folder, "model", &failure) || !checkpoint_check_tensors(&st, m, t, &failure))
+    if (!model_open_weights(&st, folder, m, &failure) || !checkpoint_check_tensors(&st, m, t, &failure))
         die("%s", failure.text);
     safetensors_close(&st);
 }
@@ -95,7 +125,7 @@ static inline void model_check_weights(const char *folder, const ModelConfig *m,
 static inline bool model_read_weights(const char *folder, const ModelConfig *m, const ParameterTable *t,
                                       const TrainerState *s, Failure *failure) {
     Safetensors st;
-    if (!safetensors_open_folder(&st, folder, "model", failure)) return false;
+    if (!model_open_weights(&st, folder, m, failure)) return false;
     const bool ok =
         checkpoint_check_tensors(&st, m, t, failure) && checkpoint_read_array(&st, t, s, STATE_WEIGHTS, failure);
     safetensors_close(&st);

@@ -1,11 +1,13 @@
 // Reads and writes Hugging Face's config.json of LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM.
 //
 // RoPE settings are read in both styles: `rope_theta` and `rope_scaling` (transformers 4), `rope_parameters`
-// (transformers 5). They are written in the style of transformers 4, which both versions read. A missing size
-// (vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads) ends the run. So does a file
-// with neither architectures nor model_type, or rope_type llama3 without one of its values. Any other missing value
-// gets transformers' default of the class. Unsupported values end the run (hf_refuse_unsupported, hf_read_rope,
-// model_config_check).
+// (transformers 5). A model that was read is written with the text that it was read from (hf_config_source_text), a
+// preset in the style of transformers 4, which both versions read.
+//
+// A missing size (vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads) ends the run. So
+// does a file with neither architectures nor model_type, or rope_type llama3 without one of its values. Any other
+// missing value gets transformers' default of the class. Unsupported values end the run (hf_refuse_unsupported,
+// hf_refuse_variants, hf_read_rope, model_config_check).
 #ifndef LLMC_HF_CONFIG_H
 #define LLMC_HF_CONFIG_H
 
@@ -136,7 +138,7 @@ static inline void hf_refuse_unsupported(const Json *json, const HfClass *c) {
     if (hf_bool(json, "mlp_bias", false))
         die_with(EXIT_UNSUPPORTED, "%s: mlp_bias is true; only models without biases in the MLP are supported",
                  json->source);
-    if (c->family != FAMILY_LLAMA && hf_bool(json, "use_sliding_window", false))
+    if (hf_bool(json, "use_sliding_window", false))
         die_with(EXIT_UNSUPPORTED, "%s: use_sliding_window is true; only full causal attention is supported",
                  json->source);
     const JsonNode *layer_types = hf_member(json, root, "layer_types");
@@ -146,11 +148,6 @@ static inline void hf_refuse_unsupported(const Json *json, const HfClass *c) {
         if (strcmp(t->text, "full_attention") != 0)
             die_with(EXIT_UNSUPPORTED, "%s: layer_types has \"%s\"; only \"full_attention\" is supported", json->source,
                      t->text);
-    if (hf_member(json, root, "quantization_config"))
-        die_with(EXIT_UNSUPPORTED,
-                 "%s: quantization_config says that the weights are quantized; use the original bf16 "
-                 "or fp32 model",
-                 json->source);
     if (hf_real(json, root, "attention_dropout", 0) != 0)
         die_with(EXIT_UNSUPPORTED, "%s: attention_dropout is not 0; dropout is not supported", json->source);
     if (hf_real(json, root, "partial_rotary_factor", 1) != 1)
@@ -158,31 +155,87 @@ static inline void hf_refuse_unsupported(const Json *json, const HfClass *c) {
                  json->source);
 }
 
-// Reads the RoPE base and scaling, which config.json holds in either style (head of this file).
-static inline void hf_read_rope(const Json *json, ModelConfig *m) {
+// Dies if config.json has a key, other than with null, false, 0 or nothing in it, that says that the weights or the
+// attention are not those of the class. transformers ignores some of these keys, and would compute something else too.
+static inline void hf_refuse_variants(const Json *json, const HfClass *c) {
+    static const char *const keys[] = {"quantization_config",         "compression_config",     "sliding_window",
+                                       "dual_chunk_attention_config", "attention_chunk_size",   "no_rope_layers",
+                                       "attn_logit_softcapping",      "final_logit_softcapping"};
+    for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++) {
+        const JsonNode *node = hf_member(json, json_root(json), keys[i]);
+        const bool scalar = node && node->type != JSON_ARRAY && node->type != JSON_OBJECT;
+        if (!node || (scalar ? strcmp(node->text, "false") == 0 || strcmp(node->text, "0") == 0 : !node->count))
+            continue;
+        if (i < 2)
+            die_with(EXIT_UNSUPPORTED,
+                     "%s: %s says that the weights are quantized; use the original bf16 or fp32 model", json->source,
+                     keys[i]);
+        if (i == 2 && c->family != FAMILY_LLAMA) continue;  // use_sliding_window decides in Qwen's classes
+        die_with(EXIT_UNSUPPORTED, "%s: %s is not supported, and is no setting of %s; remove it to train without it",
+                 json->source, keys[i], c->architecture);
+    }
+}
+
+// Returns the object that describes RoPE; NULL if there is none. In files of transformers 5 it may be the member
+// "full_attention" of rope_parameters. Dies if there are several.
+static inline const JsonNode *hf_find_rope(const Json *json) {
     const JsonNode *root = json_root(json);
     const JsonNode *parameters = hf_member(json, root, "rope_parameters"),
                    *scaling = hf_member(json, root, "rope_scaling");
     if (parameters && scaling) die("%s has both rope_parameters and rope_scaling; keep one", json->source);
-    const JsonNode *rope = parameters ? parameters : scaling;
-    const double outer_theta = hf_real(json, root, "rope_theta", 0);
+    const JsonNode *rope = parameters ? parameters : scaling,
+                   *nested = rope ? hf_member(json, rope, "full_attention") : NULL;
+    for (const JsonNode *other = nested ? json_first(json, rope) : NULL; other; other = json_next(json, other))
+        if (other != nested && other->type != JSON_NULL)
+            die_with(EXIT_UNSUPPORTED,
+                     "%s: %s has \"%s\" beside \"full_attention\"; one RoPE for all layers is supported", json->source,
+                     rope->key, other->key);
+    if (nested) rope = nested;
+    if (rope && rope->type != JSON_OBJECT)
+        die("%s: %s is %s, not an object", json->source, rope->key, json_type_name(rope->type));
+    return rope;
+}
+
+// Dies if the object that describes RoPE has a key, other than with null, that its type does not use.
+static inline void hf_check_rope_keys(const Json *json, const JsonNode *rope, const char *type,
+                                      const char *const *used) {
+    static const char *const always[] = {"rope_theta", "rope_type", "type", "partial_rotary_factor"};
+    for (const JsonNode *node = json_first(json, rope); node; node = json_next(json, node)) {
+        bool known = node->type == JSON_NULL;
+        for (int i = 0; i < 4; i++) known = known || strcmp(node->key, always[i]) == 0;
+        for (int i = 0; used && i < 4; i++) known = known || strcmp(node->key, used[i]) == 0;
+        char path[256];
+        json_path(json, node, path, sizeof path);
+        if (!known)
+            die_with(EXIT_UNSUPPORTED,
+                     "%s: %s is not a value that rope_type \"%s\" uses; \"default\" and \"llama3\" are "
+                     "supported",
+                     json->source, path, type);
+    }
+}
+
+// Reads the RoPE base and scaling, which config.json holds in either style (head of this file).
+static inline void hf_read_rope(const Json *json, ModelConfig *m) {
+    const JsonNode *rope = hf_find_rope(json);
+    const double outer_theta = hf_real(json, json_root(json), "rope_theta", 0);
     m->rope_theta = outer_theta ? outer_theta : 10000.0;
     if (!rope) return;
-    if (rope->type != JSON_OBJECT)
-        die("%s: %s is %s, not an object", json->source, rope->key, json_type_name(rope->type));
     m->rope_theta = hf_real(json, rope, "rope_theta", m->rope_theta);
     if (outer_theta && m->rope_theta != outer_theta)
         die("%s: rope_theta is %g, but %g in %s", json->source, outer_theta, m->rope_theta, rope->key);
     if (hf_real(json, rope, "partial_rotary_factor", 1) != 1)
         die_with(EXIT_UNSUPPORTED, "%s: partial_rotary_factor is not 1; only RoPE over whole heads is supported",
                  json->source);
-    const char *type = hf_text(json, rope, "rope_type", hf_text(json, rope, "type", "default"));
-    if (strcmp(type, "default") == 0) return;
+    const char *old = hf_text(json, rope, "type", "default"), *type = hf_text(json, rope, "rope_type", old);
+    if (hf_member(json, rope, "type") && strcmp(type, old) != 0)
+        die("%s: %s has rope_type \"%s\" and type \"%s\"; keep one", json->source, rope->key, type, old);
+    static const char *const keys[] = {"factor", "low_freq_factor", "high_freq_factor",
+                                       "original_max_position_embeddings"};
+    if (strcmp(type, "default") == 0) return hf_check_rope_keys(json, rope, type, NULL);
     if (strcmp(type, "llama3") != 0)
         die_with(EXIT_UNSUPPORTED, "%s: rope_type \"%s\" is not supported; \"default\" and \"llama3\" are",
                  json->source, type);
-    static const char *const keys[] = {"factor", "low_freq_factor", "high_freq_factor",
-                                       "original_max_position_embeddings"};
+    hf_check_rope_keys(json, rope, type, keys);
     for (int i = 0; i < 4; i++)
         if (!hf_member(json, rope, keys[i]))
             die("%s: %s has no value for \"%s\", which rope_type llama3 needs", json->source, rope->key, keys[i]);
@@ -226,7 +279,8 @@ static inline void hf_folder_name(const char *folder, char *out, size_t capacity
     snprintf(out, capacity, "%.*s", (int)(end - start), folder + start);
 }
 
-// Reads FOLDER/config.json. Dies if the file cannot be read, has a wrong value, or has a model that is not supported.
+// Reads FOLDER/config.json. The caller frees m->source, or keeps *m to the end of the program. Dies if the file cannot
+// be read, has a wrong value, or has a model that is not supported.
 static inline void hf_config_read(ModelConfig *m, const char *folder) {
     char path[PATH_CAPACITY];
     Failure failure;
@@ -235,6 +289,7 @@ static inline void hf_config_read(ModelConfig *m, const char *folder) {
     if (!json_parse_file(&json, path, &failure)) die("%s", failure.text);
     const HfClass *c = hf_class_of(&json);
     hf_refuse_unsupported(&json, c);
+    hf_refuse_variants(&json, c);
     memset(m, 0, sizeof *m);
     hf_folder_name(folder, m->name, sizeof m->name);
     m->family = c->family;
@@ -247,6 +302,7 @@ static inline void hf_config_read(ModelConfig *m, const char *folder) {
     m->initializer_range = hf_real(&json, json_root(&json), "initializer_range", 0.02);
     m->bos_token_id = hf_token_id(&json, "bos_token_id", c->bos_token_id, m->vocab_size);
     m->eos_token_id = hf_token_id(&json, "eos_token_id", c->eos_token_id, m->vocab_size);
+    m->source = xstrdup(json.file + json_root(&json)->begin);  // without a byte order mark
     json_free(&json);
     model_config_check(m);
 }
@@ -279,8 +335,8 @@ static inline void hf_add_rope(JsonText *out, const ModelConfig *m) {
                   (long long)s->original_max_position_embeddings);
 }
 
-// Returns the text of config.json, to be freed with json_text_free. `dtype`: transformers' name for the dtype of the
-// weights, such as "bfloat16".
+// Returns the text of a config.json with all that ModelConfig holds, to be freed with json_text_free. `dtype`:
+// transformers' name for the dtype of the weights, such as "bfloat16".
 static inline JsonText hf_config_text(const ModelConfig *m, const char *dtype) {
     const HfClass *c = hf_classes();
     while (c->family != m->family) c++;
@@ -314,10 +370,33 @@ static inline JsonText hf_config_text(const ModelConfig *m, const char *dtype) {
     return out;
 }
 
+// Returns the text of the config.json that the model was read from, with another dtype of the weights, to be freed with
+// json_text_free. All other keys and values stay, also those that this program does not know. transformers 5 calls the
+// dtype "dtype", transformers 4 "torch_dtype". transformers needs a model_type.
+static inline JsonText hf_config_source_text(const ModelConfig *m, const char *dtype) {
+    Json json;
+    Failure failure;
+    JsonText out = {NULL, 0, 0};
+    char quoted[64];
+    const HfClass *c = hf_classes();
+    while (c->family != m->family) c++;
+    json_text_add(&out, "%s", m->source);
+    if (!json_parse(&json, "config.json", out.data, out.size, &failure)) die("%s", failure.text);
+    const JsonNode *root = json_root(&json);
+    const bool newer = json_member(&json, root, "dtype"), older = json_member(&json, root, "torch_dtype") || !newer;
+    format_checked(quoted, sizeof quoted, "\"%s\"", dtype);
+    if (newer) json_text_set(&out, "dtype", quoted);
+    if (older) json_text_set(&out, "torch_dtype", quoted);
+    format_checked(quoted, sizeof quoted, "\"%s\"", c->model_type);
+    if (!hf_member(&json, root, "model_type")) json_text_set(&out, "model_type", quoted);
+    json_free(&json);
+    return out;
+}
+
 // Writes FOLDER/config.json and adds it to `list` (which may be NULL). Returns false on failure.
 static inline bool hf_config_write(const ModelConfig *m, const char *folder, const char *dtype, FileList *list,
                                    Failure *failure) {
-    JsonText text = hf_config_text(m, dtype);
+    JsonText text = m->source ? hf_config_source_text(m, dtype) : hf_config_text(m, dtype);
     bool ok = file_write(folder, "config.json", text.data, (int64_t)text.size, list, failure);
     json_text_free(&text);
     return ok;

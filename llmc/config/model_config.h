@@ -35,6 +35,7 @@ typedef struct {
     double initializer_range;  // standard deviation of the initial weights
     int64_t max_position_embeddings;
     int64_t bos_token_id, eos_token_id;  // -1: none
+    char *source;                        // the JSON text of the config.json that it was read from; NULL: a preset
 } ModelConfig;
 
 // Rows of the fused q, k, v weight.
@@ -88,6 +89,26 @@ static inline bool model_config_preset(ModelConfig *m, const char *name) {
         m->rope_scaling.original_max_position_embeddings = 8192;
     }
     return true;
+}
+
+// The preset whose name, but for case and punctuation, is part of `name`: llama3.2-1b for meta-llama/Llama-3.2-1B. If
+// there is none, the one at the least edit distance, if that is at most 2. NULL if none is near.
+static inline const char *model_config_nearest(const char *name) {
+    static const char *const presets[] = {
+#define X(preset, ...) preset,
+        MODEL_PRESETS(X)
+#undef X
+    };
+    const char *slash = strrchr(name, '/'), *nearest = NULL;
+    char given[128], known[128];
+    int nearest_distance = 3;
+    text_letters(slash ? slash + 1 : name, given, sizeof given);
+    for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++) {
+        text_letters(presets[i], known, sizeof known);
+        const int distance = strstr(given, known) ? 0 : text_edit_distance(given, known);
+        if (distance < nearest_distance) nearest = presets[i], nearest_distance = distance;
+    }
+    return nearest;
 }
 
 // Writes the names of all presets, separated by ", ".

@@ -93,24 +93,6 @@ static inline void option_set(Options *o, const OptionRow *row, const char *valu
     }
 }
 
-// Levenshtein's edit distance of two short words. Returns 64 if b has more than 63 characters.
-static inline int option_edit_distance(const char *a, const char *b) {
-    int row[64], columns = (int)strlen(b);
-    if (columns > 63) return 64;
-    for (int j = 0; j <= columns; j++) row[j] = j;
-    for (int i = 1; a[i - 1]; i++) {
-        int diagonal = row[0];
-        row[0] = i;
-        for (int j = 1; j <= columns; j++) {
-            int replace = diagonal + (a[i - 1] != b[j - 1]);
-            diagonal = row[j];
-            int shorter = row[j] < row[j - 1] ? row[j] + 1 : row[j - 1] + 1;
-            row[j] = replace < shorter ? replace : shorter;
-        }
-    }
-    return row[columns];
-}
-
 // Columns of --help: where the texts begin, and where they are wrapped.
 enum { HELP_INDENT = 49, HELP_WIDTH = 130 };
 
@@ -159,20 +141,53 @@ static inline void options_help(const char *program, const char *presets) {
 #undef EXIT_CODE_LINE
 }
 
-// The row of an option's name (`length` characters, without dashes). Dies with the nearest name if there is none.
+// The option that a name of other programs stands for; NULL if it is no such name.
+static inline const char *option_elsewhere(const char *word) {
+    static const char *const names[][2] = {{"max-steps", "num-steps"},         {"train-iters", "num-steps"},
+                                           {"max-iters", "num-steps"},         {"epochs", "num-steps"},
+                                           {"num-train-epochs", "num-steps"},  {"block-size", "sequence-length"},
+                                           {"micro-batch-size", "batch-size"}, {"dtype", "precision"},
+                                           {"clip-grad", "grad-clip"},         {"max-grad-norm", "grad-clip"},
+                                           {"output-dir", "checkpoint-dir"},   {"save-every", "checkpoint-every"},
+                                           {"save-steps", "checkpoint-every"}, {"eval-steps", "val-every"},
+                                           {"min-lr", "lr-schedule"},          {"hf-export", "export-hf"}};
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
+        if (strcmp(word, names[i][0]) == 0) return names[i][1];
+    return NULL;
+}
+
+// How far a word is from an option's name: 0 if it has the name's initials (lr: learning-rate), few if each of its
+// words begins a word of the name in order (seq-len, length: sequence-length), else the edit distance.
+static inline int option_distance(const char *word, const char *name) {
+    const char *typed = word, *initial = word;
+    int left = 1;  // words of the name that no word of `word` begins, and 1
+    bool initials = true;
+    for (const char *at = name; *at; at += strcspn(at, "-"), at += *at == '-') {
+        const size_t n = strcspn(typed, "-");
+        if (n && n <= strcspn(at, "-") && strncmp(typed, at, n) == 0) typed += n + (typed[n] == '-');
+        else left++;
+        initials = initials && *initial++ == *at;
+    }
+    if (initials && !*initial && strlen(word) > 1) return 0;
+    return *word && !*typed ? left : text_edit_distance(word, name);
+}
+
+// The row of an option's name (`length` characters, without dashes). Dies, with a name that is near, if there is none.
 static inline const OptionRow *option_find(const char *name, size_t length) {
-    char word[64];
-    format_checked(word, sizeof word, "%.*s", (int)(length < 60 ? length : 60), name);
+    char given[64], word[64];
+    format_checked(given, sizeof given, "%.*s", (int)(length < 60 ? length : 60), name);
+    for (size_t i = 0; i < sizeof word; i++) word[i] = given[i] == '_' ? '-' : given[i];
     const OptionRow *nearest = NULL;
-    int nearest_distance = 1 << 30;
+    int nearest_distance = max_i64(1, (int64_t)strlen(word) / 2) + 1;
     for (const OptionRow *row = option_rows(); row->name; row++) {
         if (row->kind == OPTION_GROUP) continue;
-        if (strcmp(row->name, word) == 0) return row;
-        const bool begins = *word && strncmp(row->name, word, strlen(word)) == 0;
-        const int distance = begins ? 1 : option_edit_distance(word, row->name);
+        if (strcmp(row->name, given) == 0) return row;
+        const bool elsewhere = option_elsewhere(word) && strcmp(option_elsewhere(word), row->name) == 0;
+        const int distance = elsewhere ? 0 : option_distance(word, row->name);
         if (distance < nearest_distance) nearest = row, nearest_distance = distance;
     }
-    die_with(EXIT_USAGE, "unknown option --%s; the nearest is --%s (--help lists all)", word, nearest->name);
+    die_with(EXIT_USAGE, "unknown option --%s%s%s (--help lists all)", given, nearest ? "; the nearest is --" : "",
+             nearest ? nearest->name : "");
 }
 
 // Sets the options that the level of --msamp stands for.

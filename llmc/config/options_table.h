@@ -74,8 +74,8 @@ enum { FREE, MUST_MATCH };
 // clang-format off
 #define OPTIONS(GROUP, INT, REAL, TEXT, CHOICE, FLAG) \
     GROUP("data") \
-    TEXT(train_data, "train-data", "data/tinystories_llama3_train.bin", FREE, "training shards (a glob)") \
-    TEXT(val_data, "val-data", "", FREE, "validation shards (a glob)") \
+    TEXT(train_data, "train-data", "data/tinystories_llama3_train.bin", FREE, "training shards: a path or glob, or several with commas between") \
+    TEXT(val_data, "val-data", "", FREE, "validation shards, as for --train-data") \
     CHOICE(shuffle, "shuffle", ON, SWITCHES, MUST_MATCH, \
          "order of training sequences; on: a new permutation in each epoch, from --seed; off: as in the files") \
     INT(sequence_length, "sequence-length", 2048, 1, 1 << 20, MUST_MATCH, "tokens per sequence (T)") \

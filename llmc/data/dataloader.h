@@ -46,8 +46,10 @@ typedef struct {
 } DataShard;
 
 typedef struct {
-    DataShard *shards;  // sorted by path
+    DataShard *shards;  // sorted by path, within each part of a list
     int64_t num_shards;
+    DataShard left_out;  // the longest of the shards without a whole sequence: its path and num_tokens; path NULL: none
+    int64_t num_left_out;
     int64_t num_tokens;     // in all shards
     int64_t num_sequences;  // in all shards: one epoch
     int64_t T;
@@ -118,6 +120,7 @@ static inline uint32_t tokens_largest(const uint32_t *tokens, int64_t count) {
 
 // Sets token_bytes and num_tokens from the header. Dies if it has none of the three formats at the head of this file.
 static inline void shard_parse_header(DataShard *shard, const int32_t *header) {
+    const char *words = file_look_alike((const char *)header, SHARD_HEADER_BYTES);
     int32_t magic = header[0], version = header[1];
     shard->num_tokens = header[2];
     if (magic == SHARD_MAGIC_U32 && version == 8) {
@@ -125,16 +128,17 @@ static inline void shard_parse_header(DataShard *shard, const int32_t *header) {
     } else if (!(magic == SHARD_MAGIC_U32 && version == 7) && !(magic == SHARD_MAGIC_U16 && version == 1)) {
         die("%s: not a token shard: magic %d version %d found; %d version 7 or 8 (uint32 tokens) or %d version 1 "
             "(uint16 tokens) expected. "
-            "data/tinystories.py and build/synth_stories make such shards",
-            shard->path, magic, version, SHARD_MAGIC_U32, SHARD_MAGIC_U16);
+            "data/tinystories.py and build/synth_stories make such shards%s%s",
+            shard->path, magic, version, SHARD_MAGIC_U32, SHARD_MAGIC_U16, words ? ". The file is " : "",
+            words ? words : "");
     }
     shard->token_bytes = magic == SHARD_MAGIC_U32 ? 4 : 2;
     if (shard->num_tokens < 0 || shard->num_tokens > (INT64_MAX - SHARD_HEADER_BYTES) / 4)
         die("%s: the header gives an impossible token count, %lld", shard->path, (long long)shard->num_tokens);
 }
 
-// Opens one of `num_shards` shards, which all stay open. Dies if it cannot be read, or is not a whole shard of at least
-// T + 1 tokens.
+// Opens one of `num_shards` shards, which all stay open, for sequences of T tokens. Dies if it cannot be read, or is
+// not a whole shard.
 static inline DataShard shard_open(const char *path, int64_t T, int64_t num_shards) {
     DataShard shard;
     memset(&shard, 0, sizeof shard);
@@ -150,12 +154,14 @@ static inline DataShard shard_open(const char *path, int64_t T, int64_t num_shar
     struct stat info;
     if (fstat(shard.fd, &info) != 0) die("%s: cannot be examined: %s", path, strerror(errno));
     if (!S_ISREG(info.st_mode)) die("%s: is not a regular file; a token shard is expected", path);
-    if (info.st_size < SHARD_HEADER_BYTES)
-        die("%s: truncated: %lld bytes, less than a shard's header of %lld", path, (long long)info.st_size,
-            (long long)SHARD_HEADER_BYTES);
     shard.bytes = info.st_size, shard.changed = info.st_mtim;
     int32_t header[SHARD_HEADER_INTS];
-    shard_read_bytes(&shard, 0, SHARD_HEADER_BYTES, header);
+    shard_read_bytes(&shard, 0, min_i64(SHARD_HEADER_BYTES, info.st_size), header);
+    if (info.st_size < SHARD_HEADER_BYTES) {
+        const char *words = file_look_alike((const char *)header, (size_t)info.st_size);
+        die("%s: truncated: %lld bytes, less than a shard's header of %lld%s%s", path, (long long)info.st_size,
+            (long long)SHARD_HEADER_BYTES, words ? "; the file is " : "", words ? words : "");
+    }
     shard_parse_header(&shard, header);
     int64_t expected = SHARD_HEADER_BYTES + shard.num_tokens * shard.token_bytes;
     if (info.st_size != expected)
@@ -163,48 +169,102 @@ static inline DataShard shard_open(const char *path, int64_t T, int64_t num_shar
             "copy it again",
             path, info.st_size < expected ? "truncated" : "too long", (long long)shard.num_tokens, (long long)expected,
             (long long)info.st_size);
-    if (shard.num_tokens < T + 1)
-        die("%s: %lld tokens, but one sequence of length %lld needs %lld (its inputs and one more target); use a "
-            "shorter --sequence-length or more text",
-            path, (long long)shard.num_tokens, (long long)T, (long long)T + 1);
-    shard.num_sequences = (shard.num_tokens - 1) / T;
+    shard.num_sequences = max_i64(0, shard.num_tokens - 1) / T;
     return shard;
 }
 
-// Opens every shard that the pattern matches (shell wildcards, or a plain path), sorted by path, for sequences of T
-// tokens. Dies if none matches, or if shard_open dies.
-static inline DataLoader dataloader_open(const char *pattern, int64_t T, bool shuffle, uint64_t seed) {
-    if (T < 1) die("sequence length %lld: at least 1 token is needed", (long long)T);
+// Appends the shards that a path or a pattern (shell wildcards) matches, sorted by path, with their paths alone.
+// Returns false if none matches. Dies if files cannot be listed, or if a shard is there already.
+static inline bool dataloader_add(DataLoader *dl, const char *pattern) {
     const bool is_path = access(pattern, F_OK) == 0;  // a file name may hold characters of wildcards
     char *one[] = {(char *)pattern};
     glob_t matches;
     memset(&matches, 0, sizeof matches);
     if (is_path) matches.gl_pathc = 1, matches.gl_pathv = one;
-    int status = is_path ? 0 : FILE_WORK("glob", pattern, glob(pattern, 0, NULL, &matches));
-    if (status == GLOB_NOMATCH)
-        die("no token shard matches \"%s\"; make one with data/tinystories.py or build/synth_stories, or correct the "
-            "path (quote wildcards in the shell)",
-            pattern);
+    const int status = is_path ? 0 : FILE_WORK("glob", pattern, glob(pattern, 0, NULL, &matches));
+    if (status == GLOB_NOMATCH) return false;
     if (status != 0)
         die_with(status == GLOB_NOSPACE ? EXIT_MEMORY : EXIT_OTHER, "\"%s\": cannot list matching files: %s", pattern,
                  status == GLOB_NOSPACE ? "out of memory" : "read error");
+    const int64_t before = dl->num_shards;
+    dl->num_shards += (int64_t)matches.gl_pathc;
+    dl->shards = (DataShard *)xrealloc(dl->shards, (size_t)dl->num_shards * sizeof *dl->shards);
+    for (int64_t i = before; i < dl->num_shards; i++) {
+        memset(&dl->shards[i], 0, sizeof dl->shards[i]);
+        dl->shards[i].path = xstrdup(matches.gl_pathv[i - before]);
+        for (int64_t j = 0; j < before; j++)
+            if (strcmp(dl->shards[i].path, dl->shards[j].path) == 0)
+                die("\"%s\" names %s a second time; name each shard once", pattern, dl->shards[i].path);
+    }
+    if (!is_path) globfree(&matches);
+    return true;
+}
+
+// Finds all shards that `text` names: a path or a pattern, or a list of these with commas between. Dies if one of them
+// matches nothing.
+static inline void dataloader_find(DataLoader *dl, const char *text) {
+    if (dataloader_add(dl, text)) return;
+    char part[4096];
+    for (const char *at = text, *end; at; at = *end ? end + 1 : NULL) {
+        at += strspn(at, " ");
+        end = at + strcspn(at, ",");
+        format_checked(part, sizeof part, "%.*s", (int)(end - at), at);
+        if (!dataloader_add(dl, part))
+            die("no token shard matches \"%s\"; make one with data/tinystories.py or build/synth_stories, or correct "
+                "the "
+                "path (quote wildcards in the shell)",
+                part);
+    }
+}
+
+// Closes the shard and remembers it if it is the longest of those without a whole sequence.
+static inline void dataloader_leave_out(DataLoader *dl, DataShard *shard) {
+    close(shard->fd);
+    dl->num_left_out++;
+    const bool longest = !dl->left_out.path || shard->num_tokens > dl->left_out.num_tokens;
+    free(longest ? dl->left_out.path : shard->path);
+    if (longest) dl->left_out = *shard;
+}
+
+// Opens every shard that `text` names (dataloader_find) for sequences of T tokens. A shard without a whole sequence is
+// left out. Dies if all are, if `text` names none, or if shard_open dies.
+static inline DataLoader dataloader_open(const char *text, int64_t T, bool shuffle, uint64_t seed) {
+    if (T < 1) die("sequence length %lld: at least 1 token is needed", (long long)T);
     DataLoader dl;
     memset(&dl, 0, sizeof dl);
     dl.T = T;
     dl.vocabulary = (int64_t)INT32_MAX + 1;  // batches hold int32
     dl.shuffle = shuffle;
     dl.seed = seed;
-    dl.num_shards = (int64_t)matches.gl_pathc;
-    dl.shards = (DataShard *)xcalloc(matches.gl_pathc, sizeof(DataShard));
-    for (int64_t i = 0; i < dl.num_shards; i++) {
-        dl.shards[i] = shard_open(matches.gl_pathv[i], T, dl.num_shards);
-        dl.shards[i].first_sequence = dl.num_sequences;
-        dl.num_sequences += dl.shards[i].num_sequences;
-        dl.num_tokens += dl.shards[i].num_tokens;
+    dataloader_find(&dl, text);
+    const int64_t named = dl.num_shards;
+    dl.num_shards = 0;
+    for (int64_t i = 0; i < named; i++) {
+        char *path = dl.shards[i].path;
+        DataShard shard = shard_open(path, T, named);
+        free(path);
+        shard.first_sequence = dl.num_sequences;
+        dl.num_sequences += shard.num_sequences;
+        dl.num_tokens += shard.num_sequences ? shard.num_tokens : 0;
+        if (shard.num_sequences) dl.shards[dl.num_shards++] = shard;
+        else dataloader_leave_out(&dl, &shard);
     }
-    if (!is_path) globfree(&matches);
+    if (!dl.num_shards)
+        die("%s: %lld tokens%s, but one sequence of length %lld needs %lld (its inputs and one more target); use a "
+            "shorter --sequence-length or more text",
+            dl.left_out.path, (long long)dl.left_out.num_tokens, named > 1 ? ", the most of all shards" : "",
+            (long long)T, (long long)T + 1);
     dl.buffer = (uint32_t *)xcalloc((size_t)max_i64(T + 1, SHARD_SCAN_TOKENS), sizeof(uint32_t));
     return dl;
+}
+
+// Warns of shards that are left out. `option`: the name of the option that names the shards.
+static inline void dataloader_warn(const DataLoader *dl, const char *option) {
+    if (dl->num_left_out)
+        warn("%s: %lld of %lld shards are left out: they have fewer than the %lld tokens that one sequence needs; the "
+             "longest of them is %s with %lld",
+             option, (long long)dl->num_left_out, (long long)(dl->num_left_out + dl->num_shards), (long long)dl->T + 1,
+             dl->left_out.path, (long long)dl->left_out.num_tokens);
 }
 
 static inline void dataloader_close(DataLoader *dl) {
@@ -212,6 +272,7 @@ static inline void dataloader_close(DataLoader *dl) {
         close(dl->shards[i].fd);
         free(dl->shards[i].path);
     }
+    free(dl->left_out.path);
     free(dl->shards);
     free(dl->buffer);
     memset(dl, 0, sizeof *dl);

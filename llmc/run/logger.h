@@ -21,6 +21,13 @@
 // batch is noisy.
 #define SUMMARY_LOSS_STEPS 20
 
+// The summary says that the run diverged if its last loss is above one of these limits. A uniform guess has the loss
+// ln(vocabulary), a new model at most a few tenths more. From its lowest mean over SUMMARY_LOSS_STEPS steps, or its
+// first loss, a loss rises by less than this through noise: the first loss is that of one batch.
+#define DIVERGED_ABOVE_UNIFORM 1.0
+#define DIVERGED_TIMES_LOWEST 1.5
+#define DIVERGED_ABOVE_LOWEST 1.0
+
 // Facts about a run that its options do not say.
 typedef struct {
     const char *program;   // "train_fp8", "train_fp8cu"
@@ -56,7 +63,9 @@ typedef struct {
     int64_t log_every;                  // steps between printed lines; 0, 1: every step has one
     char unprinted[512];                // the line of the latest step if it was not printed, else ""
     double *seconds, *losses, *joules;  // one for each step of this process
-    double run_joules;                  // energy of all GPUs from this process's first step to its end; NAN: not known
+    double uniform_loss;                // ln(vocabulary)
+    double lowest_loss, window;  // the first loss, or a lower mean of SUMMARY_LOSS_STEPS; the sum of the next mean
+    double run_joules;           // energy of all GPUs from this process's first step to its end; NAN: not known
     RunTimes times;
     int64_t count, capacity, skipped;
     int64_t memory;  // largest StepRecord.memory so far
@@ -198,6 +207,7 @@ static inline Logger logger_open(const Options *o, const ModelConfig *m, const P
     l.num_steps = o->num_steps;
     l.log_every = o->log_every;
     l.run_joules = (double)NAN;
+    l.uniform_loss = log((double)m->vocab_size);
     l.tokens_per_step = run.world_size * o->batch_size * o->sequence_length * o->grad_accumulation_steps;
     if (!*o->log_dir) return l;
     format_checked(l.path, sizeof l.path, "%s/log.jsonl", o->log_dir);
@@ -280,7 +290,10 @@ static inline void logger_keep(Logger *l, const StepRecord *s) {
     }
     l->seconds[l->count] = s->seconds;
     l->joules[l->count] = s->joules;
+    if (!l->count) l->lowest_loss = s->loss;
     l->losses[l->count++] = s->loss;
+    l->window += s->loss / SUMMARY_LOSS_STEPS;
+    if (l->count % SUMMARY_LOSS_STEPS == 0) l->lowest_loss = fmin(l->lowest_loss, l->window), l->window = 0;
     l->skipped += s->skipped;
     l->memory = max_i64(l->memory, s->memory);
     for (int i = 0; i < NUM_STEP_TIMES; i++) l->times.steps.seconds[i] += s->times.seconds[i];
@@ -427,6 +440,20 @@ static inline void logger_energy(const Logger *l, JsonText *line, int64_t warmup
     logger_add(line, "kwh", kwh);
 }
 
+// If the last loss is far above what the model had learned, or what a model knows that has learned nothing: prints it,
+// and returns true.
+static inline bool logger_diverged(const Logger *l, double loss) {
+    const double lowest = l->lowest_loss;
+    const bool risen = loss > DIVERGED_TIMES_LOWEST * lowest + DIVERGED_ABOVE_LOWEST;
+    if (!risen && !(loss > l->uniform_loss + DIVERGED_ABOVE_UNIFORM)) return false;
+    printf(
+        "DIVERGED: the last loss, %.6g, is far above %.6g, %s; give a lower --learning-rate or more --warmup-steps, or "
+        "look for the step where it rose\n",
+        loss, risen ? lowest : l->uniform_loss,
+        risen ? "which this run had before" : "the loss of a model that has learned nothing");
+    return true;
+}
+
 // Prints and writes the summary. The process must have taken at least one step.
 static inline void logger_summary(Logger *l) {
     const int64_t warmup = min_i64(SUMMARY_WARMUP_STEPS, l->count / 2), last = min_i64(SUMMARY_LOSS_STEPS, l->count);
@@ -441,6 +468,7 @@ static inline void logger_summary(Logger *l) {
            "of the last %lld steps: %s\n",
            (long long)l->count, (long long)l->skipped, l->losses[0], (long long)last, loss,
            (long long)(l->count - warmup), speed);
+    const bool diverged = logger_diverged(l, loss);
     run_times_print(&l->times, wall);
     JsonText line = {NULL, 0, 0};
     json_text_add(&line, "{\"type\": \"summary\"");
@@ -448,6 +476,7 @@ static inline void logger_summary(Logger *l) {
     logger_add_int(&line, "skipped", l->skipped);
     logger_add(&line, "first_loss", l->losses[0]);
     logger_add(&line, "last_loss", loss);
+    json_text_add(&line, ", \"diverged\": %s", diverged ? "true" : "false");
     logger_add(&line, "median_ms", seconds * 1e3);
     logger_add_throughput(&line, &r);
     logger_add_int(&line, "memory_bytes", l->memory);

@@ -71,8 +71,11 @@ static inline void run_setup_model(RunSetup *s, const Options *o) {
     char presets[1024];
     if (model_config_preset(&s->model, o->model)) return;
     model_config_preset_names(presets, sizeof presets);
+    const char *nearest = model_config_nearest(o->model);
     if (!folder_exists(o->model))
-        die_with(EXIT_USAGE, "MODEL \"%s\" is neither a folder nor one of: %s", o->model, presets);
+        die_with(EXIT_USAGE, "MODEL \"%s\" is neither a folder nor one of: %s%s%s%s", o->model, presets,
+                 nearest ? "; the nearest is " : "", nearest ? nearest : "",
+                 nearest && strchr(o->model, '/') ? ", with random weights; for its weights download the folder" : "");
     Failure failure;
     const bool verify = !s->continues && !o->no_verify;
     if (verify && !model_verify(o->model, SMALL_FILE_BYTES, &failure)) run_setup_die_damaged(o, &failure);
@@ -229,10 +232,12 @@ static inline void run_setup_data(RunSetup *s, const Options *o, const Comm *c) 
     s->train = dataloader_open(o->train_data, o->sequence_length, o->shuffle == ON, (uint64_t)o->seed);
     s->data = dataloader_identity(&s->train);
     run_setup_same_data(&s->train, "--train-data", &s->data, c);
+    if (c->rank == 0) dataloader_warn(&s->train, "--train-data");
     if (*o->val_data) {
         s->val = dataloader_open(o->val_data, o->sequence_length, false, (uint64_t)o->seed);
         s->val_data = dataloader_identity(&s->val);
         run_setup_same_data(&s->val, "--val-data", &s->val_data, c);
+        if (c->rank == 0) dataloader_warn(&s->val, "--val-data");
     }
     s->tokenizer = tokenizer_open_beside(s->train.shards[0].path);
     if (!s->tokenizer.count) return;
