@@ -224,7 +224,7 @@ static float *gradients_at(const Trainer *t, int64_t l, int64_t shard) {
 
 static void place_parameters(Trainer *t, Arena *a) {
     const bool copy = t->rounding != ROUND_NONE && t->o->master_weights == STORAGE_FP32,
-               fp16 = t->o->master_weights == STORAGE_FP16;
+               fp16 = options_fp16_weights(t->o);
     Params *p = &t->params;
     arena_group(a, copy ? "weights and fp32 masters" : fp16 ? "weights and FP16 masters" : "weights");
     p->master = take(a, t->plan.total);
@@ -1088,15 +1088,18 @@ static void reduce_tensor_amaxes(Trainer *t, int64_t begin, int64_t end) {
 }
 
 // Stores params.master, whose amaxes are known, as the FP16 masters, for entries [begin, end) of the parameter table.
-// A scale of 0 is set from the amax alone. `keep`: all other scales, which a checkpoint brought, stay as they are.
-static void masters_encode(Trainer *t, int64_t begin, int64_t end, bool keep) {
+// A scale of 0 is set from the amax alone. rounding: of the step that computed them. NULL: they are initial or loaded;
+// all other scales, which a checkpoint brought, stay as they are.
+static void masters_encode(Trainer *t, int64_t begin, int64_t end, const AdamwStep *rounding) {
     for (int64_t i = begin; i < end; i++) {
-        const ShardRange r = shard_parameter(&t->table, &t->plan, &t->table.entries[i]);
+        const Parameter *p = &t->table.entries[i];
+        const ShardRange r = shard_parameter(&t->table, &t->plan, p);
         const float amax = float_from_bits(*tensor_amax(t, STATE_MASTER_SCALE, i));
         float *scale = tensor_scale(t, STATE_MASTER_SCALE, i);
         if (*scale == 0) *scale = msamp_scale(amax, 1, FP16_MAX);
-        else if (!keep) *scale = msamp_scale(amax, *scale, FP16_MAX);
-        fp16_weights_encode(t->params.fp16_master + r.shard, t->params.master + r.shard, *scale, r.count);
+        else if (rounding) *scale = msamp_scale(amax, *scale, FP16_MAX);
+        fp16_weights_round(t->params.fp16_master + r.shard, t->params.master + r.shard, *scale, p->offset + r.first,
+                           r.count, rounding);
     }
 }
 
@@ -1228,7 +1231,7 @@ static void parameters_update(Trainer *t, int64_t begin, int64_t end, int64_t st
     }
     if (options_tensor_scales(t->o)) reduce_tensor_amaxes(t, begin, end);
     for (int64_t i = begin; msamp && i < end; i++) msamp_store(t, i, factor, &msamp_s);
-    if (t->params.fp16_master) masters_encode(t, begin, end, false);
+    if (t->params.fp16_master) masters_encode(t, begin, end, &s);
 }
 
 // Ends an optimizer step. With delayed scaling adds the amaxes of the old weights, which scales.amax still has, to
@@ -1598,7 +1601,7 @@ static void weights_changed(void *context) {
     Trainer *t = (Trainer *)context;
     if (t->params.fp16_master) {
         reduce_tensor_amaxes(t, 0, t->table.count);
-        masters_encode(t, 0, t->table.count, true);
+        masters_encode(t, 0, t->table.count, NULL);
     }
     weights_refresh(t);
 }

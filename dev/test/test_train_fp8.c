@@ -520,6 +520,56 @@ static void test_fp16_masters(void) {
     trainer_free(&t);
 }
 
+// Trains with these master weights at a rate of 3e-6. Writes the weights before and after the steps. The caller frees
+// both.
+static void train_masters(int masters, float *weights[2]) {
+    ModelConfig m = fp8_model();
+    m.vocab_size = 64;
+    Options o = small_options(PRECISION_BF16, 1, 32);
+    o.master_weights = masters, o.optimizer_state = MOMENTS_FP32, o.train_data = scratch_path("train.bin");
+    o.learning_rate = 3e-6, o.weight_decay = 0;
+    Trainer t;
+    trainer_create(&t, &o, &m);
+    initialize(&t), weights_changed(&t);
+    DataLoader data = dataloader_open(o.train_data, 32, true, 42);
+    for (int step = 0; step <= 20; step++) {
+        if (step) train_step(&t, &data, step - 1, step - 1);
+        if (step % 20 == 0) {
+            float *out = weights[step / 20] = (float *)xcalloc((size_t)t.table.total, sizeof *out);
+            for (int64_t i = 0; i < t.table.count; i++) {
+                const int64_t at = t.table.entries[i].offset;
+                state_read(&t, STATE_WEIGHTS, at, parameter_elements(&t.table.entries[i]), out + at);
+            }
+        }
+    }
+    dataloader_close(&data);
+    trainer_free(&t);
+}
+
+// Small updates of FP16 masters count on average if they are rounded stochastically, and are lost if to nearest: the
+// slope of the weights' movement on that of fp32 masters.
+static void test_small_updates(void) {
+    float *fp32[2], *other[2];
+    ModelConfig m = fp8_model();
+    m.vocab_size = 64;
+    ParameterTable table = parameter_table(&m);
+    train_masters(STORAGE_FP32, fp32);
+    for (int nearest = 0; nearest < 2; nearest++) {
+        double both = 0, squares = 0;
+        train_masters(nearest ? STORAGE_FP16 : STORAGE_FP16_STOCHASTIC, other);
+        for (int64_t i = 0; i < table.total; i++) {
+            const double moved = (double)fp32[1][i] - (double)fp32[0][i];
+            both += moved * ((double)other[1][i] - (double)other[0][i]), squares += moved * moved;
+        }
+        const double slope = both / squares;
+        CHECK(nearest ? slope < 0.7 : fabs(slope - 1) < 0.02, "FP16 masters, nearest %d, move by %g of fp32 masters",
+              nearest, slope);  // the first slope is within 0.0002 of 1
+        free(other[0]), free(other[1]);
+    }
+    free(fp32[0]), free(fp32[1]);
+    parameter_table_free(&table);
+}
+
 // FP8 weights are cast from the FP16 masters: one FP8 scale for a fused weight, made from the largest amax of its
 // tensors, which have FP16 scales of their own. Checkpoints hold the values that the FP16 masters stand for.
 static void test_fp16_casts(void) {
@@ -1450,6 +1500,7 @@ int main(int argc, char **argv) {
                              : STORAGE_FP16);
     test_fp16_masters();
     test_fp16_casts();
+    if (!SANITIZED) test_small_updates();
     test_clip_norms();
     test_clip_in_backward();
     test_overflow(PRECISION_FP32, SUM_FP32);
@@ -1457,7 +1508,7 @@ int main(int argc, char **argv) {
     if (!SANITIZED) test_overflow(PRECISION_BF16, SUM_FP8);
     test_resume("bf16", "bf16");
     test_resume("fp8", "fp8");
-    test_resume("msamp", "fp8 --optimizer-state msamp --master-weights fp16");
+    test_resume("msamp", "fp8 --optimizer-state msamp --master-weights fp16-stochastic");
     test_resume("fp32", "fp32");
     test_resume("gradients", "fp8 --grad-accum-dtype fp8 --optimizer-state msamp");
     test_resume("clip", "fp8 --optimizer-in-backward --grad-clip 0.5");

@@ -8,9 +8,9 @@
 //      that has a scale;
 //   2. m and v once more, from the same stored moments, then stored as E4M3(m scale_m) and FP16(v scale_v) with the new
 //      scales. An FP16 master is stored as FP16(p scale_p).
-// Casts to FP8 and FP16 round to nearest even. Order of operations, fp32 constants and the scale rule are those of
-// MS-AMP's adamw.cu and meta.py, except that nothing is fused here (nvcc fuses as it likes), and that scales end at
-// 2^126.
+// Casts to FP8 and FP16 round to nearest even; masters may be rounded stochastically instead. Order of operations, fp32
+// constants and the scale rule are those of MS-AMP's adamw.cu and meta.py, except that nothing is fused here (nvcc
+// fuses as it likes), and that scales end at 2^126.
 #ifndef LLMC_MSAMP_H
 #define LLMC_MSAMP_H
 

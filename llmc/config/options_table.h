@@ -10,7 +10,7 @@
     X(STORAGE_AUTO, "auto") \
     X(STORAGE_BF16, "bf16") \
     X(STORAGE_FP32, "fp32") \
-    X(STORAGE_BF16_NEAREST, "bf16-nearest") X(STORAGE_FP16, "fp16")
+    X(STORAGE_BF16_NEAREST, "bf16-nearest") X(STORAGE_FP16, "fp16") X(STORAGE_FP16_STOCHASTIC, "fp16-stochastic")
 #define SUM_STORAGES(X) X(SUM_AUTO, "auto") X(SUM_BF16, "bf16") X(SUM_FP32, "fp32") X(SUM_FP8, "fp8")
 #define MOMENTS(X)          \
     X(MOMENTS_AUTO, "auto") \
@@ -121,8 +121,9 @@ enum { FREE, MUST_MATCH };
     CHOICE(master_weights, "master-weights", STORAGE_AUTO, WEIGHT_STORAGES, MUST_MATCH, \
          "dtype of the weights that AdamW updates; bf16: rounded stochastically, so that small updates count on " \
          "average; bf16-nearest: rounded to nearest, which loses small updates; fp16: FP16 with a scale for each tensor, " \
-         "as in MS-AMP (the GPU trainer needs --optimizer-state msamp or fp32 with it); with recipe tensorwise and all " \
-         "linear layers in FP8, FP8 weights are cast from these FP16 weights; auto: bf16, or fp32 with --precision fp32") \
+         "rounded to nearest as in MS-AMP, which loses small updates below a learning rate of about 3e-5; " \
+         "fp16-stochastic: as fp16, but rounded stochastically (the GPU trainer needs --optimizer-state msamp or fp32 " \
+         "with both); with recipe tensorwise and all linear layers in FP8, FP8 weights are cast from these FP16 weights; auto: bf16, or fp32 with --precision fp32") \
     CHOICE(optimizer_state, "optimizer-state", MOMENTS_AUTO, MOMENTS, MUST_MATCH, \
          "dtype of AdamW's two moments; bf16: rounded stochastically; coat: FP8 (E4M3) in groups of 128 whose range " \
          "is expanded, about half the bytes of bf16; coat-stochastic: as coat, but rounded stochastically, which " \
@@ -138,7 +139,8 @@ enum { FREE, MUST_MATCH };
          "else bf16") \
     CHOICE(msamp, "msamp", MSAMP_OFF, MSAMP_LEVELS, FREE, \
          "a level of MS-AMP, short for several options; options after it on the command line may change them; O1: " \
-         "--precision fp8 --master-weights fp16 --optimizer-state fp32 --grad-accum-dtype fp8 --reduce-dtype fp8; O2: " \
+         "--precision fp8 --master-weights fp16-stochastic --optimizer-state fp32 --grad-accum-dtype fp8 --reduce-dtype fp8 " \
+         "(MS-AMP itself: --master-weights fp16); O2: " \
          "O1 and --optimizer-state msamp; O3: O2 and --sharding grad_op") \
     GROUP("memory") \
     CHOICE(recompute, "recompute", RECOMPUTE_NONE, RECOMPUTES, FREE, \
@@ -203,7 +205,7 @@ enum { FREE, MUST_MATCH };
          "summed in E4M3, rank after rank (needs --grad-accum-dtype auto or fp8); --precision fp32 always reduces in " \
          "fp32") \
     CHOICE(fp8_all_gather, "fp8-all-gather", AUTO, AUTO_SWITCHES, FREE, \
-         "all-gather weights in FP8, in layers whose linear layers are all FP8; except with --master-weights fp16, " \
+         "all-gather weights in FP8, in layers whose linear layers are all FP8; except with FP16 master weights, " \
          "the bits are those of an all-gather in bf16 and a cast after it; auto: on if the recipe has one scale per " \
          "tensor") \
     CHOICE(copy_engines, "copy-engines", AUTO, AUTO_SWITCHES, FREE, \

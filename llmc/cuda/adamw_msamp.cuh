@@ -59,10 +59,16 @@ __device__ static inline uint32_t msamp_half_bits(float x) {
     return __half_as_ushort(__float2half_rn(fminf(fmaxf(x, -FP16_MAX), FP16_MAX)));
 }
 
-__device__ static inline void msamp_store_halves(fp16_bits *p, const float x[8]) {
+// Returns the bits of a weight in FP16, rounded as the step says. hash: of the weight's group of 8, whose j-th it is.
+__device__ static inline uint32_t msamp_weight_bits(float x, const AdamwStep &step, uint32_t hash, uint32_t j) {
+    if (step.nearest_weights) return msamp_half_bits(x);
+    return fp16_from_float_stochastic(fminf(fmaxf(x, -FP16_MAX), FP16_MAX), adamw_random_member(&step, hash, j).weight);
+}
+
+__device__ static inline void msamp_store_halves(fp16_bits *p, const uint32_t bits[8]) {
     uint32_t words[4];
 #pragma unroll
-    for (int k = 0; k < 4; k++) words[k] = msamp_half_bits(x[2 * k]) | msamp_half_bits(x[2 * k + 1]) << 16;
+    for (int k = 0; k < 4; k++) words[k] = bits[2 * k] | bits[2 * k + 1] << 16;
     *(uint4 *)p = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
@@ -130,23 +136,23 @@ template <MsampWeights WEIGHTS>
 __device__ static inline uint32_t msamp_store_weights(const AdamwArrays &a, int64_t i, int64_t group, float weight[8],
                                                       const MsampTensor &t, const AdamwStep &step) {
     Bf16x8 rounded;
+    uint32_t bits[8];
+    const uint32_t hash = adamw_random_group(step.key, group);
     if (WEIGHTS == MSAMP_WEIGHTS_BF16) {
-        const uint32_t hash = adamw_random_group(step.key, group);
-        bf16_bits bits[8];
 #pragma unroll
         for (int j = 0; j < 8; j++) bits[j] = adamw_round(weight[j], adamw_random_member(&step, hash, j).weight);
 #pragma unroll
-        for (int k = 0; k < 4; k++) rounded.word[k] = bits[2 * k] | (uint32_t)bits[2 * k + 1] << 16;
+        for (int k = 0; k < 4; k++) rounded.word[k] = bits[2 * k] | bits[2 * k + 1] << 16;
     } else {
         if (WEIGHTS == MSAMP_WEIGHTS_FP32) {
             adamw_store_fp32(a.master, i, weight);
         } else {
 #pragma unroll
-            for (int j = 0; j < 8; j++) weight[j] = __fmul_rn(weight[j], t.new_scale[MSAMP_MASTER]);
-            msamp_store_halves(a.scaled.master + i, weight);
-#pragma unroll
-            for (int j = 0; j < 8; j++)
-                weight[j] = __fmul_rn(half_bits_to_float(msamp_half_bits(weight[j])), t.new_master_scale_inv);
+            for (int j = 0; j < 8; j++) {
+                bits[j] = msamp_weight_bits(__fmul_rn(weight[j], t.new_scale[MSAMP_MASTER]), step, hash, j);
+                weight[j] = __fmul_rn(half_bits_to_float(bits[j]), t.new_master_scale_inv);
+            }
+            msamp_store_halves(a.scaled.master + i, bits);
             if (!t.weights) return msamp_largest(weight);
         }
         rounded = bf16x8_pack(weight);
@@ -169,7 +175,10 @@ __device__ static inline void msamp_store_moments(const AdamwArrays &a, int64_t 
     } else {
         *(uint2 *)((uint8_t *)a.exp_avg + i) =
             make_uint2(fp8x4_from_floats<FP8_E4M3>(m), fp8x4_from_floats<FP8_E4M3>(m + 4));
-        msamp_store_halves((fp16_bits *)a.exp_avg_sq + i, v);
+        uint32_t bits[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) bits[j] = msamp_half_bits(v[j]);
+        msamp_store_halves((fp16_bits *)a.exp_avg_sq + i, bits);
     }
 }
 

@@ -50,13 +50,13 @@ static inline void check_supported(const ModelConfig *m, const Options *o, int64
                  {"vocab_size", m->vocab_size, 8}};
     if (o->precision == PRECISION_FP32)
         die_with(EXIT_UNSUPPORTED, "--precision fp32 runs only in the CPU trainer (train_fp8); use bf16 or fp8 here");
-    if (o->master_weights == STORAGE_FP16 && o->optimizer_state != MOMENTS_MSAMP && o->optimizer_state != MOMENTS_FP32)
+    if (options_fp16_weights(o) && o->optimizer_state != MOMENTS_MSAMP && o->optimizer_state != MOMENTS_FP32)
         die_with(EXIT_UNSUPPORTED,
-                 "--master-weights fp16 on the GPU goes with --optimizer-state msamp or fp32; the CPU trainer "
+                 "FP16 master weights on the GPU go with --optimizer-state msamp or fp32; the CPU trainer "
                  "(train_fp8) supports the others too");
     if (options_offloads_state(o) && options_tensor_scales(o))
         die_with(EXIT_UNSUPPORTED,
-                 "--offload %s does not go with --optimizer-state msamp or --master-weights fp16, whose update "
+                 "--offload %s does not go with --optimizer-state msamp or FP16 master weights, whose update "
                  "reads weights and moments twice; use --optimizer-state coat-stochastic without FP16 master weights, "
                  "or leave --offload out",
                  o->offload);

@@ -4,9 +4,9 @@
 //     p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 // Where a compiler could fuse a product with a sum, fmaf does so explicitly, so that all compilers give the same bits.
 //
-// bf16 weights and moments are rounded stochastically (weights with nearest_weights: to nearest) with random bits that
-// depend on (rounding seed, step, flat element index) alone: neither on the launch shape nor on how the parameters are
-// split over ranks.
+// bf16 and FP16 weights and bf16 moments are rounded stochastically (weights with nearest_weights: to nearest) with
+// random bits that depend on (rounding seed, step, flat element index) alone: neither on the launch shape nor on how
+// the parameters are split over ranks.
 #ifndef LLMC_ADAMW_MATH_H
 #define LLMC_ADAMW_MATH_H
 
@@ -23,7 +23,7 @@ typedef struct {
     float eps;
     float decay;           // 1 - lr * weight_decay, the factor for tensors with PARAM_DECAY
     uint64_t key;          // key of this step's rounding bits
-    bool nearest_weights;  // rounds bf16 weights to nearest, ties away from zero, to show what that costs
+    bool nearest_weights;  // rounds bf16 weights to nearest, ties away from zero; FP16 weights to nearest even
 } AdamwStep;
 
 typedef struct {
@@ -48,9 +48,8 @@ static inline AdamwStep adamw_step(int64_t step, double lr, double beta1, double
 
 // Returns the numbers of a run's optimizer step `step`, counted from 0.
 static inline AdamwStep adamw_step_of(const Options *o, int64_t step) {
-    const bool nearest_weights = o->master_weights == STORAGE_BF16_NEAREST;
     return adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay,
-                      nearest_weights, (uint64_t)o->rounding_seed);
+                      options_nearest_weights(o), (uint64_t)o->rounding_seed);
 }
 
 // The largest gradient norm, before clipping, with which a step is taken. A larger norm counts as not finite. In a step

@@ -60,7 +60,7 @@ static inline bool memory_fit_may_split(const Options *o) {
 static inline bool memory_fit_change_states(Options *o, int change, char *words, size_t capacity) {
     if (o->precision == PRECISION_FP32) return false;
     // the GPU trainer refuses these moments with FP16 master weights
-    if (o->master_weights == STORAGE_FP16 && change != FIT_BF16_WEIGHTS) return false;
+    if (options_fp16_weights(o) && change != FIT_BF16_WEIGHTS) return false;
     switch (change) {
     case FIT_COAT:
         if (o->optimizer_state != MOMENTS_BF16 && o->optimizer_state != MOMENTS_FP32) return false;
