@@ -198,6 +198,7 @@ typedef struct {
     bool training;         // true in a micro-step: casts write scales.amax and step_audit, and norms bad_norm
     int64_t bad_norm;      // number of this step's first RMSNorm with a bad input (NonfiniteStep.forward)
     BackwardUpdate early;  // with --optimizer-in-backward
+    int64_t skipped;       // how many steps before this one were skipped
     StepRecord last_step;  // the latest step
     void *memory;          // the arena
     int64_t memory_bytes;
@@ -1221,8 +1222,8 @@ static void parameter_update(Trainer *t, int64_t i, float factor, const AdamwSte
 // Runs AdamW on entries [begin, end) of the parameter table, which are whole units, in optimizer step `step`, counted
 // from 0. factor: scales the gradients.
 static void parameters_update(Trainer *t, int64_t begin, int64_t end, int64_t step, float factor) {
-    const AdamwStep s = adamw_step_of(t->o, step);
-    const MsampStep msamp_s = msamp_step_of(t->o, step);
+    const AdamwStep s = adamw_step_of(t->o, step, t->skipped);
+    const MsampStep msamp_s = msamp_step_of(t->o, step, t->skipped);
     const bool msamp = t->o->optimizer_state == MOMENTS_MSAMP;
     if (t->params.fp16_master) masters_decode(t, begin, end);
     for (int64_t i = begin; i < end; i++) {
@@ -1289,7 +1290,7 @@ static void update_in_backward(Trainer *t, int64_t l) {
     parameters_update(t, u.begin, u.end, t->early.step, factor);
 }
 
-// Returns what this rank knows of a step whose gradient norm is not accepted.
+// Returns what this rank knows of a step that was not taken.
 static NonfiniteStep nonfinite_step(const Trainer *t, double loss, double norm) {
     NonfiniteStep s = {loss, norm, t->bad_norm, 0, NONFINITE_NONE, 1};
     if (t->o->optimizer_in_backward) s.magnitude = t->early.large.magnitude, s.position = t->early.large.position;
@@ -1377,8 +1378,8 @@ static StepTimes step_times(double start, double optimizer, double data, double 
     return s;
 }
 
-// Takes one optimizer step, on the samples from first_sample on. Skips the update if the gradient norm is not accepted
-// (adamw_accepts); with --optimizer-in-backward some units may have been updated before, and the run ends.
+// Takes one optimizer step, on the samples from first_sample on. Skips the update if loss or gradient norm is not
+// accepted (adamw_takes); with --optimizer-in-backward some units may have been updated before, and the run ends.
 static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t first_sample) {
     const double start = seconds_now(), waited = *comm_seconds();
     const int64_t B = t->o->batch_size, T = t->o->sequence_length, micro_steps = t->o->grad_accumulation_steps;
@@ -1404,7 +1405,7 @@ static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t
     const double optimizer = seconds_now(), waited_later = *comm_seconds();
     if (in_backward) update_in_backward(t, ROOT);
     s.norm = in_backward ? sqrt(t->early.squares) : gradient_norm(t, t->params.gradients, t->plan.total);
-    s.skipped = !adamw_accepts(s.norm);
+    s.skipped = !adamw_takes(s.loss, s.norm);
     if (s.skipped) copy_delayed_before(t, false);
     else if (in_backward) finish_update(t);
     else weights_update(t, step, s.norm);
@@ -1617,9 +1618,11 @@ static DeviceInfo device(const Options *o) {
     return d;
 }
 
-static void start_step(void *context, DataLoader *data, int64_t step, int64_t first_sample, bool after_pause) {
+static void start_step(void *context, DataLoader *data, int64_t step, int64_t skipped, int64_t first_sample,
+                       bool after_pause) {
     Trainer *t = (Trainer *)context;
     (void)after_pause;
+    t->skipped = skipped;
     t->last_step = train_step(t, data, step, first_sample);
 }
 

@@ -3,6 +3,13 @@
 // of the repository. To run a whole training, the test starts its own executable with "--run", because libgomp does not
 // survive a fork.
 #define TESTING
+#include "../../llmc/reference/cross_entropy.h"
+static bool spoil_loss;  // true: the loss becomes NaN, its gradient does not
+static void spoiled_cross_entropy(float *losses, const float *logits, const int32_t *targets, int64_t R, int64_t V) {
+    cross_entropy_forward(losses, logits, targets, R, V);
+    if (spoil_loss) losses[R / 2] = NAN;
+}
+#define cross_entropy_forward spoiled_cross_entropy
 #include "../../train_fp8.c"
 
 #include <libgen.h>
@@ -796,7 +803,7 @@ static Run run_of(Trainer *t) {
 }
 
 static StepRecord run_one_step(Run *run, DataLoader *data, int64_t step) {
-    run->ops->start_step(run->trainer, data, step, run_samples_seen(run, step), step == 0);
+    run->ops->start_step(run->trainer, data, step, run_skipped(run), run_samples_seen(run, step), step == 0);
     return run_report_step(run, step);
 }
 
@@ -854,9 +861,18 @@ static void test_nonfinite(int sums) {
           "a skipped step leaves weights and AdamW moments unchanged");
     for (int64_t i = 0; i < t.m.vocab_size; i++)
         t.params.master[t.table.root.embedding + i * t.m.hidden_size + 5] = good;
+    spoil_loss = true, memcpy(before, t.params.master, bytes);
     s = run_one_step(&run, &data, 2);
+    spoil_loss = false;
+    CHECK(s.skipped && isfinite(s.norm) && memcmp(before, t.params.master, bytes) == 0,
+          "a step whose loss is NaN is skipped, although its norm is %g", s.norm);
+    s = run_one_step(&run, &data, 3);
     CHECK(!s.skipped && run.skipped_in_a_row == 0,
           "a step that is taken sets the count of steps skipped in a row to 0");
+    const AdamwStep fourth = adamw_step_of(&o, 3, run_skipped(&run)), second = adamw_step_of(&o, 1, 0);
+    CHECK(t.skipped == 2 && run_skipped(&run) == 2 && fourth.step_size == second.step_size &&
+              fourth.inverse_sqrt_bias2 == second.inverse_sqrt_bias2,
+          "bias corrections leave out skipped steps: %lld of 2", (long long)t.skipped);
     // A NaN that arises in the backward pass of layer 1 reaches layer 0, but not the final norm.
     t.bad_norm = NONFINITE_NONE;
     t.params.master[layer_offset(&t.table, 1) + t.table.layer.wq + 8] = -30;
@@ -1232,7 +1248,7 @@ static void test_changed_shard(uint32_t id, int32_t vocabulary, const char *data
     free(output);
 }
 
-// Skipped steps of whole runs with delayed scaling do not change a byte of fp8_state.safetensors.
+// Skipped steps of whole runs with delayed scaling do not change a byte of fp8_state.safetensors, and are counted.
 static void test_skipped_state(void) {
     char *output, *before = NULL, name[64];
     size_t size = 0;
@@ -1242,7 +1258,8 @@ static void test_skipped_state(void) {
                     "--fp8-amax-history 16 --learning-rate 1000 --num-steps 100 "
                     "--on-nonfinite skip --checkpoint-dir @/ck-skip --checkpoint-every 1 --keep-checkpoints 1000",
                     &output);
-    CHECK(status == EXIT_NONFINITE && strstr(output, "10 steps in a row had a gradient norm that is not finite"),
+    CHECK(status == EXIT_NONFINITE &&
+              strstr(output, "10 steps in a row were skipped, now because the gradient norm is not finite"),
           "the run ends after 10 skipped steps in a row; status %d: %s", status, output);
     for (int step = 1;; step++) {
         char warning[64];
@@ -1260,7 +1277,12 @@ static void test_skipped_state(void) {
     CHECK(skipped >= 9 && moved >= 2 && traces == 0,
           "%lld skipped steps were saved, of which %lld changed the state (expected none); %lld other steps changed it",
           (long long)skipped, (long long)traces, (long long)moved);
-    free(before), free(output);
+    char expected[32];
+    format_checked(name, sizeof name, "ck-skip/step-%08lld/trainer.json", (long long)(skipped + moved));
+    format_checked(expected, sizeof expected, "\"skipped\": %lld,", (long long)skipped);
+    char *trainer = read_file(scratch_path(name), NULL);
+    CHECK(trainer && strstr(trainer, expected), "%s says how many steps were skipped: %s", name, expected);
+    free(before), free(output), free(trainer);
 }
 
 // Returns the gradient norm of the first step of a run.

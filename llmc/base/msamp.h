@@ -51,7 +51,8 @@ typedef struct {
     float decay;  // 1 - lr * weight_decay, the factor for tensors with weight decay
 } MsampStep;
 
-// `step` is the optimizer step that is being taken, counted from 1. MS-AMP's kernel gets lr and betas in fp32.
+// `step` is the optimizer step that is being taken, counted from 1 and without skipped steps. MS-AMP's kernel gets lr
+// and betas in fp32.
 static inline MsampStep msamp_step(int64_t step, double lr, double beta1, double beta2, double eps,
                                    double weight_decay) {
     MsampStep s;

@@ -188,9 +188,9 @@ enum { FREE, MUST_MATCH };
          "--optimizer-in-backward each layer's gradient is scaled before the norm of the whole is known, by an estimate " \
          "of it from the step's gradients so far and the last step's norms; 0: off") \
     CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, NONFINITES, FREE, \
-         "what to do when the gradient norm is not finite or above 2^63; stop: end the run and save nothing of " \
-         "this step; skip: change no weight and no optimizer state in this step (10 skipped steps in a row end the " \
-         "run)") \
+         "what to do when loss or gradient norm is not finite, or the norm above 2^63; stop: end the run and save nothing " \
+         "of this step; skip: change no weight and no optimizer state in this step, which does not count in AdamW's " \
+         "bias corrections (10 skipped steps in a row end the run)") \
     GROUP("ranks (mpirun -np N)") \
     CHOICE(sharding, "sharding", SHARDING_FULL, SHARDINGS, FREE, \
          "how weights, gradients and optimizer state are sharded over ranks, as PyTorch's FULL_SHARD, SHARD_GRAD_OP, " \

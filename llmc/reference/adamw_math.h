@@ -2,6 +2,7 @@
 // The rule is torch.optim.AdamW's (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization"):
 //     p *= 1 - lr * wd;  m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g * g;
 //     p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+// t counts the steps that were taken: a skipped step leaves it as it is, as with torch's GradScaler.
 // Where a compiler could fuse a product with a sum, fmaf does so explicitly, so that all compilers give the same bits.
 //
 // bf16 and FP16 weights and bf16 moments are rounded stochastically (weights with nearest_weights: to nearest) with
@@ -30,7 +31,7 @@ typedef struct {
     float weight, exp_avg, exp_avg_sq;
 } AdamwElement;
 
-// `step` is the optimizer step that is being taken, counted from 1.
+// `step` is the optimizer step that is being taken, counted from 1 and without skipped steps.
 static inline AdamwStep adamw_step(int64_t step, double lr, double beta1, double beta2, double eps, double weight_decay,
                                    bool nearest_weights, uint64_t seed) {
     AdamwStep s;
@@ -46,9 +47,9 @@ static inline AdamwStep adamw_step(int64_t step, double lr, double beta1, double
     return s;
 }
 
-// Returns the numbers of a run's optimizer step `step`, counted from 0.
-static inline AdamwStep adamw_step_of(const Options *o, int64_t step) {
-    return adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay,
+// Returns the numbers of a run's optimizer step `step`, counted from 0, if `skipped` steps before it were skipped.
+static inline AdamwStep adamw_step_of(const Options *o, int64_t step, int64_t skipped) {
+    return adamw_step(step + 1 - skipped, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay,
                       options_nearest_weights(o), (uint64_t)o->rounding_seed);
 }
 
@@ -57,8 +58,13 @@ static inline AdamwStep adamw_step_of(const Options *o, int64_t step) {
 // below fp32's largest number, 2^128, by more than any rounding to bf16 adds.
 #define ADAMW_LARGEST_NORM 0x1p63
 
-// True if a step is taken with this gradient norm, which may be NaN.
+// True if a step may be taken with this gradient norm, which may be NaN.
 HOST_DEVICE static inline bool adamw_accepts(double norm) { return norm <= ADAMW_LARGEST_NORM; }
+
+// True if a step with this loss and gradient norm is taken: the norm is accepted, and the loss is finite.
+HOST_DEVICE static inline bool adamw_takes(double loss, double norm) {
+    return adamw_accepts(norm) && fabs(loss) < INFINITY;
+}
 
 // A gradient's magnitude as bits, which have the order of the magnitudes. NaN counts as infinity.
 HOST_DEVICE static inline uint32_t adamw_magnitude(float gradient) {

@@ -6,9 +6,9 @@
 #include "adamw_math.h"
 #include "rounding.h"
 
-// Returns the numbers of a run's optimizer step `step`, counted from 0.
-static inline MsampStep msamp_step_of(const Options *o, int64_t step) {
-    return msamp_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay);
+// Returns the numbers of a run's optimizer step (adamw_step_of).
+static inline MsampStep msamp_step_of(const Options *o, int64_t step, int64_t skipped) {
+    return msamp_step(step + 1 - skipped, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay);
 }
 
 // The moments of n elements of one tensor.

@@ -58,11 +58,13 @@ typedef struct {
     DeviceInfo (*device)(const Options *o);
 
     // Starts optimizer step `step` (counted from 0) on the samples from first_sample on. after_pause: the first step,
-    // or something else ran since the step before.
-    void (*start_step)(void *t, DataLoader *data, int64_t step, int64_t first_sample, bool after_pause);
+    // or something else ran since the step before. skipped: how many of the steps before it were skipped; unless
+    // after_pause, the last steps_ahead of them have not been reported, and do not count yet.
+    void (*start_step)(void *t, DataLoader *data, int64_t step, int64_t skipped, int64_t first_sample,
+                       bool after_pause);
     // Waits for the step. Sets loss, norm and skipped, equal on all ranks, this rank's seconds and times, and memory.
     StepRecord (*finish_step)(void *t, int64_t step);
-    // Returns what this rank knows of a step whose gradient norm is not accepted, after finish_step.
+    // Returns what this rank knows of a step that was not taken, after finish_step.
     NonfiniteStep (*nonfinite)(void *t, const StepRecord *s);
     // Reads this rank's audit sums of the latest step. Called only if --fp8-audit was due in it.
     void (*read_audit)(void *t, AuditSums *sums);
@@ -109,6 +111,9 @@ static inline int64_t run_samples_seen(const Run *run, int64_t steps_done) {
     const int64_t per_step = o->grad_accumulation_steps * run->comm.world * o->batch_size;
     return run->setup.start.samples + (steps_done - run->setup.start.step) * per_step;
 }
+
+// Returns how many steps were skipped, of those that the checkpoint counts and those that this process has reported.
+static inline int64_t run_skipped(const Run *run) { return run->setup.start.skipped + run->logger.skipped; }
 
 // Each rank sends this about a step to all ranks.
 typedef struct {
@@ -212,7 +217,7 @@ static inline int run_between_steps(Run *run, int64_t done, Due due, int stop) {
     if (!stop) stop = stop_requested(c);
     if (stop) logger_print_line(&run->logger);
     if (due.save || (stop && *o->checkpoint_dir)) {
-        const TrainerProgress progress = {done, run_samples_seen(run, done)};
+        const TrainerProgress progress = {done, run_samples_seen(run, done), run_skipped(run)};
         run_save(&run->setup, o, &progress, run->parts.table, &run->parts.state, due.last || stop, &run->logger);
     }
     return stop;
@@ -231,7 +236,8 @@ static inline int64_t run_steps(Run *run, int *stop) {
     while (done < o->num_steps && !*stop) {
         activity_phase(PHASE_TRAINING, done + 1);
         if (after_pause) run->joules_at_step = gpu_monitor_read(&run->monitor).joules;
-        ops->start_step(run->trainer, &run->setup.train, done, run_samples_seen(run, done), after_pause);
+        ops->start_step(run->trainer, &run->setup.train, done, run_skipped(run), run_samples_seen(run, done),
+                        after_pause);
         const Due due = schedule_due(o, ++done);
         *stop = stop_requested(&run->comm);
         // On the GPU, a step is reported while the next step runs, so that the GPU does not wait for the host. Before a
