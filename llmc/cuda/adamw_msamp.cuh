@@ -17,7 +17,7 @@ typedef enum { MSAMP_WEIGHTS_BF16, MSAMP_WEIGHTS_FP32, MSAMP_WEIGHTS_FP16 } Msam
 
 // This rank's part of a tensor: elements [begin, end), counted from AdamwUnits.first.
 typedef struct {
-    uint32_t begin, end;
+    int64_t begin, end;
     bool decay;
     bool has_bf16;  // the part has bf16 weights (weights_have)
     int tensor;     // index among the tensors of the unit
@@ -263,24 +263,24 @@ template <MsampWeights WEIGHTS, bool FP32_MOMENTS, AdamwGradientType GRADIENTS, 
 __device__ static inline float msamp_update_block(const AdamwUpdate &w, const MsampUnits &u, MsampAmaxes *amaxes) {
     const bool skipped = w.control && w.control->nonfinite;
     const float factor = w.control ? w.control->gradient_factor : 1;
-    const int64_t first = u.units.first + blockIdx.y * u.units.stride,
+    const int64_t begin = blockIdx.x * (int64_t)ADAMW_BLOCK,
+                  first = u.units.first + blockIdx.y * u.units.stride + begin,
                   gradients = GRADIENTS == GRADIENTS_FP8 ? first - blockIdx.y * u.units.gradient_gap : first,
-                  unit = u.units.flat + blockIdx.y * u.units.flat_size;
-    const uint32_t begin = blockIdx.x * ADAMW_BLOCK, stop = begin + ADAMW_BLOCK;
+                  unit = u.units.flat + blockIdx.y * u.units.flat_size + begin;
     uint32_t largest[MSAMP_STATES] = {}, end = 0;
     MsampTensor tensor = {};
     int run = 0;
     float squares = 0;
-    for (uint32_t i = begin + threadIdx.x * 8; i < stop; i += ADAMW_STRIDE) {
+    for (uint32_t i = threadIdx.x * 8; i < ADAMW_BLOCK; i += ADAMW_STRIDE) {
         if (i >= end) {
             if (end) msamp_publish<STORE>(amaxes, u.runs[run], largest);
-            while (run < u.num_runs && i >= u.runs[run].end) run++;
+            while (run < u.num_runs && begin + i >= u.runs[run].end) run++;
             end = 0;
             if (run == u.num_runs) break;
-            end = u.runs[run].end;
+            end = (uint32_t)min(u.runs[run].end - begin, (int64_t)ADAMW_BLOCK);
             tensor = msamp_tensor<GRADIENTS, STORE>(w.arrays, u, u.runs[run], blockIdx.y);
         }
-        if (i < u.runs[run].begin) continue;  // padding
+        if (begin + i < u.runs[run].begin) continue;  // padding
         if (!skipped) {
             msamp_update_8<WEIGHTS, FP32_MOMENTS, GRADIENTS, STORE>(
                 w, first + i, gradients + i, (unit + i + u.runs[run].shift) / 8, tensor, factor, largest, &squares);
@@ -368,8 +368,8 @@ static inline void msamp_runs(MsampUnits *u, const ParameterTable *t, const Shar
             const int64_t begin = r.shard - u->units.first;
             if (!r.count || begin < 0 || begin >= u->units.size) continue;
             if (begin % 8 || r.count % 8) die("a rank's part of tensor %s is not aligned to 8 elements", p->name);
-            u->runs[u->num_runs++] = MsampRun{(uint32_t)begin,
-                                              (uint32_t)(begin + r.count),
+            u->runs[u->num_runs++] = MsampRun{begin,
+                                              begin + r.count,
                                               (p->flags & PARAM_DECAY) != 0,
                                               weights_have(plan, l, k),
                                               i,
