@@ -376,6 +376,23 @@ static void test_casts_masters(void) {
     }
 }
 
+// --fp8-filter auto counts the casts of weights that a run makes: in each pass, or once a step.
+static void test_casts_once(void) {
+    static const struct {
+        int64_t shard_size;
+        int cache, all_gather, sharding;
+        bool once;
+    } cases[] = {{1, OFF, ON, SHARDING_FULL, false},    {1, ON, OFF, SHARDING_NONE, true},
+                 {4, OFF, ON, SHARDING_FULL, true},     {4, OFF, OFF, SHARDING_FULL, false},
+                 {4, OFF, OFF, SHARDING_GRAD_OP, true}, {1, OFF, OFF, SHARDING_GRAD_OP, false}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        Options o = options_default();
+        o.fp8_weight_cache = cases[i].cache, o.fp8_all_gather = cases[i].all_gather, o.sharding = cases[i].sharding;
+        CHECK(precision_casts_once(&o, cases[i].shard_size) == cases[i].once,
+              "case %zu: weights are cast once a step: %d expected", i, cases[i].once);
+    }
+}
+
 static void plan_bf16_gather(void *context) {
     Plan x = make_plan("tiny", RECIPE_TENSORWISE, (const char *)context);
     x.o.master_weights = STORAGE_FP16, x.o.fp8_all_gather = OFF;
@@ -396,6 +413,7 @@ static void test_bf16_gather(void) {
 
 int main(void) {
     test_casts_masters();
+    test_casts_once();
     test_bf16_gather();
     test_filters();
     test_refused();

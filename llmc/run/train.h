@@ -35,8 +35,9 @@ typedef struct {
     CheckSupported check_supported;
     // Opens the rank's device. Not called by a dry run; may be NULL.
     void (*open_device)(const Options *o, const Comm *c);
-    // Writes the fastest --fp8-filter on this device. Rank 0 alone calls; NULL if check_supported refuses auto.
-    void (*find_filter)(const Options *o, const ModelConfig *m, char *filter, size_t capacity);
+    // Writes the fastest --fp8-filter on this device, with shard_size ranks per replica. Rank 0 alone calls; NULL if
+    // check_supported refuses auto.
+    void (*find_filter)(const Options *o, const ModelConfig *m, int64_t shard_size, char *filter, size_t capacity);
     // Computes sizes and the memory plan; takes no device memory. Its arguments must live as long as the trainer.
     TrainerParts (*describe)(void *t, const Options *o, const ModelConfig *m, const Comm *c);
     MemoryNeeded memory_needed;
@@ -258,7 +259,7 @@ static inline void run_find_filter(Run *run, int64_t shard_size) {
     Options *o = &run->options;
     RunSetup *s = &run->setup;
     if (strcmp(o->fp8_filter, "auto") == 0) {
-        if (run->comm.rank == 0) run->ops->find_filter(o, &s->model, s->fp8_filter, sizeof s->fp8_filter);
+        if (run->comm.rank == 0) run->ops->find_filter(o, &s->model, shard_size, s->fp8_filter, sizeof s->fp8_filter);
         comm_broadcast(&run->comm, COMM_WORLD, 0, s->fp8_filter, sizeof s->fp8_filter);
         run_setup_decide_filter(s, o);
     }
