@@ -255,7 +255,8 @@ enum { FREE, MUST_MATCH };
          "0: only the last step") \
     INT(val_steps, "val-steps", 10, 1, 1000000000, FREE, \
          "number of validation sequences: the first N of --val-data (all if it has fewer), for any number of ranks and " \
-         "any batch size") \
+         "any batch size; with --fp8-recipe tensorwise, whose scale of x spans the batch, a sequence's loss depends a " \
+         "little on the others in its batch") \
     INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, \
          "steps between printed samples of text; the last step prints one too, unless a signal ends the run; 0: none") \
     INT(sample_tokens, "sample-tokens", 64, 1, 65536, FREE, \

@@ -93,7 +93,9 @@ HOST_DEVICE static inline float clip_factor(double norm, double clip) {
 // complete, the unit's included. so_far_before and whole_before are the norms of the same units and of all units in the
 // last step (0: no last step). The result is so_far * whole_before / so_far_before. This is the whole norm if all
 // gradients have grown or shrunk by one factor since the last step, and also for the step's last unit. The last step's
-// norm itself would be a worse guide: it clips a spike too little, and the step after a spike too much.
+// norm itself would be a worse guide: it clips a spike too little, and the step after a spike too much. A spike of one
+// unit alone is not seen by the units that are updated before it: they are not clipped in its step, and by the spike's
+// ratio in the step after it.
 //
 // The result is at least so_far. So no unit's clipped gradient has a norm above `clip`, and the norm of all clipped
 // gradients of a step is at most clip * sqrt(1 + 2 ln(norm / clip)): 3.2 clip for a norm of 100 clip.
