@@ -198,6 +198,7 @@ typedef struct {
     bool training;         // true in a micro-step: casts write scales.amax and step_audit, and norms bad_norm
     int64_t bad_norm;      // number of this step's first RMSNorm with a bad input (NonfiniteStep.forward)
     BackwardUpdate early;  // with --optimizer-in-backward
+    int64_t skipped;       // how many steps before this one were skipped
     StepRecord last_step;  // the latest step
     void *memory;          // the arena
     int64_t memory_bytes;
@@ -224,7 +225,7 @@ static float *gradients_at(const Trainer *t, int64_t l, int64_t shard) {
 
 static void place_parameters(Trainer *t, Arena *a) {
     const bool copy = t->rounding != ROUND_NONE && t->o->master_weights == STORAGE_FP32,
-               fp16 = t->o->master_weights == STORAGE_FP16;
+               fp16 = options_fp16_weights(t->o);
     Params *p = &t->params;
     arena_group(a, copy ? "weights and fp32 masters" : fp16 ? "weights and FP16 masters" : "weights");
     p->master = take(a, t->plan.total);
@@ -1077,15 +1078,18 @@ static void reduce_tensor_amaxes(Trainer *t, int64_t begin, int64_t end) {
 }
 
 // Stores params.master, whose amaxes are known, as the FP16 masters, for entries [begin, end) of the parameter table.
-// A scale of 0 is set from the amax alone. `keep`: all other scales, which a checkpoint brought, stay as they are.
-static void masters_encode(Trainer *t, int64_t begin, int64_t end, bool keep) {
+// A scale of 0 is set from the amax alone. rounding: of the step that computed them. NULL: they are initial or loaded;
+// all other scales, which a checkpoint brought, stay as they are.
+static void masters_encode(Trainer *t, int64_t begin, int64_t end, const AdamwStep *rounding) {
     for (int64_t i = begin; i < end; i++) {
-        const ShardRange r = shard_parameter(&t->table, &t->plan, &t->table.entries[i]);
+        const Parameter *p = &t->table.entries[i];
+        const ShardRange r = shard_parameter(&t->table, &t->plan, p);
         const float amax = float_from_bits(*tensor_amax(t, STATE_MASTER_SCALE, i));
         float *scale = tensor_scale(t, STATE_MASTER_SCALE, i);
         if (*scale == 0) *scale = msamp_scale(amax, 1, FP16_MAX);
-        else if (!keep) *scale = msamp_scale(amax, *scale, FP16_MAX);
-        fp16_weights_encode(t->params.fp16_master + r.shard, t->params.master + r.shard, *scale, r.count);
+        else if (rounding) *scale = msamp_scale(amax, *scale, FP16_MAX);
+        fp16_weights_round(t->params.fp16_master + r.shard, t->params.master + r.shard, *scale, p->offset + r.first,
+                           r.count, rounding);
     }
 }
 
@@ -1207,8 +1211,8 @@ static void parameter_update(Trainer *t, int64_t i, float factor, const AdamwSte
 // Runs AdamW on entries [begin, end) of the parameter table, which are whole units, in optimizer step `step`, counted
 // from 0. factor: scales the gradients.
 static void parameters_update(Trainer *t, int64_t begin, int64_t end, int64_t step, float factor) {
-    const AdamwStep s = adamw_step_of(t->o, step);
-    const MsampStep msamp_s = msamp_step_of(t->o, step);
+    const AdamwStep s = adamw_step_of(t->o, step, t->skipped);
+    const MsampStep msamp_s = msamp_step_of(t->o, step, t->skipped);
     const bool msamp = t->o->optimizer_state == MOMENTS_MSAMP;
     if (t->params.fp16_master) masters_decode(t, begin, end);
     for (int64_t i = begin; i < end; i++) {
@@ -1217,7 +1221,7 @@ static void parameters_update(Trainer *t, int64_t begin, int64_t end, int64_t st
     }
     if (options_tensor_scales(t->o)) reduce_tensor_amaxes(t, begin, end);
     for (int64_t i = begin; msamp && i < end; i++) msamp_store(t, i, factor, &msamp_s);
-    if (t->params.fp16_master) masters_encode(t, begin, end, false);
+    if (t->params.fp16_master) masters_encode(t, begin, end, &s);
 }
 
 // Ends an optimizer step. With delayed scaling adds the amaxes of the old weights, which scales.amax still has, to
@@ -1275,7 +1279,7 @@ static void update_in_backward(Trainer *t, int64_t l) {
     parameters_update(t, u.begin, u.end, t->early.step, factor);
 }
 
-// Returns what this rank knows of a step whose gradient norm is not accepted.
+// Returns what this rank knows of a step that was not taken.
 static NonfiniteStep nonfinite_step(const Trainer *t, double loss, double norm) {
     NonfiniteStep s = {loss, norm, t->bad_norm, 0, NONFINITE_NONE, 1};
     if (t->o->optimizer_in_backward) s.magnitude = t->early.large.magnitude, s.position = t->early.large.position;
@@ -1363,8 +1367,8 @@ static StepTimes step_times(double start, double optimizer, double data, double 
     return s;
 }
 
-// Takes one optimizer step, on the samples from first_sample on. Skips the update if the gradient norm is not accepted
-// (adamw_accepts); with --optimizer-in-backward some units may have been updated before, and the run ends.
+// Takes one optimizer step, on the samples from first_sample on. Skips the update if loss or gradient norm is not
+// accepted (adamw_takes); with --optimizer-in-backward some units may have been updated before, and the run ends.
 static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t first_sample) {
     const double start = seconds_now(), waited = *comm_seconds();
     const int64_t B = t->o->batch_size, T = t->o->sequence_length, micro_steps = t->o->grad_accumulation_steps;
@@ -1390,7 +1394,7 @@ static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t
     const double optimizer = seconds_now(), waited_later = *comm_seconds();
     if (in_backward) update_in_backward(t, ROOT);
     s.norm = in_backward ? sqrt(t->early.squares) : gradient_norm(t, t->params.gradients, t->plan.total);
-    s.skipped = !adamw_accepts(s.norm);
+    s.skipped = !adamw_takes(s.loss, s.norm);
     if (s.skipped) copy_delayed_before(t, false);
     else if (in_backward) finish_update(t);
     else weights_update(t, step, s.norm);
@@ -1567,7 +1571,7 @@ static void weights_changed(void *context) {
     Trainer *t = (Trainer *)context;
     if (t->params.fp16_master) {
         reduce_tensor_amaxes(t, 0, t->table.count);
-        masters_encode(t, 0, t->table.count, true);
+        masters_encode(t, 0, t->table.count, NULL);
     }
     weights_refresh(t);
 }
@@ -1583,9 +1587,11 @@ static DeviceInfo device(const Options *o) {
     return d;
 }
 
-static void start_step(void *context, DataLoader *data, int64_t step, int64_t first_sample, bool after_pause) {
+static void start_step(void *context, DataLoader *data, int64_t step, int64_t skipped, int64_t first_sample,
+                       bool after_pause) {
     Trainer *t = (Trainer *)context;
     (void)after_pause;
+    t->skipped = skipped;
     t->last_step = train_step(t, data, step, first_sample);
 }
 

@@ -48,9 +48,10 @@ static_assert((int)SUPPORTED_CAST_TILE == CAST_TILE && (int)SUPPORTED_NORM_COLUM
 // ---------------------------------------------------------------------------------------------------------------------
 // The trainer and its memory
 
-// Numbers of the current step, in device memory.
+// Numbers of the current step; the pointers are to device memory.
 typedef struct {
     StepStats *stats;
+    int64_t skipped;        // how many steps before it were skipped
     double *squares;        // one number: the gradient's sum of squares
     double *block_squares;  // with --optimizer-in-backward: AdamwUpdate.squares; else NULL
 } StepNumbers;
@@ -173,8 +174,7 @@ static OutputGradients layer_output_gradients(const Trainer *t, int64_t l) {
 // Returns the watch of norm `number` (nonfinite_norm): if the norm's input is bad (NonfiniteStep.forward), its kernel
 // lowers StepStats.bad_norm to `number`.
 static RmsnormWatch norm_watch(const Trainer *t, int64_t number) {
-    const RmsnormWatch watch = {&t->step.stats->bad_norm, (uint32_t)number};
-    return watch;
+    return RmsnormWatch{&t->step.stats->bad_norm, (uint32_t)number};
 }
 
 // Returns the watch of the norm whose output is the input y of a linear layer.
@@ -183,8 +183,7 @@ static RmsnormWatch norm_watch_of(const Trainer *t, const QTensor *y) {
 }
 
 static void produce_norm(Trainer *t, const QTensor *y, const float *rstd, const Real *x, const Real *w) {
-    const RmsnormSource source = {x, w, rstd, t->d.C};
-    qtensor_produce(&t->linears, y, source, t->d.R, t->d.C);
+    qtensor_produce(&t->linears, y, RmsnormSource{x, w, rstd, t->d.C}, t->d.R, t->d.C);
 }
 
 // y = RMSNorm(x) w, with x and y [R, C], w [C] and rstd [R]. Also casts y if FP8 GEMMs read it.
@@ -231,8 +230,7 @@ static void qknorm_rope(Trainer *t, Real *rotated, const Real *qkv, const Real *
 // Called when a tensor's data is complete: casts it if FP8 GEMMs read it.
 static void qtensor_ready(Trainer *t, const QTensor *q) {
     const int64_t columns = precision_columns(&t->precision, q->role, q->linear);
-    const TensorSource source = {q->data, columns};
-    qtensor_produce(&t->linears, q, source, t->d.R, columns);
+    qtensor_produce(&t->linears, q, TensorSource{q->data, columns}, t->d.R, columns);
 }
 
 static void attention(Trainer *t, QTensor *att, float *lse, const Real *rotated) {
@@ -245,14 +243,13 @@ static void attention(Trainer *t, QTensor *att, float *lse, const Real *rotated)
 // h = silu(gate) * up. If forward reads h in FP8, only its rowwise data is made; swiglu_backward makes the rest.
 static void swiglu(Trainer *t, QTensor *h, const Real *gate_up) {
     const Dims *d = &t->d;
-    const SwigluSource source = {gate_up, d->F};
     if (!h->fp8) {
         profile_bytes(&t->profile, "SwiGLU, forward", swiglu_forward(h->data, gate_up, d->R, d->F, t->stream));
         return;
     }
     QTensor row = *h;
     row.columnwise = NULL;
-    qtensor_produce(&t->linears, &row, source, d->R, d->F);
+    qtensor_produce(&t->linears, &row, SwigluSource{gate_up, d->F}, d->R, d->F);
 }
 
 // If options_keeps_fp8: keeps gate and up for backward in FP8. All layers then share one bf16 gate_up.
@@ -273,8 +270,6 @@ static void restore_gate_up(Trainer *t, int64_t l) {
 static void swiglu_backward(Trainer *t, const QTensor *dgate_up, const QTensor *h, const Real *dh,
                             const Real *gate_up) {
     const int64_t R = t->d.R, F = t->d.F;
-    const SwigluSource h_source = {gate_up, F};
-    const SwigluGradientSource gradient_source = {dh, gate_up, F};
     const bool h_fp8 = h->col_granularity != NO_SCALE;
     bf16 *h_data = h_fp8 ? NULL : h->data;
     uint32_t *amax = qtensor_produced_amax(dgate_up);
@@ -288,9 +283,9 @@ static void swiglu_backward(Trainer *t, const QTensor *dgate_up, const QTensor *
         const QTensor audited = tensor_scales_audited(&t->linears.scales, columns);
         profile_bytes(&t->profile, "amax passes", swiglu_backward_amax(amax, audited, dh, gate_up, R, F, t->stream));
     } else if (h_fp8) {
-        qtensor_cast(&t->linears, &columns, h_source, R, F);
+        qtensor_cast(&t->linears, &columns, SwigluSource{gate_up, F}, R, F);
     }
-    qtensor_produce(&t->linears, dgate_up, gradient_source, R, F);
+    qtensor_produce(&t->linears, dgate_up, SwigluGradientSource{dh, gate_up, F}, R, F);
 }
 
 // Computes dqkv from the gradient of attention's output.
@@ -519,8 +514,8 @@ static void update_delayed_scales(Trainer *t) {
 // Optimizer
 
 // True if the gradient norm is computed before the update: to clip by it, to skip a step, or because gradients are FP8,
-// which are cheap to read. Otherwise AdamW sums the squares in its update, and a norm that is not accepted
-// (adamw_accepts) ends the run before anything of the step is saved.
+// which are cheap to read. Otherwise AdamW sums the squares in its update, and a loss or norm that is not accepted
+// (adamw_takes) ends the run before anything of the step is saved.
 static bool norm_comes_first(const Options *o) {
     if (o->optimizer_in_backward) return false;
     return o->grad_clip > 0 || o->on_nonfinite == NONFINITE_SKIP || options_fp8_gradients(o);
@@ -535,24 +530,24 @@ static AdamwUpdate update_of_step(const Trainer *t) {
     const TensorScales *scales = &t->linears.scales;
     const bool norm_first = norm_comes_first(t->o);
     double *squares = t->step.block_squares ? t->step.block_squares : (double *)t->linears.gemm.workspace;
-    const AdamwUpdate update = {t->params,
-                                adamw_step_of(t->o, t->fsdp.step),
-                                norm_first || t->fsdp.grad_clip > 0 ? &t->step.stats->control : NULL,
-                                norm_first ? NULL : squares,
-                                fsdp_tensor_scales(&t->fsdp) ? scales->amax : NULL,
-                                scales->amax_stride,
-                                msamp_step_of(t->o, t->fsdp.step)};
-    return update;
+    return AdamwUpdate{t->params,
+                       adamw_step_of(t->o, t->fsdp.step, t->step.skipped),
+                       norm_first || t->fsdp.grad_clip > 0 ? &t->step.stats->control : NULL,
+                       norm_first ? NULL : squares,
+                       fsdp_tensor_scales(&t->fsdp) ? scales->amax : NULL,
+                       scales->amax_stride,
+                       msamp_step_of(t->o, t->fsdp.step, t->step.skipped)};
 }
 
-// Computes the gradient norm, the clip factor, and whether the norm is accepted, from t->step.squares of all ranks.
-// These results stay on the device, and are equal on all ranks. If the norm is not accepted, also locates this
+// Computes the gradient norm, the clip factor, and whether the step is taken, from t->step.squares and the loss of all
+// ranks. These results stay on the device, and are equal on all ranks. If the step is not taken, also locates this
 // rank's large gradients (AdamwControl).
 static void finish_norm(Trainer *t) {
     const Fsdp *f = &t->fsdp;
     AdamwControl *control = &t->step.stats->control;
     const AdamwUpdate update = update_of_step(t);
-    adamw_norm(control, t->step.squares, fsdp_times_counted(f), (float)t->o->grad_clip, t->stream);
+    adamw_norm(control, t->step.squares, &t->step.stats->loss, fsdp_times_counted(f), (float)t->o->grad_clip,
+               t->stream);
     if (t->o->optimizer_in_backward) adamw_locate_block(control, &update, &t->table, &f->plan, t->stream);
     else adamw_locate(control, t->params.gradients, shard_backward_order(&t->table, &f->plan), t->stream);
 }
@@ -676,8 +671,15 @@ static void audit_casts(Trainer *t, bool on) {
     if (on) tensor_scales_clear_audit(&t->linears.scales);
 }
 
+// Returns 1 if step `step` was skipped, else 0. Waits for its end; the GPU may have later work to do meanwhile.
+static int64_t was_skipped(Trainer *t, int64_t step) {
+    trainer_wait(t, t->log.done[step % STEP_SLOTS]);
+    return t->log.host[step % STEP_SLOTS].control.nonfinite;
+}
+
 // Enqueues a whole optimizer step. Each rank takes its part of the step's samples, which begin with first_sample.
-static void start_step(void *context, DataLoader *data, int64_t step, int64_t first_sample, bool after_pause) {
+static void start_step(void *context, DataLoader *data, int64_t step, int64_t skipped, int64_t first_sample,
+                       bool after_pause) {
     Trainer *t = (Trainer *)context;
     const Options *o = t->o;
     const int64_t micro_steps = o->grad_accumulation_steps, tokens = t->comm->world * t->d.R * micro_steps;
@@ -695,6 +697,7 @@ static void start_step(void *context, DataLoader *data, int64_t step, int64_t fi
         model_forward_backward(t, &batch, (float)(1 / (double)tokens), micro + 1 == micro_steps);
         loss_accumulate(&t->step.stats->loss, t->acts.losses, t->d.R, 1 / (double)tokens, t->stream);
     }
+    t->step.skipped = skipped + (after_pause || o->on_nonfinite != NONFINITE_SKIP ? 0 : was_skipped(t, step - 1));
     step_log_work(&t->log, TIME_OPTIMIZER);
     profile_range_begin("optimizer", -1);
     optimizer_step(t);
@@ -709,23 +712,21 @@ static StepRecord finish_step(void *context, int64_t step) {
     Trainer *t = (Trainer *)context;
     StepRecord s;
     memset(&s, 0, sizeof s);
-    trainer_wait(t, t->log.done[step % STEP_SLOTS]);
+    s.skipped = was_skipped(t, step);
     const StepStats *stats = &t->log.host[step % STEP_SLOTS];
     s.loss = stats->loss, s.norm = stats->control.gradient_norm;
-    s.skipped = stats->control.nonfinite != 0;
     s.seconds = step_log_seconds(&t->log, step), s.times = step_log_times(&t->log, step);
     s.memory = step_log_memory(&t->log);
     if (!s.skipped) t->linears.scales.scales_ready = t->linears.scales.delayed_scale != NULL;
     return s;
 }
 
-// Returns what this rank knows of a step whose gradient norm is not accepted.
+// Returns what this rank knows of a step that was not taken.
 static NonfiniteStep nonfinite_step(const StepStats *stats, bool optimizer_in_backward) {
     const AdamwControl *c = &stats->control;
     const int64_t forward = stats->bad_norm == UINT32_MAX ? NONFINITE_NONE : (int64_t)stats->bad_norm;
-    const NonfiniteStep s = {stats->loss, c->gradient_norm,     forward,
-                             c->largest,  (int64_t)c->position, optimizer_in_backward ? ADAMW_BLOCK : 1};
-    return s;
+    return NonfiniteStep{stats->loss, c->gradient_norm,     forward,
+                         c->largest,  (int64_t)c->position, optimizer_in_backward ? ADAMW_BLOCK : 1};
 }
 
 static NonfiniteStep nonfinite(void *context, const StepRecord *s) {
@@ -941,9 +942,8 @@ static void weights_changed(void *context) {
 static TrainerParts describe(void *context, const Options *o, const ModelConfig *m, const Comm *comm) {
     Trainer *t = (Trainer *)context;
     const Arena plan = trainer_describe(t, o, m, comm);
-    const TrainerParts parts = {&t->table, &t->precision,       trainer_state(t), plan, memory_overhead(comm),
-                                t->d.R,    t->linears.head_rows};
-    return parts;
+    return TrainerParts{&t->table, &t->precision,       trainer_state(t), plan, memory_overhead(comm),
+                        t->d.R,    t->linears.head_rows};
 }
 
 static void print_settings(const void *context) {

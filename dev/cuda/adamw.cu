@@ -175,7 +175,7 @@ static void check_rank(const char *label, const ParameterTable *t, const ShardPl
     AdamwControl *control = (AdamwControl *)bench_alloc(sizeof(AdamwControl));
     const BackwardOrder order = shard_backward_order(t, plan);
     const AdamwUpdate update = {a, step, control, NULL, amax, AMAX_STRIDE, {}};
-    adamw_norm(control, squares, 1, v.clip, 0);
+    adamw_norm(control, squares, NULL, 1, v.clip, 0);
     adamw_locate(control, a.gradients, order, 0);
     adamw_update_units(&update, t, plan, ROOT, 1, 0, 0);
     adamw_update_units(&update, t, plan, 0, t->num_layers, shard_begin(plan, 0), 0);
@@ -230,7 +230,7 @@ static void check_located(const char *label, const AdamwUpdate *w, const double 
                           const ShardPlan *plan, Variant v, const State *before) {
     const BackwardOrder order = shard_backward_order(t, plan);
     AdamwControl *control = (AdamwControl *)bench_alloc(sizeof *control);
-    adamw_norm(control, squares, 1, 0, 0);
+    adamw_norm(control, squares, NULL, 1, 0, 0);
     adamw_locate_block(control, w, t, plan, 0);
     AdamwControl *c = (AdamwControl *)bench_download(control, sizeof *c, label);
     unsigned long long first = ADAMW_NONE;
@@ -520,7 +520,7 @@ static Model model_create(const char *preset, bool master, bool fp32_moments, bo
 
 static void model_norm(const Model *x, float clip) {
     adamw_squares(x->squares, x->a.gradients, x->t.total, x->workspace, 0);
-    adamw_norm(x->control, x->squares, 1, clip, 0);
+    adamw_norm(x->control, x->squares, NULL, 1, clip, 0);
     adamw_locate(x->control, x->a.gradients, backward_order(&x->t), 0);
 }
 

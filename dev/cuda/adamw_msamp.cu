@@ -11,7 +11,8 @@ enum { STEPS = 5, SKIPPED_STEP = 2, MAX_RANKS = 3 };
 typedef struct {
     MsampWeights weights;
     bool fp32_moments, fp32_gradients;
-    bool alone;  // FP16 masters without bf16 weights of the layers' matrices (ShardPlan.masters_alone)
+    bool alone;    // FP16 masters without bf16 weights of the layers' matrices (ShardPlan.masters_alone)
+    bool nearest;  // FP16 masters are rounded to nearest
 } Variant;
 
 // A rank's optimizer on the host, or the whole model's (n: elements of the flat arrays). exp_avg and exp_avg_sq have
@@ -86,20 +87,23 @@ static State state_part(const ParameterTable *t, const ShardPlan *plan, const St
     return s;
 }
 
-static AdamwStep step_of(int step) { return adamw_step(step + 1, 1e-3, 0.9, 0.95, 1e-8, 0.1, false, 42); }
+static AdamwStep step_of(Variant v, int step) {
+    return adamw_step(step + 1, 1e-3, 0.9, 0.95, 1e-8, 0.1, v.nearest, 42);
+}
 static MsampStep msamp_of(int step) { return msamp_step(step + 1, 1e-3, 0.9, 0.95, 1e-8, 0.1); }
 
-// Gives tensor k a new scale, encodes its n masters with it, and sets the weights to what the codes stand for.
-static void encode_on_cpu(State *s, int64_t k, int64_t first, int64_t n) {
+// Gives tensor k a new scale, encodes its n masters with it (fp16_weights_round), and sets the weights to what the
+// codes stand for.
+static void encode_on_cpu(State *s, int64_t k, int64_t first, int64_t n, const AdamwStep *rounding) {
     float *scale = &s->scales[MSAMP_MASTER * s->tensors + k], amax = 0;
     for (int64_t i = first; i < first + n; i++) amax = fmaxf(amax, fabsf(s->weights[i]));
     *scale = msamp_scale(amax, *scale == 0 ? 1 : *scale, FP16_MAX);
-    fp16_weights_encode(s->master + first, s->weights + first, *scale, n);
+    fp16_weights_round(s->master + first, s->weights + first, *scale, first, n, rounding);
     fp16_weights_decode(s->weights + first, s->master + first, *scale, n);
 }
 
 static void tensor_step_on_cpu(State *s, int64_t k, const Parameter *p, Variant v, int step) {
-    const AdamwStep a = step_of(step);
+    const AdamwStep a = step_of(v, step);
     const MsampStep m = msamp_of(step);
     const int64_t first = p->offset, n = parameter_elements(p);
     const float *gradients = s->gradients[step] + first;
@@ -118,7 +122,7 @@ static void tensor_step_on_cpu(State *s, int64_t k, const Parameter *p, Variant 
         adamw_msamp_moments(moments, old, scale, gradients, n, 1, &m);
         *scale_m = scale.exp_avg, *scale_v = scale.exp_avg_sq;
     }
-    if (v.weights == MSAMP_WEIGHTS_FP16) encode_on_cpu(s, k, first, n);
+    if (v.weights == MSAMP_WEIGHTS_FP16) encode_on_cpu(s, k, first, n, &a);
 }
 
 // A rank's optimizer on the GPU.
@@ -183,10 +187,10 @@ static void reduce_amaxes(Rank *ranks, int64_t n) {
     free(all);
 }
 
-static AdamwUpdate update_of(Rank *r, int step, bool with_control) {
+static AdamwUpdate update_of(Rank *r, Variant v, int step, bool with_control) {
     const AdamwControl control = {1, 0, step == SKIPPED_STEP, 0, 0};
     CUDA_CHECK(cudaMemcpy(r->control, &control, sizeof control, cudaMemcpyHostToDevice));
-    const AdamwUpdate update = {r->a,        step_of(step), with_control ? r->control : NULL, r->squares, r->amax,
+    const AdamwUpdate update = {r->a,        step_of(v, step), with_control ? r->control : NULL, r->squares, r->amax,
                                 AMAX_STRIDE, msamp_of(step)};
     return update;
 }
@@ -207,13 +211,13 @@ static void step_on_gpu(const ParameterTable *t, Rank *ranks, State *parts, int6
     }
     const bool control = step == SKIPPED_STEP;
     for (int64_t r = 0; r < n; r++) {
-        const AdamwUpdate w = update_of(&ranks[r], step, control);
+        const AdamwUpdate w = update_of(&ranks[r], v, step, control);
         adamw_msamp_amaxes(&w, t, &ranks[r].plan, ROOT, 1, 0, 0);
         adamw_msamp_amaxes(&w, t, &ranks[r].plan, 0, t->num_layers, shard_begin(&ranks[r].plan, 0), 0);
     }
     reduce_amaxes(ranks, n);
     for (int64_t r = 0; r < n; r++) {
-        const AdamwUpdate w = update_of(&ranks[r], step, control);
+        const AdamwUpdate w = update_of(&ranks[r], v, step, control);
         adamw_msamp_store(&w, t, &ranks[r].plan, ROOT, 1, 0, 0);
         adamw_msamp_store(&w, t, &ranks[r].plan, 0, t->num_layers, shard_begin(&ranks[r].plan, 0), 0);
         adamw_updated_squares(squares_sum(&ranks[r], t), &w, t, &ranks[r].plan, 0);
@@ -311,8 +315,8 @@ static void check_steps(const char *preset, Variant v, int64_t n) {
     Rank ranks[MAX_RANKS];
     char label[128];
     format_checked(label, sizeof label,
-                   "%s, MsampWeights %d, fp32 moments %d, fp32 gradients %d, masters alone %d, %lld ranks", preset,
-                   v.weights, v.fp32_moments, v.fp32_gradients, v.alone, (long long)n);
+                   "%s, MsampWeights %d, fp32 moments %d, fp32 gradients %d, masters alone %d, nearest %d, %lld ranks",
+                   preset, v.weights, v.fp32_moments, v.fp32_gradients, v.alone, v.nearest, (long long)n);
     for (int64_t r = 0; r < n; r++) {
         ShardPlan plan = shard_plan(&t, n, r);
         plan.masters_alone = v.alone;
@@ -322,7 +326,7 @@ static void check_steps(const char *preset, Variant v, int64_t n) {
     if (v.weights == MSAMP_WEIGHTS_FP16) {
         encode_masters(&t, ranks, n);
         for (int64_t k = 0; k < t.count; k++)
-            encode_on_cpu(&flat, k, t.entries[k].offset, parameter_elements(&t.entries[k]));
+            encode_on_cpu(&flat, k, t.entries[k].offset, parameter_elements(&t.entries[k]), NULL);
         check_ranks(label, &t, ranks, n, &flat, v, -1);
     }
     for (int step = 0; step < STEPS; step++) {
@@ -341,7 +345,7 @@ static void check_steps(const char *preset, Variant v, int64_t n) {
 // but only until the first encoding.
 static void check_masters_access(void) {
     const ModelConfig m = small_model("qwen3-8b");
-    const Variant v = {MSAMP_WEIGHTS_FP16, false, false, false};
+    const Variant v = {MSAMP_WEIGHTS_FP16, false, false, false, false};
     ParameterTable t = parameter_table(&m);
     const ShardPlan plan = shard_plan(&t, 1, 0);
     State flat = state_fill(&t, v);
@@ -424,7 +428,7 @@ static void bench_model(Bench *b, const char *preset, Variant v, const char *nam
     initialize_parameters(InitialWeights{fp16 ? (bf16 *)a.exp_avg_sq : a.weights, NULL, a.scaled.master}, &t, &plan,
                           0.02f, 1, 0);
     if (fp16) fp16_masters_amaxes(&a, &t, &plan, 0), fp16_masters_encode(&a, &t, &plan, 0);
-    const AdamwUpdate w = {a, step_of(2), NULL, NULL, amax, AMAX_STRIDE, msamp_of(2)};
+    const AdamwUpdate w = {a, step_of(v, 2), NULL, NULL, amax, AMAX_STRIDE, msamp_of(2)};
     const double us = bench_time_us(b, [&] {
         for (int64_t l = ROOT; l < 1; l++) {
             const int64_t count = l == ROOT ? 1 : t.num_layers, first = shard_begin(&plan, l);
@@ -444,11 +448,14 @@ static void bench_model(Bench *b, const char *preset, Variant v, const char *nam
     parameter_table_free(&t);
 }
 
-static const Variant variants[] = {{MSAMP_WEIGHTS_BF16, false, false, false}, {MSAMP_WEIGHTS_FP32, false, true, false},
-                                   {MSAMP_WEIGHTS_FP16, false, false, false}, {MSAMP_WEIGHTS_FP16, true, false, false},
-                                   {MSAMP_WEIGHTS_BF16, false, true, false},  {MSAMP_WEIGHTS_FP32, false, false, false},
-                                   {MSAMP_WEIGHTS_FP16, false, true, false},  {MSAMP_WEIGHTS_FP16, true, true, false},
-                                   {MSAMP_WEIGHTS_FP16, false, false, true},  {MSAMP_WEIGHTS_FP16, true, true, true}};
+static const Variant variants[] = {
+    {MSAMP_WEIGHTS_BF16, false, false, false, false}, {MSAMP_WEIGHTS_FP32, false, true, false, false},
+    {MSAMP_WEIGHTS_FP16, false, false, false, false}, {MSAMP_WEIGHTS_FP16, true, false, false, false},
+    {MSAMP_WEIGHTS_BF16, false, true, false, false},  {MSAMP_WEIGHTS_FP32, false, false, false, false},
+    {MSAMP_WEIGHTS_FP16, false, true, false, false},  {MSAMP_WEIGHTS_FP16, true, true, false, false},
+    {MSAMP_WEIGHTS_FP16, false, false, true, false},  {MSAMP_WEIGHTS_FP16, true, true, true, false},
+    {MSAMP_WEIGHTS_FP16, false, false, false, true},  {MSAMP_WEIGHTS_FP16, true, false, false, true},
+    {MSAMP_WEIGHTS_FP16, false, true, true, true}};
 
 enum { NUM_VARIANTS = sizeof variants / sizeof *variants };
 
@@ -460,12 +467,14 @@ int main(int argc, char **argv) {
             for (int i = 0; i < NUM_VARIANTS; i++) check_steps(preset, variants[i], 1 + i % MAX_RANKS);
         check_steps("llama3.2-1b", variants[2], 3);
         check_steps("llama3.2-1b", variants[8], 2);
+        check_steps("llama3.2-1b", variants[10], 3);
     }
     if (bench_part_wanted(argc, argv, "bench")) {
         Bench b = bench_create();
         bench_model(&b, "llama3.1-8b", variants[0], "AdamW, moments msamp");
         bench_model(&b, "llama3.1-8b", variants[2], "AdamW, moments msamp, masters FP16");
         bench_model(&b, "llama3.1-8b", variants[8], "AdamW, moments msamp, masters FP16 alone");
+        bench_model(&b, "llama3.1-8b", variants[10], "AdamW, moments msamp, masters FP16 to nearest");
         bench_model(&b, "llama3.2-1b", variants[3], "AdamW, moments fp32, masters FP16");
         bench_destroy(&b);
     }

@@ -154,7 +154,7 @@ static void check_norm(const char *label, const Gradients *g) {
     for (int i = 0; i < 2; i++) {
         const AdamwGradients which = i ? fp32 : fp8_gradients(g);
         adamw_squares(squares, which, g->t.total, workspace, 0);
-        adamw_norm(control, squares, 1, 0, 0);
+        adamw_norm(control, squares, NULL, 1, 0, 0);
         adamw_locate(control, which, backward_order(&g->t), 0);
         CUDA_CHECK(cudaMemcpy(&found[i], control, sizeof *control, cudaMemcpyDefault));
     }

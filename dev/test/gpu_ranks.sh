@@ -49,7 +49,7 @@ done
 # ---- Without --grad-clip, --optimizer-in-backward changes no bit.
 for options in "full" "full --copy-engines off" "grad_op" "none --reduce-dtype fp32" \
     "full --optimizer-state msamp --master-weights fp16" "none --optimizer-state msamp" \
-    "grad_op --copy-engines off --optimizer-state msamp --master-weights fp16" \
+    "grad_op --copy-engines off --optimizer-state msamp --master-weights fp16-stochastic" \
     "hybrid --shard-size $((W / 2))"; do
     run="${common/--grad-clip 1/} --precision fp8 --num-steps $steps --val-steps 16 --sharding $options"
     run late $W $run && run early $W $run --optimizer-in-backward &&

@@ -126,7 +126,7 @@ static bool prepares(const char *dir);
 
 static void save(Trainer *t, const char *dir, int64_t step, int64_t keep) {
     Failure failure;
-    const TrainerProgress progress = {step, step * 3};
+    const TrainerProgress progress = {step, step * 3, step / 2};
     if (!checkpoint_save(dir, keep, &progress, &t->run, &t->table, &t->state, &failure)) die("%s", failure.text);
 }
 
@@ -217,9 +217,9 @@ static void test_round_trip(void) {
               "the newest checkpoint is step-00000007; found %s", found);
         const TrainerProgress p = checkpoint_check(found, &b->run);
         checkpoint_load(found, &b->model, &b->table, &b->state);
-        CHECK(p.step == 7 && p.samples == 21,
-              "the checkpoint was saved after step 7 and 21 samples; found %lld and %lld", (long long)p.step,
-              (long long)p.samples);
+        CHECK(p.step == 7 && p.samples == 21 && p.skipped == 3,
+              "the checkpoint was saved after step 7, 3 of them skipped, and 21 samples; found %lld, %lld and %lld",
+              (long long)p.step, (long long)p.skipped, (long long)p.samples);
         CHECK(same_state(a, b), "variant %d: the loaded state is the saved one", variant);
 
         // transformers sees config.json, and each weight once under its Hugging Face name.
@@ -290,7 +290,7 @@ static void test_delayed(void) {
     // No checkpoint is saved if a history or a scale holds a value that is not finite or is below zero. Older versions
     // saved such values. A load accepts an infinity in a history. It refuses a NaN or a value below zero in a history
     // or a scale, and an infinite scale.
-    const TrainerProgress progress = {9, 9};
+    const TrainerProgress progress = {9, 9, 0};
     history[3] = INFINITY;
     CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
               strstr(failure.text, "tensor amax_history holds a value that is not finite or is below zero"),
@@ -345,7 +345,7 @@ static void test_sharded(void) {
             *b = trainer_new(FAMILY_LLAMA, false, false, MOMENTS_FP32);
     Failure failure = {"", false};
     const char *dir = xstrdup(scratch_path("sharded"));
-    const TrainerProgress progress = {1, 2};
+    const TrainerProgress progress = {1, 2, 0};
     trainer_fill(a, 5);
     CHECK(checkpoint_save_sharded(dir, 1, &progress, &a->run, &a->table, &a->state, 1500, &failure),
           "the checkpoint is saved: %s", failure.text);
@@ -939,7 +939,7 @@ static void test_failing_save(void) {
     // optimizer state.
     static const rlim_t limits[] = {100, 1000, 5000, 40000};
     for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++) {
-        const TrainerProgress progress = {2, 2};
+        const TrainerProgress progress = {2, 2, 0};
         small = before, small.rlim_cur = limits[i];
         setrlimit(RLIMIT_FSIZE, &small);
         bool ok = checkpoint_save(dir, 1, &progress, &t->run, &t->table, &t->state, &failure);
@@ -952,7 +952,7 @@ static void test_failing_save(void) {
               (int)limits[i], listing(dir));
     }
     // If saving a step again fails, its earlier checkpoint stays.
-    const TrainerProgress progress = {1, 1};
+    const TrainerProgress progress = {1, 1, 0};
     small.rlim_cur = 40000;
     setrlimit(RLIMIT_FSIZE, &small);
     CHECK(!checkpoint_save(dir, 1, &progress, &t->run, &t->table, &t->state, &failure),
@@ -988,7 +988,7 @@ static void test_failing_save(void) {
 // failure counts as lasting, so that no second try follows. An export only needs finite weights.
 static void test_nonfinite(void) {
     static const char *const prefixes[] = {"", "exp_avg.", "exp_avg_sq."};
-    const TrainerProgress progress = {2, 2};
+    const TrainerProgress progress = {2, 2, 0};
     for (int variant = 0; variant < 6; variant++) {
         const bool fp32 = variant >= 3;
         const StateKind kind = (StateKind)(variant % 3);
@@ -1044,7 +1044,7 @@ static void test_nonfinite_groups(void) {
                  {MOMENTS_MSAMP, STATE_MASTER_SCALE, 0x7fc00000, "master_scale."},
                  {MOMENTS_MSAMP, STATE_EXP_AVG_SQ_SCALE, 0, "exp_avg_sq_scale."},
                  {MOMENTS_MSAMP, STATE_MASTER_SCALE, 0xbf800000, "master_scale."}};
-    const TrainerProgress progress = {2, 2};
+    const TrainerProgress progress = {2, 2, 0};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Trainer *t = trainer_new(FAMILY_LLAMA, true, true, cases[i].moments);
         const Parameter *p = &t->table.entries[3];
@@ -1141,7 +1141,7 @@ typedef struct {
 } SavingRun;
 
 static void run_save_at(SavingRun *r, int64_t step, bool last, int failing) {
-    const TrainerProgress progress = {step, step};
+    const TrainerProgress progress = {step, step, 0};
     failing_saves = failing;
     run_save(&r->setup, &r->trainer->options, &progress, &r->trainer->table, &r->trainer->state, last, &r->log);
 }

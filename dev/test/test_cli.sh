@@ -306,6 +306,20 @@ wait $!
 check "--log-every prints the last step if the signal comes during the validation after it" \
     equal "$(printed "$tmp/every.out")" "1 3"
 
+# ---- A learning rate at which weights that are rounded to nearest lose updates
+
+warning() {
+    $trainer tiny $data --dry-run --master-weights "$@" 2>&1 >"$tmp/plan" |
+    sed 's/.*learning rate: //; s/, where many.*weights \([^ ]*\).*/; use \1/'
+}
+check "FP16 masters rounded to nearest: a warning of the default --learning-rate" equal "$(warning fp16)" \
+    "--learning-rate 1e-05 is below 3.1e-05; use fp16-stochastic"
+check "FP16 masters rounded to nearest: a warning of the end of a schedule" equal \
+    "$(warning fp16 --learning-rate 3e-4 --lr-schedule cosine)" \
+    "--lr-schedule cosine ends below 3.1e-05; use fp16-stochastic"
+check "weights rounded stochastically, or a higher rate: no warning" \
+    equal "$(warning fp16 --learning-rate 1e-4; warning fp16-stochastic; warning bf16)" ""
+
 number() { $trainer llama3.1-8b --dry-run --json | json_number "$1"; }
 check "json_number reads numbers of the JSON plan" \
     equal "$(number parameters) $(number sequence-length)" "8030261248 2048"

@@ -1352,7 +1352,7 @@ static void enqueue_steps(Rank *r, const Options *o) {
     run.ops->weights_changed(run.trainer);
     for (int64_t step = 0; step < 3; step++) {
         const int32_t token = 0;
-        run.ops->start_step(run.trainer, data, step, 0, true);
+        run.ops->start_step(run.trainer, data, step, 0, 0, true);
         if (step == 0) run.ops->next_logits(run.trainer, &token, 1);
         for (int64_t batch = 0; step == 1 && batch < 2; batch++) run.ops->token_losses(run.trainer, data, batch);
     }

@@ -126,6 +126,27 @@ static void test_diverged(void) {
     }
 }
 
+// The summary's losses are those of the steps that were taken.
+static void test_skipped_losses(void) {
+    Run r = make_run(989.5e12);
+    r.o.log_dir = "";
+    for (int taken = 0; taken <= 2; taken += 2) {
+        Logger l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
+        for (int64_t step = 1; step <= 4; step++) {
+            StepRecord s = make_step(step, 0.1);
+            s.skipped = step % 2 == 1 || !taken, s.loss = s.skipped ? (double)NAN : (double)step;
+            free(captured(log_step, &l, &s));
+        }
+        char *printed = captured(log_close, &l, NULL);
+        CHECK(strstr(printed,
+                     taken ? "4 steps, 2 skipped | loss of the first step 2.000000, mean of the last 2 3.000000\n"
+                           : "4 steps, 4 skipped | loss of the first step nan, mean of the last 0 nan\n"),
+              "steps with a loss of NaN that were skipped do not count: %s", printed);
+        free(printed);
+    }
+    free_run(&r);
+}
+
 static void test_file(void) {
     Run r = make_run(989.5e12);
     Logger l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
@@ -331,6 +352,7 @@ int main(void) {
     scratch_create();
     test_step_line();
     test_diverged();
+    test_skipped_losses();
     test_file();
     test_failures();
     test_full_disk();

@@ -163,6 +163,54 @@ static void test_fp16(void) {
           "infinity and NaN stay, finite values saturate");
 }
 
+// Returns how often x, a positive number, is rounded up by `draws` random words with evenly spaced upper bits. *wrong
+// counts results other than the two neighbours.
+static int64_t rounded_up(float x, uint32_t draws, int64_t *wrong) {
+    int64_t up = 0;
+    for (uint32_t i = 0; i < draws; i++) {
+        const uint32_t random = i * (uint32_t)(((uint64_t)1 << 32) / draws);
+        const fp16_bits code = fp16_from_float_stochastic(x, random);
+        const float got = fp16_to_float(code), above = fp16_to_float((fp16_bits)(code + 1));
+        up += got > x, *wrong += got > x ? fp16_to_float((fp16_bits)(code - 1)) > x : above <= x;
+        *wrong += fp16_from_float_stochastic(-x, random) != (code | 0x8000);
+    }
+    return up;
+}
+
+// Stochastic rounding to FP16: up with the probability that keeps the mean, for normal and subnormal numbers.
+static void test_fp16_stochastic(void) {
+    enum { DRAWS = 1 << 13 };
+    int64_t wrong = 0, kept = 0;
+    double worst = 0;
+    for (int i = 0; i < 2000; i++) {
+        const uint64_t u = rng_u64(rng_key(5, 0), (uint64_t)i);
+        const float x = ldexpf(1 + (float)(u & 0x7fffff) * 0x1p-23f, (int)(u >> 32) % 46 - 31);  // 2^-31 to 2^15
+        const double unit = ldexp(1, x < 0x1p-14f ? -24 : ilogbf(x) - 10), part = fmod((double)x, unit) / unit;
+        worst = fmax(worst, fabs((double)rounded_up(x, DRAWS, &wrong) / DRAWS - part));
+    }
+    CHECK(wrong == 0 && worst <= 1.0 / DRAWS,
+          "all are rounded to a neighbour (%lld are not), up as often as the mean needs; "
+          "the shares are off by at most %g",
+          (long long)wrong, worst);
+    for (uint32_t code = 0; code < 0x7c00; code++) {
+        const float x = fp16_to_float((fp16_bits)code);
+        kept +=
+            fp16_from_float_stochastic(x, UINT32_MAX) == code && fp16_from_float_stochastic(-x, 0) == (code | 0x8000);
+    }
+    CHECK(kept == 0x7c00, "%lld of %d FP16 numbers keep their codes", (long long)kept, 0x7c00);
+    CHECK(fp16_from_float_stochastic(65519, UINT32_MAX) == 0x7bff && fp16_from_float_stochastic(-1e30f, 0) == 0xfbff &&
+              fp16_from_float_stochastic(INFINITY, 7) == 0x7c00 && fp16_from_float_stochastic(NAN, 7) == 0x7e00,
+          "finite values saturate, infinity and NaN stay");
+    // FP16 masters take the random bits that bf16 weights take for the step and the flat element.
+    const AdamwStep step = adamw_step(3, 1e-3, 0.9, 0.95, 1e-8, 0.1, false, 42);
+    const float x[2] = {0.3f, 1e-6f};
+    fp16_bits got[2];
+    fp16_weights_round(got, x, 0.25f, 1000, 2, &step);
+    for (int i = 0; i < 2; i++)
+        CHECK(got[i] == fp16_from_float_stochastic(x[i] / 4, adamw_random(&step, 1000 + i).weight),
+              "master %d is rounded with the bits of its flat element", i);
+}
+
 // Compares n elements with a tensor of the golden file.
 static void check_cast(const Safetensors *st, const char *name, SafetensorsType type, const void *got, int64_t n) {
     const int64_t width = safetensors_type_bytes(type);
@@ -237,6 +285,7 @@ int main(void) {
     test_golden();
     test_rule();
     test_fp16();
+    test_fp16_stochastic();
     test_casts();
     test_bf16_weights();
     return check_report();

@@ -117,10 +117,11 @@ static void test_rows(void) {
 // --msamp sets the options that it stands for. Options after it change them.
 static void test_msamp(void) {
     Options o = parse("tiny --msamp O1");
-    CHECK(o.precision == PRECISION_FP8 && o.master_weights == STORAGE_FP16 && o.optimizer_state == MOMENTS_FP32 &&
-              o.grad_accum_dtype == SUM_FP8 && o.reduce_dtype == REDUCE_FP8 && o.sharding == SHARDING_FULL,
+    CHECK(o.precision == PRECISION_FP8 && o.master_weights == STORAGE_FP16_STOCHASTIC &&
+              o.optimizer_state == MOMENTS_FP32 && o.grad_accum_dtype == SUM_FP8 && o.reduce_dtype == REDUCE_FP8 &&
+              o.sharding == SHARDING_FULL,
           "--msamp O1: FP8 GEMMs and gradients, FP16 masters, fp32 moments");
-    o = parse("tiny --msamp O2");
+    o = parse("tiny --msamp O2 --master-weights fp16");
     CHECK(o.master_weights == STORAGE_FP16 && o.optimizer_state == MOMENTS_MSAMP && o.grad_accum_dtype == SUM_FP8 &&
               o.sharding == SHARDING_FULL,
           "--msamp O2: MS-AMP's moments beside what O1 sets");
@@ -462,6 +463,7 @@ static void test_resolve(void) {
                  {"tiny --master-weights fp32", STORAGE_FP32, MOMENTS_BF16, 1024, 4},
                  {"tiny --master-weights bf16-nearest", STORAGE_BF16_NEAREST, MOMENTS_BF16, 1024, 2},
                  {"tiny --master-weights fp16", STORAGE_FP16, MOMENTS_BF16, 1024, 4},
+                 {"tiny --master-weights fp16-stochastic", STORAGE_FP16_STOCHASTIC, MOMENTS_BF16, 1024, 4},
                  {"tiny --optimizer-state fp32", STORAGE_BF16, MOMENTS_FP32, 2048, 2},
                  {"tiny --optimizer-state coat", STORAGE_BF16, MOMENTS_COAT, 528, 2},
                  {"tiny --optimizer-state coat-stochastic", STORAGE_BF16, MOMENTS_COAT_STOCHASTIC, 528, 2},

@@ -626,6 +626,25 @@ typedef struct {
     int64_t ranks, rank;
 } Shard;
 
+// In a root unit of more than 2^32 elements, MS-AMP's update covers each tensor once, from its begin to its end.
+static void test_large_root(void) {
+    ModelConfig m;
+    model_config_preset(&m, "llama3.1-405b");
+    m.vocab_size = 262144;  // two tables of 2^32 elements
+    ParameterTable t = parameter_table(&m);
+    const ShardPlan plan = shard_plan(&t, 1, 0);
+    MsampUnits u = {};
+    u.units = adamw_units(&t, &plan, ROOT, 1, false);
+    msamp_runs(&u, &t, &plan, ROOT);
+    for (int i = 0; i < u.num_runs; i++) {
+        const Parameter *p = &t.entries[u.runs[i].tensor];
+        CHECK((int64_t)u.runs[i].begin == p->offset && (int64_t)u.runs[i].end == p->offset + parameter_elements(p),
+              "%s: the update begins at element %lld and ends at %lld", p->name, (long long)u.runs[i].begin,
+              (long long)u.runs[i].end);
+    }
+    parameter_table_free(&t);
+}
+
 int main(void) {
     static const char *const models[] = {"tiny",     "small",    "llama3.2-1b", "llama3.1-8b",
                                          "qwen3-4b", "qwen3-8b", "qwen2.5-7b"};
@@ -645,6 +664,7 @@ int main(void) {
     test_gpus();
     test_cuda_arch();
     test_fp8_gradients_refused();
+    test_large_root();
     for (const char *preset : {"tiny", "small", "qwen3-0.6b"})
         for (const Shard s : {Shard{1, 0}, {2, 0}, {2, 1}, {3, 1}, {7, 3}, {7, 6}})
             test_fp8_launches(preset, s.ranks, s.rank);

@@ -356,7 +356,7 @@ static void test_casts_masters(void) {
         const char *model, *filter;
         bool casts;
     } cases[] = {{RECIPE_TENSORWISE, STORAGE_FP16, "tiny", "", true},
-                 {RECIPE_TENSORWISE, STORAGE_FP16, "llama3.1-8b", "lm_head", true},
+                 {RECIPE_TENSORWISE, STORAGE_FP16_STOCHASTIC, "llama3.1-8b", "lm_head", true},
                  {RECIPE_TENSORWISE, STORAGE_FP16, "tiny", "last", false},
                  {RECIPE_TENSORWISE, STORAGE_FP16, "tiny", "attention,mlp", false},
                  {RECIPE_TENSORWISE, STORAGE_FP32, "tiny", "", false},
@@ -373,6 +373,23 @@ static void test_casts_masters(void) {
         CHECK(x.p.casts_masters == cases[i].casts, "case %zu: casts_masters is %d; expected %d", i, x.p.casts_masters,
               cases[i].casts);
         free_plan(&x);
+    }
+}
+
+// --fp8-filter auto counts the casts of weights that a run makes: in each pass, or once a step.
+static void test_casts_once(void) {
+    static const struct {
+        int64_t shard_size;
+        int cache, all_gather, sharding;
+        bool once;
+    } cases[] = {{1, OFF, ON, SHARDING_FULL, false},    {1, ON, OFF, SHARDING_NONE, true},
+                 {4, OFF, ON, SHARDING_FULL, true},     {4, OFF, OFF, SHARDING_FULL, false},
+                 {4, OFF, OFF, SHARDING_GRAD_OP, true}, {1, OFF, OFF, SHARDING_GRAD_OP, false}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        Options o = options_default();
+        o.fp8_weight_cache = cases[i].cache, o.fp8_all_gather = cases[i].all_gather, o.sharding = cases[i].sharding;
+        CHECK(precision_casts_once(&o, cases[i].shard_size) == cases[i].once,
+              "case %zu: weights are cast once a step: %d expected", i, cases[i].once);
     }
 }
 
@@ -396,6 +413,7 @@ static void test_bf16_gather(void) {
 
 int main(void) {
     test_casts_masters();
+    test_casts_once();
     test_bf16_gather();
     test_filters();
     test_refused();

@@ -276,7 +276,7 @@ check "a resume with other moments is refused" \
 
 # MS-AMP's moments and FP16 masters have one scale for each tensor, whatever part of the tensor a rank has. So ranks
 # that shard the parameters write the same bytes as ranks that hold all of them.
-common="$tmp/qwen2 $data --optimizer-state msamp --master-weights fp16"
+common="$tmp/qwen2 $data --optimizer-state msamp --master-weights fp16-stochastic"
 rm -rf "$tmp"/ck*
 train 0 msamp-one $common --num-steps 8 --batch-size 12
 train 4 msamp-four $common --num-steps 8 --batch-size 3 --checkpoint-dir "$tmp/ck-full"
@@ -325,7 +325,7 @@ PY
 ranks 4 $common --num-steps 12 --batch-size 3 --checkpoint-dir "$tmp/ck-full" --resume --master-weights fp32 \
     >"$tmp/other.out" 2>&1
 check "a resume with other masters is refused" \
-    grep -q -- "--master-weights is fp16 in the checkpoint, fp32 now" "$tmp/other.out"
+    grep -q -- "--master-weights is fp16-stochastic in the checkpoint, fp32 now" "$tmp/other.out"
 
 # Gradients in FP8: a resumed run has the bits of an unbroken one. E4M3 has 4 significant bits, so the losses and norms
 # of several ranks are only close to those of one rank. On many ranks nothing saturates: the norm, which is checked to
@@ -538,7 +538,7 @@ done 3<<'CASES'
 2 --precision fp8 --sharding none --reduce-dtype fp32 --master-weights fp32
 3 --precision fp8 --optimizer-state coat
 3 --precision bf16 --optimizer-state msamp --master-weights fp16
-4 --precision fp8 --optimizer-state msamp --master-weights fp16 --sharding hybrid --shard-size 2
+4 --precision fp8 --optimizer-state msamp --master-weights fp16-stochastic --sharding hybrid --shard-size 2
 4 --precision fp8 --fp8-recipe rowwise --sharding grad_op
 4 --precision fp8 --sharding hybrid --shard-size 2 --optimizer-state coat-stochastic
 CASES

@@ -3,6 +3,13 @@
 // of the repository. To run a whole training, the test starts its own executable with "--run", because libgomp does not
 // survive a fork.
 #define TESTING
+#include "../../llmc/reference/cross_entropy.h"
+static bool spoil_loss;  // true: the loss becomes NaN, its gradient does not
+static void spoiled_cross_entropy(float *losses, const float *logits, const int32_t *targets, int64_t R, int64_t V) {
+    cross_entropy_forward(losses, logits, targets, R, V);
+    if (spoil_loss) losses[R / 2] = NAN;
+}
+#define cross_entropy_forward spoiled_cross_entropy
 #include "../../train_fp8.c"
 
 #include <libgen.h>
@@ -520,6 +527,56 @@ static void test_fp16_masters(void) {
     trainer_free(&t);
 }
 
+// Trains with these master weights at a rate of 3e-6. Writes the weights before and after the steps. The caller frees
+// both.
+static void train_masters(int masters, float *weights[2]) {
+    ModelConfig m = fp8_model();
+    m.vocab_size = 64;
+    Options o = small_options(PRECISION_BF16, 1, 32);
+    o.master_weights = masters, o.optimizer_state = MOMENTS_FP32, o.train_data = scratch_path("train.bin");
+    o.learning_rate = 3e-6, o.weight_decay = 0;
+    Trainer t;
+    trainer_create(&t, &o, &m);
+    initialize(&t), weights_changed(&t);
+    DataLoader data = dataloader_open(o.train_data, 32, true, 42);
+    for (int step = 0; step <= 20; step++) {
+        if (step) train_step(&t, &data, step - 1, step - 1);
+        if (step % 20 == 0) {
+            float *out = weights[step / 20] = (float *)xcalloc((size_t)t.table.total, sizeof *out);
+            for (int64_t i = 0; i < t.table.count; i++) {
+                const int64_t at = t.table.entries[i].offset;
+                state_read(&t, STATE_WEIGHTS, at, parameter_elements(&t.table.entries[i]), out + at);
+            }
+        }
+    }
+    dataloader_close(&data);
+    trainer_free(&t);
+}
+
+// Small updates of FP16 masters count on average if they are rounded stochastically, and are lost if to nearest: the
+// slope of the weights' movement on that of fp32 masters.
+static void test_small_updates(void) {
+    float *fp32[2], *other[2];
+    ModelConfig m = fp8_model();
+    m.vocab_size = 64;
+    ParameterTable table = parameter_table(&m);
+    train_masters(STORAGE_FP32, fp32);
+    for (int nearest = 0; nearest < 2; nearest++) {
+        double both = 0, squares = 0;
+        train_masters(nearest ? STORAGE_FP16 : STORAGE_FP16_STOCHASTIC, other);
+        for (int64_t i = 0; i < table.total; i++) {
+            const double moved = (double)fp32[1][i] - (double)fp32[0][i];
+            both += moved * ((double)other[1][i] - (double)other[0][i]), squares += moved * moved;
+        }
+        const double slope = both / squares;
+        CHECK(nearest ? slope < 0.7 : fabs(slope - 1) < 0.02, "FP16 masters, nearest %d, move by %g of fp32 masters",
+              nearest, slope);  // the first slope is within 0.0002 of 1
+        free(other[0]), free(other[1]);
+    }
+    free(fp32[0]), free(fp32[1]);
+    parameter_table_free(&table);
+}
+
 // FP8 weights are cast from the FP16 masters: one FP8 scale for a fused weight, made from the largest amax of its
 // tensors, which have FP16 scales of their own. Checkpoints hold the values that the FP16 masters stand for.
 static void test_fp16_casts(void) {
@@ -748,7 +805,7 @@ static Run run_of(Trainer *t) {
 }
 
 static StepRecord run_one_step(Run *run, DataLoader *data, int64_t step) {
-    run->ops->start_step(run->trainer, data, step, run_samples_seen(run, step), step == 0);
+    run->ops->start_step(run->trainer, data, step, run_skipped(run), run_samples_seen(run, step), step == 0);
     return run_report_step(run, step);
 }
 
@@ -806,9 +863,18 @@ static void test_nonfinite(int sums) {
           "a skipped step leaves weights and AdamW moments unchanged");
     for (int64_t i = 0; i < t.m.vocab_size; i++)
         t.params.master[t.table.root.embedding + i * t.m.hidden_size + 5] = good;
+    spoil_loss = true, memcpy(before, t.params.master, bytes);
     s = run_one_step(&run, &data, 2);
+    spoil_loss = false;
+    CHECK(s.skipped && isfinite(s.norm) && memcmp(before, t.params.master, bytes) == 0,
+          "a step whose loss is NaN is skipped, although its norm is %g", s.norm);
+    s = run_one_step(&run, &data, 3);
     CHECK(!s.skipped && run.skipped_in_a_row == 0,
           "a step that is taken sets the count of steps skipped in a row to 0");
+    const AdamwStep fourth = adamw_step_of(&o, 3, run_skipped(&run)), second = adamw_step_of(&o, 1, 0);
+    CHECK(t.skipped == 2 && run_skipped(&run) == 2 && fourth.step_size == second.step_size &&
+              fourth.inverse_sqrt_bias2 == second.inverse_sqrt_bias2,
+          "bias corrections leave out skipped steps: %lld of 2", (long long)t.skipped);
     // A NaN that arises in the backward pass of layer 1 reaches layer 0, but not the final norm.
     t.bad_norm = NONFINITE_NONE;
     t.params.master[layer_offset(&t.table, 1) + t.table.layer.wq + 8] = -30;
@@ -1184,7 +1250,7 @@ static void test_changed_shard(uint32_t id, int32_t vocabulary, const char *data
     free(output);
 }
 
-// Skipped steps of whole runs with delayed scaling do not change a byte of fp8_state.safetensors.
+// Skipped steps of whole runs with delayed scaling do not change a byte of fp8_state.safetensors, and are counted.
 static void test_skipped_state(void) {
     char *output, *before = NULL, name[64];
     size_t size = 0;
@@ -1194,7 +1260,8 @@ static void test_skipped_state(void) {
                     "--fp8-amax-history 16 --learning-rate 1000 --num-steps 100 "
                     "--on-nonfinite skip --checkpoint-dir @/ck-skip --checkpoint-every 1 --keep-checkpoints 1000",
                     &output);
-    CHECK(status == EXIT_NONFINITE && strstr(output, "10 steps in a row had a gradient norm that is not finite"),
+    CHECK(status == EXIT_NONFINITE &&
+              strstr(output, "10 steps in a row were skipped, now because the gradient norm is not finite"),
           "the run ends after 10 skipped steps in a row; status %d: %s", status, output);
     for (int step = 1;; step++) {
         char warning[64];
@@ -1212,7 +1279,12 @@ static void test_skipped_state(void) {
     CHECK(skipped >= 9 && moved >= 2 && traces == 0,
           "%lld skipped steps were saved, of which %lld changed the state (expected none); %lld other steps changed it",
           (long long)skipped, (long long)traces, (long long)moved);
-    free(before), free(output);
+    char expected[32];
+    format_checked(name, sizeof name, "ck-skip/step-%08lld/trainer.json", (long long)(skipped + moved));
+    format_checked(expected, sizeof expected, "\"skipped\": %lld,", (long long)skipped);
+    char *trainer = read_file(scratch_path(name), NULL);
+    CHECK(trainer && strstr(trainer, expected), "%s says how many steps were skipped: %s", name, expected);
+    free(before), free(output), free(trainer);
 }
 
 // Returns the gradient norm of the first step of a run.
@@ -1454,6 +1526,7 @@ int main(int argc, char **argv) {
                              : STORAGE_FP16);
     test_fp16_masters();
     test_fp16_casts();
+    if (!SANITIZED) test_small_updates();
     test_clip_norms();
     test_clip_in_backward();
     test_overflow(PRECISION_FP32, SUM_FP32);
@@ -1461,7 +1534,7 @@ int main(int argc, char **argv) {
     if (!SANITIZED) test_overflow(PRECISION_BF16, SUM_FP8);
     test_resume("bf16", "bf16");
     test_resume("fp8", "fp8");
-    test_resume("msamp", "fp8 --optimizer-state msamp --master-weights fp16");
+    test_resume("msamp", "fp8 --optimizer-state msamp --master-weights fp16-stochastic");
     test_resume("fp32", "fp32");
     test_resume("gradients", "fp8 --grad-accum-dtype fp8 --optimizer-state msamp");
     test_resume("clip", "fp8 --optimizer-in-backward --grad-clip 0.5");

@@ -26,4 +26,19 @@ HOST_DEVICE static inline fp16_bits fp16_from_float(float x) {
     return (fp16_bits)(sign | (code > 0x7bffu ? 0x7bffu : code));
 }
 
+// Stochastic rounding by 32 random bits; the upper ones must be good. The magnitude is rounded up with probability
+// (distance to the lower neighbour) / (distance between the neighbours), below 2^-14 within 2^-32. Finite values
+// saturate at 65504; infinities and NaNs stay.
+HOST_DEVICE static inline fp16_bits fp16_from_float_stochastic(float x, uint32_t random) {
+    const uint32_t u = float_bits(x), sign = u >> 16 & 0x8000u, magnitude = u & 0x7fffffffu;
+    if (magnitude >= 0x7f800000u) return fp16_from_float(x);
+    if (magnitude < 0x38800000u) {  // below 2^-14 neighbours are 2^-24 apart; all products and differences are exact
+        const float units = float_from_bits(magnitude) * 0x1p24f;
+        const uint32_t whole = (uint32_t)units, part = (uint32_t)((units - (float)whole) * 0x1p32f);
+        return (fp16_bits)(sign | (whole + (random < part)));
+    }
+    const uint32_t code = ((magnitude + (random >> 19)) >> 13) - (112u << 10);
+    return (fp16_bits)(sign | (code > 0x7bffu ? 0x7bffu : code));
+}
+
 #endif

@@ -8,9 +8,9 @@
 //      that has a scale;
 //   2. m and v once more, from the same stored moments, then stored as E4M3(m scale_m) and FP16(v scale_v) with the new
 //      scales. An FP16 master is stored as FP16(p scale_p).
-// Casts to FP8 and FP16 round to nearest even. Order of operations, fp32 constants and the scale rule are those of
-// MS-AMP's adamw.cu and meta.py, except that nothing is fused here (nvcc fuses as it likes), and that scales end at
-// 2^126.
+// Casts to FP8 and FP16 round to nearest even; masters may be rounded stochastically instead. Order of operations, fp32
+// constants and the scale rule are those of MS-AMP's adamw.cu and meta.py, except that nothing is fused here (nvcc
+// fuses as it likes), and that scales end at 2^126.
 #ifndef LLMC_MSAMP_H
 #define LLMC_MSAMP_H
 
@@ -51,7 +51,8 @@ typedef struct {
     float decay;  // 1 - lr * weight_decay, the factor for tensors with weight decay
 } MsampStep;
 
-// `step` is the optimizer step that is being taken, counted from 1. MS-AMP's kernel gets lr and betas in fp32.
+// `step` is the optimizer step that is being taken, counted from 1 and without skipped steps. MS-AMP's kernel gets lr
+// and betas in fp32.
 static inline MsampStep msamp_step(int64_t step, double lr, double beta1, double beta2, double eps,
                                    double weight_decay) {
     MsampStep s;

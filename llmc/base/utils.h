@@ -51,7 +51,8 @@
     X(EXIT_MEMORY, 3, "out of memory, of the host or a GPU; also a memory plan that does not fit")          \
     X(EXIT_UNSUPPORTED, 4, "no usable GPU; or this GPU, trainer or recipe cannot do this model or option")  \
     X(EXIT_LOST, 6, "a rank or host was lost or is stuck")                                                  \
-    X(EXIT_NONFINITE, 7, "the gradient norm was not finite or too large, or a value for a checkpoint was not finite")
+    X(EXIT_NONFINITE, 7,                                                                                    \
+      "the loss or gradient norm was not finite, the norm too large, or a value for a checkpoint was not finite")
 
 #define EXIT_CODE_ID(id, number, meaning) id = number,
 enum { EXIT_CODES(EXIT_CODE_ID) };

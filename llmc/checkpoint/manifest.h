@@ -21,6 +21,7 @@
 typedef struct {
     int64_t step;     // optimizer steps done
     int64_t samples;  // sequences seen: the data cursor
+    int64_t skipped;  // how many of these steps were skipped; they do not count in AdamW's bias corrections
 } TrainerProgress;
 
 // Steps of checkpoints in a folder.
@@ -102,8 +103,11 @@ static inline bool checkpoint_write_trainer(const char *folder, const TrainerPro
                                             const CheckpointRun *run, const float *clip_norms, int64_t num_clip_norms,
                                             const FileList *files, Failure *failure) {
     JsonText out = {NULL, 0, 0};
-    json_text_add(&out, "{\n  \"format_version\": %d,\n  \"step\": %lld,\n  \"samples\": %lld,\n  \"model\": ",
-                  CHECKPOINT_FORMAT_VERSION, (long long)progress->step, (long long)progress->samples);
+    json_text_add(&out,
+                  "{\n  \"format_version\": %d,\n  \"step\": %lld,\n  \"samples\": %lld,\n  \"skipped\": %lld,\n  "
+                  "\"model\": ",
+                  CHECKPOINT_FORMAT_VERSION, (long long)progress->step, (long long)progress->samples,
+                  (long long)progress->skipped);
     json_text_add_string(&out, run->model->name);
     json_text_add(&out,
                   ",\n  \"training_data\": {\"tokens\": %lld, \"shards\": %lld, \"fingerprint\": \"" FINGERPRINT_FORMAT
@@ -351,17 +355,20 @@ static inline JsonText checkpoint_model_mismatch(const ModelConfig *then, const 
     return out;
 }
 
-// Returns the progress of the checkpoint's run. Dies if the model, a MUST_MATCH setting or the training data differs,
-// or if trainer.json or config.json cannot be read. Needs no trainer state, so it can run before anything is allocated.
+// Returns the progress of the checkpoint's run; one without "skipped" counted skipped steps like others. Dies if the
+// model, a MUST_MATCH setting or the training data differs, or if trainer.json or config.json cannot be read. Needs no
+// trainer state, so it can run before anything is allocated.
 static inline TrainerProgress checkpoint_check(const char *checkpoint, const CheckpointRun *run) {
     Failure failure;
     Json json;
-    TrainerProgress progress = {0, 0};
+    TrainerProgress progress = {0, 0, 0};
     if (!checkpoint_open_trainer(checkpoint, &json, &failure)) die("%s", failure.text);
     const JsonNode *step = json_require(&json, json_root(&json), "step", JSON_NUMBER, &failure);
     const JsonNode *samples = step ? json_require(&json, json_root(&json), "samples", JSON_NUMBER, &failure) : NULL;
+    const JsonNode *skipped = json_member(&json, json_root(&json), "skipped");
     if (!samples || !json_int(&json, step, 0, INT64_MAX, &progress.step, &failure) ||
-        !json_int(&json, samples, 0, INT64_MAX, &progress.samples, &failure))
+        !json_int(&json, samples, 0, INT64_MAX, &progress.samples, &failure) ||
+        (skipped && !json_int(&json, skipped, 0, progress.step, &progress.skipped, &failure)))
         die("%s", failure.text);
     ModelConfig then;
     hf_config_read(&then, checkpoint);

@@ -137,7 +137,7 @@ static inline SafetensorsType state_type(const Options *o, StateKind kind) {
     const bool msamp = o->optimizer_state == MOMENTS_MSAMP;
     if (kind == STATE_WEIGHTS) return options_bf16_weights(o) ? ST_BF16 : ST_F32;
     if (state_is_groups(kind)) return options_coat(o) ? ST_U32 : ST_NUM_TYPES;
-    if (kind == STATE_MASTER_SCALE) return o->master_weights == STORAGE_FP16 ? ST_F32 : ST_NUM_TYPES;
+    if (kind == STATE_MASTER_SCALE) return options_fp16_weights(o) ? ST_F32 : ST_NUM_TYPES;
     if (state_is_scale(kind)) return msamp ? ST_F32 : ST_NUM_TYPES;
     if (kind >= STATE_AMAX_HISTORY) return ST_F32;
     if (msamp) return kind == STATE_EXP_AVG ? ST_F8_E4M3 : ST_F16;

@@ -195,7 +195,7 @@ static inline void options_set_msamp(Options *o) {
     static const struct {
         int level;  // the lowest that sets the option
         const char *name, *value;
-    } rows[] = {{MSAMP_O1, "precision", "fp8"},        {MSAMP_O1, "master-weights", "fp16"},
+    } rows[] = {{MSAMP_O1, "precision", "fp8"},        {MSAMP_O1, "master-weights", "fp16-stochastic"},
                 {MSAMP_O1, "optimizer-state", "fp32"}, {MSAMP_O1, "grad-accum-dtype", "fp8"},
                 {MSAMP_O1, "reduce-dtype", "fp8"},     {MSAMP_O2, "optimizer-state", "msamp"},
                 {MSAMP_O3, "sharding", "grad_op"}};
@@ -370,6 +370,16 @@ static inline bool options_bf16_weights(const Options *o) {
     return o->master_weights == STORAGE_BF16 || o->master_weights == STORAGE_BF16_NEAREST;
 }
 
+// True if the master weights are FP16 numbers with a scale for each tensor.
+static inline bool options_fp16_weights(const Options *o) {
+    return o->master_weights == STORAGE_FP16 || o->master_weights == STORAGE_FP16_STOCHASTIC;
+}
+
+// True if bf16 or FP16 master weights are rounded to nearest.
+static inline bool options_nearest_weights(const Options *o) {
+    return o->master_weights == STORAGE_BF16_NEAREST || o->master_weights == STORAGE_FP16;
+}
+
 // Bytes of a weight in checkpoints and exports, after options_resolve. FP16 masters are written as the fp32 numbers
 // that they stand for.
 static inline int64_t options_weight_bytes(const Options *o) { return options_bf16_weights(o) ? 2 : 4; }
@@ -405,7 +415,7 @@ static inline bool options_coat(const Options *o) {
 
 // True if moments or masters have one scale for each tensor (msamp.h).
 static inline bool options_tensor_scales(const Options *o) {
-    return o->optimizer_state == MOMENTS_MSAMP || o->master_weights == STORAGE_FP16;
+    return o->optimizer_state == MOMENTS_MSAMP || options_fp16_weights(o);
 }
 
 // Bytes of both moments of n elements, after options_resolve. The scales of tensors do not count.

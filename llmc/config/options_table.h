@@ -10,7 +10,7 @@
     X(STORAGE_AUTO, "auto") \
     X(STORAGE_BF16, "bf16") \
     X(STORAGE_FP32, "fp32") \
-    X(STORAGE_BF16_NEAREST, "bf16-nearest") X(STORAGE_FP16, "fp16")
+    X(STORAGE_BF16_NEAREST, "bf16-nearest") X(STORAGE_FP16, "fp16") X(STORAGE_FP16_STOCHASTIC, "fp16-stochastic")
 #define SUM_STORAGES(X) X(SUM_AUTO, "auto") X(SUM_BF16, "bf16") X(SUM_FP32, "fp32") X(SUM_FP8, "fp8")
 #define MOMENTS(X)          \
     X(MOMENTS_AUTO, "auto") \
@@ -121,8 +121,9 @@ enum { FREE, MUST_MATCH };
     CHOICE(master_weights, "master-weights", STORAGE_AUTO, WEIGHT_STORAGES, MUST_MATCH, \
          "dtype of the weights that AdamW updates; bf16: rounded stochastically, so that small updates count on " \
          "average; bf16-nearest: rounded to nearest, which loses small updates; fp16: FP16 with a scale for each tensor, " \
-         "as in MS-AMP (the GPU trainer needs --optimizer-state msamp or fp32 with it); with recipe tensorwise and all " \
-         "linear layers in FP8, FP8 weights are cast from these FP16 weights; auto: bf16, or fp32 with --precision fp32") \
+         "rounded to nearest as in MS-AMP, which loses small updates below a learning rate of about 3e-5; " \
+         "fp16-stochastic: as fp16, but rounded stochastically (the GPU trainer needs --optimizer-state msamp or fp32 " \
+         "with both); with recipe tensorwise and all linear layers in FP8, FP8 weights are cast from these FP16 weights; auto: bf16, or fp32 with --precision fp32") \
     CHOICE(optimizer_state, "optimizer-state", MOMENTS_AUTO, MOMENTS, MUST_MATCH, \
          "dtype of AdamW's two moments; bf16: rounded stochastically; coat: FP8 (E4M3) in groups of 128 whose range " \
          "is expanded, about half the bytes of bf16; coat-stochastic: as coat, but rounded stochastically, which " \
@@ -139,7 +140,8 @@ enum { FREE, MUST_MATCH };
          "else bf16") \
     CHOICE(msamp, "msamp", MSAMP_OFF, MSAMP_LEVELS, FREE, \
          "a level of MS-AMP, short for several options; options after it on the command line may change them; O1: " \
-         "--precision fp8 --master-weights fp16 --optimizer-state fp32 --grad-accum-dtype fp8 --reduce-dtype fp8; O2: " \
+         "--precision fp8 --master-weights fp16-stochastic --optimizer-state fp32 --grad-accum-dtype fp8 --reduce-dtype fp8 " \
+         "(MS-AMP itself: --master-weights fp16); O2: " \
          "O1 and --optimizer-state msamp; O3: O2 and --sharding grad_op") \
     GROUP("memory") \
     CHOICE(recompute, "recompute", RECOMPUTE_NONE, RECOMPUTES, FREE, \
@@ -187,9 +189,9 @@ enum { FREE, MUST_MATCH };
          "--optimizer-in-backward each layer's gradient is scaled before the norm of the whole is known, by an estimate " \
          "of it from the step's gradients so far and the last step's norms; 0: off") \
     CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, NONFINITES, FREE, \
-         "what to do when the gradient norm is not finite or above 2^63; stop: end the run and save nothing of " \
-         "this step; skip: change no weight and no optimizer state in this step (10 skipped steps in a row end the " \
-         "run)") \
+         "what to do when loss or gradient norm is not finite, or the norm above 2^63; stop: end the run and save nothing " \
+         "of this step; skip: change no weight and no optimizer state in this step, which does not count in AdamW's " \
+         "bias corrections (10 skipped steps in a row end the run)") \
     GROUP("ranks (mpirun -np N)") \
     CHOICE(sharding, "sharding", SHARDING_FULL, SHARDINGS, FREE, \
          "how weights, gradients and optimizer state are sharded over ranks, as PyTorch's FULL_SHARD, SHARD_GRAD_OP, " \
@@ -204,7 +206,7 @@ enum { FREE, MUST_MATCH };
          "E4M3, as in MS-AMP, but added in fp32 (needs --grad-accum-dtype auto or fp8); --precision fp32 always reduces in " \
          "fp32") \
     CHOICE(fp8_all_gather, "fp8-all-gather", AUTO, AUTO_SWITCHES, FREE, \
-         "all-gather weights in FP8, in layers whose linear layers are all FP8; except with --master-weights fp16, " \
+         "all-gather weights in FP8, in layers whose linear layers are all FP8; except with FP16 master weights, " \
          "the bits are those of an all-gather in bf16 and a cast after it; auto: on if the recipe has one scale per " \
          "tensor") \
     CHOICE(copy_engines, "copy-engines", AUTO, AUTO_SWITCHES, FREE, \
@@ -254,7 +256,8 @@ enum { FREE, MUST_MATCH };
          "0: only the last step") \
     INT(val_steps, "val-steps", 10, 1, 1000000000, FREE, \
          "number of validation sequences: the first N of --val-data (all if it has fewer), for any number of ranks and " \
-         "any batch size") \
+         "any batch size; with --fp8-recipe tensorwise, whose scale of x spans the batch, a sequence's loss depends a " \
+         "little on the others in its batch") \
     INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, \
          "steps between printed samples of text; the last step prints one too, unless a signal ends the run; 0: none") \
     INT(sample_tokens, "sample-tokens", 64, 1, 65536, FREE, \

@@ -113,14 +113,14 @@ static inline void filter_apply(Precision *p, const char *filter) {
 }
 
 // True if FP8 weights are cast from FP16 masters, as in MS-AMP; the layers' matrices then have no bf16 weights, because
-// no GEMM would read them. This needs --master-weights fp16, and FP8 in all linear layers, with one scale for each
+// no GEMM would read them. This needs FP16 master weights, and FP8 in all linear layers, with one scale for each
 // tensor, made from its current amax. If all this holds, dies with --fp8-all-gather off, on any number of ranks.
 static inline bool precision_casts_masters(const Precision *p, const Options *o) {
-    if (o->master_weights != STORAGE_FP16 || !p->any_fp8 || p->any_bf16 || !recipe_has_current_tensor_scales(p->recipe))
+    if (!options_fp16_weights(o) || !p->any_fp8 || p->any_bf16 || !recipe_has_current_tensor_scales(p->recipe))
         return false;
     if (o->fp8_all_gather == OFF)
         die_with(EXIT_USAGE,
-                 "--fp8-all-gather off gathers bf16 weights of linear layers, but with --master-weights fp16 recipe %s "
+                 "--fp8-all-gather off gathers bf16 weights of linear layers, but with FP16 master weights recipe %s "
                  "casts FP8 weights from the FP16 masters, and there are none in bf16; leave it out",
                  p->recipe->name);
     return true;
@@ -151,6 +151,14 @@ static inline Precision precision_plan(const Options *o, const char *filter, con
     }
     p.casts_masters = precision_casts_masters(&p, o);
     return p;
+}
+
+// True if each FP8 weight is cast once in an optimizer step of the GPU trainer, false if in each pass that reads it:
+// once if it is cached, gathered in FP8, or kept after its gather. shard_size: ranks that share one replica of the
+// weights.
+static inline bool precision_casts_once(const Options *o, int64_t shard_size) {
+    if (shard_size == 1) return o->fp8_weight_cache == ON;
+    return o->fp8_all_gather == ON || o->sharding == SHARDING_GRAD_OP;
 }
 
 static inline void precision_free(Precision *p) {

@@ -52,7 +52,7 @@ static inline double estimate_row_bytes(const ModelConfig *m, bool fp8) {
 // Seconds of AdamW on n parameters.
 static inline double estimate_optimizer(const Options *o, const Precision *p, int64_t world, int64_t n) {
     const double moments = 2 * (double)options_moment_bytes(o, n), gradients = options_fp32_gradients(o, world) ? 4 : 2;
-    const bool fp16 = o->master_weights == STORAGE_FP16;
+    const bool fp16 = options_fp16_weights(o);
     double bytes = (double)n * (gradients + (o->master_weights == STORAGE_FP32 ? 10
                                              : fp16 && !p->casts_masters       ? 6
                                                                                : 4)) +

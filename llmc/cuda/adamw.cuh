@@ -406,7 +406,7 @@ __device__ static inline int64_t adamw_block_begin(AdamwBlocks at, int64_t b) {
            in_layers % at.layer_blocks * ADAMW_BLOCK;
 }
 
-// If the step's norm is not accepted (adamw_accepts), writes the largest norm of a block of ADAMW_BLOCK elements to
+// If the step is not taken (adamw_takes), writes the largest norm of a block of ADAMW_BLOCK elements to
 // control->largest, and to control->position the first block, in backward order, whose norm is large beside it
 // (adamw_large). adamw_find_large does this with magnitudes of single gradients. Runs as one thread block.
 static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
@@ -425,7 +425,7 @@ static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
             atomicMin(&control->position, (unsigned long long)backward_position(at.order, adamw_block_begin(at, b)));
 }
 
-// After adamw_norm, if the norm is not accepted: finds which block of the update was the first, in backward order, with
+// After adamw_norm, if the step is not taken: finds which block of the update was the first, in backward order, with
 // a large norm. The gradients themselves are gone, but w->squares has the sum of squares of each block.
 static inline void adamw_locate_block(AdamwControl *control, const AdamwUpdate *w, const ParameterTable *t,
                                       const ShardPlan *plan, cudaStream_t stream) {

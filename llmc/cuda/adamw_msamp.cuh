@@ -17,7 +17,7 @@ typedef enum { MSAMP_WEIGHTS_BF16, MSAMP_WEIGHTS_FP32, MSAMP_WEIGHTS_FP16 } Msam
 
 // This rank's part of a tensor: elements [begin, end), counted from AdamwUnits.first.
 typedef struct {
-    uint32_t begin, end;
+    int64_t begin, end;
     bool decay;
     bool has_bf16;  // the part has bf16 weights (weights_have)
     int tensor;     // index among the tensors of the unit
@@ -59,10 +59,16 @@ __device__ static inline uint32_t msamp_half_bits(float x) {
     return __half_as_ushort(__float2half_rn(fminf(fmaxf(x, -FP16_MAX), FP16_MAX)));
 }
 
-__device__ static inline void msamp_store_halves(fp16_bits *p, const float x[8]) {
+// Returns the bits of a weight in FP16, rounded as the step says. hash: of the weight's group of 8, whose j-th it is.
+__device__ static inline uint32_t msamp_weight_bits(float x, const AdamwStep &step, uint32_t hash, uint32_t j) {
+    if (step.nearest_weights) return msamp_half_bits(x);
+    return fp16_from_float_stochastic(fminf(fmaxf(x, -FP16_MAX), FP16_MAX), adamw_random_member(&step, hash, j).weight);
+}
+
+__device__ static inline void msamp_store_halves(fp16_bits *p, const uint32_t bits[8]) {
     uint32_t words[4];
 #pragma unroll
-    for (int k = 0; k < 4; k++) words[k] = msamp_half_bits(x[2 * k]) | msamp_half_bits(x[2 * k + 1]) << 16;
+    for (int k = 0; k < 4; k++) words[k] = bits[2 * k] | bits[2 * k + 1] << 16;
     *(uint4 *)p = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
@@ -130,23 +136,23 @@ template <MsampWeights WEIGHTS>
 __device__ static inline uint32_t msamp_store_weights(const AdamwArrays &a, int64_t i, int64_t group, float weight[8],
                                                       const MsampTensor &t, const AdamwStep &step) {
     Bf16x8 rounded;
+    uint32_t bits[8];
+    const uint32_t hash = adamw_random_group(step.key, group);
     if (WEIGHTS == MSAMP_WEIGHTS_BF16) {
-        const uint32_t hash = adamw_random_group(step.key, group);
-        bf16_bits bits[8];
 #pragma unroll
         for (int j = 0; j < 8; j++) bits[j] = adamw_round(weight[j], adamw_random_member(&step, hash, j).weight);
 #pragma unroll
-        for (int k = 0; k < 4; k++) rounded.word[k] = bits[2 * k] | (uint32_t)bits[2 * k + 1] << 16;
+        for (int k = 0; k < 4; k++) rounded.word[k] = bits[2 * k] | bits[2 * k + 1] << 16;
     } else {
         if (WEIGHTS == MSAMP_WEIGHTS_FP32) {
             adamw_store_fp32(a.master, i, weight);
         } else {
 #pragma unroll
-            for (int j = 0; j < 8; j++) weight[j] = __fmul_rn(weight[j], t.new_scale[MSAMP_MASTER]);
-            msamp_store_halves(a.scaled.master + i, weight);
-#pragma unroll
-            for (int j = 0; j < 8; j++)
-                weight[j] = __fmul_rn(half_bits_to_float(msamp_half_bits(weight[j])), t.new_master_scale_inv);
+            for (int j = 0; j < 8; j++) {
+                bits[j] = msamp_weight_bits(__fmul_rn(weight[j], t.new_scale[MSAMP_MASTER]), step, hash, j);
+                weight[j] = __fmul_rn(half_bits_to_float(bits[j]), t.new_master_scale_inv);
+            }
+            msamp_store_halves(a.scaled.master + i, bits);
             if (!t.weights) return msamp_largest(weight);
         }
         rounded = bf16x8_pack(weight);
@@ -169,7 +175,10 @@ __device__ static inline void msamp_store_moments(const AdamwArrays &a, int64_t 
     } else {
         *(uint2 *)((uint8_t *)a.exp_avg + i) =
             make_uint2(fp8x4_from_floats<FP8_E4M3>(m), fp8x4_from_floats<FP8_E4M3>(m + 4));
-        msamp_store_halves((fp16_bits *)a.exp_avg_sq + i, v);
+        uint32_t bits[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) bits[j] = msamp_half_bits(v[j]);
+        msamp_store_halves((fp16_bits *)a.exp_avg_sq + i, bits);
     }
 }
 
@@ -254,24 +263,24 @@ template <MsampWeights WEIGHTS, bool FP32_MOMENTS, AdamwGradientType GRADIENTS, 
 __device__ static inline float msamp_update_block(const AdamwUpdate &w, const MsampUnits &u, MsampAmaxes *amaxes) {
     const bool skipped = w.control && w.control->nonfinite;
     const float factor = w.control ? w.control->gradient_factor : 1;
-    const int64_t first = u.units.first + blockIdx.y * u.units.stride,
+    const int64_t begin = blockIdx.x * (int64_t)ADAMW_BLOCK,
+                  first = u.units.first + blockIdx.y * u.units.stride + begin,
                   gradients = GRADIENTS == GRADIENTS_FP8 ? first - blockIdx.y * u.units.gradient_gap : first,
-                  unit = u.units.flat + blockIdx.y * u.units.flat_size;
-    const uint32_t begin = blockIdx.x * ADAMW_BLOCK, stop = begin + ADAMW_BLOCK;
+                  unit = u.units.flat + blockIdx.y * u.units.flat_size + begin;
     uint32_t largest[MSAMP_STATES] = {}, end = 0;
     MsampTensor tensor = {};
     int run = 0;
     float squares = 0;
-    for (uint32_t i = begin + threadIdx.x * 8; i < stop; i += ADAMW_STRIDE) {
+    for (uint32_t i = threadIdx.x * 8; i < ADAMW_BLOCK; i += ADAMW_STRIDE) {
         if (i >= end) {
             if (end) msamp_publish<STORE>(amaxes, u.runs[run], largest);
-            while (run < u.num_runs && i >= u.runs[run].end) run++;
+            while (run < u.num_runs && begin + i >= u.runs[run].end) run++;
             end = 0;
             if (run == u.num_runs) break;
-            end = u.runs[run].end;
+            end = (uint32_t)min(u.runs[run].end - begin, (int64_t)ADAMW_BLOCK);
             tensor = msamp_tensor<GRADIENTS, STORE>(w.arrays, u, u.runs[run], blockIdx.y);
         }
-        if (i < u.runs[run].begin) continue;  // padding
+        if (begin + i < u.runs[run].begin) continue;  // padding
         if (!skipped) {
             msamp_update_8<WEIGHTS, FP32_MOMENTS, GRADIENTS, STORE>(
                 w, first + i, gradients + i, (unit + i + u.runs[run].shift) / 8, tensor, factor, largest, &squares);
@@ -359,8 +368,8 @@ static inline void msamp_runs(MsampUnits *u, const ParameterTable *t, const Shar
             const int64_t begin = r.shard - u->units.first;
             if (!r.count || begin < 0 || begin >= u->units.size) continue;
             if (begin % 8 || r.count % 8) die("a rank's part of tensor %s is not aligned to 8 elements", p->name);
-            u->runs[u->num_runs++] = MsampRun{(uint32_t)begin,
-                                              (uint32_t)(begin + r.count),
+            u->runs[u->num_runs++] = MsampRun{begin,
+                                              begin + r.count,
                                               (p->flags & PARAM_DECAY) != 0,
                                               weights_have(plan, l, k),
                                               i,

@@ -16,8 +16,7 @@
 typedef struct {
     float gradient_factor;  // factor for the gradients, from clipping
     float gradient_norm;    // before clipping
-    // 1 if the norm is not finite or too large (adamw_accepts): an update that reads it then changes no weight and no
-    // moment.
+    // 1 if the step is not taken (adamw_takes): an update that reads it then changes no weight and no moment.
     uint32_t nonfinite;
     // Results of adamw_locate. If nonfinite is 0: 0 and ADAMW_NONE. If it is 1: the largest magnitude of this rank's
     // gradients (adamw_magnitude), and the place in backward order of the first large one (adamw_large).
@@ -145,18 +144,18 @@ static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
-static __global__ void adamw_norm_kernel(AdamwControl *control, const double *squares, int64_t replicas,
-                                         float grad_clip) {
+static __global__ void adamw_norm_kernel(AdamwControl *control, const double *squares, const float *loss,
+                                         int64_t replicas, float grad_clip) {
     grid_dependency_wait();
     const double norm = sqrt(*squares / (double)replicas);
     control->gradient_norm = (float)norm;
-    control->nonfinite = !adamw_accepts(norm);
+    control->nonfinite = !adamw_takes(loss ? *loss : 0, norm);
     control->gradient_factor = clip_factor(norm, grad_clip);
     control->largest = 0;
     control->position = ADAMW_NONE;
 }
 
-// Finds the largest magnitude of n gradients. Like the next kernel, it returns at once if the norm is accepted.
+// Finds the largest magnitude of n gradients. Like the next kernel, it returns at once if the step is taken.
 template <class Gradients>
 static __global__ void adamw_largest_kernel(AdamwControl *control, const Gradients gradients, int64_t n) {
     grid_dependency_wait();
@@ -208,7 +207,7 @@ static inline int64_t adamw_squares(double *squares, AdamwGradients gradients, i
     return (n - in_fp8) * (gradients.fp32_data ? 4 : 2) + in_fp8;
 }
 
-// If the norm is not accepted, finds the largest of order.total gradients and the first large one in backward order.
+// If the step is not taken, finds the largest of order.total gradients and the first large one in backward order.
 template <class Gradients>
 static inline void adamw_find_large(AdamwControl *control, Gradients gradients, BackwardOrder order,
                                     cudaStream_t stream) {
@@ -217,13 +216,14 @@ static inline void adamw_find_large(AdamwControl *control, Gradients gradients, 
 }
 
 // Fills *control (device). *squares (device) is the sum of squares of the whole gradient, in which each gradient counts
-// `replicas` times. Gradients are clipped to a norm of grad_clip; 0: no clipping.
-static inline void adamw_norm(AdamwControl *control, const double *squares, int64_t replicas, float grad_clip,
-                              cudaStream_t stream) {
-    CUDA_LAUNCH(adamw_norm_kernel, 1, 1, 0, stream, control, squares, replicas, grad_clip);
+// `replicas` times. *loss (device): of the step; NULL: counts as finite. Gradients are clipped to a norm of grad_clip;
+// 0: no clipping.
+static inline void adamw_norm(AdamwControl *control, const double *squares, const float *loss, int64_t replicas,
+                              float grad_clip, cudaStream_t stream) {
+    CUDA_LAUNCH(adamw_norm_kernel, 1, 1, 0, stream, control, squares, loss, replicas, grad_clip);
 }
 
-// After adamw_norm, if the norm is not accepted: finds this rank's largest gradient, and the first large one in
+// After adamw_norm, if the step is not taken: finds this rank's largest gradient, and the first large one in
 // backward order.
 static inline void adamw_locate(AdamwControl *control, AdamwGradients gradients, BackwardOrder order,
                                 cudaStream_t stream) {

@@ -40,7 +40,7 @@ static inline void adamw_place(AdamwArrays *p, const Options *o, const Parameter
                                Arena *a) {
     static const char *const names[] = {"optimizer state (bf16)", "optimizer state (fp32)", "optimizer state (FP8)",
                                         "optimizer state (FP8)", "optimizer state (FP8, FP16)"};
-    const bool fp16 = o->master_weights == STORAGE_FP16, fp32 = o->master_weights == STORAGE_FP32;
+    const bool fp16 = options_fp16_weights(o), fp32 = o->master_weights == STORAGE_FP32;
     const Offloaded offloaded = options_offloaded(o);
     const int64_t n = plan->total;
     memset(p, 0, sizeof *p);

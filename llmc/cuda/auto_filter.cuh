@@ -2,8 +2,8 @@
 //
 // The FP8 time of a linear layer is the time of its three GEMMs plus the casts of x, w and dy as separate passes over
 // memory. In a step the casts of x and dy may take less, because those that follow a norm or SwiGLU are fused with it.
-// The cast of w counts once per step, as with FP8 all-gather or --fp8-weight-cache on: its time is divided by the
-// number of micro-steps.
+// The cast of w counts as often as a run makes it (precision_casts_once): once a step, divided by the number of
+// micro-steps, or in forward and again in backward of each micro-step.
 #ifndef LLMC_AUTO_FILTER_CUH
 #define LLMC_AUTO_FILTER_CUH
 
@@ -19,6 +19,7 @@ typedef struct {
     const Options *options;
     LinearShape shape;
     int64_t R;
+    bool casts_once;              // precision_casts_once
     bf16 *result;                 // large enough for the result of each GEMM
     QTensor tensor[NUM_TENSORS];  // w [N, K], x [R, K], dy [R, N]
     int64_t amaxes[NUM_TENSORS];  // number of amaxes of each tensor
@@ -104,6 +105,23 @@ static inline double auto_filter_time(AutoFilter *f, Launch launch) {
     return us[AUTO_FILTER_RUNS / 2];
 }
 
+// Returns the microseconds that the casts of w take in a micro-step. In a run that casts in each pass, forward needs
+// rowwise data and backward columnwise data (both if it recomputes GEMMs); amaxes are found once a step all the same,
+// and do not count.
+static inline double auto_filter_weight_casts(AutoFilter *f) {
+    const double both = auto_filter_time(f, [&] { auto_filter_cast(f, TENSOR_W); });
+    if (f->casts_once) return both / (double)f->options->grad_accumulation_steps;
+    QTensor forward = f->tensor[TENSOR_W], backward = forward;
+    const Recomputed again = options_recomputed(f->options);
+    forward.columnwise = NULL;
+    if (!again.attention && !again.mlp) backward.rowwise = NULL;
+    double us = 0;
+    for (const QTensor &q : {forward, backward})
+        if (q.rowwise || q.columnwise)
+            us += auto_filter_time(f, [&] { quantize_transpose(q, q.data, f->shape.N, f->shape.K, f->gemm.stream); });
+    return us;
+}
+
 // Returns the microseconds of the layer's three GEMMs in recipe r. FP8 GEMMs read what auto_filter_cast wrote.
 static inline double auto_filter_gemms(AutoFilter *f, const Recipe *r) {
     double us = 0;
@@ -124,10 +142,8 @@ static inline bool auto_filter_layer(AutoFilter *f) {
     const LinearShape *s = &f->shape;
     for (int t = 0; t < NUM_TENSORS; t++) auto_filter_tensor(f, (TensorRole)t);
     f->result = (bf16 *)auto_filter_alloc(f, max_i64(f->R * max_i64(s->N, s->K), s->N * s->K) * (int64_t)sizeof(bf16));
-    double casts = 0;
-    for (int t = 0; t < NUM_TENSORS; t++)
-        casts += auto_filter_time(f, [&] { auto_filter_cast(f, (TensorRole)t); }) /
-                 (t == TENSOR_W ? f->options->grad_accumulation_steps : 1);
+    double casts = auto_filter_weight_casts(f);
+    for (const TensorRole t : {TENSOR_X, TENSOR_DY}) casts += auto_filter_time(f, [&] { auto_filter_cast(f, t); });
     const double fp8 = auto_filter_gemms(f, f->precision->recipe) + casts,
                  plain = auto_filter_gemms(f, recipe_row(RECIPE_BF16));
     printf(" %s %.1f/%.1f (casts %.1f)", s->name, plain, fp8, casts);
@@ -138,14 +154,16 @@ static inline bool auto_filter_layer(AutoFilter *f) {
 
 // Times the linear layers in FP8 and in bf16. Writes to `list` the names of those that FP8 does not make faster,
 // comma-separated as for --fp8-filter; "" if there are none. Layers whose sizes the recipe does not support stay in
-// bf16 anyway: they are neither timed nor listed. `p` is a plan without a filter, R the rows of a micro-step. Prints
-// the times in one line, and allocates and frees GPU memory for one layer at a time. options_rules.h refuses
+// bf16 anyway: they are neither timed nor listed. `p` is a plan without a filter, R the rows of a micro-step,
+// shard_size the ranks per replica. Prints the times in one line, and allocates and frees GPU memory for one layer at a
+// time. options_rules.h refuses
 // --fp8-filter auto with --fp8-emulate and with --deterministic. Dies if memory is short or cuBLASLt lacks a GEMM.
 static inline void auto_filter(char *list, size_t capacity, const Precision *p, const Options *o, int64_t R,
-                               cudaStream_t stream) {
+                               int64_t shard_size, cudaStream_t stream) {
     AutoFilter f;
     memset(&f, 0, sizeof f);
     f.precision = p, f.options = o, f.R = R, f.gemm.stream = stream;
+    f.casts_once = precision_casts_once(o, shard_size);
     CUBLAS_CHECK(cublasLtCreate(&f.gemm.handle));
     CUDA_CHECK(cudaMalloc(&f.gemm.workspace, GEMM_WORKSPACE_BYTES));
     CUDA_CHECK(cudaEventCreate(&f.begin));
@@ -169,10 +187,11 @@ static inline void auto_filter(char *list, size_t capacity, const Precision *p, 
 }
 
 // Runs auto_filter for a model and its options, on the default stream.
-static inline void auto_filter_find(const Options *o, const ModelConfig *m, char *list, size_t capacity) {
+static inline void auto_filter_find(const Options *o, const ModelConfig *m, int64_t shard_size, char *list,
+                                    size_t capacity) {
     ParameterTable table = parameter_table(m);
     Precision all = precision_plan(o, "", m, &table, true);
-    auto_filter(list, capacity, &all, o, o->batch_size * o->sequence_length, NULL);
+    auto_filter(list, capacity, &all, o, o->batch_size * o->sequence_length, shard_size, NULL);
     precision_free(&all);
     parameter_table_free(&table);
 }

@@ -18,7 +18,7 @@ typedef struct {
     float loss;  // mean over the step's tokens of all ranks; before the all-reduce, this rank's share of it
     // Number of the first norm on this rank with bad input (NonfiniteStep.forward); UINT32_MAX: none.
     uint32_t bad_norm;
-    AdamwControl control;  // gradient norm, and whether it is accepted
+    AdamwControl control;  // gradient norm, and whether the step is taken
 } StepStats;
 
 // Marks within one step. Each mark ends a part of the step's time; that part began at the mark before.

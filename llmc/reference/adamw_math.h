@@ -2,11 +2,12 @@
 // The rule is torch.optim.AdamW's (Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization"):
 //     p *= 1 - lr * wd;  m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g * g;
 //     p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+// t counts the steps that were taken: a skipped step leaves it as it is, as with torch's GradScaler.
 // Where a compiler could fuse a product with a sum, fmaf does so explicitly, so that all compilers give the same bits.
 //
-// bf16 weights and moments are rounded stochastically (weights with nearest_weights: to nearest) with random bits that
-// depend on (rounding seed, step, flat element index) alone: neither on the launch shape nor on how the parameters are
-// split over ranks.
+// bf16 and FP16 weights and bf16 moments are rounded stochastically (weights with nearest_weights: to nearest) with
+// random bits that depend on (rounding seed, step, flat element index) alone: neither on the launch shape nor on how
+// the parameters are split over ranks.
 #ifndef LLMC_ADAMW_MATH_H
 #define LLMC_ADAMW_MATH_H
 
@@ -23,14 +24,14 @@ typedef struct {
     float eps;
     float decay;           // 1 - lr * weight_decay, the factor for tensors with PARAM_DECAY
     uint64_t key;          // key of this step's rounding bits
-    bool nearest_weights;  // rounds bf16 weights to nearest, ties away from zero, to show what that costs
+    bool nearest_weights;  // rounds bf16 weights to nearest, ties away from zero; FP16 weights to nearest even
 } AdamwStep;
 
 typedef struct {
     float weight, exp_avg, exp_avg_sq;
 } AdamwElement;
 
-// `step` is the optimizer step that is being taken, counted from 1.
+// `step` is the optimizer step that is being taken, counted from 1 and without skipped steps.
 static inline AdamwStep adamw_step(int64_t step, double lr, double beta1, double beta2, double eps, double weight_decay,
                                    bool nearest_weights, uint64_t seed) {
     AdamwStep s;
@@ -46,11 +47,10 @@ static inline AdamwStep adamw_step(int64_t step, double lr, double beta1, double
     return s;
 }
 
-// Returns the numbers of a run's optimizer step `step`, counted from 0.
-static inline AdamwStep adamw_step_of(const Options *o, int64_t step) {
-    const bool nearest_weights = o->master_weights == STORAGE_BF16_NEAREST;
-    return adamw_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay,
-                      nearest_weights, (uint64_t)o->rounding_seed);
+// Returns the numbers of a run's optimizer step `step`, counted from 0, if `skipped` steps before it were skipped.
+static inline AdamwStep adamw_step_of(const Options *o, int64_t step, int64_t skipped) {
+    return adamw_step(step + 1 - skipped, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay,
+                      options_nearest_weights(o), (uint64_t)o->rounding_seed);
 }
 
 // The largest gradient norm, before clipping, with which a step is taken. A larger norm counts as not finite. In a step
@@ -58,8 +58,13 @@ static inline AdamwStep adamw_step_of(const Options *o, int64_t step) {
 // below fp32's largest number, 2^128, by more than any rounding to bf16 adds.
 #define ADAMW_LARGEST_NORM 0x1p63
 
-// True if a step is taken with this gradient norm, which may be NaN.
+// True if a step may be taken with this gradient norm, which may be NaN.
 HOST_DEVICE static inline bool adamw_accepts(double norm) { return norm <= ADAMW_LARGEST_NORM; }
+
+// True if a step with this loss and gradient norm is taken: the norm is accepted, and the loss is finite.
+HOST_DEVICE static inline bool adamw_takes(double loss, double norm) {
+    return adamw_accepts(norm) && fabs(loss) < INFINITY;
+}
 
 // A gradient's magnitude as bits, which have the order of the magnitudes. NaN counts as infinity.
 HOST_DEVICE static inline uint32_t adamw_magnitude(float gradient) {
@@ -88,7 +93,9 @@ HOST_DEVICE static inline float clip_factor(double norm, double clip) {
 // complete, the unit's included. so_far_before and whole_before are the norms of the same units and of all units in the
 // last step (0: no last step). The result is so_far * whole_before / so_far_before. This is the whole norm if all
 // gradients have grown or shrunk by one factor since the last step, and also for the step's last unit. The last step's
-// norm itself would be a worse guide: it clips a spike too little, and the step after a spike too much.
+// norm itself would be a worse guide: it clips a spike too little, and the step after a spike too much. A spike of one
+// unit alone is not seen by the units that are updated before it: they are not clipped in its step, and by the spike's
+// ratio in the step after it.
 //
 // The result is at least so_far. So no unit's clipped gradient has a norm above `clip`, and the norm of all clipped
 // gradients of a step is at most clip * sqrt(1 + 2 ln(norm / clip)): 3.2 clip for a norm of 100 clip.

@@ -6,9 +6,9 @@
 #include "adamw_math.h"
 #include "rounding.h"
 
-// Returns the numbers of a run's optimizer step `step`, counted from 0.
-static inline MsampStep msamp_step_of(const Options *o, int64_t step) {
-    return msamp_step(step + 1, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay);
+// Returns the numbers of a run's optimizer step (adamw_step_of).
+static inline MsampStep msamp_step_of(const Options *o, int64_t step, int64_t skipped) {
+    return msamp_step(step + 1 - skipped, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay);
 }
 
 // The moments of n elements of one tensor.
@@ -59,10 +59,20 @@ static inline void adamw_msamp_moments(MsampArrays moments, MsampPair scale, Msa
     }
 }
 
-// Stores n weights as FP16(weight * scale).
+// Stores n weights as FP16(weight * scale), rounded to nearest.
 static inline void fp16_weights_encode(fp16_bits *out, const float *weights, float scale, int64_t n) {
     PARALLEL_FOR
     for (int64_t i = 0; i < n; i++) out[i] = fp16_from_float(weights[i] * scale);
+}
+
+// Stores n weights as FP16(weight * scale). The first is element `first` of the flat array. They are rounded as
+// `rounding` says, with the random bits that adamw_reference uses for bf16 weights; NULL: to nearest.
+static inline void fp16_weights_round(fp16_bits *out, const float *weights, float scale, int64_t first, int64_t n,
+                                      const AdamwStep *rounding) {
+    if (!rounding || rounding->nearest_weights) return fp16_weights_encode(out, weights, scale, n);
+    PARALLEL_FOR
+    for (int64_t i = 0; i < n; i++)
+        out[i] = fp16_from_float_stochastic(weights[i] * scale, adamw_random(rounding, first + i).weight);
 }
 
 static inline void fp16_weights_decode(float *out, const fp16_bits *weights, float scale, int64_t n) {

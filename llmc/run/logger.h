@@ -17,8 +17,8 @@
 // settle. With fewer than twice as many steps, they leave out half of the steps, rounded down.
 #define SUMMARY_WARMUP_STEPS 10
 
-// The summary's last loss is the mean over this many last steps of the process, or over all if there are fewer: one
-// batch is noisy.
+// The summary's last loss is the mean over this many last steps of the process that were taken, or over all of these if
+// there are fewer: one batch is noisy.
 #define SUMMARY_LOSS_STEPS 20
 
 // The summary says that the run diverged if its last loss is above one of these limits. A uniform guess has the loss
@@ -46,7 +46,7 @@ typedef struct {
     double learning_rate;
     double seconds;          // time of the whole step
     int64_t memory;          // GPU: bytes in use after the first step, measured once; CPU: peak of the largest process
-    bool skipped;            // the gradient norm was not finite or too large (adamw_accepts)
+    bool skipped;            // loss or gradient norm was not finite, or the norm too large (adamw_takes)
     StepTimes times;         // parts of `seconds` on this rank; when the step is logged, their means over all ranks
     const GpuReading *gpus;  // [world_size] readings at the time of logging; NULL: not all GPUs can be read
     double joules;           // energy of all GPUs in this step; NAN: not known
@@ -60,12 +60,13 @@ typedef struct {
     RunInfo run;
     TokenFlops flops;
     int64_t num_steps, tokens_per_step;
-    int64_t log_every;                  // steps between printed lines; 0, 1: every step has one
-    char unprinted[512];                // the line of the latest step if it was not printed, else ""
-    double *seconds, *losses, *joules;  // one for each step of this process
-    double uniform_loss;                // ln(vocabulary)
+    int64_t log_every;         // steps between printed lines; 0, 1: every step has one
+    char unprinted[512];       // the line of the latest step if it was not printed, else ""
+    double *seconds, *joules;  // one for each step of this process
+    double *losses;            // one for each of these steps that was taken
+    double uniform_loss;       // ln(vocabulary)
     double lowest_loss, window;  // the first loss, or a lower mean of SUMMARY_LOSS_STEPS; the sum of the next mean
-    double run_joules;           // energy of all GPUs from this process's first step to its end; NAN: not known
+    double run_joules;         // energy of all GPUs from this process's first step to its end; NAN: not known
     RunTimes times;
     int64_t count, capacity, skipped;
     int64_t memory;  // largest StepRecord.memory so far
@@ -275,7 +276,7 @@ static inline void logger_print_step(Logger *l, const StepRecord *s, const Throu
     logger_format_speed(speed, sizeof speed, r, s->seconds, s->memory);
     format_checked(l->unprinted, sizeof l->unprinted, "step %*lld/%s | loss %.6f | norm %.4f | lr %.3e | %s%s\n",
                    (int)strlen(width), (long long)s->step, width, s->loss, s->norm, s->learning_rate, speed,
-                   s->skipped ? " | SKIPPED: gradient norm not finite or too large" : "");
+                   s->skipped ? " | SKIPPED: loss or gradient norm not finite, or norm too large" : "");
     const bool due = l->log_every <= 1 || s->step % l->log_every == 0;
     if (due || l->count <= 1 || s->step == l->num_steps) logger_print_line(l);
 }
@@ -290,10 +291,14 @@ static inline void logger_keep(Logger *l, const StepRecord *s) {
     }
     l->seconds[l->count] = s->seconds;
     l->joules[l->count] = s->joules;
-    if (!l->count) l->lowest_loss = s->loss;
-    l->losses[l->count++] = s->loss;
-    l->window += s->loss / SUMMARY_LOSS_STEPS;
-    if (l->count % SUMMARY_LOSS_STEPS == 0) l->lowest_loss = fmin(l->lowest_loss, l->window), l->window = 0;
+    const int64_t taken = l->count - l->skipped;
+    if (!s->skipped) {
+        if (!taken) l->lowest_loss = s->loss;
+        l->losses[taken] = s->loss;
+        l->window += s->loss / SUMMARY_LOSS_STEPS;
+        if ((taken + 1) % SUMMARY_LOSS_STEPS == 0) l->lowest_loss = fmin(l->lowest_loss, l->window), l->window = 0;
+    }
+    l->count++;
     l->skipped += s->skipped;
     l->memory = max_i64(l->memory, s->memory);
     for (int i = 0; i < NUM_STEP_TIMES; i++) l->times.steps.seconds[i] += s->times.seconds[i];
@@ -456,25 +461,27 @@ static inline bool logger_diverged(const Logger *l, double loss) {
 
 // Prints and writes the summary. The process must have taken at least one step.
 static inline void logger_summary(Logger *l) {
-    const int64_t warmup = min_i64(SUMMARY_WARMUP_STEPS, l->count / 2), last = min_i64(SUMMARY_LOSS_STEPS, l->count);
+    const int64_t warmup = min_i64(SUMMARY_WARMUP_STEPS, l->count / 2), taken = l->count - l->skipped,
+                  last = min_i64(SUMMARY_LOSS_STEPS, taken);
     const double wall = seconds_now() - l->times.began;
-    double loss = 0;
-    for (int64_t i = l->count - last; i < l->count; i++) loss += l->losses[i] / (double)last;
+    const double first = taken ? l->losses[0] : (double)NAN;
+    double loss = taken ? 0 : (double)NAN;
+    for (int64_t i = taken - last; i < taken; i++) loss += l->losses[i] / (double)last;
     const double seconds = logger_median(l->seconds + warmup, l->count - warmup);
     const Throughput r = logger_throughput(l, seconds);
     char speed[256];
     logger_format_speed(speed, sizeof speed, &r, seconds, l->memory);
     printf("\nsummary: %lld steps, %lld skipped | loss of the first step %.6f, mean of the last %lld %.6f\nmedian "
            "of the last %lld steps: %s\n",
-           (long long)l->count, (long long)l->skipped, l->losses[0], (long long)last, loss,
-           (long long)(l->count - warmup), speed);
+           (long long)l->count, (long long)l->skipped, first, (long long)last, loss, (long long)(l->count - warmup),
+           speed);
     const bool diverged = logger_diverged(l, loss);
     run_times_print(&l->times, wall);
     JsonText line = {NULL, 0, 0};
     json_text_add(&line, "{\"type\": \"summary\"");
     logger_add_int(&line, "steps", l->count);
     logger_add_int(&line, "skipped", l->skipped);
-    logger_add(&line, "first_loss", l->losses[0]);
+    logger_add(&line, "first_loss", first);
     logger_add(&line, "last_loss", loss);
     json_text_add(&line, ", \"diverged\": %s", diverged ? "true" : "false");
     logger_add(&line, "median_ms", seconds * 1e3);

@@ -1,6 +1,7 @@
-// Finds where a gradient norm that is not finite, or too large, comes from; ends the run, or warns of the skipped step.
-// With --on-nonfinite skip, a step that is skipped changes no weight and no state: the optimizer checks the norm first,
-// and delayed scaling restores its histories.
+// Finds where a loss or gradient norm that is not finite comes from; ends the run, or warns of the skipped step.
+// A norm that is too large counts as not finite. With --on-nonfinite skip, a step that is skipped changes no weight and
+// no state: the optimizer checks loss and norm first, and delayed scaling restores its histories. Nor does the step
+// count in AdamW's bias corrections.
 #ifndef LLMC_NONFINITE_H
 #define LLMC_NONFINITE_H
 
@@ -15,7 +16,7 @@
 // numbers. A double holds it exactly: ranks compare positions and numbers as doubles.
 #define NONFINITE_NONE ((int64_t)1 << 53)
 
-// One rank's findings about a step whose gradient norm is not accepted (adamw_accepts).
+// One rank's findings about a step that was not taken (adamw_takes).
 typedef struct {
     double loss, norm;  // over all ranks
     // lowest number (nonfinite_norm) of an RMSNorm whose input was bad on this rank: not finite or, on a GPU, so large
@@ -165,7 +166,9 @@ static inline void nonfinite_report(const Options *o, const ParameterTable *t, c
     const long long number = (long long)step + 1;
     const double loss = isnan(what->loss) ? (double)NAN : what->loss;  // prints nan, never -nan
     nonfinite_place(t, s, what, place, sizeof place);
-    if (isfinite(what->norm))
+    if (adamw_accepts(what->norm))
+        format_checked(norm, sizeof norm, "the loss is not finite, though the gradient norm is %g", what->norm);
+    else if (isfinite(what->norm))
         format_checked(norm, sizeof norm,
                        "the gradient norm is %g, and above %g, where squares may overflow, "
                        "it counts as not finite",
@@ -178,9 +181,9 @@ static inline void nonfinite_report(const Options *o, const ParameterTable *t, c
                  number, norm, place, loss);
     if (skipped_in_a_row >= NONFINITE_MAX_SKIPPED)
         die_with(EXIT_NONFINITE,
-                 "step %lld: %lld steps in a row had a gradient norm that is not finite or too large, now %g. %s. "
-                 "The loss is %g. A smaller --learning-rate may help",
-                 number, (long long)skipped_in_a_row, isnan(what->norm) ? (double)NAN : what->norm, place, loss);
+                 "step %lld: %lld steps in a row were skipped, now because %s. %s. The loss is %g. A smaller "
+                 "--learning-rate may help",
+                 number, (long long)skipped_in_a_row, norm, place, loss);
     if (s->comm->rank == 0) warn("step %lld skipped: %s. %s. The loss is %g", number, norm, place, loss);
 }
 

@@ -276,6 +276,25 @@ static inline void run_setup_warn_of_length(const RunSetup *s, const Options *o)
              (long long)o->sequence_length, (long long)s->model.max_position_embeddings, s->model.name);
 }
 
+// Warns if master weights are rounded to nearest and the learning rate is, or ends, so small that many updates are
+// lost: below twice the distance of neighbouring numbers at initializer_range. Updates below half of that distance are
+// lost, and AdamW's updates are about as large as the rate.
+static inline void run_setup_warn_of_rounding(const RunSetup *s, const Options *o) {
+    const bool fp16 = options_fp16_weights(o);
+    const double weight = s->model.initializer_range, distance = ldexp(1, ilogb(weight) - (fp16 ? 10 : 7));
+    char name[2][32], where[64];
+    if (!options_nearest_weights(o) || (o->learning_rate >= 2 * distance && o->lr_schedule == SCHEDULE_CONSTANT))
+        return;
+    option_format(o, option_find("master-weights", strlen("master-weights")), name[0], sizeof name[0]);
+    option_format(o, option_find("lr-schedule", strlen("lr-schedule")), name[1], sizeof name[1]);
+    if (o->learning_rate < 2 * distance) format_checked(where, sizeof where, "--learning-rate %g is", o->learning_rate);
+    else format_checked(where, sizeof where, "--lr-schedule %s ends", name[1]);
+    warn("--master-weights %s loses updates below %.2g of weights near %g, and AdamW's are about as large as the "
+         "learning "
+         "rate: %s below %.2g, where many are lost; --master-weights %s loses none on average",
+         name[0], distance / 2, weight, where, 2 * distance, fp16 ? "fp16-stochastic" : "bf16");
+}
+
 // Warns if the model's vocabulary is larger than the tokenizer's by VOCABULARY_PADDING or more. Token ids alone do not
 // show this: a larger vocabulary contains all ids of a smaller one.
 static inline void run_setup_warn_of_tokenizer(const RunSetup *s) {
@@ -345,7 +364,7 @@ static inline RunSetup run_setup(Options *o, const Comm *c, TrainerKind kind) {
     if (!o->dry_run || s.model.vocab_size == 0) run_setup_data(&s, o, c);
     run_setup_vocabulary(&s);
     supported_require(kind, &s.model, o, world);
-    if (c->rank == 0) run_setup_warn_of_length(&s, o);
+    if (c->rank == 0) run_setup_warn_of_length(&s, o), run_setup_warn_of_rounding(&s, o);
     if (o->dry_run) return s;
     if (c->rank == 0) run_setup_warn_of_tokenizer(&s);
     if (c->local_rank == 0) dataloader_check_vocabulary(&s.train, s.model.vocab_size);

@@ -34,8 +34,9 @@ typedef struct {
     TrainerKind kind;
     // Opens the rank's device. Not called by a dry run; may be NULL.
     void (*open_device)(const Options *o, const Comm *c);
-    // Writes the fastest --fp8-filter on this device. Rank 0 alone calls; NULL if supported() refuses auto.
-    void (*find_filter)(const Options *o, const ModelConfig *m, char *filter, size_t capacity);
+    // Writes the fastest --fp8-filter on this device, with shard_size ranks per replica. Rank 0 alone calls; NULL if
+    // supported() refuses auto.
+    void (*find_filter)(const Options *o, const ModelConfig *m, int64_t shard_size, char *filter, size_t capacity);
     // Computes sizes and the memory plan; takes no device memory. Its arguments must live as long as the trainer.
     TrainerParts (*describe)(void *t, const Options *o, const ModelConfig *m, const Comm *c);
     MemoryNeeded memory_needed;
@@ -57,11 +58,13 @@ typedef struct {
     DeviceInfo (*device)(const Options *o);
 
     // Starts optimizer step `step` (counted from 0) on the samples from first_sample on. after_pause: the first step,
-    // or something else ran since the step before.
-    void (*start_step)(void *t, DataLoader *data, int64_t step, int64_t first_sample, bool after_pause);
+    // or something else ran since the step before. skipped: how many of the steps before it were skipped; unless
+    // after_pause, the last steps_ahead of them have not been reported, and do not count yet.
+    void (*start_step)(void *t, DataLoader *data, int64_t step, int64_t skipped, int64_t first_sample,
+                       bool after_pause);
     // Waits for the step. Sets loss, norm and skipped, equal on all ranks, this rank's seconds and times, and memory.
     StepRecord (*finish_step)(void *t, int64_t step);
-    // Returns what this rank knows of a step whose gradient norm is not accepted, after finish_step.
+    // Returns what this rank knows of a step that was not taken, after finish_step.
     NonfiniteStep (*nonfinite)(void *t, const StepRecord *s);
     // Reads this rank's audit sums of the latest step. Called only if --fp8-audit was due in it.
     void (*read_audit)(void *t, AuditSums *sums);
@@ -108,6 +111,9 @@ static inline int64_t run_samples_seen(const Run *run, int64_t steps_done) {
     const int64_t per_step = o->grad_accumulation_steps * run->comm.world * o->batch_size;
     return run->setup.start.samples + (steps_done - run->setup.start.step) * per_step;
 }
+
+// Returns how many steps were skipped, of those that the checkpoint counts and those that this process has reported.
+static inline int64_t run_skipped(const Run *run) { return run->setup.start.skipped + run->logger.skipped; }
 
 // Each rank sends this about a step to all ranks.
 typedef struct {
@@ -211,7 +217,7 @@ static inline int run_between_steps(Run *run, int64_t done, Due due, int stop) {
     if (!stop) stop = stop_requested(c);
     if (stop) logger_print_line(&run->logger);
     if (due.save || (stop && *o->checkpoint_dir)) {
-        const TrainerProgress progress = {done, run_samples_seen(run, done)};
+        const TrainerProgress progress = {done, run_samples_seen(run, done), run_skipped(run)};
         run_save(&run->setup, o, &progress, run->parts.table, &run->parts.state, due.last || stop, &run->logger);
     }
     return stop;
@@ -230,7 +236,8 @@ static inline int64_t run_steps(Run *run, int *stop) {
     while (done < o->num_steps && !*stop) {
         activity_phase(PHASE_TRAINING, done + 1);
         if (after_pause) run->joules_at_step = gpu_monitor_read(&run->monitor).joules;
-        ops->start_step(run->trainer, &run->setup.train, done, run_samples_seen(run, done), after_pause);
+        ops->start_step(run->trainer, &run->setup.train, done, run_skipped(run), run_samples_seen(run, done),
+                        after_pause);
         const Due due = schedule_due(o, ++done);
         *stop = stop_requested(&run->comm);
         // On the GPU, a step is reported while the next step runs, so that the GPU does not wait for the host. Before a
@@ -251,7 +258,7 @@ static inline void run_find_filter(Run *run) {
     Options *o = &run->options;
     RunSetup *s = &run->setup;
     if (strcmp(o->fp8_filter, "auto") == 0) {
-        if (run->comm.rank == 0) run->ops->find_filter(o, &s->model, s->fp8_filter, sizeof s->fp8_filter);
+        if (run->comm.rank == 0) run->ops->find_filter(o, &s->model, run->comm.shard_size, s->fp8_filter, sizeof s->fp8_filter);
         comm_broadcast(&run->comm, COMM_WORLD, 0, s->fp8_filter, sizeof s->fp8_filter);
         run_setup_decide_filter(s, o);
     }
