@@ -252,6 +252,9 @@ check "an fp8 run prints the options that are derived" holds "$tmp/start" \
     "derived   --fp8-format hybrid --master-weights bf16 --optimizer-state bf16"
 check "an fp8 run prints one line about the log of the earlier run" \
     equal "$(grep -c 'the earlier log.jsonl is now' "$tmp/start")" 1
+check "FP8 sums over 64 micro-steps start" starts 1 tiny $data $val --grad-accum-dtype fp8 --grad-accumulation-steps 64
+check "FP8 sums over 64 micro-steps say how much too large the norm may be" \
+    holds "$tmp/start" "sums      FP8 over 64 micro-steps: noise makes the norm up to 2% too large (bf16: 0.01%)"
 check "2 ranks print at most 25 lines before step 1" starts 2 tiny $data $val --precision fp8 --fp8-recipe delayed
 check "2 ranks print their replica and sharding" holds "$tmp/start" "ranks     2: 1 replica of 2 ranks, sharding full"
 check "2 ranks print the derived --fp8-all-gather, which one rank leaves out" holds "$tmp/start" "--fp8-all-gather on"
