@@ -1635,20 +1635,7 @@ static const TrainerOps trainer_ops = {.program = "train_fp8",
                                        .destroy = destroy};
 
 #ifndef TESTING
-// Makes waiting OpenMP threads yield early unless the user has chosen how they wait: beside other programs, or under a
-// CPU quota, threads that spin make a step 8 to 20 times as slow. libgomp reads the variable when it is loaded, so the
-// program starts itself again; 300 turns cost nothing on a quiet machine.
-static void settle_threads(char **argv) {
-    char program[PATH_CAPACITY];
-    if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT") || setenv("GOMP_SPINCOUNT", "300", 1)) return;
-    const ssize_t length = readlink("/proc/self/exe", program, sizeof program - 1);
-    if (length < 0) return;
-    program[length] = 0;
-    execv(program, argv);  // after a failure this process goes on: only its speed suffers
-}
-
 int main(int argc, char **argv) {
-    settle_threads(argv);
     static Trainer trainer;
     return run_trainer(argc, argv, &trainer_ops, &trainer);
 }

@@ -36,7 +36,7 @@ static void config_run(const uint8_t *data, size_t size) {
     hf_config_read(&again, fuzz()->folder);
     config_check_same(&m, &again);
     file_list_free(&list);
-    free(m.source), free(again.source);
+    fuzz_free(m.source), fuzz_free(again.source);
 }
 
 static size_t config_seed(int i, uint8_t *out) {

@@ -41,6 +41,7 @@ static void trainer_run(const uint8_t *data, size_t size) {
     const CheckpointRun run = {&model, &options, identity, NULL};
     const TrainerProgress progress = checkpoint_check(folder, &run);
     FUZZ_CHECK(progress.step >= 0 && progress.samples >= 0);
+    fuzz_free(model.source);
 }
 
 // Writes a valid trainer.json without the hash that ends it. Seed 0 fits the run of trainer_run(), seed 1 lacks the

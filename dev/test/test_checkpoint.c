@@ -1688,10 +1688,15 @@ static void test_foreign_weights(void) {
     action.trainer = untied;
     write_weights(dir, &t->table, "", "", "", ST_F32);
     CHECK(check_dies(load_action, &action,
-                     "has no tensor lm_head.weight. If the model shares it with the embedding, set "
+                     "has no tensor lm_head.weight. If it is the same matrix as model.embed_tokens.weight, set "
                      "\"tie_word_embeddings\": true in config.json",
                      output, sizeof output),
           "an untied model without lm_head is refused: %s", output);
+    write_weights(dir, &t->table, "model.embed_tokens.weight", "", "lm_head.weight", ST_F32);
+    CHECK(check_dies(check_weights_action, &action,
+                     "has no tensor model.embed_tokens.weight. If it is the same matrix as lm_head.weight, set", output,
+                     sizeof output),
+          "an untied model without embedding is refused: %s", output);
     remove_tree(dir);
     trainer_free(t);
     trainer_free(untied);

@@ -62,15 +62,6 @@ known=$(sed -n 's/^ *X(EXIT_\(MEMORY\|UNSUPPORTED\), \([0-9]\).*/\2/p' llmc/base
 check "EXIT_MEMORY and EXIT_UNSUPPORTED of launch.sh equal those in utils.h" \
     equal "$EXIT_MEMORY $EXIT_UNSUPPORTED" "$known"
 
-# ---- OpenMP's spin count: libgomp prints it each time it is loaded. $1 the expected counts, $2 variables.
-spins() {
-    equal "$(env -u OMP_WAIT_POLICY -u GOMP_SPINCOUNT OMP_DISPLAY_ENV=verbose $2 $trainer --list models 2>&1 |
-        sed -n "s/.*GOMP_SPINCOUNT = '\([0-9]*\)'.*/\1/p" | tail -n 1)" "$1"
-}
-check "waiting threads yield early" spins 300 ""
-check "the user's spin count is kept" spins 7 GOMP_SPINCOUNT=7
-check "the user's wait policy is kept" spins 0 OMP_WAIT_POLICY=passive
-
 # ---- An error is one line on stderr: without mpirun, and with mpirun on one rank and on two. Open MPI 4 must add no
 # paragraph about MPI_ABORT. With Open MPI 5, mpirun itself prints a paragraph ("prterun has exited ..."), which the
 # trainer cannot prevent. The test leaves that paragraph out.

@@ -179,6 +179,7 @@ static void test_refused(void) {
         {LLAMA ", \"rope_parameters\": {\"full_attention\": 3}}", "full_attention is a number"},
         {LLAMA ", \"rope_parameters\": {\"layers_0\": {\"rope_theta\": 1e4}}}", "rope_parameters.layers_0 is not"},
         {LLAMA ", \"compression_config\": {\"format\": \"pack-quantized\"}}", "compression_config says that"},
+        {LLAMA ", \"quantization\": {\"bits\": 4}}", "quantization says that"},
         {LLAMA ", \"sliding_window\": 4096}", "sliding_window is not supported"},
         {LLAMA ", \"use_sliding_window\": true}", "use_sliding_window is true"},
         {QWEN3 ", \"dual_chunk_attention_config\": {\"chunk_size\": 262144}}",

@@ -253,7 +253,7 @@ check "SIGKILL: the last run counts as finished" \
 # Settings may change until a run has finished, and all results before the change are removed. Later changes are
 # refused.
 
-out=$tmp/corrected
+out="$tmp/a blank"
 corrected() {
     sweep --models "$1" --sequence-lengths 64 --precisions bf16 --gpus 1 --out "$out" "${@:2}" >"$tmp/corrected.log" \
         2>&1
@@ -268,6 +268,8 @@ check "settings may change while no run has finished" \
     equal "$? $(kind_of "$out/llama3.1-405b_T64_bf16_1gpu") $(kind_of "$out/tiny_T64_bf16_1gpu")" "0 memory none"
 corrected tiny --num-steps 22 --retry none -- --learning-rate 1e-4
 check "corrected settings: the run finishes" equal "$? $(kind_of "$out/tiny_T64_bf16_1gpu")" "0 done"
+check "the folder is quoted in the command that makes a report" \
+    equal "$(tail -n 1 "$tmp/corrected.log")" "figures and intervals: scripts/report.py $tmp/a\\ blank"
 check "corrected settings: the earlier result \"memory\" is removed" \
     equal "$(kind_of "$out/llama3.1-405b_T64_bf16_1gpu")" none
 check "corrected settings: settings.txt has them" \

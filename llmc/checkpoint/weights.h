@@ -32,12 +32,12 @@ static inline bool checkpoint_check_tied(const Safetensors *st, const ParameterT
 // Fails unless the files have the tensor, with its shape, in a dtype that can be read.
 static inline bool checkpoint_check_tensor(const Safetensors *st, const Parameter *p, Failure *failure) {
     const Safetensor *tensor = safetensors_require(st, p->name, p->rows, p->cols, failure);
-    if (!tensor && strcmp(p->name, "lm_head.weight") == 0 && !safetensors_find(st, p->name)) {
+    const char *other = safetensors_tied_name(p->name);
+    if (!tensor && other && safetensors_find(st, other) && !safetensors_find(st, p->name)) {
         const Failure cause = *failure;
         return fail(failure,
-                    "%.1500s. If the model shares it with the embedding, set \"tie_word_embeddings\": true in "
-                    "config.json",
-                    cause.text);
+                    "%.1500s. If it is the same matrix as %s, set \"tie_word_embeddings\": true in config.json",
+                    cause.text, other);
     }
     return tensor && (safetensors_is_float(tensor->type) ||
                       fail(failure,

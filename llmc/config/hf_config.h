@@ -158,19 +158,19 @@ static inline void hf_refuse_unsupported(const Json *json, const HfClass *c) {
 // Dies if config.json has a key, other than with null, false, 0 or nothing in it, that says that the weights or the
 // attention are not those of the class. transformers ignores some of these keys, and would compute something else too.
 static inline void hf_refuse_variants(const Json *json, const HfClass *c) {
-    static const char *const keys[] = {"quantization_config",         "compression_config",     "sliding_window",
-                                       "dual_chunk_attention_config", "attention_chunk_size",   "no_rope_layers",
-                                       "attn_logit_softcapping",      "final_logit_softcapping"};
+    static const char *const keys[] = {"quantization_config", "compression_config",          "quantization",
+                                       "sliding_window",      "dual_chunk_attention_config", "attention_chunk_size",
+                                       "no_rope_layers",      "attn_logit_softcapping",      "final_logit_softcapping"};
     for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++) {
         const JsonNode *node = hf_member(json, json_root(json), keys[i]);
         const bool scalar = node && node->type != JSON_ARRAY && node->type != JSON_OBJECT;
         if (!node || (scalar ? strcmp(node->text, "false") == 0 || strcmp(node->text, "0") == 0 : !node->count))
             continue;
-        if (i < 2)
+        if (i < 3)
             die_with(EXIT_UNSUPPORTED,
                      "%s: %s says that the weights are quantized; use the original bf16 or fp32 model", json->source,
                      keys[i]);
-        if (i == 2 && c->family != FAMILY_LLAMA) continue;  // use_sliding_window decides in Qwen's classes
+        if (i == 3 && c->family != FAMILY_LLAMA) continue;  // use_sliding_window decides in Qwen's classes
         die_with(EXIT_UNSUPPORTED, "%s: %s is not supported, and is no setting of %s; remove it to train without it",
                  json->source, keys[i], c->architecture);
     }

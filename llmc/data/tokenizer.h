@@ -91,6 +91,8 @@ static inline Tokenizer tokenizer_open(const char *path) {
     if (!file && errno == ENOENT) return tok;
     if (!file) die("%s: cannot be read: %s", path, strerror(errno));
     const char *problem = tokenizer_parse(&tok, file, size);
+    const char *words = problem ? file_look_alike(file, size) : NULL;
+    if (words) die("%s: this is not a tokenizer table, but %s", path, words);
     if (problem)
         die("%s: %s (the file has %zu bytes); make the shard again, or remove the table to print samples as token ids",
             path, problem, size);
