@@ -45,9 +45,7 @@ static inline void check_supported(const ModelConfig *m, const Options *o, int64
     const struct {
         const char *name;
         int64_t value, multiple;
-    } sizes[] = {{"hidden_size", m->hidden_size, 16},
-                 {"intermediate_size", m->intermediate_size, 16},
-                 {"vocab_size", m->vocab_size, 8}};
+    } sizes[] = {{"hidden_size", m->hidden_size, 16}, {"intermediate_size", m->intermediate_size, 16}};
     if (o->precision == PRECISION_FP32)
         die_with(EXIT_UNSUPPORTED, "--precision fp32 runs only in the CPU trainer (train_fp8); use bf16 or fp8 here");
     if (o->master_weights == STORAGE_FP16 && o->optimizer_state != MOMENTS_MSAMP && o->optimizer_state != MOMENTS_FP32)
@@ -69,7 +67,7 @@ static inline void check_supported(const ModelConfig *m, const Options *o, int64
     if (m->hidden_size > RMSNORM_MAX_C)
         die_with(EXIT_UNSUPPORTED, "model %s: hidden_size = %lld; RMSNorm on the GPU supports up to %d", m->name,
                  (long long)m->hidden_size, RMSNORM_MAX_C);
-    for (int i = 0; i < 3; i++)
+    for (int i = 0; i < 2; i++)
         if (sizes[i].value % sizes[i].multiple)
             die_with(EXIT_UNSUPPORTED, "model %s: %s = %lld is not a multiple of %lld, as kernels on the GPU need",
                      m->name, sizes[i].name, (long long)sizes[i].value, (long long)sizes[i].multiple);
