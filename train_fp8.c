@@ -17,6 +17,7 @@
 #include <sys/resource.h>
 
 #include "llmc/base/arena.h"
+#include "llmc/base/openmp.h"
 
 #include "llmc/config/options.h"
 #include "llmc/config/parameters.h"
@@ -1637,6 +1638,7 @@ static const TrainerOps trainer_ops = {.program = "train_fp8",
 #ifndef TESTING
 int main(int argc, char **argv) {
     static Trainer trainer;
+    openmp_spin_briefly(argv);
     return run_trainer(argc, argv, &trainer_ops, &trainer);
 }
 #endif

@@ -106,7 +106,7 @@ static void place_activations(Trainer *t, Arena *a) {
     layout.chunk = t->linears.head_rows;
     layout.fp8_weights = fsdp_casts_are_transient(f) ? fp8_weights : none;
     layout.root_gradient = buffered ? root : none, layout.layer_gradient = buffered || cast ? layer : none;
-    layout.has_logits = fsdp_is_sharded(f) && layout.chunk * t->d.V <= fsdp_loss_span(f);
+    layout.has_logits = fsdp_is_sharded(f) && layout.chunk * t->d.VP <= fsdp_loss_span(f);
     layout.logits = fsdp_loss_memory(f);
     fsdp_place_gradients(f, a);
     t->params.gradients = fsdp_sums(f);
@@ -416,7 +416,8 @@ static void loss_forward(Trainer *t, const Batch *batch) {
     for (int64_t first = 0; first < R; first += chunk) {
         const int64_t rows = min_i64(chunk, R - first);
         logits_forward(t, first, rows);
-        cross_entropy_loss(t->acts.losses + first, t->acts.logits, batch->targets + first, rows, t->d.V, t->stream);
+        cross_entropy_loss(t->acts.losses + first, t->acts.logits, batch->targets + first, rows, t->d.V, t->d.VP,
+                           t->stream);
     }
 }
 
@@ -435,7 +436,7 @@ static void loss_forward_backward(Trainer *t, const Batch *batch, float grad_sca
         GemmPlan *head = logits_forward(t, first, rows);
         profile_bytes(&t->profile, "cross-entropy",
                       cross_entropy_loss_and_gradient(a->losses + first, a->logits, batch->targets + first, rows, d->V,
-                                                      grad_scale, t->stream));
+                                                      d->VP, grad_scale, t->stream));
         const QTensor lm_head = qtensor_bf16(w.lm_head), dlogits = qtensor_bf16(a->logits);
         const QTensor y = qtensor_bf16(a->y_final + first * d->C);
         linears_gemm(&t->linears, "lm_head", &head[GEMM_DGRAD], a->dbranch + first * d->C, &lm_head, &dlogits, NULL,
@@ -779,7 +780,7 @@ static const float *next_logits(void *context, const int32_t *tokens, int64_t le
     trainer_wait_all(t);
     bf16_bits *row = (bf16_bits *)xcalloc((size_t)d->V, sizeof *row);
     CUDA_CHECK(
-        cudaMemcpy(row, t->acts.logits + (last - first) * d->V, (size_t)d->V * sizeof *row, cudaMemcpyDeviceToHost));
+        cudaMemcpy(row, t->acts.logits + (last - first) * d->VP, (size_t)d->V * sizeof *row, cudaMemcpyDeviceToHost));
     for (int64_t v = 0; v < d->V; v++) t->results[v] = bf16_to_float(row[v]);
     free(row);
     return t->results;
@@ -979,7 +980,7 @@ static void print_profile(void *context, double peak_bf16, JsonText *parts) {
     Trainer *t = (Trainer *)context;
     if (!t->profile.count) return;
     profile_print(&t->profile, peak_bf16,
-                  profile_copy_rate((char *)t->acts.logits, t->linears.head_rows * t->d.V, t->stream), parts);
+                  profile_copy_rate((char *)t->acts.logits, t->linears.head_rows * t->d.VP, t->stream), parts);
 }
 
 static void destroy(void *context) { trainer_destroy((Trainer *)context); }

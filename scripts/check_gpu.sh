@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Runs every GPU test and bench, on a machine with a GPU. Then lists the timings of kernels below 85% of their ceiling,
-# with their reasons, if stated. Ends with "N passed, N failed". QUICK=1 skips the compute-sanitizer runs.
+# with their reasons, if stated. Ends with "N passed, N failed". QUICK=1 skips the compute-sanitizer runs. Writes
+# build/gpu_result.txt: one file to send to the project, above all for GPUs that it has never run on.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/install.sh
 . scripts/tally.sh
 take_none "usage: [QUICK=1] scripts/check_gpu.sh
 Builds and runs every GPU test and bench, on a machine with a GPU. QUICK=1 skips the compute-sanitizer runs.
+Writes build/gpu_result.txt (GPU, driver, commit, date, counts, failures, bench figures), which you can send us.
 Exit status 0: no test failed." "$@"
 install_tools
 if ! have_gpu; then
@@ -27,6 +29,18 @@ bench() {
     return $status
 }
 
+# Prints the result file. $1 the whole output of the tests.
+result() {
+    echo "date: $(date -u +%Y-%m-%dT%H:%MZ)"
+    echo "commit: $(git rev-parse HEAD 2>/dev/null || echo unknown)$(git diff --quiet HEAD 2>/dev/null || echo " changed")"
+    nvidia-smi --query-gpu=name,compute_cap,driver_version,memory.total --format=csv,noheader | sed 's/^/GPU: /'
+    nvcc --version | grep release
+    echo "result: $passed passed, $failed failed, $skipped skipped"
+    grep -aE '^FAILED|^ *skipped:|^[a-z_0-9/]+: [0-9]+ passed, [0-9]+ failed' "$1"
+    echo "bench, case, shape, percent of the ceiling, below 85%, reason:"
+    cat "$lines"
+}
+
 # Prints the timings below 85% of their ceiling with their reasons, and counts all timings. Leaves out lines named
 # "copy", which measure the ceiling itself. Fails if there are no timings.
 ceilings() {
@@ -42,6 +56,9 @@ ceilings() {
               exit !lines }' "$lines"
 }
 
+mkdir -p build
+output=build/check_gpu.txt
+exec 3>&1 > >(exec tee "$output") 2>&1
 say "build"
 check "make" make -s -j"$(nproc)" gpu benches train_fp8 build/synth_stories
 : >"$lines"
@@ -68,4 +85,8 @@ else
 fi
 say "kernels below 85% of their ceiling"
 check "the benches have written timings" ceilings
+exec >&3 2>&1
+wait
+result "$output" >build/gpu_result.txt
+echo "build/gpu_result.txt has the result in one file"
 finish

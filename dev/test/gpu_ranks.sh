@@ -252,7 +252,7 @@ echo "($SECONDS s)"
 # embedding's gradient from the input gradients of all ranks; with T 256 the embedding's gradient is reduced.
 mkdir "$tmp/untied"
 cat >"$tmp/untied/config.json" <<'END'
-{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 328, "hidden_size": 80,
+{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 327, "hidden_size": 80,
  "intermediate_size": 208, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
  "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": false,
  "hidden_act": "silu"}

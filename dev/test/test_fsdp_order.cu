@@ -899,8 +899,9 @@ static void called_gemm(const Gemm *, GemmPlan *p, bf16 *d, const QTensor *a, co
     note_write(computing(), d, p->R * p->N * (int64_t)sizeof(bf16), gradients_now(LOGITS, 1));
 }
 
-static void called_cross_entropy(float *, const bf16 *, const int32_t *, int64_t, int64_t, cudaStream_t) {}
-static int64_t called_cross_entropy_gradient(float *, bf16 *, const int32_t *, int64_t, int64_t, float, cudaStream_t) {
+static void called_cross_entropy(float *, bf16 *, const int32_t *, int64_t, int64_t, int64_t, cudaStream_t) {}
+static int64_t called_cross_entropy_gradient(float *, bf16 *, const int32_t *, int64_t, int64_t, int64_t, float,
+                                             cudaStream_t) {
     return 0;
 }
 

@@ -36,7 +36,8 @@ static void test_layout(const ModelConfig *m) {
         else
             CHECK(p->offset % PARAMETER_ALIGNMENT == 0 && p->offset - end < PARAMETER_ALIGNMENT,
                   "%s starts at the next multiple of PARAMETER_ALIGNMENT; found %lld", p->name, (long long)p->offset);
-        ends[segment] = p->offset + parameter_elements(p);
+        const bool padded = p->layer == ROOT && p->cols;
+        ends[segment] = p->offset + (padded ? round_up(m->vocab_size, 8) * p->cols : parameter_elements(p));
         CHECK(ends[segment] <= begin + segment_begin(sizes, segment + 1), "%s ends within its segment", p->name);
         for (int k = 0; k < NUM_SEGMENTS && !(i + 1 < t.count && p[1].layer == p->layer); k++)
             CHECK(begin + segment_begin(sizes, k + 1) - ends[k] < PARAMETER_ALIGNMENT,

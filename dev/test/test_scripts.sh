@@ -58,6 +58,24 @@ for word in update install; do
 done
 check "after apt-get has installed, the script goes on" equal "$(install_gcc none | tail -n 1)" next
 
+# The workflow compiles for every capability that docs/GPUS.md lists.
+listed() { grep -E '^\| .*\([0-9.]+\)' docs/GPUS.md | grep -oE '\([0-9]+\.[0-9]\)' | tr -d '().' | sort -n | xargs; }
+compiled() { sed -n 's/.*cuda_arch: \[\(.*\)\]/\1/p' .github/workflows/test.yml | tr -d 'a" ' | tr , '\n' | sort -n | xargs; }
+check "the workflow compiles for each GPU of docs/GPUS.md" equal "$(compiled)" "$(listed)"
+check "docs/GPUS.md has the GPUs that the trainer may meet" equal "$(listed)" "80 86 87 89 90 100 103 120"
+# check_gpu.sh writes one result: counts, failed checks, and timings.
+eval "$(sed -n '/^result() {/,/^}/p' scripts/check_gpu.sh)"
+printf 'x\nFAILED: a check\ntest_gpu: 5 passed, 1 failed\n' >"$tmp/tests.out"
+printf 'swiglu\tforward\t8 x 8\t91\t0\t\n' >"$tmp/lines"
+printf '#!/bin/sh\necho "GPU name, 8.9, 580.1, 24564 MiB"\n' >"$tmp/nvidia-smi"
+printf '#!/bin/sh\necho "release 13.0"\n' >"$tmp/nvcc"
+chmod +x "$tmp/nvidia-smi" "$tmp/nvcc"
+(lines=$tmp/lines PATH=$tmp:$PATH passed=5 failed=1 skipped=0; result "$tmp/tests.out") >"$tmp/result"
+for line in "GPU: GPU name, 8.9, 580.1, 24564 MiB" "result: 5 passed, 1 failed, 0 skipped" "FAILED: a check" \
+    "test_gpu: 5 passed, 1 failed" "commit: " "date: 20" "swiglu"; do
+    check "check_gpu.sh's result has: $line" holds "$tmp/result" "$line"
+done
+
 # check_cluster.sh compares losses. A step that ran twice with equal losses counts once; with different losses both
 # count.
 eval "$(grep '^lines() ' scripts/check_cluster.sh)"

@@ -178,12 +178,17 @@ static inline void rope_table_fill(float *table, const ModelConfig *m, int64_t T
     }
 }
 
+// Rows of the embedding and of lm_head in memory: the vocabulary and rows of zeros up to a multiple of 8, which GEMMs on
+// the GPU need. Checkpoints and exports have only the rows of the vocabulary.
+static inline int64_t model_padded_vocabulary(const ModelConfig *m) { return round_up(m->vocab_size, 8); }
+
 // The sizes of one micro-batch of a model.
 typedef struct {
     int64_t B, T, R;      // sequences, tokens each, rows R = B*T
     int64_t V, C, F, L;   // vocabulary, hidden, intermediate, layers
     int64_t NH, NKV, HD;  // query heads, key/value heads, head dimension
     int64_t QKV, ATT;     // columns of the packed q, k, v and of the attention output
+    int64_t VP;           // model_padded_vocabulary()
 } Dims;
 
 static inline Dims model_dims(const ModelConfig *m, int64_t B, int64_t T) {
@@ -198,7 +203,8 @@ static inline Dims model_dims(const ModelConfig *m, int64_t B, int64_t T) {
                     m->num_kv_heads,
                     m->head_dim,
                     model_qkv_size(m),
-                    m->num_heads * m->head_dim};
+                    m->num_heads * m->head_dim,
+                    model_padded_vocabulary(m)};
     return d;
 }
 

@@ -7,7 +7,8 @@
 //   - its matrices (those of a layer can be all-gathered in FP8);
 //   - in the root, an embedding that is not tied to lm_head. Few rows of its gradient are not zero, so GPUs may
 //     exchange that gradient in another way (fsdp_embedding.cuh).
-// Within a segment, table order is memory order. A tensor with PARAM_JOINED follows the tensor before it without a gap,
+// Within a segment, table order is memory order. The root's matrices are padded to model_padded_vocabulary() rows. A
+// tensor with PARAM_JOINED follows the tensor before it without a gap,
 // so that the weight (or bias) of a fused linear layer (q, k, v, or gate, up) is a view. All tensors without
 // PARAM_JOINED start at a multiple of PARAMETER_ALIGNMENT elements.
 #ifndef LLMC_PARAMETERS_H
@@ -162,6 +163,7 @@ static inline void parameter_table_root(ParameterTable *t, const ModelConfig *m)
     if (present) parameter_add(t, "", name, rows, cols, ROOT, flags, ends);
     ROOT_PARAMETERS(X)
 #undef X
+    for (int k = SEGMENT_MATRICES; k < NUM_SEGMENTS; k++) ends[k] = ends[k] / V * model_padded_vocabulary(m);
     parameter_place(t, 0, 0, ends, t->root_segments);
 #define X(field, name, rows, cols, present, flags) t->root.field = parameter_next(t, present, 0, &next);
     ROOT_PARAMETERS(X)

@@ -34,15 +34,13 @@ static inline void supported_casts(const ModelConfig *m, const Options *o, char 
 static inline void supported_gpu_model(const ModelConfig *m, char *message, size_t capacity) {
     const struct {
         const char *name;
-        int64_t value, multiple;
-    } sizes[] = {{"hidden_size", m->hidden_size, 16},
-                 {"intermediate_size", m->intermediate_size, 16},
-                 {"vocab_size", m->vocab_size, 8}};
-    for (int i = 2; i >= 0; i--)
-        if (sizes[i].value % sizes[i].multiple)
+        int64_t value;
+    } sizes[] = {{"hidden_size", m->hidden_size}, {"intermediate_size", m->intermediate_size}};
+    for (int i = 0; i < 2; i++)
+        if (sizes[i].value % 16)
             format_checked(message, capacity,
-                           "model %s: %s = %lld is not a multiple of %lld, as kernels on the GPU need", m->name,
-                           sizes[i].name, (long long)sizes[i].value, (long long)sizes[i].multiple);
+                           "model %s: %s = %lld is not a multiple of 16, as kernels on the GPU need", m->name,
+                           sizes[i].name, (long long)sizes[i].value);
     if (m->hidden_size > SUPPORTED_NORM_COLUMNS)
         format_checked(message, capacity, "model %s: hidden_size = %lld; RMSNorm on the GPU supports up to %d", m->name,
                        (long long)m->hidden_size, SUPPORTED_NORM_COLUMNS);

@@ -58,7 +58,7 @@ typedef struct {
     bf16 *branch;               // [R, C] output of attention or MLP before the residual add
     bf16 *x_final, *y_final;    // [R, C] residual stream after the last layer, and its RMSNorm
     float *rstd_final;          // [R]
-    bf16 *logits;               // [chunk, V]; in training, overwritten by their gradient
+    bf16 *logits;               // [chunk, VP]; in training, overwritten by their gradient
     float *losses;              // [R]
     float *rope_table;          // [T, HD] cosines and sines (rope_table_fill)
     bf16 *dx;                   // [R, C] gradient of the residual stream
@@ -379,7 +379,7 @@ static inline ArenaRange place_logits_and_one_layer(const ActivationsLayout *p, 
     }
     arena_group(a, "logits of one chunk");
     arena_reuse(a, span);
-    acts->logits = take_bf16(a, p->chunk * p->dims->V);
+    acts->logits = take_bf16(a, p->chunk * p->dims->VP);
     arena_take_guest(a, p->root_gradient);
     const ArenaRange logits = {used, a->used};
     const bool in_span = logits.begin == logits.end;

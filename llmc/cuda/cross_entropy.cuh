@@ -1,4 +1,5 @@
-// Softmax cross-entropy over the vocabulary, in place on a chunk of bf16 logits [R, V].
+// Softmax cross-entropy over the vocabulary, in place on a chunk of bf16 logits [R, VP], VP >= V. The last VP - V columns
+// are padding: they become -infinity before the loss, and 0 after the gradient.
 //
 //   loss[r]      = log(sum_v exp(x[r][v])) - x[r][target]                            fp32, natural logarithm
 //   dlogits[r][v] = bf16((softmax(x[r])[v] - (v == target)) * gradient_scale)        overwrites the logits
@@ -9,7 +10,7 @@
 // Bytes moved: 2 read + 2 written per logit (2 read without gradient). A row of 128k-152k logits (257-304 KB) fits on
 // one SM only in its registers and shared memory together. So a persistent block keeps the row there from reading to
 // overwriting: each thread holds its vectors of the row in registers and, if these do not suffice, in shared memory.
-// When a vector is no longer needed, its registers or shared memory take the next row's vector. If V is above 163840,
+// When a vector is no longer needed, its registers or shared memory take the next row's vector. If VP is above 163840,
 // too large for the GPU's shared memory or not a multiple of 8, or the logits are not aligned to 16 bytes, another
 // kernel reads each row three times (twice without gradient). Sums have a fixed order, so every run gives equal bits.
 #ifndef LLMC_CROSS_ENTROPY_CUH
@@ -258,28 +259,47 @@ static inline void cross_entropy_launch(float *losses, bf16 *logits, const int32
     }
 }
 
-static inline void cross_entropy_check(int64_t R, int64_t V) {
-    if (R < 1 || V < 1 || V > INT_MAX)
-        die("cross entropy over %lld rows of %lld logits: both must be at least 1, the vocabulary below 2^31",
-            (long long)R, (long long)V);
+static inline void cross_entropy_check(int64_t R, int64_t V, int64_t VP) {
+    if (R < 1 || V < 1 || VP < V || VP > INT_MAX)
+        die("cross entropy over %lld rows of %lld logits, padded to %lld: rows and logits must be at least 1, the "
+            "vocabulary below 2^31",
+            (long long)R, (long long)V, (long long)VP);
 }
 
-// Writes losses [R] fp32 from logits [R, V] bf16 (unchanged) and targets [R].
-static inline void cross_entropy_loss(float *losses, const bf16 *logits, const int32_t *targets, int64_t R, int64_t V,
-                                      cudaStream_t stream) {
-    cross_entropy_check(R, V);
-    cross_entropy_launch<false>(losses, (bf16 *)logits, targets, R, V, 0.0f, stream);
+// Block x fills the padding of row x.
+static __global__ void cross_entropy_padding_kernel(bf16 *logits, int64_t V, int64_t VP, float value) {
+    grid_dependency_wait();
+    for (int64_t v = V + threadIdx.x; v < VP; v += blockDim.x)
+        logits[(int64_t)blockIdx.x * VP + v] = __float2bfloat16(value);
+}
+
+// Fills columns V ... VP - 1 of logits [R, VP].
+static inline void cross_entropy_fill_padding(bf16 *logits, int64_t R, int64_t V, int64_t VP, float value,
+                                              cudaStream_t stream) {
+    if (VP > V)
+        CUDA_LAUNCH(cross_entropy_padding_kernel, grid_size(R, 1), WARP_SIZE, 0, stream, logits, V, VP, value);
+}
+
+// Writes losses [R] fp32 from logits [R, VP] bf16 (unchanged but for the padding) and targets [R].
+static inline void cross_entropy_loss(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V,
+                                      int64_t VP, cudaStream_t stream) {
+    cross_entropy_check(R, V, VP);
+    cross_entropy_fill_padding(logits, R, V, VP, -INFINITY, stream);
+    cross_entropy_launch<false>(losses, logits, targets, R, VP, 0.0f, stream);
 }
 
 // Computes the losses like cross_entropy_loss, and overwrites the logits with their gradient times gradient_scale (1 /
 // number of tokens in the mean; dies unless it is above 0). Returns the least bytes that must move, 2 read and 2
 // written per logit, even if cross_entropy_row_kernel moves more.
 static inline int64_t cross_entropy_loss_and_gradient(float *losses, bf16 *logits, const int32_t *targets, int64_t R,
-                                                      int64_t V, float gradient_scale, cudaStream_t stream) {
-    cross_entropy_check(R, V);
+                                                      int64_t V, int64_t VP, float gradient_scale,
+                                                      cudaStream_t stream) {
+    cross_entropy_check(R, V, VP);
     if (!(gradient_scale > 0))
         die("cross_entropy_loss_and_gradient: gradient_scale %g must be above 0", (double)gradient_scale);
-    cross_entropy_launch<true>(losses, logits, targets, R, V, gradient_scale, stream);
+    cross_entropy_fill_padding(logits, R, V, VP, -INFINITY, stream);
+    cross_entropy_launch<true>(losses, logits, targets, R, VP, gradient_scale, stream);
+    cross_entropy_fill_padding(logits, R, V, VP, 0.0f, stream);
     return R * V * 4;
 }
 

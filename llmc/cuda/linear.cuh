@@ -19,6 +19,7 @@ typedef struct {
     bool qkv_bias;
     Gemm gemm;
     LinearPlans plans[NUM_LINEARS];
+    LinearShape head;                   // lm_head, over VP columns of logits
     LinearPlans lm_head, lm_head_tail;  // for head_rows rows, and for the last chunk if it has fewer
     TensorScales scales;
     Profile *profile;
@@ -33,7 +34,7 @@ enum { LOGITS_ROWS = 4096, LOGITS_FEW_ROWS = 2048 };
 // memory of gradients that are computed later; 0: there is no such memory, and no limit.
 static inline int64_t logits_rows(const Dims *d, int64_t room) {
     const int64_t many = min_i64(d->R, LOGITS_ROWS);
-    return room && many * d->V > room ? min_i64(d->R, LOGITS_FEW_ROWS) : many;
+    return room && many * d->VP > room ? min_i64(d->R, LOGITS_FEW_ROWS) : many;
 }
 
 // Describes the linear layers over R rows. linears_place and linears_plan must follow before use.
@@ -41,6 +42,7 @@ static inline void linears_describe(Linears *ln, const Precision *p, const Model
                                     const Options *o, Profile *profile) {
     memset(ln, 0, sizeof *ln);
     ln->precision = p, ln->rows = R, ln->head_rows = head_rows, ln->qkv_bias = m->qkv_bias, ln->profile = profile;
+    ln->head = p->lm_head, ln->head.N = model_padded_vocabulary(m);
     ln->gemm.deterministic = o->deterministic;
     tensor_scales_describe(&ln->scales, p, R, o);
 }
@@ -122,8 +124,8 @@ static inline void linears_plan(Linears *ln, cudaStream_t stream, char *memory) 
         if (fp8_layers < p->num_layers)
             linears_plan_layer(ln, &p->linear[id], plans->bf16, bf16_recipe, ln->rows, bias, memory);
     }
-    linears_plan_layer(ln, &p->lm_head, ln->lm_head.bf16, bf16_recipe, ln->head_rows, false, memory);
-    if (tail) linears_plan_layer(ln, &p->lm_head, ln->lm_head_tail.bf16, bf16_recipe, tail, false, memory);
+    linears_plan_layer(ln, &ln->head, ln->lm_head.bf16, bf16_recipe, ln->head_rows, false, memory);
+    if (tail) linears_plan_layer(ln, &ln->head, ln->lm_head_tail.bf16, bf16_recipe, tail, false, memory);
 }
 
 static inline void linears_destroy_plans(LinearPlans *plans) {
