@@ -27,7 +27,7 @@ def make(folder, vocabulary):
 
 def compare(folder, shard, log, export):
     records = [json.loads(line) for line in open(log)]
-    settings = next(r for r in records if r["type"] == "settings")
+    settings = next(r for r in records if r["type"] == "settings")["settings"]
     steps = [r for r in records if r["type"] == "step"]
     T, lr, decay = settings["sequence-length"], settings["learning-rate"], settings["weight-decay"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
