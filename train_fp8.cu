@@ -412,12 +412,11 @@ static GemmPlan *logits_forward(Trainer *t, int64_t first, int64_t rows) {
 
 // Computes the cross-entropy of every row into t->acts.losses, after model_forward.
 static void loss_forward(Trainer *t, const Batch *batch) {
-    const int64_t R = t->d.R, chunk = t->linears.head_rows;
-    for (int64_t first = 0; first < R; first += chunk) {
-        const int64_t rows = min_i64(chunk, R - first);
+    const Dims d = t->d;
+    for (int64_t first = 0, chunk = t->linears.head_rows; first < d.R; first += chunk) {
+        const int64_t rows = min_i64(chunk, d.R - first);
         logits_forward(t, first, rows);
-        cross_entropy_loss(t->acts.losses + first, t->acts.logits, batch->targets + first, rows, t->d.V, t->d.VP,
-                           t->stream);
+        cross_entropy_loss(t->acts.losses + first, t->acts.logits, batch->targets + first, rows, d.V, d.VP, t->stream);
     }
 }
 

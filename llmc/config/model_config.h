@@ -178,8 +178,8 @@ static inline void rope_table_fill(float *table, const ModelConfig *m, int64_t T
     }
 }
 
-// Rows of the embedding and of lm_head in memory: the vocabulary and rows of zeros up to a multiple of 8, which GEMMs on
-// the GPU need. Checkpoints and exports have only the rows of the vocabulary.
+// Rows of the embedding and of lm_head in memory: the vocabulary and rows of zeros up to a multiple of 8, which GEMMs
+// on the GPU need. Checkpoints and exports have only the rows of the vocabulary.
 static inline int64_t model_padded_vocabulary(const ModelConfig *m) { return round_up(m->vocab_size, 8); }
 
 // The sizes of one micro-batch of a model.

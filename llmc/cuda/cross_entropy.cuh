@@ -1,5 +1,5 @@
-// Softmax cross-entropy over the vocabulary, in place on a chunk of bf16 logits [R, VP], VP >= V. The last VP - V columns
-// are padding: they become -infinity before the loss, and 0 after the gradient.
+// Softmax cross-entropy over the vocabulary, in place on a chunk of bf16 logits [R, VP], VP >= V. The last VP - V
+// columns are padding: they become -infinity before the loss, and 0 after the gradient.
 //
 //   loss[r]      = log(sum_v exp(x[r][v])) - x[r][target]                            fp32, natural logarithm
 //   dlogits[r][v] = bf16((softmax(x[r])[v] - (v == target)) * gradient_scale)        overwrites the logits
@@ -276,8 +276,7 @@ static __global__ void cross_entropy_padding_kernel(bf16 *logits, int64_t V, int
 // Fills columns V ... VP - 1 of logits [R, VP].
 static inline void cross_entropy_fill_padding(bf16 *logits, int64_t R, int64_t V, int64_t VP, float value,
                                               cudaStream_t stream) {
-    if (VP > V)
-        CUDA_LAUNCH(cross_entropy_padding_kernel, grid_size(R, 1), WARP_SIZE, 0, stream, logits, V, VP, value);
+    if (VP > V) CUDA_LAUNCH(cross_entropy_padding_kernel, grid_size(R, 1), WARP_SIZE, 0, stream, logits, V, VP, value);
 }
 
 // Writes losses [R] fp32 from logits [R, VP] bf16 (unchanged but for the padding) and targets [R].
