@@ -255,15 +255,37 @@ static Options parse(char *line) {
 
 // Takes the advice of random runs that do not fit, by its words, and asks again: no trainer refuses the new run.
 static void test_random_advice(void) {
-    static const char *const words[] = {
-        "--precision fp8", "--precision fp8 --fp8-recipe rowwise", "--precision fp8 --fp8-recipe mxfp8",
-        "--fp8-activations on", "--recompute attention", "--recompute mlp", "--optimizer-in-backward", "--grad-clip 1",
-        "--grad-accumulation-steps 2", "--grad-accum-dtype fp8", "--grad-accum-dtype fp32", "--reduce-dtype fp32",
-        "--optimizer-state fp32", "--optimizer-state coat", "--optimizer-state msamp", "--master-weights fp32",
-        "--master-weights fp16", "--offload master", "--offload activations", "--offload moments", "--sharding none",
-        "--sharding hybrid --shard-size 2", "--sharding grad_op", "--fp8-weight-cache on", "--on-nonfinite skip",
-        "--batch-size 4", "--sequence-length 1000", "--msamp O2", "--copy-engines on", "--fp8-all-gather off",
-        "--resume --checkpoint-dir c"};
+    static const char *const words[] = {"--precision fp8",
+                                        "--precision fp8 --fp8-recipe rowwise",
+                                        "--precision fp8 --fp8-recipe mxfp8",
+                                        "--fp8-activations on",
+                                        "--recompute attention",
+                                        "--recompute mlp",
+                                        "--optimizer-in-backward",
+                                        "--grad-clip 1",
+                                        "--grad-accumulation-steps 2",
+                                        "--grad-accum-dtype fp8",
+                                        "--grad-accum-dtype fp32",
+                                        "--reduce-dtype fp32",
+                                        "--optimizer-state fp32",
+                                        "--optimizer-state coat",
+                                        "--optimizer-state msamp",
+                                        "--master-weights fp32",
+                                        "--master-weights fp16",
+                                        "--offload master",
+                                        "--offload activations",
+                                        "--offload moments",
+                                        "--sharding none",
+                                        "--sharding hybrid --shard-size 2",
+                                        "--sharding grad_op",
+                                        "--fp8-weight-cache on",
+                                        "--on-nonfinite skip",
+                                        "--batch-size 4",
+                                        "--sequence-length 1000",
+                                        "--msamp O2",
+                                        "--copy-engines on",
+                                        "--fp8-all-gather off",
+                                        "--resume --checkpoint-dir c"};
     enum { WORDS = sizeof words / sizeof *words };
     int asked = 0, refused = 0;
     char first[1024] = "", line[1024], again[1024], message[768];

@@ -560,8 +560,7 @@ static void test_fp8_gradients_refused(void) {
     s.o.offload = "none", s.world = 2;
     call_supported(&s);
     s.o.reduce_dtype = REDUCE_FP32;
-    CHECK(check_dies(call_supported, &s, "over several GPUs reduces gradients in bf16 or fp8", output,
-                     sizeof output),
+    CHECK(check_dies(call_supported, &s, "over several GPUs reduces gradients in bf16 or fp8", output, sizeof output),
           "FP8 gradients with --reduce-dtype fp32 on 2 ranks are refused: %s", output);
     s.world = 1;
     call_supported(&s);

@@ -38,9 +38,8 @@ static inline void supported_gpu_model(const ModelConfig *m, char *message, size
     } sizes[] = {{"hidden_size", m->hidden_size}, {"intermediate_size", m->intermediate_size}};
     for (int i = 0; i < 2; i++)
         if (sizes[i].value % 16)
-            format_checked(message, capacity,
-                           "model %s: %s = %lld is not a multiple of 16, as kernels on the GPU need", m->name,
-                           sizes[i].name, (long long)sizes[i].value);
+            format_checked(message, capacity, "model %s: %s = %lld is not a multiple of 16, as kernels on the GPU need",
+                           m->name, sizes[i].name, (long long)sizes[i].value);
     if (m->hidden_size > SUPPORTED_NORM_COLUMNS)
         format_checked(message, capacity, "model %s: hidden_size = %lld; RMSNorm on the GPU supports up to %d", m->name,
                        (long long)m->hidden_size, SUPPORTED_NORM_COLUMNS);
@@ -58,8 +57,7 @@ static inline void supported_gpu(const ModelConfig *m, const Options *o, int64_t
     if (o->precision == PRECISION_FP32)
         format_checked(message, capacity,
                        "--precision fp32 runs only in the CPU trainer (train_fp8); use bf16 or fp8 here");
-    else if (options_fp16_weights(o) && o->optimizer_state != MOMENTS_MSAMP &&
-             o->optimizer_state != MOMENTS_FP32)
+    else if (options_fp16_weights(o) && o->optimizer_state != MOMENTS_MSAMP && o->optimizer_state != MOMENTS_FP32)
         format_checked(message, capacity,
                        "FP16 master weights on the GPU go with --optimizer-state msamp or fp32; the CPU trainer "
                        "(train_fp8) supports the others too");
@@ -99,8 +97,8 @@ static inline void supported_cpu(const Options *o, char *message, size_t capacit
     else if (o->copy_engines == ON)
         format_checked(message, capacity, "--copy-engines on %s: this one uses MPI or TCP; leave it out", needs);
     else if (options_offloads(o))
-        format_checked(message, capacity,
-                       "--offload %s %s: this one keeps everything in host memory; leave it out", o->offload, needs);
+        format_checked(message, capacity, "--offload %s %s: this one keeps everything in host memory; leave it out",
+                       o->offload, needs);
     else if (o->fp8_weight_cache == ON)
         format_checked(message, capacity, "--fp8-weight-cache on %s: this one has no such cache; leave it out", needs);
 }
@@ -116,7 +114,8 @@ static inline int supported(TrainerKind kind, const ModelConfig *m, const Option
         return EXIT_USAGE;
     }
     const bool host = o->sharding == SHARDING_HYBRID && !o->shard_size;  // a group is one host
-    if (kind == GPU_TRAINER) supported_gpu(m, o, world, host ? world : options_shard_group(o, world), message, capacity);
+    if (kind == GPU_TRAINER)
+        supported_gpu(m, o, world, host ? world : options_shard_group(o, world), message, capacity);
     else supported_cpu(o, message, capacity);
     return *message ? EXIT_UNSUPPORTED : 0;
 }

@@ -87,8 +87,9 @@ static inline void init_slurm_number(const char *name, int64_t *out) {
     const char *text = getenv(name);
     *out = 0;
     if (text && !init_number(text, 0, INT64_MAX, out))
-        die_with(EXIT_USAGE, "--init-from slurm: %s is \"%s\", not a whole number from 0; use --init-from tcp:HOST:PORT",
-                 name, text);
+        die_with(EXIT_USAGE,
+                 "--init-from slurm: %s is \"%s\", not a whole number from 0; use --init-from tcp:HOST:PORT", name,
+                 text);
 }
 
 // Reads Slurm's variables; dies without them. Rank 0 is on the first node. Its port follows from the job and step, so
@@ -148,7 +149,8 @@ static inline void init_from_environment(InitFrom *init) {
 }
 
 // Notes the largest number of ranks that a launcher's variables speak of. Call it before MPI_Init, which sets some of
-// them. Slurm's count is that of its own step, so within a step mpirun's counts; a shell of salloc or sbatch is no step.
+// them. Slurm's count is that of its own step, so within a step mpirun's counts; a shell of salloc or sbatch is no
+// step.
 static inline void init_read_launchers(InitFrom *init) {
     static const char *const launchers[][2] = {{"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"},
                                                {"PMI_SIZE", "PMI_RANK"},
@@ -175,11 +177,12 @@ static inline void init_read_launchers(InitFrom *init) {
 static inline void init_require_world(const InitFrom *init, int64_t world, int64_t rank) {
     if (init->launched <= world) return;
     if (rank > 0 || !init->speaks) exit(EXIT_USAGE);
-    die_with(EXIT_USAGE,
-             "%s says that a launcher has started %lld ranks or more, but %lld can reach each other, by an MPI that does "
-             "not know this launcher; start them with Open MPI's mpirun, let them meet by --init-from slurm or "
-             "--init-from file:PATH, or unset this variable for a single rank",
-             init->launcher, (long long)init->launched, (long long)world);
+    die_with(
+        EXIT_USAGE,
+        "%s says that a launcher has started %lld ranks or more, but %lld can reach each other, by an MPI that does "
+        "not know this launcher; start them with Open MPI's mpirun, let them meet by --init-from slurm or "
+        "--init-from file:PATH, or unset this variable for a single rank",
+        init->launcher, (long long)init->launched, (long long)world);
 }
 
 // Returns how this process joins the run, from --init-from and --init-timeout in the command line and from the

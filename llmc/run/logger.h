@@ -60,13 +60,13 @@ typedef struct {
     RunInfo run;
     TokenFlops flops;
     int64_t num_steps, tokens_per_step;
-    int64_t log_every;         // steps between printed lines; 0, 1: every step has one
-    char unprinted[512];       // the line of the latest step if it was not printed, else ""
-    double *seconds, *joules;  // one for each step of this process
-    double *losses;            // one for each of these steps that was taken
-    double uniform_loss;       // ln(vocabulary)
+    int64_t log_every;           // steps between printed lines; 0, 1: every step has one
+    char unprinted[512];         // the line of the latest step if it was not printed, else ""
+    double *seconds, *joules;    // one for each step of this process
+    double *losses;              // one for each of these steps that was taken
+    double uniform_loss;         // ln(vocabulary)
     double lowest_loss, window;  // the first loss, or a lower mean of SUMMARY_LOSS_STEPS; the sum of the next mean
-    double run_joules;         // energy of all GPUs from this process's first step to its end; NAN: not known
+    double run_joules;           // energy of all GPUs from this process's first step to its end; NAN: not known
     RunTimes times;
     int64_t count, capacity, skipped;
     int64_t memory;  // largest StepRecord.memory so far

@@ -206,8 +206,8 @@ static inline int64_t memory_fit_ranks(const MemoryFit *f) {
     return 0;
 }
 
-// Returns the first of none, norm, attention, mlp and layer, as --recompute, that the other options allow and with which
-// the run fits; the last that they allow if none does.
+// Returns the first of none, norm, attention, mlp and layer, as --recompute, that the other options allow and with
+// which the run fits; the last that they allow if none does.
 static inline int memory_fit_recompute(const MemoryFit *f) {
     Options o = *f->options;
     int last = RECOMPUTE_NONE;

@@ -258,7 +258,8 @@ static inline void run_find_filter(Run *run) {
     Options *o = &run->options;
     RunSetup *s = &run->setup;
     if (strcmp(o->fp8_filter, "auto") == 0) {
-        if (run->comm.rank == 0) run->ops->find_filter(o, &s->model, run->comm.shard_size, s->fp8_filter, sizeof s->fp8_filter);
+        if (run->comm.rank == 0)
+            run->ops->find_filter(o, &s->model, run->comm.shard_size, s->fp8_filter, sizeof s->fp8_filter);
         comm_broadcast(&run->comm, COMM_WORLD, 0, s->fp8_filter, sizeof s->fp8_filter);
         run_setup_decide_filter(s, o);
     }
@@ -412,9 +413,9 @@ static inline void run_close(Run *run, int64_t steps_done, int stop) {
     free(run->audit);
 }
 
-// With --recompute auto: replaces auto by the first choice that the other options allow and that fits on all ranks, or by
-// the last that they allow if none fits. A dry run
-// without --memory-limit dies, because it does not know how much memory there is.
+// With --recompute auto: replaces auto by the first choice that the other options allow and that fits on all ranks, or
+// by the last that they allow if none fits. A dry run without --memory-limit dies, because it does not know how much
+// memory there is.
 static inline void run_choose_recompute(Run *run) {
     Options *o = &run->options;
     const Comm *c = &run->comm;
@@ -422,8 +423,7 @@ static inline void run_choose_recompute(Run *run) {
     if (o->dry_run && o->memory_limit == 0)
         die_with(EXIT_USAGE, "--recompute auto: a dry run does not know how much memory there is; give --memory-limit");
     const double available = o->memory_limit > 0 ? o->memory_limit * 1073741824 : (double)run->ops->memory_available(c);
-    const MemoryFit fit = {o,    &run->setup.model, c, run->ops->kind, run->ops->memory_needed, (int64_t)available,
-                           true};
+    const MemoryFit fit = {o, &run->setup.model, c, run->ops->kind, run->ops->memory_needed, (int64_t)available, true};
     const int mine = memory_fit_recompute(&fit);
     o->recompute = o->dry_run ? mine : -(int)comm_min(c, COMM_WORLD, -(double)mine);
 }
@@ -431,8 +431,13 @@ static inline void run_choose_recompute(Run *run) {
 // Dies if the run needs more than --memory-limit.
 static inline void run_check_limit(const Run *run) {
     const Options *o = &run->options;
-    const MemoryFit fit = {o, &run->setup.model, &run->comm, run->ops->kind, run->ops->memory_needed,
-                           (int64_t)(o->memory_limit * 1073741824), true};
+    const MemoryFit fit = {o,
+                           &run->setup.model,
+                           &run->comm,
+                           run->ops->kind,
+                           run->ops->memory_needed,
+                           (int64_t)(o->memory_limit * 1073741824),
+                           true};
     if (o->memory_limit > 0)
         memory_fit_require(&fit, run->parts.memory.used + run->parts.memory_overhead, "--memory-limit is");
 }
