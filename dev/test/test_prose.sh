@@ -24,7 +24,7 @@ for words in '^MODEL: ' '^  --precision .*dtype of GEMMs' '^exit status'; do
     check "the trainer's help has \"$words\"" grep -q -- "$words" <(./train_fp8 --help)
     check "the other trainer's help lacks \"$words\"" eval '! grep -q -- "$words" <("$other" --help)'
 done
-message="unknown option --bogus; the nearest is --beta1 (--help lists all)"
+message="unknown option --bogus (--help lists all)"
 check "the trainer prints an error in its own words" equal "$(./train_fp8 --bogus 2>&1)" "error: $message"
 check "the other trainer prints the error in other words" \
     equal "$("$other" --bogus 2>&1)" "error: $($reword <<<"$message")"
