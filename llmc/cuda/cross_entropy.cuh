@@ -1,15 +1,19 @@
 // Softmax cross-entropy over the vocabulary, in place on a chunk of bf16 logits [R, VP], VP >= V.
-// The last VP - V columns are padding: they become -infinity before the loss, and 0 after the gradient.    loss[r]
-// = log(sum_v exp(x[r][v])) - x[r][target]                            fp32, natural logarithm   dlogits[r][v] =
-// bf16((softmax(x[r])[v] - (v == target)) * gradient_scale)        overwrites the logits  A row whose target lies
-// outside [0, V) is ignored: its loss and gradient are 0. In any other row, a NaN or +inf logit makes the loss and the
-// gradient NaN.  Bytes moved: 2 read + 2 written per logit (2 read without gradient). A row of 128k-152k logits
-// (257-304 KB) fits on one SM only in its registers and shared memory together. So a persistent block keeps the row
-// there from reading to overwriting: each thread holds its vectors of the row in registers and, if these do not
-// suffice, in shared memory. When a vector is no longer needed, its registers or shared memory take the next row's
-// vector. If VP is above 163840, too large for the GPU's shared memory or not a multiple of 8, or the logits are not
-// aligned to 16 bytes, another kernel reads each row three times (twice without gradient). Sums have a fixed order, so
-// every run gives equal bits.
+//
+// The last VP - V columns are padding: they become -infinity before the loss, and 0 after the gradient.
+//
+//   loss[r]      = log(sum_v exp(x[r][v])) - x[r][target]                            fp32, natural logarithm
+//   dlogits[r][v] = bf16((softmax(x[r])[v] - (v == target)) * gradient_scale)        overwrites the logits
+//
+// A row whose target lies outside [0, V) is ignored: its loss and gradient are 0. In any other row, a NaN or +inf logit
+// makes the loss and the gradient NaN.
+//
+// Bytes moved: 2 read + 2 written per logit (2 read without gradient). A row of 128k-152k logits (257-304 KB) fits on
+// one SM only in its registers and shared memory together. So a persistent block keeps the row there from reading to
+// overwriting: each thread holds its vectors of the row in registers and, if these do not suffice, in shared memory.
+// When a vector is no longer needed, its registers or shared memory take the next row's vector. If VP is above 163840,
+// too large for the GPU's shared memory or not a multiple of 8, or the logits are not aligned to 16 bytes, another
+// kernel reads each row three times (twice without gradient). Sums have a fixed order, so every run gives equal bits.
 #ifndef LLMC_CROSS_ENTROPY_CUH
 #define LLMC_CROSS_ENTROPY_CUH
 
