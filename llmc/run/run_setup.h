@@ -6,7 +6,7 @@
 #include "../checkpoint/hf_export.h"
 #include "../checkpoint/store.h"
 #include "logger.h"
-#include "../config/options_rules.h"
+#include "../config/supported.h"
 #include "../data/tokenizer.h"
 
 #define VOCABULARY_MULTIPLE 64
