@@ -55,8 +55,8 @@ DEPENDENCY_FILES := $(patsubst build/%,build/deps/%.d,$(filter build/%,$(COMPILE
 	build/deps/train_fp8.d build/deps/train_fp8cu.d
 FOLDERS := $(sort $(patsubst %/,%,$(dir $(filter build/%,$(COMPILED)) $(DEPENDENCY_FILES))))
 
-.PHONY: all help test unit-tests asan headers cuda-headers gpu benches bench-syntax check-gpu check-faults format check-format \
-	clean FORCE
+.PHONY: all help test unit-tests asan headers cuda-headers gpu benches bench-syntax check-gpu check-faults format \
+	check-format clean FORCE
 
 all: train_fp8 build/synth_stories $(if $(NVCC),train_fp8cu)
 	@$(if $(NVCC),:,echo "train_fp8cu (GPU) is left out: there is no nvcc. It needs the CUDA Toolkit and NCCL.")

@@ -34,13 +34,13 @@ check "an unknown option ends with status 2" ends 2 tiny $data --bogus
 check "--json without --dry-run ends with status 2" ends 2 tiny $data --json
 check "a missing shard ends with status 1" ends 1 tiny $data --train-data "$tmp/none.bin"
 check "a plan larger than the memory ends with status 3" ends 3 llama3.1-405b $data
-# OpenMP's threads spin briefly, unless the user has chosen how they wait. libgomp prints what it has read, once for each
-# start of the program. $1 the expected numbers of rounds, $2 settings, then the arguments.
+# OpenMP's threads spin briefly, unless the user has chosen how they wait. libgomp prints what it has read, once
+# for each start of the program. $1 the expected numbers of rounds, $2 settings, then the arguments.
 spins() {
     local expected=$1 settings=$2
     shift 2
-    equal "$(env $settings OMP_DISPLAY_ENV=verbose "$@" 2>&1 | sed -n "s/.*GOMP_SPINCOUNT = '\(.*\)'/\1/p" | sort | xargs)" \
-        "$expected"
+    equal "$(env $settings OMP_DISPLAY_ENV=verbose "$@" 2>&1 |
+        sed -n "s/.*GOMP_SPINCOUNT = '\(.*\)'/\1/p" | sort | xargs)" "$expected"
 }
 make_launch 2
 check "idle threads spin briefly" spins "300 300000" "" $trainer tiny $data

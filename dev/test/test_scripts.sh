@@ -60,7 +60,9 @@ check "after apt-get has installed, the script goes on" equal "$(install_gcc non
 
 # The workflow compiles for every capability that docs/GPUS.md lists.
 listed() { grep -E '^\| .*\([0-9.]+\)' docs/GPUS.md | grep -oE '\([0-9]+\.[0-9]\)' | tr -d '().' | sort -n | xargs; }
-compiled() { sed -n 's/.*cuda_arch: \[\(.*\)\]/\1/p' .github/workflows/test.yml | tr -d 'a" ' | tr , '\n' | sort -n | xargs; }
+compiled() {
+    sed -n 's/.*cuda_arch: \[\(.*\)\]/\1/p' .github/workflows/test.yml | tr -d 'a" ' | tr , '\n' | sort -n | xargs
+}
 check "the workflow compiles for each GPU of docs/GPUS.md" equal "$(compiled)" "$(listed)"
 check "docs/GPUS.md has the GPUs that the trainer may meet" equal "$(listed)" "80 86 87 89 90 100 103 120"
 # check_gpu.sh writes one result: counts, failed checks, and timings.

@@ -30,7 +30,7 @@ static inline void supported_casts(const ModelConfig *m, const Options *o, char 
     parameter_table_free(&table);
 }
 
-// What the GPU trainer's kernels cannot do with a model, whatever the GPU.
+// Writes the reason if the GPU trainer's kernels cannot run the model, whatever the GPU.
 static inline void supported_gpu_model(const ModelConfig *m, char *message, size_t capacity) {
     const struct {
         const char *name;
@@ -50,7 +50,7 @@ static inline void supported_gpu_model(const ModelConfig *m, char *message, size
                        m->name, (long long)m->head_dim);
 }
 
-// What the GPU trainer does not support on any GPU.
+// Writes the reason if the GPU trainer does not support the options or the model on any GPU.
 static inline void supported_gpu(const ModelConfig *m, const Options *o, int64_t world, int64_t shard_size,
                                  char *message, size_t capacity) {
     const bool fp8 = options_fp8_gradients(o);
@@ -86,7 +86,7 @@ static inline void supported_gpu(const ModelConfig *m, const Options *o, int64_t
     if (!*message) supported_casts(m, o, message, capacity);
 }
 
-// What the CPU trainer does not support.
+// Writes the reason if the CPU trainer does not support the options.
 static inline void supported_cpu(const Options *o, char *message, size_t capacity) {
     static const char *const needs = "needs the GPU trainer (train_fp8cu)";
     if (strcmp(o->fp8_filter, "auto") == 0)
