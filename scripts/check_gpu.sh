@@ -32,7 +32,8 @@ bench() {
 # Prints the result file. $1 the whole output of the tests.
 result() {
     echo "date: $(date -u +%Y-%m-%dT%H:%MZ)"
-    echo "commit: $(git rev-parse HEAD 2>/dev/null || echo unknown)$(git diff --quiet HEAD 2>/dev/null || echo " changed")"
+    echo "commit: $(git rev-parse HEAD 2>/dev/null || echo unknown)$(git diff --quiet HEAD 2>/dev/null ||
+        echo " changed")"
     nvidia-smi --query-gpu=name,compute_cap,driver_version,memory.total --format=csv,noheader | sed 's/^/GPU: /'
     nvcc --version | grep release
     echo "result: $passed passed, $failed failed, $skipped skipped"

@@ -353,7 +353,8 @@ note_settings() {
         steps=$(sed -n 's/^steps //p' "$out/settings.txt")
         settings | diff "$out/settings.txt" - >&2
         ! grep -qs "^{\"type\": \"summary\", \"steps\": ${steps:-[0-9]*}," "$out"/*/log.jsonl ||
-            fail "$out holds runs of other settings (< there, > now; none there: settings.txt was lost); give another --out"
+            fail "$out holds runs of other settings (< there, > now; none there: settings.txt was lost);" \
+                "give another --out"
         echo "no run in $out has finished, so its settings are replaced (< before, > now)"
         rm -f "$out"/*/result
     fi

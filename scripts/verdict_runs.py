@@ -203,8 +203,9 @@ class Pool:
         scale = sum(run.seconds for run in done) / max(1e-9, sum(run.expected or run.seconds for run in done))
         mean = sum(run.seconds for run in done) / len(done)
         seconds = sum(scale * run.expected or mean for run in open_runs)
-        seconds -= sum(min(time.monotonic() - run.started, scale * run.expected or mean) for run in open_runs if run.process)
-        end = time.monotonic() + seconds / len(self.slots)
+        now = time.monotonic()
+        seconds -= sum(min(now - run.started, scale * run.expected or mean) for run in open_runs if run.process)
+        end = time.time() + seconds / len(self.slots)
         return f" | {len(open_runs)} left, until about {time.strftime('%H:%M', time.localtime(end))}"
 
     def train(self):

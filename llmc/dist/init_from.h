@@ -17,7 +17,7 @@ typedef struct {
     char place[PATH_CAPACITY];  // INIT_FILE: the file; INIT_TCP: the host of rank 0
     int port;                   // INIT_TCP
     int64_t launched;           // ranks that the variables of a launcher speak of; 0: there are none
-    bool speaks;                // of those ranks, this one prints an error
+    bool speaks;                // this rank prints the error, not another of those
     char launcher[64];          // the variable that says so
     char job[64];               // names job and step of Slurm, to tell apart the jobs of one cluster; "" without Slurm
 } InitFrom;
