@@ -140,7 +140,7 @@ class Pool:
 
     def __init__(self, folder, runs, slots):
         self.folder, self.runs, self.slots, self.free = folder, runs, slots, list(range(len(slots)))
-        self.busy = {}
+        self.busy, self.starting, self.pending = {}, False, None
 
     def __enter__(self):
         try:
@@ -163,7 +163,13 @@ class Pool:
         self.lock.close()
 
     def stop(self, number, frame):
-        """Stops the runs in progress, which start from the beginning next time, and ends the program."""
+        """Stops the runs in progress, which start from the beginning next time, and ends the program.
+
+        While a run starts, its process is not known yet and would go on: the signal waits until it is.
+        """
+        if self.starting:
+            self.pending = number
+            return
         for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(other, signal.SIG_IGN)
         running = [run for run in self.runs if run.process]
@@ -220,7 +226,11 @@ class Pool:
             while waiting and self.free:
                 slot = self.free.pop(0)
                 run = waiting.pop(0)
+                self.starting = True
                 run.begin(self.slots[slot], self.lock.fileno())
+                self.starting = False
+                if self.pending:
+                    self.stop(self.pending, None)
                 self.busy[slot] = run
             time.sleep(0.05)
             for slot, run in list(self.busy.items()):
