@@ -1030,7 +1030,7 @@ static void called_updated_squares(double *, const AdamwUpdate *, const Paramete
     squares_computed();
 }
 
-static void called_norm(AdamwControl *, const double *squares, int64_t, float, cudaStream_t) {
+static void called_norm(AdamwControl *, const double *squares, const float *, int64_t, float, cudaStream_t) {
     const int64_t over = fsdp_is_sharded(now->f) ? now->f->world : 1;
     note_read(computing(), squares, sizeof *squares, gradients_now(STATISTICS, over));
 }
