@@ -163,7 +163,8 @@ static inline void parameter_table_root(ParameterTable *t, const ModelConfig *m)
     if (present) parameter_add(t, "", name, rows, cols, ROOT, flags, ends);
     ROOT_PARAMETERS(X)
 #undef X
-    for (int k = SEGMENT_MATRICES; k < NUM_SEGMENTS; k++) ends[k] = ends[k] / V * model_padded_vocabulary(m);
+    for (int k = SEGMENT_MATRICES; k < NUM_SEGMENTS; k++)
+        ends[k] = ends[k] / max_i64(V, 1) * model_padded_vocabulary(m);  // V is 0 until the data gives it
     parameter_place(t, 0, 0, ends, t->root_segments);
 #define X(field, name, rows, cols, present, flags) t->root.field = parameter_next(t, present, 0, &next);
     ROOT_PARAMETERS(X)
