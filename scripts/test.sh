@@ -15,33 +15,38 @@ QUIET=1
 
 say "build"
 check "make" make -s train_fp8 build/synth_stories
-check "make headers" make -s headers
+check "make headers" make -s -j2 headers
 check "make unit-tests" make -s -j2 unit-tests
 check "make asan" make -s -j2 asan
 
-# Runs the programs of dev/test, two at a time with one thread each, and tallies them in the order given. $1: words
-# before each program, such as "python3" or "env NAME=VALUE"; the rest: the programs.
+# Runs the tests $@, two at a time with one thread each, in this order, and tallies them.
 tally_two_at_a_time() {
-    local program first=$1
-    shift
+    local program
     outputs=$(mktemp -d)
-    export outputs first
-    printf '%s\n' "$@" | xargs -P 2 -I {} bash -c 'OMP_NUM_THREADS=1 $first {} >"$outputs/$(basename {})" 2>&1
-        echo $? >"$outputs/$(basename {}).status"'
-    for program; do tally "${program##*/}" replay "${program##*/}"; done
+    export outputs
+    printf '%s\n' "$@" | xargs -P 2 -I {} bash -c 'run_one {}'
+    for program; do tally "${program#build/}" replay "${program//\//.}"; done
     rm -rf "$outputs"
 }
+# Writes the output of test $1, and its status.
+run_one() {
+    local command=("$1")
+    case $1 in *.py) command=(python3 "$1") ;; esac
+    OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 "${command[@]}" >"$outputs/${1//\//.}" 2>&1
+    echo $? >"$outputs/${1//\//.}.status"
+}
 replay() { cat "$outputs/$1" && return "$(cat "$outputs/$1.status")"; }
+export -f run_one
 
-programs=()
-for source in dev/test/test_*.c; do programs+=("build/$(basename "$source" .c)"); done
-say "unit tests"
-tally_two_at_a_time "" "${programs[@]}"
-say "unit tests under address and undefined-behaviour sanitizers (test_train_fp8 takes minutes)"
-tally_two_at_a_time "env ASAN_OPTIONS=detect_leaks=0" "${programs[@]/#build/build/asan}"
-say "Python tests"
 install_report
-tally_two_at_a_time python3 dev/test/test_*.py
+# the long ones first, so that none of them runs alone at the end
+programs=(build/asan/test_train_fp8 dev/test/test_verdict.py build/test_train_fp8 dev/test/test_report.py)
+for program in build/asan/test_* build/test_* dev/test/test_*.py; do
+    case $program in *.d | *test_gpu | *test_fsdp_order | *test_placement) continue ;; esac  # GPU code: below
+    [[ " ${programs[*]} " = *" $program "* ]] || programs+=("$program")
+done
+say "unit tests, alone and under address and undefined-behaviour sanitizers, and Python tests"
+tally_two_at_a_time "${programs[@]}"
 say "whole programs"
 for script in dev/test/test_*.sh; do [ -e "$script" ] && tally "${script#dev/test/}" bash "$script"; done
 
