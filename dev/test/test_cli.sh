@@ -62,8 +62,8 @@ refuses_launcher() {
     env $1 timeout 60 $trainer tiny $data >"$tmp/out" 2>"$tmp/err"
     equal "$? $(wc -l <"$tmp/err")" "2 $2" && no_step "$tmp/out"
 }
-for variables in "PMI_SIZE=2 PMI_RANK=0" "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0" "PMIX_RANK=1" \
-    "MPI_LOCALNRANKS=2 MPI_LOCALRANKID=0" "WORLD_SIZE=2 RANK=0"; do
+for variables in "PMI_SIZE=2 PMI_RANK=0" "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0" "PMIX_RANK=0" \
+    "MPI_LOCALNRANKS=2 MPI_LOCALRANKID=0" "PMI_SIZE=2 PMI_RANK=x" "WORLD_SIZE=2 RANK=0"; do
     check "$variables without ranks that meet: status 2 and one line" refuses_launcher "$variables" 1
 done
 check "the launcher's second rank says nothing" refuses_launcher "PMI_SIZE=2 PMI_RANK=1" 0

@@ -112,12 +112,15 @@ static void check_launchers(void) {
     } cases[] = {{"", "", 0, false},
                  {"PMI_SIZE=2 PMI_RANK=0", "PMI_SIZE=2", 2, true},
                  {"PMI_SIZE=2 PMI_RANK=1", "PMI_SIZE=2", 2, false},
-                 {"PMIX_RANK=3", "PMIX_RANK=3", 4, true},
+                 {"PMIX_RANK=3", "PMIX_RANK=3", 4, false},
+                 {"PMIX_RANK=0", "PMIX_RANK=0", 2, true},
+                 {"PMIX_RANK=0 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", "SLURM_STEP_NUM_TASKS=1", 1, true},
+                 {"PMI_SIZE=2", "PMI_SIZE=2", 2, true},
                  {"MPI_LOCALNRANKS=2 MPI_LOCALRANKID=0", "MPI_LOCALNRANKS=2", 2, true},
                  {"OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=0 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=9",
                   "OMPI_COMM_WORLD_SIZE=4", 4, true},
                  {"PMIX_RANK=0 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=9", "SLURM_STEP_NUM_TASKS=9", 9, true},
-                 {"SLURM_PROCID=0 SLURM_NTASKS=9", "SLURM_PROCID=0", 1, true},
+                 {"SLURM_PROCID=0 SLURM_NTASKS=9", "", 0, false},
                  {"WORLD_SIZE=8", "", 0, false}};
     for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
         const InitFrom i = join(cases[k].environment, "tiny --init-from mpi");

@@ -298,6 +298,20 @@ static void die_beside_printf(void *context) {
     die("stdout is held");
 }
 
+// Rows with numbers outside their tables, or with a text without an end, are not taken.
+static void test_foreign_rows(void) {
+    WatchRow good, bad;
+    memset(&good, 0, sizeof good);
+    good.phase = NUM_PHASES - 1, good.kind = ACTIVITY_FILE;
+    CHECK(watch_is_row(&good), "a row with the largest numbers is taken");
+    bad = good, bad.phase = NUM_PHASES;
+    CHECK(!watch_is_row(&bad), "an unknown phase is not");
+    bad = good, bad.kind = -1;
+    CHECK(!watch_is_row(&bad), "an unknown kind is not");
+    bad = good, memset(bad.doing, 'x', sizeof bad.doing);
+    CHECK(!watch_is_row(&bad), "a text without an end is not");
+}
+
 int main(void) {
     char output[256];
     check_silent();
@@ -311,5 +325,6 @@ int main(void) {
     check_files();
     CHECK(check_dies(die_beside_printf, NULL, "stdout is held", output, sizeof output),
           "die() ends the process while another thread holds stdout: %s", output);
+    test_foreign_rows();
     return check_report();
 }

@@ -95,7 +95,7 @@ typedef struct {
     double seconds[NUM_LINK_COLLECTIVES];  // for one collective; 0: not measured
     double *rates;                         // [world][world] measured by rank i with rank j: bytes per second in one
                                            // direction, while both directions are used; 0: not measured
-    double *paths;                         // [world][world] LinkPath, as numbers that comm_sum adds
+    double *paths;                         // [world][world] LinkPath, as numbers
     LinkGpu *gpus;                         // [world]
     char no_pairs[256];                    // the reason why a rank could not open its pairs; else ""
     LinkFaults faults;
@@ -206,8 +206,9 @@ static inline void links_measure_pairs(LinkReport *r, const LinkOps *ops, const 
         links_measure_pair(r, ops, c, links_partner_here(r->hosts, c->world, c->rank, i * here / n));
     for (int64_t i = 0, n = min_i64(there, LINKS_PARTNERS); i < n; i++)
         links_measure_pair(r, ops, c, links_partner_there(r->hosts, c->world, c->rank, i * there / n));
-    comm_sum(c, COMM_WORLD, r->rates, c->world * c->world);  // each rank has filled its own row; its other rows are 0
-    comm_sum(c, COMM_WORLD, r->paths, c->world * c->world);
+    const int64_t row = c->world * (int64_t)sizeof *r->rates;  // each rank has filled its own
+    comm_all_gather(c, COMM_WORLD, r->rates + c->rank * c->world, r->rates, row);
+    comm_all_gather(c, COMM_WORLD, r->paths + c->rank * c->world, r->paths, row);
 }
 
 // ---- what is slow

@@ -148,28 +148,42 @@ static inline void init_from_environment(InitFrom *init) {
     }
 }
 
+// Notes one launcher's variables: the larger number of ranks counts.
+static inline void init_note_launcher(InitFrom *init, const char *variable, const char *value, int64_t ranks,
+                                      bool speaks) {
+    if (ranks <= init->launched) return;
+    init->launched = ranks, init->speaks = speaks;
+    format_checked(init->launcher, sizeof init->launcher, "%s=%.20s", variable, value);
+}
+
 // Notes the largest number of ranks that a launcher's variables speak of. Call it before MPI_Init, which sets some of
-// them. Slurm's count is that of its own step, so within a step mpirun's counts; a shell of salloc or sbatch is no
-// step.
+// them. A rank whose number nobody bounds has company. WORLD_SIZE alone may be any script's. Slurm's count is that of
+// its own step, so within a step mpirun's counts; a shell of salloc or sbatch is no step. Dies if a number is none.
 static inline void init_read_launchers(InitFrom *init) {
     static const char *const launchers[][2] = {{"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"},
                                                {"PMI_SIZE", "PMI_RANK"},
                                                {"PMIX_SIZE", "PMIX_RANK"},
                                                {"MPI_LOCALNRANKS", "MPI_LOCALRANKID"},
                                                {"MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"},
+                                               {"MVP_COMM_WORLD_SIZE", "MVP_COMM_WORLD_RANK"},
                                                {"PALS_SIZE", "PALS_RANKID"},
                                                {"WORLD_SIZE", "RANK"},
                                                {"SLURM_STEP_NUM_TASKS", "SLURM_PROCID"}};
-    const int number = (int)(sizeof launchers / sizeof *launchers) - (getenv("OMPI_COMM_WORLD_SIZE") ? 1 : 0);
-    for (int i = 0; i < number; i++) {
+    enum { ALL = sizeof launchers / sizeof *launchers, WITH_RANK = ALL - 2 };  // from here on a size needs a rank
+    const char *alone = NULL;
+    InitFrom sized = *init;
+    for (int i = 0; i < ALL - (getenv("OMPI_COMM_WORLD_SIZE") ? 1 : 0); i++) {
         const char *size = getenv(launchers[i][0]), *at = getenv(launchers[i][1]);
-        int64_t ranks = 0, rank = 0;
-        if (!at || !init_number(at, 0, INT64_MAX - 1, &rank)) continue;
-        if (!size || !init_number(size, 1, INT64_MAX, &ranks)) ranks = rank + 1;
-        if (ranks <= init->launched) continue;
-        init->launched = ranks, init->speaks = !size || rank == 0;
-        format_checked(init->launcher, sizeof init->launcher, "%s=%.20s", launchers[i][size ? 0 : 1], size ? size : at);
+        if (at && !size && i < WITH_RANK) alone = launchers[i][1];
+        if (!size || (!at && i >= WITH_RANK)) continue;
+        sized.rank = 0;
+        if (at) init_rank(&sized, launchers[i][1], launchers[i][0]);
+        else if (!init_number(size, 1, 1 << 20, &sized.world)) continue;
+        init_note_launcher(init, launchers[i][0], size, sized.world, sized.rank == 0);
     }
+    int64_t rank = 0;
+    if (alone && init_number(getenv(alone), 0, 1 << 20, &rank))
+        init_note_launcher(init, alone, getenv(alone), init->launched ? rank + 1 : max_i64(rank + 1, 2), rank == 0);
 }
 
 // Dies with EXIT_USAGE if a launcher has started more ranks than the `world` that have met: else its N processes would

@@ -76,7 +76,7 @@ static inline void mesh_receive_from(Mesh *m, MeshPeer *p) {
         p->received = 0;
         if (p->in.kind == MESH_MESSAGE_ROW) memcpy(p->row, p->in.row, MESH_ROW), p->fresh = true;
         if (p->in.kind == MESH_MESSAGE_PARTED) p->parted = true;
-        if (p->in.kind == MESH_MESSAGE_ENDED) m->ended = true, m->code = p->in.code;
+        if (p->in.kind == MESH_MESSAGE_ENDED) m->ended = true, m->code = p->in.code ? p->in.code : EXIT_OTHER;
     }
 }
 

@@ -266,9 +266,16 @@ static inline void watch_note_activity(WatchRow *row, double seconds) {
     activity_unlock();
 }
 
+// True if a row from another rank is one that a watcher writes. Its numbers index tables, and its text is printed.
+static inline bool watch_is_row(const WatchRow *row) {
+    return row->phase >= 0 && row->phase < NUM_PHASES && row->kind >= 0 && row->kind <= ACTIVITY_FILE &&
+           memchr(row->doing, 0, sizeof row->doing);
+}
+
 static inline void watch_receive(Watch *w) {
     WatchRow row;
     for (int64_t from; (from = beats_receive(&w->messages, &row)) >= 0;) {
+        if (!watch_is_row(&row)) continue;  // such a rank counts as silent
         w->table.ranks[from].row = row;
         w->table.ranks[from].silence = 0;
     }
