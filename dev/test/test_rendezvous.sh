@@ -239,9 +239,9 @@ rank twice 1 3 "file:$tmp/twice.meet" --init-timeout 20
 sleep 1
 rank twice-again 1 3 "file:$tmp/twice.meet" --init-timeout 20
 wait "${pids[1]}"
-check "twice: the second rank 1 ends with status 2" equal $? 2
+check "twice: the second rank 1 ends with the status of a lost rank, which scripts start again" equal $? 6
 wait "${pids[0]}"
-check "twice: rank 0 ends with status 2" equal $? 2
+check "twice: rank 0 ends with status 6" equal $? 6
 check "twice: the error names both processes" \
     grep -qE "rank 1 came twice, from $host \(process [0-9]+\) and $host \(process" "$tmp/twice.0.err"
 for r in 0 1; do
@@ -251,6 +251,25 @@ done
 wait
 check "rank 1 of another Slurm job prints that the file is of another job" \
     grep -q "jobs.meet is of another job: slurm 0.0.0" "$tmp/jobs.1.err"
+
+# ---- What rank 0 leaves open while it waits: a file that only its user reads, which a signal removes; and with a
+# loopback address no other address.
+
+pids=()
+rank guarded 0 2 "file:$tmp/guarded.meet" --init-timeout 20
+for _ in $(seq 100); do [ -e "$tmp/guarded.meet" ] && break; sleep 0.1; done
+check "the file with the token is its user's alone" equal "$(stat -c %a "$tmp/guarded.meet")" 600
+kill "${pids[0]}"  # timeout passes the signal on
+wait "${pids[0]}"
+check "a signal removes the file" test ! -e "$tmp/guarded.meet"
+free_port
+hex=$(printf ':%04X' "$port")
+pids=()
+rank loopback 0 2 "tcp:127.0.0.1:$port" --init-timeout 3
+sleep 1
+check "tcp:127.0.0.1 listens there alone" equal \
+    "$(cat /proc/net/tcp /proc/net/tcp6 | awk -v p="$hex" '$4 == "0A" && index($2, p) { print $2 }')" "0100007F$hex"
+wait
 
 # ---- connections of other programs ("strangers"): random bytes, an HTTP request, half of a rank's greeting, silence.
 # The run trains all the same.

@@ -6,6 +6,7 @@
 #define LLMC_RENDEZVOUS_H
 
 #include <ifaddrs.h>
+#include <math.h>
 #include <sys/random.h>
 
 #include "init_from.h"
@@ -180,7 +181,8 @@ static inline void meet_file_check(const char *path, const RankCard *own) {
 static inline void meet_file_write(const char *path, const RankCard *own, int port) {
     char temporary[PATH_CAPACITY + 64];
     format_checked(temporary, sizeof temporary, "%s.%.60s", path, own->token);
-    FILE *f = fopen(temporary, "wb");
+    const int fd = open(temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);  // others must not read the token
+    FILE *f = fd < 0 ? NULL : fdopen(fd, "wb");
     if (!f) die("--init-from file:%s: cannot write %s: %s", path, temporary, strerror(errno));
     fprintf(f, "%s\ntoken %s\njob %s\nhost %s\nboot %s\nprocess %d\nport %d\n", MEET_MAGIC, own->token,
             *own->job ? own->job : "none", own->host, own->boot, own->pid, port);
@@ -190,6 +192,27 @@ static inline void meet_file_write(const char *path, const RankCard *own, int po
         unlink(temporary);
         die("--init-from file:%s: cannot write it: %s", path, strerror(error));
     }
+}
+
+// The file that a signal removes while rank 0 waits; "": none.
+static inline char *meet_signal_file(void) {
+    static char path[PATH_CAPACITY];
+    return path;
+}
+
+static inline void meet_on_signal(int number) {
+    unlink(meet_signal_file());
+    signal(number, SIG_DFL);
+    raise(number);
+}
+
+// From now on SIGINT, SIGTERM and SIGHUP remove the file at `path` before they end this process; "": they only end it.
+// A signal that is ignored stays so.
+static inline void meet_guard_file(const char *path) {
+    const int numbers[] = {SIGINT, SIGTERM, SIGHUP};
+    format_checked(meet_signal_file(), PATH_CAPACITY, "%s", path);
+    for (int i = 0; i < 3; i++)
+        if (signal(numbers[i], *path ? meet_on_signal : SIG_DFL) == SIG_IGN) signal(numbers[i], SIG_IGN);
 }
 
 // ---- rank 0
@@ -226,19 +249,21 @@ static inline bool meet_admit(void *context, int fd, const void *hello) {
         return false;
     }
     const int64_t world = m->init->world;
+    m->code = EXIT_USAGE;
     if (card.world != world || card.rank < 1 || card.rank >= world)
         format_checked(m->problem, sizeof m->problem,
                        "rank %d on %s (process %d) was started as one of %d ranks, and rank 0 as one of %lld",
                        card.rank, card.host, card.pid, card.world, (long long)world);
-    else if (m->fds[card.rank] >= 0)
+    else if (m->fds[card.rank] >= 0) {
+        m->code = EXIT_LOST;  // a rank of an earlier start may have come: another start may succeed
         format_checked(
             m->problem, sizeof m->problem,
             "rank %d came twice, from %s (process %d) and %s (process %d): two processes have one rank, or two "
             "jobs meet at one place; give each job a place of its own",
             card.rank, m->cards[card.rank].host, m->cards[card.rank].pid, card.host, card.pid);
+    }
     if (*m->problem) {
-        meet_answer(fd, ANSWER_WRONG, 0, "%s", m->problem);
-        m->code = EXIT_USAGE;
+        meet_answer(fd, ANSWER_WRONG, m->code, "%s", m->problem);
         return false;
     }
     socket_address(fd, false, card.address);
@@ -329,18 +354,19 @@ static inline void meet_as_first(Meeting *m) {
     Door door;
     memset(&door, 0, sizeof door);
     if (init->kind == INIT_FILE) meet_file_check(init->place, own), meet_random_token(own->token);
-    door.listener = socket_listen(init->port);
+    door.listener = socket_listen(init->place, init->port);
     if (door.listener < 0)
         die("--init-from: rank 0 cannot listen on port %d of %s: %s; --init-from tcp:HOST:PORT can name another port",
             init->port, own->host, strerror(errno));
     door.hello_bytes = sizeof(RankCard), door.admits = meet_admit, door.context = m;
     if (init->kind == INIT_FILE) {
+        meet_guard_file(init->place);
         meet_file_write(init->place, own, socket_address(door.listener, true, address));
         format_checked(where, sizeof where, "%s", init->place);
     } else format_checked(where, sizeof where, "%s:%d", init->place, init->port);
     m->missing = init->world - 1;
     meet_wait(m, &door, where);
-    if (init->kind == INIT_FILE) unlink(init->place);
+    if (init->kind == INIT_FILE) unlink(init->place), meet_guard_file("");
     meet_random_token(own->token);
     meet_send_table(m);
     door_close(&door);
@@ -363,16 +389,25 @@ static inline int meet_connect(const Meeting *m, RankCard *own, Failure *failure
     return meet_file_connect(&file, own, failure);
 }
 
+// True if the file of --init-from file:PATH has become another rank 0's than the one to which this rank is connected.
+static inline bool meet_file_replaced(const Meeting *m, const RankCard *own) {
+    MeetFile file;
+    return m->init->kind == INIT_FILE && meet_file_read(m->init->place, &file) && strcmp(file.token, own->token) != 0;
+}
+
 // Shows the card to rank 0 and waits for its answer. Returns true with the table; false, with the reason, if another
 // attempt may succeed. Ends this process if rank 0 answers that the run cannot start.
 static inline bool meet_ask(Meeting *m, RankCard *own, int fd, double deadline, Failure *failure) {
     Answer answer;
     const int64_t bytes = m->init->world * (int64_t)sizeof *m->cards;
-    if (!socket_all(fd, true, own, sizeof *own, deadline) || !socket_all(fd, false, &answer, sizeof answer, deadline))
+    const bool sent = socket_all(fd, true, own, sizeof *own, deadline);
+    while (sent && !socket_await(fd, POLLIN, fmin(deadline, seconds_now() + 1)) && seconds_now() < deadline)
+        if (meet_file_replaced(m, own)) return fail(failure, "rank 0 has written %s again", m->init->place);
+    if (!sent || !socket_all(fd, false, &answer, sizeof answer, deadline))
         return fail(failure, "no answer from rank 0: %s", strerror(errno));
     answer.text[sizeof answer.text - 1] = 0;
-    if (answer.kind == ANSWER_WRONG) die_with(EXIT_USAGE, "%s", answer.text);
-    if (answer.kind == ANSWER_ENDED) _exit(answer.code);  // rank 0 has printed the reason
+    if (answer.kind == ANSWER_WRONG) die_with(answer.code ? answer.code : EXIT_OTHER, "%s", answer.text);
+    if (answer.kind == ANSWER_ENDED) _exit(answer.code ? answer.code : EXIT_OTHER);  // rank 0 has printed the reason
     if (answer.kind != ANSWER_TABLE) return fail(failure, "%s", answer.text);
     if (!socket_all(fd, false, m->cards, bytes, deadline))
         return fail(failure, "the table of ranks did not arrive from rank 0: %s", strerror(errno));
@@ -412,7 +447,7 @@ static inline Meeting meet(const InitFrom *init) {
     m.cards = (RankCard *)xcalloc((size_t)init->world, sizeof *m.cards);
     m.fds = (int *)xcalloc((size_t)init->world, sizeof *m.fds);
     for (int64_t r = 0; r < init->world; r++) m.fds[r] = -1;
-    m.listener = socket_listen(0);
+    m.listener = socket_listen(NULL, 0);
     if (m.listener < 0) die("cannot listen for other ranks: %s", strerror(errno));
     RankCard *own = &m.cards[init->rank];
     *own = meet_card(init, CARD_RANK);

@@ -4,6 +4,8 @@
 #ifndef LLMC_SOCKETS_H
 #define LLMC_SOCKETS_H
 
+#include <arpa/inet.h>
+#include <math.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -47,9 +49,13 @@ static inline void socket_prepare(int fd) {
     socket_set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 1000 * SOCKET_LOST_SECONDS);
 }
 
-// Listens on `port` of all addresses of this host; 0: on any free port. Returns the socket, or -1 with errno if that
-// fails.
-static inline int socket_listen(int port) {
+static inline bool address_is_loopback(const char *address) {
+    return strncmp(address, "127.", 4) == 0 || strcmp(address, "::1") == 0;
+}
+
+// Listens on `port`; 0: on any free port. `host`: a numeric loopback address, to listen there alone; any other text or
+// NULL: on all addresses of this host. Returns the socket, or -1 with errno if that fails.
+static inline int socket_listen(const char *host, int port) {
     struct sockaddr_in6 six;
     struct sockaddr_in four;
     memset(&six, 0, sizeof six);
@@ -57,7 +63,12 @@ static inline int socket_listen(int port) {
     six.sin6_family = AF_INET6, six.sin6_port = htons((uint16_t)port);
     four.sin_family = AF_INET, four.sin_port = htons((uint16_t)port);
     const int type = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
-    int fd = socket(AF_INET6, type, 0);
+    const bool alone = host && address_is_loopback(host);
+    if (alone && inet_pton(AF_INET6, host, &six.sin6_addr) != 1 && inet_pton(AF_INET, host, &four.sin_addr) != 1) {
+        errno = EADDRNOTAVAIL;
+        return -1;
+    }
+    int fd = alone && !strchr(host, ':') ? -1 : socket(AF_INET6, type, 0);
     const bool both = fd >= 0;  // a host may have no IPv6
     if (!both && (fd = socket(AF_INET, type, 0)) < 0) return -1;
     socket_set(fd, SOL_SOCKET, SO_REUSEADDR, 1);
@@ -87,8 +98,10 @@ static inline int socket_address(int fd, bool own, char address[SOCKET_ADDRESS])
     return atoi(port);
 }
 
-static inline bool address_is_loopback(const char *address) {
-    return strncmp(address, "127.", 4) == 0 || strcmp(address, "::1") == 0;
+// True if a connection's ends are one socket: a connect to a free port of this host may be given that port.
+static inline bool socket_met_itself(int fd) {
+    char own[SOCKET_ADDRESS], other[SOCKET_ADDRESS];
+    return socket_address(fd, true, own) == socket_address(fd, false, other) && strcmp(own, other) == 0;
 }
 
 // Tries once to connect to one address, and waits at most until the deadline. Returns the socket, or -1 with errno.
@@ -97,10 +110,11 @@ static inline int socket_connect_one(const struct addrinfo *a, double deadline) 
     int error = 0;
     socklen_t length = sizeof error;
     if (fd < 0) return -1;
-    if (connect(fd, a->ai_addr, a->ai_addrlen) == 0) return fd;
-    if (errno != EINPROGRESS) error = errno;
+    if (connect(fd, a->ai_addr, a->ai_addrlen) == 0) error = 0;
+    else if (errno != EINPROGRESS) error = errno;
     else if (!socket_await(fd, POLLOUT, deadline)) error = ETIMEDOUT;
     else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length)) error = errno;
+    if (error == 0 && socket_met_itself(fd)) error = ECONNREFUSED;
     if (error == 0) return fd;
     close(fd);
     errno = error;
@@ -174,6 +188,7 @@ typedef bool (*DoorAdmits)(void *context, int fd, const void *hello);
 
 typedef struct {
     int listener;
+    bool shut;                                   // this process can take no connection now: it has too many open files
     int64_t hello_bytes, num_guests, strangers;  // strangers: connections that were not kept
     DoorGuest guests[DOOR_GUESTS];
     DoorAdmits admits;
@@ -188,7 +203,11 @@ static inline void door_remove(Door *d, int64_t i, bool kept) {
 }
 
 static inline void door_accept(Door *d) {
-    for (int fd; d->num_guests < DOOR_GUESTS && (fd = accept(d->listener, NULL, NULL)) >= 0;) {
+    d->shut = false;
+    while (d->num_guests < DOOR_GUESTS) {
+        const int fd = accept(d->listener, NULL, NULL);
+        d->shut = fd < 0 && !socket_again(errno);
+        if (fd < 0) return;
         if (fcntl(fd, F_SETFL, O_NONBLOCK) || fcntl(fd, F_SETFD, FD_CLOEXEC)) die("fcntl: %s", strerror(errno));
         socket_prepare(fd);
         const DoorGuest guest = {fd, 0, seconds_now(), (char *)xcalloc(1, (size_t)d->hello_bytes)};
@@ -207,13 +226,16 @@ static inline bool door_receive(Door *d, int64_t i) {
     return false;
 }
 
-// Waits up to `seconds` for a connection or for bytes of a hello, and handles what has come.
+// Waits up to `seconds` for a connection or for bytes of a hello, and handles what has come. While no connection can be
+// taken, it does not wait for one, which would be ready at once.
 static inline void door_serve(Door *d, double seconds) {
     struct pollfd p[DOOR_GUESTS + 1];
     memset(p, 0, sizeof p);
+    const bool full = d->shut || d->num_guests == DOOR_GUESTS;
     for (int64_t i = 0; i <= d->num_guests; i++)
         p[i].fd = i < d->num_guests ? d->guests[i].fd : d->listener, p[i].events = POLLIN;
-    if (poll(p, (nfds_t)(d->num_guests + 1), (int)(1e3 * seconds)) < 0 && errno != EINTR)
+    if (poll(p, (nfds_t)(d->num_guests + !full), (int)(1e3 * (full ? fmin(seconds, 0.1) : seconds))) < 0 &&
+        errno != EINTR)
         die("poll: %s", strerror(errno));
     for (int64_t i = 0; i < d->num_guests;) i += door_receive(d, i);
     door_accept(d);
