@@ -77,6 +77,17 @@ known=$(sed -n 's/^ *X(EXIT_\(MEMORY\|UNSUPPORTED\), \([0-9]\).*/\2/p' llmc/base
 check "EXIT_MEMORY and EXIT_UNSUPPORTED of launch.sh equal those in utils.h" \
     equal "$EXIT_MEMORY $EXIT_UNSUPPORTED" "$known"
 
+# ---- A resumed run says which settings differ from the checkpoint's, and what that does to the learning rate.
+ck="--lr-schedule cosine --learning-rate 1e-3 --warmup-steps 2 --checkpoint-dir $tmp/ck"
+$trainer tiny $data $ck --num-steps 10 >/dev/null
+$trainer tiny $data $ck --num-steps 10 --resume >"$tmp/same"
+$trainer tiny $data $ck --num-steps 20 --beta1 0.8 --resume >"$tmp/other"
+check "a resumed run with the same settings says nothing of them" equal "$(grep -c "in the checkpoint" "$tmp/same")" 0
+check "a resumed run says which settings differ" equal "$(grep "in the checkpoint" "$tmp/other")" \
+    "resume: --num-steps is 10 in the checkpoint, 20 now
+resume: --beta1 is 0.9 in the checkpoint, 0.8 now"
+check "and what that does to the rate" holds "$tmp/other" "resume: the learning rate of step 11 is 5.868e-04"
+
 # ---- An error is one line on stderr: without mpirun, and with mpirun on one rank and on two. Open MPI 4 must add no
 # paragraph about MPI_ABORT. With Open MPI 5, mpirun itself prints a paragraph ("prterun has exited ..."), which the
 # trainer cannot prevent. The test leaves that paragraph out.

@@ -11,7 +11,7 @@
 #include "../base/file_io.h"
 #include "../base/json.h"
 #include "../config/hf_config.h"
-#include "../config/options.h"
+#include "../config/schedule.h"
 #include "../data/dataloader.h"
 
 #define CHECKPOINT_FORMAT_VERSION 1
@@ -284,6 +284,26 @@ static inline JsonText checkpoint_settings_mismatch(const Json *json, const Opti
     return out;
 }
 
+// Prints a line for each setting of this run that changes its steps and differs from the checkpoint (TOLD), and what
+// that does to the learning rate of the next step. `step`: how many steps are done.
+static inline void checkpoint_tell_settings(const Json *json, const Options *o, int64_t step) {
+    const JsonNode *settings = json_member(json, json_root(json), "settings");
+    Options then = *o;
+    for (const OptionRow *row = option_rows(); settings && row->name; row++) {
+        const JsonNode *node = row->match == TOLD ? json_member(json, settings, row->name) : NULL;
+        char now[PATH_CAPACITY];
+        if (!node) continue;
+        option_format(o, row, now, sizeof now);
+        if (strcmp(node->text, now) == 0) continue;
+        printf("resume: --%s is %s in the checkpoint, %s now\n", row->name, node->text, now);
+        option_set(&then, row, node->text);
+    }
+    const double before = schedule_learning_rate(&then, step), after = schedule_learning_rate(o, step);
+    if (before != after && step < o->num_steps)
+        printf("resume: the learning rate of step %lld is %.3e; the checkpoint's settings give %.3e\n",
+               (long long)step + 1, after, before);
+}
+
 // Appends lines to *out if --train-data holds other data than in the checkpoint: the data cursor would be wrong. The
 // path may differ, so that data can be moved. A checkpoint without a data entry matches any data.
 static inline void checkpoint_data_mismatch(const Json *json, const DataIdentity *now, JsonText *out) {
@@ -357,7 +377,7 @@ static inline JsonText checkpoint_model_mismatch(const ModelConfig *then, const 
 
 // Returns the progress of the checkpoint's run; one without "skipped" counted skipped steps like others. Dies if the
 // model, a MUST_MATCH setting or the training data differs, or if trainer.json or config.json cannot be read. Needs no
-// trainer state, so it can run before anything is allocated.
+// trainer state, so it can run before anything is allocated. Says which other settings differ.
 static inline TrainerProgress checkpoint_check(const char *checkpoint, const CheckpointRun *run) {
     Failure failure;
     Json json;
@@ -376,6 +396,7 @@ static inline TrainerProgress checkpoint_check(const char *checkpoint, const Che
     JsonText model = checkpoint_model_mismatch(&then, run->model),
              settings = checkpoint_settings_mismatch(&json, run->options);
     checkpoint_data_mismatch(&json, &run->data, &settings);
+    if (!model.size && !settings.size) checkpoint_tell_settings(&json, run->options, progress.step);
     json_free(&json);
     if (model.size) die("cannot resume from %s: it is a checkpoint of another model:%s", checkpoint, model.data);
     if (settings.size)

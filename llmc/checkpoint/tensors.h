@@ -2,7 +2,7 @@
 // Both trainers give access to their arrays by TrainerState. The layout of the files does not depend on the number of
 // ranks (shard_plan.h): several ranks write equal values as the same bytes as one rank. Each tensor is written by one
 // replica. All ranks call the functions that write or read tensors. Writing and reading fail on values that are NaN or
-// infinite, except an infinite amax that is read, and on scales of moments and masters that are not above zero.
+// infinite, and on scales of moments and masters that are not above zero. An infinite amax that is read becomes 0.
 #ifndef LLMC_TENSORS_H
 #define LLMC_TENSORS_H
 
@@ -394,6 +394,8 @@ static inline bool checkpoint_read_delayed(const char *checkpoint, const Trainer
     const bool ok = second && safetensors_read(&st, first, 0, elements, true, history, failure) &&
                     safetensors_read(&st, second, 0, tensors, true, scales, failure) &&
                     checkpoint_check_delayed(history, scales, s, st.files[0].path, failure);
+    for (int64_t i = 0; i < elements; i++)
+        if (isinf(history[i])) history[i] = 0;  // it gives no scale, and a save would refuse it
     if (ok) s->write(s->context, STATE_AMAX_HISTORY, 0, elements, history);
     if (ok) s->write(s->context, STATE_SCALES, 0, tensors, scales);
     safetensors_close(&st);

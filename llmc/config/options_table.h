@@ -62,8 +62,9 @@ enum { LISTS(CHOICE_ID) };
 
 #define OPTION_MAX 1e15
 
-// MUST_MATCH: a resumed run must have the value of the run that wrote the checkpoint. FREE: it need not.
-enum { FREE, MUST_MATCH };
+// MUST_MATCH: a resumed run must have the value of the run that wrote the checkpoint. FREE: it need not. TOLD: it need
+// not, but its steps differ then, so it says so.
+enum { FREE, MUST_MATCH, TOLD };
 
 // INT(field, name, default, smallest, largest, match, help)           whole number
 // REAL(field, name, default, smallest, largest, match, help)          finite number
@@ -79,9 +80,9 @@ enum { FREE, MUST_MATCH };
     CHOICE(shuffle, "shuffle", ON, SWITCHES, MUST_MATCH, \
          "order of training sequences; on: a new permutation in each epoch, from --seed; off: as in the files") \
     INT(sequence_length, "sequence-length", 2048, 1, 1 << 20, MUST_MATCH, "tokens per sequence (T)") \
-    INT(batch_size, "batch-size", 1, 1, 65535, FREE, "sequences per rank and micro-step (B)") \
-    INT(grad_accumulation_steps, "grad-accumulation-steps", 1, 1, 1 << 20, FREE, "micro-steps per optimizer step") \
-    INT(num_steps, "num-steps", 100, 1, 1000000000, FREE, "optimizer steps of the whole run, with those before a --resume") \
+    INT(batch_size, "batch-size", 1, 1, 65535, TOLD, "sequences per rank and micro-step (B)") \
+    INT(grad_accumulation_steps, "grad-accumulation-steps", 1, 1, 1 << 20, TOLD, "micro-steps per optimizer step") \
+    INT(num_steps, "num-steps", 100, 1, 1000000000, TOLD, "optimizer steps of the whole run, with those before a --resume") \
     INT(seed, "seed", 42, 0, 4294967295.0, MUST_MATCH, \
          "seed of initial weights, order of the data, generated text and, without --rounding-seed, stochastic " \
          "rounding") \
@@ -129,7 +130,7 @@ enum { FREE, MUST_MATCH };
          "is expanded, about half the bytes of bf16; coat-stochastic: as coat, but rounded stochastically, which " \
          "--beta2 0.999 needs; msamp: MS-AMP's E4M3 and FP16 with a scale for each tensor; " \
          "auto: bf16, or fp32 with --precision fp32") \
-    CHOICE(grad_accum_dtype, "grad-accum-dtype", SUM_AUTO, SUM_STORAGES, FREE, \
+    CHOICE(grad_accum_dtype, "grad-accum-dtype", SUM_AUTO, SUM_STORAGES, TOLD, \
          "dtype in which gradients of micro-steps are added up; bf16: each sum is rounded stochastically, which " \
          "makes the gradient norm up to 0.00014% too large per micro-step; fp32: on the GPU 2 more bytes per " \
          "gradient kept, with several micro-steps, or with several ranks and --reduce-dtype fp32; fp8: " \
@@ -149,7 +150,7 @@ enum { FREE, MUST_MATCH };
          "these, and q, k, v and attention's output; mlp: the norms' outputs, gate and up; layer: all but each layer's " \
          "input; the GPU trainer computes SwiGLU's output again in any case, also with none; auto: the first of none, " \
          "norm, attention, mlp, layer with which the run fits its memory") \
-    CHOICE(fp8_activations, "fp8-activations", OFF, SWITCHES, FREE, \
+    CHOICE(fp8_activations, "fp8-activations", OFF, SWITCHES, TOLD, \
          "on: keep the outputs of gate and up for backward in FP8 (E4M3, a power-of-two scale for 128 values), which " \
          "on the GPU takes about half as many bytes; off: in bf16") \
     FLAG(optimizer_in_backward, "optimizer-in-backward", \
@@ -171,35 +172,35 @@ enum { FREE, MUST_MATCH };
          "on: cast all FP8 weights once in a step and keep them, which takes about 2 more bytes per weight of all " \
          "layers' linear layers; off: cast a layer's weights again in each forward and backward pass") \
     GROUP("optimizer") \
-    REAL(learning_rate, "learning-rate", 1e-5, 0, 1e3, FREE, \
+    REAL(learning_rate, "learning-rate", 1e-5, 0, 1e3, TOLD, \
          "learning rate after warm-up; --lr-schedule may lower it from there") \
-    CHOICE(lr_schedule, "lr-schedule", SCHEDULE_CONSTANT, SCHEDULES, FREE, \
+    CHOICE(lr_schedule, "lr-schedule", SCHEDULE_CONSTANT, SCHEDULES, TOLD, \
          "how the learning rate goes on after warm-up; cosine and linear fall, and reach 0 one step after the last; " \
          "wsd is constant, then falls linearly in the last fifth of the steps (rounded down; not before the end of " \
          "warm-up), to 0 one step after the last") \
-    INT(warmup_steps, "warmup-steps", 0, 0, 1000000000, FREE, \
+    INT(warmup_steps, "warmup-steps", 0, 0, 1000000000, TOLD, \
          "number of first steps in which the learning rate grows linearly: of N such steps, step k has k/N of " \
          "--learning-rate") \
-    REAL(weight_decay, "weight-decay", 0.01, 0, 1e3, FREE, "decoupled weight decay, of matrices only") \
-    REAL(beta1, "beta1", 0.9, 0, 0.9999999, FREE, "AdamW's decay of the first moment") \
-    REAL(beta2, "beta2", 0.999, 0, 0.9999999, FREE, "AdamW's decay of the second moment") \
-    REAL(eps, "eps", 1e-8, 1e-30, 1, FREE, "AdamW's epsilon, added to the square root of the second moment (after bias correction)") \
-    REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, FREE, \
+    REAL(weight_decay, "weight-decay", 0.01, 0, 1e3, TOLD, "decoupled weight decay, of matrices only") \
+    REAL(beta1, "beta1", 0.9, 0, 0.9999999, TOLD, "AdamW's decay of the first moment") \
+    REAL(beta2, "beta2", 0.999, 0, 0.9999999, TOLD, "AdamW's decay of the second moment") \
+    REAL(eps, "eps", 1e-8, 1e-30, 1, TOLD, "AdamW's epsilon, added to the square root of the second moment (after bias correction)") \
+    REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, TOLD, \
          "largest norm of the whole gradient: a gradient with a larger norm is scaled down to it; with " \
          "--optimizer-in-backward each layer's gradient is scaled before the norm of the whole is known, by an estimate " \
          "of it from the step's gradients so far and the last step's norms; 0: off") \
-    CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, NONFINITES, FREE, \
+    CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, NONFINITES, TOLD, \
          "what to do when loss or gradient norm is not finite, or the norm above 2^63; stop: end the run and save nothing " \
          "of this step; skip: change no weight and no optimizer state in this step, which does not count in AdamW's " \
          "bias corrections (10 skipped steps in a row end the run)") \
     GROUP("ranks (mpirun -np N)") \
-    CHOICE(sharding, "sharding", SHARDING_FULL, SHARDINGS, FREE, \
+    CHOICE(sharding, "sharding", SHARDING_FULL, SHARDINGS, TOLD, \
          "how weights, gradients and optimizer state are sharded over ranks, as PyTorch's FULL_SHARD, SHARD_GRAD_OP, " \
          "NO_SHARD (DDP) and HYBRID_SHARD; hybrid: full within --shard-size ranks, replicas across") \
-    INT(shard_size, "shard-size", 0, 0, 1 << 20, FREE, \
+    INT(shard_size, "shard-size", 0, 0, 1 << 20, TOLD, \
          "with --sharding hybrid: ranks that share one replica of the model; must divide the number of ranks; 0: the " \
          "ranks of one host") \
-    CHOICE(reduce_dtype, "reduce-dtype", REDUCE_BF16, REDUCES, FREE, \
+    CHOICE(reduce_dtype, "reduce-dtype", REDUCE_BF16, REDUCES, TOLD, \
          "dtype in which gradients are reduced over ranks; bf16: NCCL adds in bf16, copy engines and the CPU trainer " \
          "add more exactly; fp32: with several ranks and --grad-accum-dtype auto, gradients are also added up over " \
          "micro-steps and read by AdamW in fp32; fp8: gradients of the layers' weight matrices are sent in " \
