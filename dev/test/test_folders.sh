@@ -48,6 +48,30 @@ check "the linked checkpoint keeps all its files" equal "$(ls -A "$tmp/archive")
 check "other old checkpoints are removed" equal "$(ls "$tmp/ck")" "step-00000001
 step-00000001.tmp
 step-00000006"
+saves="$run --checkpoint-every 1 --keep-checkpoints 1 --checkpoint-dir $tmp/noted"
+trains $saves --num-steps 1
+mkdir "$tmp/noted/step-00000001/notes"
+before=$(ls -A "$tmp/noted/step-00000001")
+check "a run saves beside an old checkpoint that somebody has put a folder into" trains $saves --num-steps 3 --resume
+check "the run says once that it keeps that checkpoint" equal \
+    "$(grep -c 'step-00000001 is older .*, but is not removed: it holds the folder notes' "$out")" 1
+check "that checkpoint keeps all its files" equal "$(ls -A "$tmp/noted/step-00000001")" "$before"
+
+# ---- Files that are no files, in the newest checkpoint: the one before it is resumed.
+
+for kind in pipe hole folder; do
+    rm -rf "$tmp/odd" && trains $run --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/odd"
+    file=$tmp/odd/step-00000002/trainer.json
+    rm "$file"
+    case $kind in pipe) mkfifo "$file" ;; hole) truncate -s 1T "$file" ;; folder) mkdir "$file" ;; esac
+    check "a $kind in place of trainer.json: a run resumes from the checkpoint before it" \
+        trains $run --num-steps 2 --checkpoint-dir "$tmp/odd" --resume
+    check "a $kind in place of trainer.json is named" \
+        holds "$out" "skipping $tmp/odd/step-00000002: cannot read $file: "
+done
+mkdir "$tmp/model" && mkfifo "$tmp/model/config.json"
+check "a pipe in place of config.json is refused" refuses "config.json: it is not a regular file" \
+    ./train_fp8 "$tmp/model" --train-data "$tmp/s_train.bin"
 ln -s ck "$tmp/dir"
 ln -s missing "$tmp/lost"
 ln -s loop "$tmp/loop"

@@ -377,13 +377,29 @@ static inline Words folder_foreign_words(const char *folder) {
     return w;
 }
 
+// Returns why a folder of this program must not be removed: "it holds the folder X". This program makes no folders in
+// its folders. "": it may be.
+static inline Words folder_nested_words(const char *folder) {
+    Words w = {""};
+    struct stat s;
+    DIR *dir = folder_open(folder);
+    for (struct dirent *entry; dir && !*w.text && (entry = folder_next(dir)) != NULL;)
+        if (fstatat(dirfd(dir), entry->d_name, &s, AT_SYMLINK_NOFOLLOW) == 0 && S_ISDIR(s.st_mode))
+            snprintf(w.text, sizeof w.text, "it holds the folder %.255s, which another program has made",
+                     entry->d_name);
+    if (dir) closedir(dir);
+    return w;
+}
+
 // Removes a folder of this program and the files in it. Fails, and removes nothing, if the folder is FOLDER_FOREIGN or
-// FOLDER_ABSENT. Also fails at something in the folder that it cannot remove, such as a subfolder; it may then have
-// removed other files. Links are not followed. The marker file is removed last, so that a later run can finish a
-// removal that a crash cut short.
+// FOLDER_ABSENT, or holds a folder. Also fails at a file that it cannot remove; it may then have removed other files.
+// Links are not followed. The marker file is removed last, so that a later run can finish a removal that a crash cut
+// short.
 static inline bool folder_remove(const char *folder, Failure *failure) {
     if (folder_kind(folder) == FOLDER_FOREIGN)
         return fail(failure, "%s is not removed: %s", folder, folder_foreign_words(folder).text);
+    const Words nested = folder_nested_words(folder);
+    if (*nested.text) return fail(failure, "%s is not removed: %s", folder, nested.text);
     DIR *dir = FILE_WORK("opendir", folder, folder_open(folder));
     if (!dir) return fail(failure, "cannot open folder %s: %s", folder, strerror(errno));
     bool ok = true;
@@ -501,7 +517,7 @@ static inline bool file_copy(const char *from_folder, const char *to_folder, con
     format_checked(path, sizeof path, "%s/%s", from_folder, name);
     size_t size;
     char *data = read_file(path, &size);
-    if (!data) return fail(failure, "cannot read %s: %s", path, strerror(errno));
+    if (!data) return fail(failure, "cannot read %s: %s", path, read_words());
     bool ok = file_write(to_folder, name, data, (int64_t)size, list, failure);
     free(data);
     return ok;

@@ -308,7 +308,7 @@ static inline bool json_parse(Json *json, const char *source, const char *text, 
 static inline bool json_parse_file(Json *json, const char *path, Failure *failure) {
     size_t size;
     char *text = read_file(path, &size);
-    if (!text) return fail(failure, "cannot read %s: %s", path, strerror(errno));
+    if (!text) return fail(failure, "cannot read %s: %s", path, read_words());
     bool ok = json_parse(json, path, text, size, failure);
     const char *words = ok || *text == '{' ? NULL : file_look_alike(text, size);
     if (words) fail(failure, "%s: JSON is expected, but this is %s", path, words);

@@ -5,6 +5,7 @@
 #include <assert.h>
 #include <ctype.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -12,7 +13,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "activity.h"
 
@@ -202,10 +205,34 @@ UTILS_PRINTF(3, 4) static inline void format_checked(char *out, size_t capacity,
         die("text of %d bytes does not fit in %zu with its zero byte: \"%s...\"", n, capacity, out);
 }
 
+// Opens a file to be read. NULL with errno if that fails; EMEDIUMTYPE: it is no regular file, whose reading may never
+// end; EFBIG: it has more than `most` bytes.
+static inline FILE *open_regular(const char *path, int64_t most) {
+    struct stat info;
+    const int fd = FILE_WORK("open", path, open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK));  // open waits at a pipe
+    if (fd < 0) return NULL;
+    int error = fstat(fd, &info) ? errno : S_ISDIR(info.st_mode) ? EISDIR : !S_ISREG(info.st_mode) ? EMEDIUMTYPE : 0;
+    if (!error && info.st_size > most) error = EFBIG;
+    FILE *f = error ? NULL : fdopen(fd, "rb");
+    if (f) return f;
+    close(fd);
+    if (error) errno = error;
+    return NULL;
+}
+
+// The reason (errno) why open_regular or read_file failed.
+static inline const char *read_words(void) {
+    return errno == EMEDIUMTYPE ? "it is not a regular file"
+           : errno == EFBIG     ? "it has more bytes than any such file"
+                                : strerror(errno);
+}
+
+#define READ_FILE_MOST ((int64_t)256 << 20)  // the largest files read whole are tokenizers and indexes, of tens of MB
+
 // Reads a whole file into memory with a terminating zero byte (not counted in *size). NULL if it cannot be read; errno
-// says why.
+// says why (read_words).
 static inline char *read_file(const char *path, size_t *size) {
-    FILE *f = FILE_WORK("fopen", path, fopen(path, "rb"));
+    FILE *f = open_regular(path, READ_FILE_MOST);
     if (!f) return NULL;
     size_t capacity = 1 << 16, n = 0;
     char *data = (char *)xcalloc(capacity, 1);

@@ -147,8 +147,8 @@ static inline bool checkpoint_open_sealed(const char *folder, const char *name, 
     size_t size;
     char *text = read_file(path, &size);
     if (!text) {
-        const int error = errno;
-        if (folder_exists(folder)) return fail(failure, "cannot read %s: %s", path, strerror(error));
+        const char *reason = read_words();
+        if (folder_exists(folder)) return fail(failure, "cannot read %s: %s", path, reason);
         return fail(failure, "cannot read %s: %s is %s", path, folder, path_words(folder).text);
     }
     bool ok = checkpoint_check_seal(path, text, size, failure) && json_parse(json, path, text, size, failure);

@@ -131,10 +131,12 @@ static inline bool checkpoint_was_skipped(const CheckpointSteps *skipped, int64_
     return false;
 }
 
-// Keeps an old checkpoint that this program may not remove, for example a link, and warns. Adds it to `skipped`, so
-// that the warning comes once in a run.
+// Keeps an old checkpoint that this program may not remove, for example a link, or one with a folder in it, and warns.
+// Adds it to `skipped`, so that the warning comes once in a run.
 static inline void checkpoint_leave(const char *path, int64_t step, CheckpointSteps *skipped) {
-    warn("%s is older than the checkpoints to keep, but is not removed: %s", path, folder_foreign_words(path).text);
+    const Words nested = folder_nested_words(path);
+    warn("%s is older than the checkpoints to keep, but is not removed: %s", path,
+         *nested.text ? nested.text : folder_foreign_words(path).text);
     if (!skipped) return;
     skipped->steps = (int64_t *)xrealloc(skipped->steps, (size_t)(skipped->count + 1) * sizeof *skipped->steps);
     skipped->steps[skipped->count++] = step;
@@ -157,7 +159,8 @@ static inline bool checkpoint_prune(const char *dir, int64_t newest, int64_t kee
         checkpoint_name(dir, list.steps[i], "", path, sizeof path);
         if (list.steps[i] >= newest || checkpoint_was_skipped(skipped, list.steps[i])) continue;
         if (kept < keep) kept += checkpoint_is_whole(path, false, &ignored);
-        else if (checkpoint_is_own(path)) ok = checkpoint_remove(dir, list.steps[i], failure);
+        else if (checkpoint_is_own(path) && !*folder_nested_words(path).text)
+            ok = checkpoint_remove(dir, list.steps[i], failure);
         else checkpoint_leave(path, list.steps[i], skipped);
     }
     free(list.steps);

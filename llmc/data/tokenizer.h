@@ -89,7 +89,7 @@ static inline Tokenizer tokenizer_open(const char *path) {
     size_t size = 0;
     char *file = read_file(path, &size);
     if (!file && errno == ENOENT) return tok;
-    if (!file) die("%s: cannot be read: %s", path, strerror(errno));
+    if (!file) die("%s: cannot be read: %s", path, read_words());
     const char *problem = tokenizer_parse(&tok, file, size);
     const char *words = problem ? file_look_alike(file, size) : NULL;
     if (words) die("%s: this is not a tokenizer table, but %s", path, words);

@@ -110,7 +110,7 @@ typedef struct {
 static inline bool meet_file_read(const char *path, MeetFile *file) {
     char line[128];
     memset(file, 0, sizeof *file);
-    FILE *f = fopen(path, "rb");
+    FILE *f = open_regular(path, 1 << 16);
     if (!f) return false;
     const bool good = fgets(line, sizeof line, f) && strcmp(line, MEET_MAGIC "\n") == 0 &&
                       fscanf(f, "token %32s\njob %63[^\n]\nhost %63s\nboot %39s\nprocess %d\nport %d\n", file->token,

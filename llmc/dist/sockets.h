@@ -137,7 +137,7 @@ static inline int socket_connect(const char *host, int port, Failure *failure) {
     int fd = -1;
     for (const struct addrinfo *a = all; a && fd < 0; a = a->ai_next)
         fd = socket_connect_one(a, seconds_now() + SOCKET_CONNECT_SECONDS);
-    if (fd < 0) fail(failure, "%s:%d: %s", host, port, strerror(errno));
+    if (fd < 0) fail(failure, "%s:%d: %s", host, port, error_words().text);
     else socket_prepare(fd);
     freeaddrinfo(all);
     return fd;
