@@ -22,6 +22,9 @@
 // which they differ from rank 0.
 #define COMM_SILENCE_SECONDS 5
 
+// mpirun kills the ranks that are left about a second after one has ended with an error.
+#define COMM_KILL_SECONDS 3
+
 typedef enum { COMM_WORLD, COMM_SHARD, COMM_REPLICAS, COMM_NUM_GROUPS } CommGroup;
 
 typedef struct {
@@ -73,6 +76,13 @@ static inline void comm_wait_before_dying(void) {
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     const double start = seconds_now();
     while (rank > 0 && seconds_now() - start < COMM_SILENCE_SECONDS) usleep(50000);  // a signal may interrupt usleep
+}
+
+// Call it before an error that may only show that other ranks have ended. If one of them has reported the cause, mpirun
+// kills this rank meanwhile, also rank 0: a rank 0 that was stopped is continued by this kill, and meets the loss first.
+static inline void comm_wait_for_kill(void) {
+    const double start = seconds_now();
+    while (!*comm_mesh() && seconds_now() - start < COMM_KILL_SECONDS) usleep(50000);  // a signal may interrupt usleep
 }
 
 // Called instead of comm_wait_before_dying if there is a mesh. If a rank other than 0 gets another rank's notice of an

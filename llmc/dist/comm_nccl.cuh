@@ -54,9 +54,10 @@ static inline int nccl_exit_code(ncclResult_t result) {
 }
 
 static inline void nccl_check(ncclResult_t result, const char *call, const char *file, int line) {
-    if (result != ncclSuccess && result != ncclInProgress)
-        die_with(nccl_exit_code(result), "%s:%d: %s: %s (%s)", file, line, call, ncclGetErrorString(result),
-                 ncclGetLastError(NULL));
+    if (result == ncclSuccess || result == ncclInProgress) return;
+    comm_wait_for_kill();
+    die_with(nccl_exit_code(result), "%s:%d: %s: %s (%s)", file, line, call, ncclGetErrorString(result),
+             ncclGetLastError(NULL));
 }
 #define NCCL_CHECK(call) nccl_check((call), #call, __FILE__, __LINE__)
 
@@ -108,6 +109,7 @@ static inline void nccl_watch(Nccl *n) {
         activity_moved();  // the oldest operation waits for this rank's own earlier work: that counts as progress
     const ncclResult_t state = nccl_state(n);
     if (state == ncclSuccess || state == ncclInProgress) return;
+    comm_wait_for_kill();
     char reason[512];
     snprintf(reason, sizeof reason, "NCCL reports \"%s\" (%.300s)", ncclGetErrorString(state), ncclGetLastError(NULL));
     nccl_die(n, nccl_exit_code(state), reason);
