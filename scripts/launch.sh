@@ -28,9 +28,12 @@ check_trainer() {
 # the GPU trainer needs a GPU of its own, unless --share-gpu is given.
 is_cpu_trainer() { [ "$(basename "$trainer")" = train_fp8 ]; }
 
-# Prints the number of GPUs that CUDA_VISIBLE_DEVICES names, or if it is not set, that nvidia-smi lists.
+# Prints the number of GPUs that CUDA_VISIBLE_DEVICES names, or if it is not set, that nvidia-smi lists. As CUDA does,
+# counts up to the first word that names none, such as -1 or NoDevFiles, and counts none if one is named twice.
 count_gpus() {
-    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+        awk -v RS='[,\n]' '{ gsub(/ /, "") } !/^([0-9]+|(GPU|MIG)-.+)$/ { exit } seen[$0]++ { n = 0; exit } { n++ }
+            END { print n + 0 }' <<<"$CUDA_VISIBLE_DEVICES"
     else nvidia-smi -L 2>/dev/null | grep -c '^GPU'
     fi
 }

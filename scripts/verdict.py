@@ -309,9 +309,16 @@ def git(*words):
 
 
 def visible_gpus():
-    """The words of CUDA_VISIBLE_DEVICES, or if it is not set, the numbers of all GPUs."""
+    """The GPUs that CUDA_VISIBLE_DEVICES names, or if it is not set, the numbers of all GPUs.
+
+    As CUDA does, takes words up to the first that names none, such as -1 or NoDevFiles, and none if one comes twice.
+    """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [word for word in given.split(",") if word] if given is not None else nvidia_smi("index")
+    if given is None:
+        return nvidia_smi("index")
+    words = [word.strip() for word in given.split(",")]
+    named = list(itertools.takewhile(re.compile(r"\d+|(GPU|MIG)-.+").fullmatch, words))
+    return named if len(set(named)) == len(named) else []
 
 
 def slots_of(plan):

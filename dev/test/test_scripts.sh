@@ -122,6 +122,23 @@ check "slurm.sbatch refuses a job without --checkpoint-dir" refuses /bin/sh "giv
 data/setup_venv.sh --help >"$tmp/log" 2>&1
 check "data/setup_venv.sh --help prints the usage" equal "$? $(grep -c '^usage: data/setup_venv.sh' "$tmp/log")" "0 1"
 
+# ---- The GPUs that CUDA_VISIBLE_DEVICES names, as CUDA counts them: the same number in launch.sh and verdict.py.
+
+counts_gpus() {
+    equal "$(CUDA_VISIBLE_DEVICES=$1 bash -c '. scripts/launch.sh; count_gpus') $(CUDA_VISIBLE_DEVICES=$1 \
+        python3 -c 'import sys; sys.path.insert(0, "scripts"); import verdict; print(len(verdict.visible_gpus()))')" "$2 $2"
+}
+while read -r visible count; do
+    check "CUDA_VISIBLE_DEVICES=$visible names $count GPUs" counts_gpus "${visible//_/ }" "$count"
+done <<'GPUS'
+0,1 2
+-1 0
+0,-1,2 1
+NoDevFiles 0
+0,0 0
+_1,_GPU-aa 2
+GPUS
+
 # ---- make without nvcc (-n: it only prints its commands): a GPU target fails and says why, "all" leaves out
 # train_fp8cu.
 for target in train_fp8cu build/test_gpu build/bench_gemm cuda-headers; do
