@@ -125,8 +125,9 @@ check "data/setup_venv.sh --help prints the usage" equal "$? $(grep -c '^usage: 
 # ---- The GPUs that CUDA_VISIBLE_DEVICES names, as CUDA counts them: the same number in launch.sh and verdict.py.
 
 counts_gpus() {
-    equal "$(CUDA_VISIBLE_DEVICES=$1 bash -c '. scripts/launch.sh; count_gpus') $(CUDA_VISIBLE_DEVICES=$1 \
-        python3 -c 'import sys; sys.path.insert(0, "scripts"); import verdict; print(len(verdict.visible_gpus()))')" "$2 $2"
+    local in_python='import sys; sys.path.insert(0, "scripts"); import verdict; print(len(verdict.visible_gpus()))'
+    equal "$(CUDA_VISIBLE_DEVICES=$1 bash -c '. scripts/launch.sh; count_gpus')" "$2" &&
+        equal "$(CUDA_VISIBLE_DEVICES=$1 python3 -c "$in_python")" "$2"
 }
 while read -r visible count; do
     check "CUDA_VISIBLE_DEVICES=$visible names $count GPUs" counts_gpus "${visible//_/ }" "$count"

@@ -79,7 +79,7 @@ static inline void comm_wait_before_dying(void) {
 }
 
 // Call it before an error that may only show that other ranks have ended. If one of them has reported the cause, mpirun
-// kills this rank meanwhile, also rank 0: a rank 0 that was stopped is continued by this kill, and meets the loss first.
+// kills this rank meanwhile, also rank 0: this kill continues a rank 0 that was stopped, which then meets the loss.
 static inline void comm_wait_for_kill(void) {
     const double start = seconds_now();
     while (!*comm_mesh() && seconds_now() - start < COMM_KILL_SECONDS) usleep(50000);  // a signal may interrupt usleep
