@@ -144,19 +144,21 @@ static void test_stochastic(void) {
           (long long)outside, (long long)off);
 }
 
-// The slope of sums on the exact sums, and the root mean square of their differences, relative to that of exact sums.
+// The slope of sums on the exact sums, and the root mean square of their differences and their norm, relative to those
+// of the exact sums.
 typedef struct {
-    double slope, error;
+    double slope, error, norm;
 } Fit;
 
 // Compares elements first, first + stride, ... of n sums with the exact ones.
 static Fit fit_of(const float *sum, const float *exact, int64_t first, int64_t stride, int64_t n) {
-    double product = 0, squares = 0, differences = 0;
+    double product = 0, squares = 0, differences = 0, own = 0;
     for (int64_t i = first; i < n; i += stride) {
         const double off = (double)sum[i] - exact[i];
         product += (double)sum[i] * exact[i], squares += (double)exact[i] * exact[i], differences += off * off;
+        own += (double)sum[i] * sum[i];
     }
-    return (Fit){product / squares, sqrt(differences / squares)};
+    return (Fit){product / squares, sqrt(differences / squares), sqrt(own / squares)};
 }
 
 // Fills g [n] with the gradients of one micro-step or rank: of one sign, of a signal as large as the noise, or of
@@ -194,8 +196,12 @@ static void test_many_micro_steps(int kind) {
         CHECK(large.error < 1.05 * stated && large.error > 0.75 * stated,
               "%lld micro-steps of gradients %s: the rms error is %.3f (stated: %.3f)", (long long)part + 1,
               kinds[kind], large.error, stated);
-        printf("%lld micro-steps of gradients %s: slope %.4f, rms error %.3f; of small gradients %.4f, %.3f\n",
-               (long long)part + 1, kinds[kind], large.slope, large.error, small.slope, small.error);
+        CHECK(fabs(large.norm / sqrt(1 + large.error * large.error) - 1) < 0.01,
+              "%lld micro-steps of gradients %s: the norm is %.4f of the exact one, want sqrt(1 + rms^2) at rms %.3f",
+              (long long)part + 1, kinds[kind], large.norm, large.error);
+        printf(
+            "%lld micro-steps of gradients %s: slope %.4f, rms error %.3f, norm %.4f; of small gradients %.4f, %.3f\n",
+            (long long)part + 1, kinds[kind], large.slope, large.error, large.norm, small.slope, small.error);
     }
 }
 
