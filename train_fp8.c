@@ -42,7 +42,7 @@
 #include "llmc/reference/rope.h"
 #include "llmc/reference/swiglu.h"
 
-#include "llmc/dist/comm.h"
+#include "llmc/ranks/comm.h"
 
 #include "llmc/checkpoint/tensors.h"
 

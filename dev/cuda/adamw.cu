@@ -1,8 +1,8 @@
-// Checks llmc/cuda/adamw.cuh and llmc/cuda/initialize.cuh against the CPU's functions: sums of squares within a
+// Checks llmc/optimizer/adamw.cuh and llmc/kernels/initialize.cuh against the CPU's functions: sums of squares within a
 // tolerance, weights and moments bit for bit. Times the gradient norm and AdamW's update.
 // Build and run: make build/bench_adamw && build/bench_adamw
-#include "../../llmc/cuda/adamw.cuh"
-#include "../../llmc/cuda/initialize.cuh"
+#include "../../llmc/optimizer/adamw.cuh"
+#include "../../llmc/kernels/initialize.cuh"
 #include "../../llmc/reference/adamw.h"
 #include "../../llmc/reference/quantize_reference.h"
 #include "bench.cuh"

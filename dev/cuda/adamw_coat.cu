@@ -1,4 +1,4 @@
-// Checks AdamW with FP8 moments (llmc/cuda/adamw_coat.cuh) byte for byte against the CPU's functions, over several
+// Checks AdamW with FP8 moments (llmc/optimizer/adamw_coat.cuh) byte for byte against the CPU's functions, over several
 // steps of 1 to 4 ranks, one after the other on this GPU. Also checks coat_inverse, and coat_expand within a tolerance.
 // Times the update.
 // Build and run: make build/bench_adamw_coat && build/bench_adamw_coat

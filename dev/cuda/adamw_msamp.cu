@@ -1,8 +1,7 @@
-// Checks AdamW with one scale for each tensor (llmc/cuda/adamw_msamp.cuh, fp16_masters.cuh) byte for byte against the
-// CPU's functions, over several steps of 1 to 3 ranks that share this GPU. Sums of squares have a tolerance. Times the
-// update.
-// Build and run: make build/bench_adamw_msamp && build/bench_adamw_msamp
-#include "../../llmc/cuda/fp16_masters.cuh"
+// Checks AdamW with one scale for each tensor (llmc/optimizer/adamw_msamp.cuh, fp16_masters.cuh) byte for byte against
+// the CPU's functions, over several steps of 1 to 3 ranks that share this GPU. Sums of squares have a tolerance. Times
+// the update. Build and run: make build/bench_adamw_msamp && build/bench_adamw_msamp
+#include "../../llmc/optimizer/fp16_masters.cuh"
 #include "../../llmc/reference/adamw.h"
 #include "adamw_parts.cuh"
 

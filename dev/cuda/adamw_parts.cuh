@@ -2,8 +2,8 @@
 #ifndef ADAMW_PARTS_CUH
 #define ADAMW_PARTS_CUH
 
-#include "../../llmc/cuda/adamw.cuh"
-#include "../../llmc/cuda/initialize.cuh"
+#include "../../llmc/optimizer/adamw.cuh"
+#include "../../llmc/kernels/initialize.cuh"
 #include "bench.cuh"
 
 enum { AMAX_STRIDE = 12 };

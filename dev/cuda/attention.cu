@@ -6,7 +6,7 @@
 // forward, 2.5 times that backward) and as a share of the dense bf16 peak. It also times the memory-bound kernels that
 // run before and after the GEMMs of the backward pass.
 // Build and run: make build/bench_attention && build/bench_attention
-#include "../../llmc/cuda/attention.cuh"
+#include "../../llmc/kernels/attention.cuh"
 #include "bench.cuh"
 
 #define GUARD 4096  // bytes of poison on each side of a Tensor

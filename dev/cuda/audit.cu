@@ -1,6 +1,6 @@
-// Checks and times llmc/cuda/audit.cuh, and checks the audits that casts of quantize.cuh make.
+// Checks and times llmc/fp8/audit.cuh, and checks the audits that casts of quantize.cuh make.
 // Build and run: make build/bench_audit && build/bench_audit
-#include "../../llmc/cuda/audit.cuh"
+#include "../../llmc/fp8/audit.cuh"
 #include "check_quantized.cuh"
 
 typedef enum { FILL_NORMAL, FILL_OUTLIERS, FILL_INFINITY, FILL_NAN, NUM_FILLS } Fill;

@@ -5,7 +5,7 @@
 #ifndef DEV_CUDA_BENCH_CUH
 #define DEV_CUDA_BENCH_CUH
 
-#include "../../llmc/cuda/cuda_utils.cuh"
+#include "../../llmc/gpu/cuda_utils.cuh"
 #include "../../llmc/config/flops.h"
 #include "../../llmc/base/rng.h"
 #include "../test/lib/check.h"

@@ -3,7 +3,7 @@
 #ifndef DEV_CUDA_CHECK_QUANTIZED_CUH
 #define DEV_CUDA_CHECK_QUANTIZED_CUH
 
-#include "../../llmc/cuda/quantize.cuh"
+#include "../../llmc/fp8/quantize.cuh"
 #include "../../llmc/reference/quantize_reference.h"
 #include "bench.cuh"
 

@@ -1,6 +1,6 @@
-// Checks llmc/cuda/cross_entropy.cuh against llmc/reference/cross_entropy.h, and times it.
+// Checks llmc/kernels/cross_entropy.cuh against llmc/reference/cross_entropy.h, and times it.
 // Build and run: make build/bench_cross_entropy && build/bench_cross_entropy
-#include "../../llmc/cuda/cross_entropy.cuh"
+#include "../../llmc/kernels/cross_entropy.cuh"
 #include "../../llmc/reference/cross_entropy.h"
 #include "bench.cuh"
 

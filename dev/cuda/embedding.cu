@@ -1,6 +1,6 @@
-// Checks llmc/cuda/embedding.cuh against llmc/reference/embedding.h, and times it.
+// Checks llmc/kernels/embedding.cuh against llmc/reference/embedding.h, and times it.
 // Build and run: make build/bench_embedding && build/bench_embedding
-#include "../../llmc/cuda/embedding.cuh"
+#include "../../llmc/kernels/embedding.cuh"
 #include "../../llmc/reference/embedding.h"
 #include "bench.cuh"
 

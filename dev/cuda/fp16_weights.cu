@@ -1,7 +1,7 @@
-// Checks casts of FP16 master weights to FP8 (llmc/cuda/fp16_weights.cuh) byte for byte against the CPU's functions,
-// for 1, 2, 3 and 8 ranks, one after the other on this GPU. Also checks the audits of these casts. Times the casts.
-// Build and run: make build/bench_fp16_weights && build/bench_fp16_weights
-#include "../../llmc/cuda/fp16_weights.cuh"
+// Checks casts of FP16 master weights to FP8 (llmc/optimizer/fp16_weights.cuh) byte for byte against the CPU's
+// functions, for 1, 2, 3 and 8 ranks, one after the other on this GPU. Also checks the audits of these casts. Times the
+// casts. Build and run: make build/bench_fp16_weights && build/bench_fp16_weights
+#include "../../llmc/optimizer/fp16_weights.cuh"
 #include "../../llmc/config/precision.h"
 #include "../../llmc/reference/adamw_msamp.h"
 #include "../../llmc/reference/quantize_reference.h"

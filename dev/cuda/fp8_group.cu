@@ -1,7 +1,7 @@
-// Checks the casts of activations to groups of FP8 codes, and back (llmc/cuda/fp8_group.cuh), byte for byte against
+// Checks the casts of activations to groups of FP8 codes, and back (llmc/fp8/fp8_group.cuh), byte for byte against
 // the CPU's functions; a NaN equals any NaN. Times the casts.
 // Build and run: make build/bench_fp8_group && build/bench_fp8_group
-#include "../../llmc/cuda/fp8_group.cuh"
+#include "../../llmc/fp8/fp8_group.cuh"
 #include "../../llmc/reference/fp8_group.h"
 #include "bench.cuh"
 

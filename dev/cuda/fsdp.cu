@@ -1,8 +1,8 @@
-// Checks the kernels of llmc/dist/transport.cuh: conversion of gradients to fp32, and their sums over ranks and
+// Checks the kernels of llmc/shard/transport.cuh: conversion of gradients to fp32, and their sums over ranks and
 // micro-steps, which must equal the CPU's bit for bit. Times the kernels except transport_sum.
-// It also checks the peer memory test of llmc/dist/peer_memory.cuh, with one GPU in place of two.
+// It also checks the peer memory test of llmc/shard/peer_memory.cuh, with one GPU in place of two.
 // Build and run: make build/bench_fsdp && build/bench_fsdp
-#include "../../llmc/dist/transport.cuh"
+#include "../../llmc/shard/transport.cuh"
 #include "bench.cuh"
 
 // Returns a Transport with the stream of `nccl` (the callers pass one that is zero: the default stream) and a staging

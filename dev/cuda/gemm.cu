@@ -1,6 +1,6 @@
-// Checks and times llmc/cuda/gemm.cuh: every GEMM of every recipe.
+// Checks and times llmc/fp8/gemm.cuh: every GEMM of every recipe.
 // Build and run: make build/bench_gemm && build/bench_gemm
-#include "../../llmc/cuda/gemm.cuh"
+#include "../../llmc/fp8/gemm.cuh"
 #include "../../llmc/reference/quantize_reference.h"
 #include "bench.cuh"
 

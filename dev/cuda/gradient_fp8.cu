@@ -1,9 +1,9 @@
-// Checks gradients in FP8 (llmc/cuda/gradient_fp8.cuh) byte for byte against the CPU's functions, over several
+// Checks gradients in FP8 (llmc/optimizer/gradient_fp8.cuh) byte for byte against the CPU's functions, over several
 // micro-steps, whose sums are rounded stochastically, and over ranks that share this GPU. The search for large
 // gradients and AdamW must give the results that they give for the decoded values in fp32; the gradient norm has a
 // tolerance. Times the casts, the sums over ranks, the norm and the update. Build and run: make
 // build/bench_gradient_fp8 && build/bench_gradient_fp8
-#include "../../llmc/cuda/adamw_msamp.cuh"
+#include "../../llmc/optimizer/adamw_msamp.cuh"
 #include "../../llmc/reference/adamw.h"
 #include "adamw_parts.cuh"
 

@@ -1,4 +1,4 @@
-// Checks and times llmc/cuda/quantize.cuh with one scale for a whole tensor, which follows from its amax: amaxes,
+// Checks and times llmc/fp8/quantize.cuh with one scale for a whole tensor, which follows from its amax: amaxes,
 // casts, casts of sharded weights, and the transpose of FP8 data. quantize_fine.cu has the casts of all recipes. Build
 // and run: make build/bench_quantize && build/bench_quantize
 #include "check_quantized.cuh"

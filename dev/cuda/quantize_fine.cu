@@ -1,8 +1,8 @@
-// Checks and times the casts of every recipe (llmc/cuda/quantize.cuh): of a tensor in memory, and of values that the
+// Checks and times the casts of every recipe (llmc/fp8/quantize.cuh): of a tensor in memory, and of values that the
 // cast computes itself (RMSNorm, SwiGLU, SwiGLU's gradient).
 // Build and run: make build/bench_quantize_fine && build/bench_quantize_fine
-#include "../../llmc/cuda/rmsnorm.cuh"
-#include "../../llmc/cuda/swiglu.cuh"
+#include "../../llmc/kernels/rmsnorm.cuh"
+#include "../../llmc/kernels/swiglu.cuh"
 #include "check_quantized.cuh"
 
 #define EPS 1e-5f

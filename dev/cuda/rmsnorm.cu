@@ -1,7 +1,7 @@
-// Checks and times llmc/cuda/rmsnorm.cuh.
+// Checks and times llmc/kernels/rmsnorm.cuh.
 // Build and run: make build/bench_rmsnorm && build/bench_rmsnorm
 #include "../../llmc/reference/rmsnorm.h"
-#include "../../llmc/cuda/rmsnorm.cuh"
+#include "../../llmc/kernels/rmsnorm.cuh"
 #include "check_quantized.cuh"
 
 #define EPS 1e-5f

@@ -1,9 +1,9 @@
-// Checks llmc/cuda/rope.cuh (QK-norm, rotation) against llmc/reference/rope.h, and the bias gradient of
-// llmc/cuda/column_sums.cuh against llmc/reference/linear.h. Times both.
+// Checks llmc/kernels/rope.cuh (QK-norm, rotation) against llmc/reference/rope.h, and the bias gradient of
+// llmc/gpu/column_sums.cuh against llmc/reference/linear.h. Times both.
 // Build and run: make build/bench_rope && build/bench_rope
 #include "../../llmc/reference/linear.h"
 #include "../../llmc/reference/rope.h"
-#include "../../llmc/cuda/rope.cuh"
+#include "../../llmc/kernels/rope.cuh"
 #include "bench.cuh"
 
 #define EPS 1e-6f

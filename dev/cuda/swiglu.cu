@@ -1,7 +1,7 @@
-// Checks and times llmc/cuda/swiglu.cuh.
+// Checks and times llmc/kernels/swiglu.cuh.
 // Build and run: make build/bench_swiglu && build/bench_swiglu
 #include "../../llmc/reference/swiglu.h"
-#include "../../llmc/cuda/swiglu.cuh"
+#include "../../llmc/kernels/swiglu.cuh"
 #include "check_quantized.cuh"
 
 // One rounding to bf16 is off by at most 2^-8 of the value; the 1% allows for the fast exponential (error below 1e-5).

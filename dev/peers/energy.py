@@ -1,4 +1,4 @@
-"""The energy counter of a GPU, read by NVML: the same counter as ours (llmc/dist/gpu_monitor.h)."""
+"""The energy counter of a GPU, read by NVML: the same counter as ours (llmc/ranks/gpu_monitor.h)."""
 import ctypes
 
 

@@ -1,6 +1,6 @@
 // Tests --check-links with made-up rates: which ranks meet in which round, what is called slow, the bus bandwidth, and
 // the JSON report of one rank. dev/test/test_hosts.sh runs --check-links between network namespaces.
-#include "../../llmc/dist/check_links.h"
+#include "../../llmc/ranks/check_links.h"
 #include "lib/check.h"
 
 enum { MOST = 12 };

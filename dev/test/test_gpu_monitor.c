@@ -2,7 +2,7 @@
 // energy is extrapolated. The energy never falls. A value that the GPU does not report is NAN, or 0 for throttle
 // reasons.
 #define GPU_MONITOR_SECONDS 0.1  // so that the test is short
-#include "../../llmc/dist/gpu_monitor.h"
+#include "../../llmc/ranks/gpu_monitor.h"
 #include "lib/check.h"
 
 static double fake_watts, fake_joules_from;  // W; the time at which the energy counter was 0

@@ -1,6 +1,7 @@
-// Tests how a process learns its rank and where the ranks meet (llmc/dist/init_from.h), and which addresses the file of
-// --init-from file:PATH lists (llmc/dist/rendezvous.h). test_rendezvous.sh starts ranks.
-#include "../../llmc/dist/rendezvous.h"
+// Tests how a process learns its rank and where the ranks meet (llmc/ranks/init_from.h), and which addresses the file
+// of
+// --init-from file:PATH lists (llmc/ranks/rendezvous.h). test_rendezvous.sh starts ranks.
+#include "../../llmc/ranks/rendezvous.h"
 #include "lib/check.h"
 #include "lib/scratch.h"
 

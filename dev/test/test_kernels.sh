@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests the rule that CUDA_LAUNCH needs (llmc/cuda/cuda_utils.cuh), by reading llmc/*/*.cuh and train_fp8.cu:
+# Tests the rule that CUDA_LAUNCH needs (llmc/gpu/cuda_utils.cuh), by reading llmc/*/*.cuh and train_fp8.cu:
 # grid_dependency_wait() is the first statement of each kernel, and only CUDA_LAUNCH launches kernels. Ends with "N
 # passed, N failed".
 set -u
@@ -26,6 +26,6 @@ check "no kernel is launched without CUDA_LAUNCH" \
 # The test finds a kernel that breaks the rule.
 tmp=$(mktemp)
 trap 'rm -f "$tmp"' EXIT
-sed '0,/grid_dependency_wait();/s//const int before = 0;/' llmc/cuda/embedding.cuh >"$tmp"
+sed '0,/grid_dependency_wait();/s//const int before = 0;/' llmc/kernels/embedding.cuh >"$tmp"
 check "the test finds a kernel that does not wait" equal "$(kernels "$tmp" | grep -c '^early')" 1
 finish

@@ -12,7 +12,7 @@ import tempfile
 
 FILE_LINES, FUNCTION_LINES, LAYER_FORWARD_LINES, TRAINER_FIELDS = 550, 40, 20, 20
 TRAINERS = ("train_fp8.c", "train_fp8.cu")
-LIMITS = {"train_fp8.cu": 1000, "llmc/dist/fsdp.cuh": 450}  # lines of files; FILE_LINES is for the other files of llmc/
+LIMITS = {"train_fp8.cu": 1000, "llmc/shard/fsdp.cuh": 450}  # lines of files; FILE_LINES is for the others of llmc/
 
 
 def functions(text):
@@ -96,11 +96,11 @@ def write_tree(root, trainer="", header="", fields=20, forward=20, lines=0, fsdp
     """Makes a tree whose sizes are at their limits, except for those given by the arguments."""
     base = "typedef struct {\n" + "    int a, *b;  // c, d\n" * (fields // 2) + "    int e;\n" * (fields % 2)
     base += "} Trainer;\n" + function("static void layer_forward(Trainer *t, int l)", forward) + trainer
-    for folder in ("llmc/base", "llmc/dist"):
+    for folder in ("llmc/base", "llmc/shard"):
         (root / folder).mkdir(parents=True, exist_ok=True)
     (root / "train_fp8.c").write_text(base)
     (root / "train_fp8.cu").write_text(base + "//\n" * max(0, (lines or 1000) - base.count("\n")))
-    (root / "llmc/dist/fsdp.cuh").write_text("//\n" * (fsdp or 450))
+    (root / "llmc/shard/fsdp.cuh").write_text("//\n" * (fsdp or 450))
     (root / "llmc/base/a.h").write_text(header + "//\n" * (550 - header.count("\n")))
 
 
@@ -121,7 +121,7 @@ def self_test():
         (dict(header=template), ["llmc/base/a.h:3: h() has 45 lines, above 40"]),
         (dict(header="//\n" * 551), ["llmc/base/a.h: 551 lines, above 550"]),
         (dict(lines=1001), ["train_fp8.cu: 1001 lines, above 1000"]),
-        (dict(fsdp=451), ["llmc/dist/fsdp.cuh: 451 lines, above 450"]),
+        (dict(fsdp=451), ["llmc/shard/fsdp.cuh: 451 lines, above 450"]),
         (dict(fields=21), [f"{name}: Trainer has 21 fields, above 20" for name in TRAINERS]),
         (dict(forward=21), [f"{name}:13: layer_forward() has 21 lines, above 20" for name in TRAINERS]),
         (dict(trainer=main_43), [f"{name}:33: main() has 43 lines, above 40" for name in TRAINERS]),

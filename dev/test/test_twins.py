@@ -126,8 +126,8 @@ def first_difference(a, b):
 
 
 def gpu_sources(root):
-    """Returns train_fp8.cu and the headers of llmc/cuda/ that may have its types."""
-    files = [root / "train_fp8.cu", root / "llmc/cuda/qtensor.cuh", root / "llmc/cuda/activations.cuh"]
+    """Returns train_fp8.cu and the headers of llmc/ that may have its types."""
+    files = [root / "train_fp8.cu", root / "llmc/fp8/qtensor.cuh", root / "llmc/memory/activations.cuh"]
     return "\n".join(f.read_text() for f in files if f.exists())
 
 

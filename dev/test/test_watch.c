@@ -1,7 +1,7 @@
-// Tests how stuck ranks are found (llmc/dist/watch.h), with tables of what ranks report, what a rank reports of itself,
-// and die() while another thread holds stdout.
+// Tests how stuck ranks are found (llmc/ranks/watch.h), with tables of what ranks report, what a rank reports of
+// itself, and die() while another thread holds stdout.
 #include "../../llmc/base/file_io.h"
-#include "../../llmc/dist/watch.h"
+#include "../../llmc/ranks/watch.h"
 #include "lib/check.h"
 #include "lib/scratch.h"
 

@@ -11,7 +11,7 @@
 #include "../config/hf_config.h"
 #include "../config/options.h"
 #include "../config/shard_plan.h"
-#include "../dist/comm.h"
+#include "../ranks/comm.h"
 #include "safetensors_writer.h"
 
 // The arrays of a trainer. STATE_..._GROUPS (words of groups) exist only with COAT's moments (coat.h), scales of the

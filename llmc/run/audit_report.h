@@ -3,7 +3,7 @@
 #define LLMC_AUDIT_REPORT_H
 
 #include "../reference/audit.h"
-#include "../dist/comm.h"
+#include "../ranks/comm.h"
 #include "logger.h"
 
 // Returns the number of a model's audit sums, which are an array [layer][LinearId][TensorRole][TensorUsage].

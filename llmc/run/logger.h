@@ -8,7 +8,7 @@
 #include "../base/json.h"
 #include "../base/file_io.h"
 #include "../config/options.h"
-#include "../dist/gpu_monitor.h"
+#include "../ranks/gpu_monitor.h"
 #include "goodput.h"
 
 #define TRAINER_VERSION "0.1"

@@ -4,7 +4,7 @@
 #define LLMC_MEMORY_FIT_H
 
 #include "../config/supported.h"
-#include "../dist/comm.h"
+#include "../ranks/comm.h"
 
 // Returns the bytes that a run with these options needs on one rank, including memory outside the memory plan. It need
 // not free what it allocates: --recompute auto calls it a few times; the advice calls it often, but then the process

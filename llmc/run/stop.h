@@ -10,7 +10,7 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include "../dist/comm.h"
+#include "../ranks/comm.h"
 #include "../config/options.h"
 
 static volatile sig_atomic_t stop_signal;

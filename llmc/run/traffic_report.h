@@ -5,7 +5,7 @@
 #define LLMC_TRAFFIC_REPORT_H
 
 #include "../config/step_estimate.h"
-#include "../dist/comm.h"
+#include "../ranks/comm.h"
 #include "logger.h"
 
 // The inputs of the report.

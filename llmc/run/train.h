@@ -4,8 +4,8 @@
 #define LLMC_TRAIN_H
 
 #include "../config/schedule.h"
-#include "../dist/check_links.h"
-#include "../dist/watch.h"
+#include "../ranks/check_links.h"
+#include "../ranks/watch.h"
 #include "../reference/rounding.h"
 #include "audit_report.h"
 #include "memory_fit.h"

@@ -1,0 +1,233 @@
+// The linear layers of a model: their GEMMs in bf16 and in the run's FP8 recipe, and the casts of their operands.
+#ifndef LLMC_LINEAR_CUH
+#define LLMC_LINEAR_CUH
+
+#include "../base/rng.h"
+#include "gemm.cuh"
+#include "../gpu/profile.cuh"
+#include "tensor_scales.cuh"
+
+// Plans of the three GEMMs of a linear layer, in bf16 and in FP8. With --fp8-filter a linear layer may run in bf16 in
+// some transformer layers and in FP8 in others.
+typedef struct {
+    GemmPlan bf16[NUM_GEMMS], fp8[NUM_GEMMS];
+} LinearPlans;
+
+typedef struct {
+    const Precision *precision;
+    int64_t rows, head_rows;  // rows of the layers' GEMMs; rows of lm_head's GEMMs, which run in chunks
+    bool qkv_bias;
+    Gemm gemm;
+    LinearPlans plans[NUM_LINEARS];
+    LinearShape head;                   // lm_head, over VP columns of logits
+    LinearPlans lm_head, lm_head_tail;  // for head_rows rows, and for the last chunk if it has fewer
+    TensorScales scales;
+    Profile *profile;
+} Linears;
+
+// Rows of logits in memory at a time. Large chunks keep the GEMMs efficient: each chunk writes lm_head's gradient, and
+// each but the first also reads it. Small chunks save memory.
+enum { LOGITS_ROWS = 4096, LOGITS_FEW_ROWS = 2048 };
+
+// Returns the rows of logits in memory at a time: the R rows of a micro-step, but at most LOGITS_ROWS. If the logits of
+// that many rows do not fit into `room`, at most LOGITS_FEW_ROWS. `room` is the number of logits that fit into the
+// memory of gradients that are computed later; 0: there is no such memory, and no limit.
+static inline int64_t logits_rows(const Dims *d, int64_t room) {
+    const int64_t many = min_i64(d->R, LOGITS_ROWS);
+    return room && many * d->VP > room ? min_i64(d->R, LOGITS_FEW_ROWS) : many;
+}
+
+// Describes the linear layers over R rows. linears_place and linears_plan must follow before use.
+static inline void linears_describe(Linears *ln, const Precision *p, const ModelConfig *m, int64_t R, int64_t head_rows,
+                                    const Options *o, Profile *profile) {
+    memset(ln, 0, sizeof *ln);
+    ln->precision = p, ln->rows = R, ln->head_rows = head_rows, ln->qkv_bias = m->qkv_bias, ln->profile = profile;
+    ln->head = p->lm_head, ln->head.N = model_padded_vocabulary(m);
+    ln->gemm.deterministic = o->deterministic;
+    tensor_scales_describe(&ln->scales, p, R, o);
+}
+
+// Returns how many elements the two decoded operands of the largest GEMM have, if all linear layers are emulated; 0
+// without --fp8-emulate.
+static inline int64_t linears_emulation_elements(const Linears *ln) {
+    int64_t most = 0;
+    for (int i = 0; i < NUM_LINEARS && ln->precision->emulated; i++) {
+        const LinearShape *s = &ln->precision->linear[i];
+        most = max_i64(most, max_i64(ln->rows * (s->N + s->K), s->N * s->K + ln->rows * max_i64(s->N, s->K)));
+    }
+    return most;
+}
+
+// Places the GEMM workspace, of at least GEMM_WORKSPACE_BYTES and at least `workspace` bytes. With --fp8-emulate also
+// places what emulated GEMMs need.
+static inline void linears_place(Linears *ln, int64_t workspace, Arena *a) {
+    const bool emulated = ln->precision->emulated;
+    arena_group(a, "GEMMs, optimizer");
+    ln->gemm.workspace = arena_take(a, max_i64(GEMM_WORKSPACE_BYTES, workspace));
+    ln->gemm.scratch = emulated ? (bf16 *)arena_take(a, linears_emulation_elements(ln) * (int64_t)sizeof(bf16)) : NULL;
+    ln->gemm.alpha = emulated ? (float *)arena_take(a, (int64_t)sizeof(float)) : NULL;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Planning
+
+// Writes random bytes that are finite numbers in every format of operands and scales, for timing. GEMMs of constant
+// data would run faster than those of real data.
+static __global__ void fill_for_timing_kernel(uint64_t *out, int64_t n) {
+    grid_dependency_wait();
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
+        out[i] = (rng_u64(1, (uint64_t)i) & 0x8f8f8f8f8f8f8f8full) | 0x3030303030303030ull;
+}
+
+static inline void fill_for_timing(char *from, char *to, cudaStream_t stream) {
+    CUDA_LAUNCH(fill_for_timing_kernel, 4 * device_sm_count(), 256, 0, stream, (uint64_t *)from, (to - from) / 8);
+}
+
+// Chooses a GEMM's algorithm. Candidates run with operands and results in `memory`, which must not be in use yet and
+// must have room for them. Emulated operands are in the scratch.
+static inline void linears_plan_gemm(Linears *ln, GemmPlan *p, char *memory) {
+    char *a = memory, *b = a + round_up(gemm_bytes_a(p), ARENA_ALIGNMENT),
+         *d = b + round_up(gemm_bytes_b(p), ARENA_ALIGNMENT);
+    // The GEMM reads its scales from the memory of the data, which has more bytes than the scales.
+    const QTensor operand_a = qtensor_for_timing(a), operand_b = qtensor_for_timing(b);
+    char *const scratch = (char *)ln->gemm.scratch;
+    if (p->emulated)
+        fill_for_timing(scratch, scratch + gemm_scratch_elements(p) * (int64_t)sizeof(bf16), ln->gemm.stream);
+    else fill_for_timing(a, d, ln->gemm.stream);
+    gemm_choose(&ln->gemm, p, (bf16 *)d, &operand_a, &operand_b, (const bf16 *)a);
+}
+
+// Plans the three GEMMs of a linear layer over R rows in one recipe.
+static inline void linears_plan_layer(Linears *ln, const LinearShape *s, GemmPlan plans[NUM_GEMMS],
+                                      const Recipe *recipe, int64_t R, bool bias, char *memory) {
+    for (int kind = 0; kind < NUM_GEMMS; kind++) {
+        const GemmSpec spec = gemm_spec(ln->precision, recipe, (GemmKind)kind);
+        plans[kind] = gemm_describe(s->name, (GemmKind)kind, R, s->N, s->K, spec, bias && kind == GEMM_FPROP);
+        linears_plan_gemm(ln, &plans[kind], memory);
+    }
+}
+
+// Plans all GEMMs that the run has. `memory` is the arena of GPU memory, which is not in use yet.
+static inline void linears_plan(Linears *ln, cudaStream_t stream, char *memory) {
+    const Precision *p = ln->precision;
+    const Recipe *bf16_recipe = recipe_row(RECIPE_BF16);
+    const int64_t tail = ln->rows % ln->head_rows;
+    CUBLAS_CHECK(cublasLtCreate(&ln->gemm.handle));
+    ln->gemm.stream = ln->scales.stream = stream;
+    if (ln->gemm.alpha) CUDA_CHECK(cudaMemsetAsync(ln->gemm.alpha, 0, sizeof(float), stream));
+    for (int id = 0; id < NUM_LINEARS; id++) {
+        int64_t fp8_layers = 0;
+        for (int64_t l = 0; l < p->num_layers; l++) fp8_layers += recipe_is_fp8(precision_of(p, l, id), GEMM_FPROP);
+        const bool bias = id == QKV_PROJ && ln->qkv_bias;
+        LinearPlans *plans = &ln->plans[id];
+        if (fp8_layers) linears_plan_layer(ln, &p->linear[id], plans->fp8, p->recipe, ln->rows, bias, memory);
+        if (fp8_layers < p->num_layers)
+            linears_plan_layer(ln, &p->linear[id], plans->bf16, bf16_recipe, ln->rows, bias, memory);
+    }
+    linears_plan_layer(ln, &ln->head, ln->lm_head.bf16, bf16_recipe, ln->head_rows, false, memory);
+    if (tail) linears_plan_layer(ln, &ln->head, ln->lm_head_tail.bf16, bf16_recipe, tail, false, memory);
+}
+
+static inline void linears_destroy_plans(LinearPlans *plans) {
+    for (int kind = 0; kind < NUM_GEMMS; kind++) {
+        if (plans->bf16[kind].matmul) gemm_destroy(&plans->bf16[kind]);
+        if (plans->fp8[kind].matmul) gemm_destroy(&plans->fp8[kind]);
+    }
+}
+
+static inline void linears_destroy(Linears *ln) {
+    for (int id = 0; id < NUM_LINEARS; id++) linears_destroy_plans(&ln->plans[id]);
+    linears_destroy_plans(&ln->lm_head);
+    linears_destroy_plans(&ln->lm_head_tail);
+    CUBLAS_CHECK(cublasLtDestroy(ln->gemm.handle));
+}
+
+// Prints the table of all GEMMs with their operands.
+static inline void linears_print(const Linears *ln) { precision_print(ln->precision, ln->rows, ln->head_rows, "bf16"); }
+
+// Prints in one line the GEMMs that should have fast accumulation, but for which cuBLASLt has no such algorithm
+// (gemm_choose). Prints nothing if there are none. Call it after linears_plan.
+static inline void linears_print_full_accum(const Linears *ln) {
+    bool found = false;
+    for (int id = 0; id < NUM_LINEARS; id++)
+        for (int kind = 0; kind < NUM_GEMMS; kind++) {
+            const GemmPlan *p = &ln->plans[id].fp8[kind];
+            if (!p->matmul || !p->native || p->spec.fast_accum ||
+                !precision_fast_accum(ln->precision, p->spec.recipe, (GemmKind)kind))
+                continue;
+            printf("%s %s %s",
+                   found ? "," : "cuBLASLt has no fast_accum algorithm, so accumulation is full, in:", p->layer,
+                   gemm_kind_name((GemmKind)kind));
+            found = true;
+        }
+    if (found) printf("\n");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// GEMMs
+
+// Computes d = a b, or d += a b if `accumulate`, with operands as in gemm_run(). `op` names the operation in the
+// profile.
+static inline void linears_gemm(Linears *ln, const char *op, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b,
+                                const bf16 *bias, bool accumulate) {
+    gemm_run(&ln->gemm, p, d, a, b, bias, accumulate);
+    profile_mark(ln->profile, op, p->native ? PROFILE_FLOPS_FP8 : PROFILE_FLOPS_BF16, gemm_flops(p));
+}
+
+static inline GemmPlan *linears_plan_of(Linears *ln, const QTensor *w, GemmKind kind) {
+    return w->fp8 ? &ln->plans[w->linear].fp8[kind] : &ln->plans[w->linear].bf16[kind];
+}
+
+// Computes y [R, N] = x [R, K] w [N, K]^T + bias [N]. bias may be NULL; only q, k and v of some models have one.
+static inline void linears_fprop(Linears *ln, bf16 *y, const QTensor *x, const QTensor *w, const bf16 *bias) {
+    linears_gemm(ln, "linear layers, fprop", linears_plan_of(ln, w, GEMM_FPROP), y, w, x, bias, false);
+}
+
+// Computes dx [R, K] = dy [R, N] w [N, K].
+static inline void linears_dgrad(Linears *ln, bf16 *dx, const QTensor *dy, const QTensor *w) {
+    linears_gemm(ln, "linear layers, dgrad", linears_plan_of(ln, w, GEMM_DGRAD), dx, w, dy, NULL, false);
+}
+
+// Computes dw [N, K] = dy [R, N]^T x [R, K].
+static inline void linears_wgrad(Linears *ln, bf16 *dw, const QTensor *dy, const QTensor *x) {
+    linears_gemm(ln, "linear layers, wgrad", linears_plan_of(ln, x, GEMM_WGRAD), dw, x, dy, NULL, false);
+}
+
+// Returns lm_head's plans for `rows` rows: head_rows, or the rows of a smaller last chunk.
+static inline GemmPlan *linears_lm_head(Linears *ln, int64_t rows) {
+    return (rows == ln->head_rows ? &ln->lm_head : &ln->lm_head_tail)->bf16;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Casts of tensors [R, C]. A Source supplies the values (quantize_kernels.cuh).
+
+// Raises the amaxes that the tensor's rowwise and columnwise casts need. Does nothing if they need none, as with block
+// scales.
+template <class Source>
+static inline void qtensor_amax_pass(Linears *ln, const QTensor *q, const Source &source, int64_t R, int64_t C) {
+    if (!tensor_amaxes(q->row_granularity, q->col_granularity, R, C)) return;
+    profile_bytes(ln->profile, "amax passes", quantize_amax_source("quantize", *q, source, R, C, ln->gemm.stream));
+}
+
+// Casts the tensor, and audits the cast if the step is audited. Amaxes that the scales follow from must be known. But
+// with the delayed recipe, while scales_ready is false, this function finds the amax itself, and a tensor without a
+// scale gets one from that amax.
+template <class Source>
+static inline void qtensor_cast(Linears *ln, const QTensor *q, const Source &source, int64_t R, int64_t C) {
+    if (q->amax_source == AMAX_DELAYED && !ln->scales.scales_ready) {
+        qtensor_amax_pass(ln, q, source, R, C);
+        tensor_scales_begin(&ln->scales, q);
+    }
+    const QTensor audited = tensor_scales_audited(&ln->scales, *q);
+    profile_bytes(ln->profile, "FP8 casts", quantize_source("quantize", audited, source, R, C, ln->gemm.stream));
+}
+
+// Makes the FP8 data of a tensor. Does nothing if its linear layer is not FP8.
+template <class Source>
+static inline void qtensor_produce(Linears *ln, const QTensor *q, const Source &source, int64_t R, int64_t C) {
+    if (!q->fp8) return;
+    if (q->amax_source == AMAX_FROM_PASS) qtensor_amax_pass(ln, q, source, R, C);
+    qtensor_cast(ln, q, source, R, C);
+}
+
+#endif

@@ -1,0 +1,325 @@
+// Softmax cross-entropy over the vocabulary, in place on a chunk of bf16 logits [R, VP], VP >= V.
+//
+// The last VP - V columns are padding: they become -infinity before the loss, and 0 after the gradient.
+//
+//   loss[r]      = log(sum_v exp(x[r][v])) - x[r][target]                            fp32, natural logarithm
+//   dlogits[r][v] = bf16((softmax(x[r])[v] - (v == target)) * gradient_scale)        overwrites the logits
+//
+// A row whose target lies outside [0, V) is ignored: its loss and gradient are 0. In any other row, a NaN or +inf logit
+// makes the loss and the gradient NaN.
+//
+// Bytes moved: 2 read + 2 written per logit (2 read without gradient). A row of 128k-152k logits (257-304 KB) fits on
+// one SM only in its registers and shared memory together. So a persistent block keeps the row there from reading to
+// overwriting: each thread holds its vectors of the row in registers and, if these do not suffice, in shared memory.
+// When a vector is no longer needed, its registers or shared memory take the next row's vector. If VP is above 163840,
+// too large for the GPU's shared memory or not a multiple of 8, or the logits are not aligned to 16 bytes, another
+// kernel reads each row three times (twice without gradient). Sums have a fixed order, so every run gives equal bits.
+#ifndef LLMC_CROSS_ENTROPY_CUH
+#define LLMC_CROSS_ENTROPY_CUH
+
+#include "../gpu/cuda_utils.cuh"
+
+enum {
+    CROSS_ENTROPY_THREADS = 512,
+    // Vectors of 8 logits that a thread holds in registers: for short rows with two blocks per SM, and for long rows
+    // with one block per SM.
+    CROSS_ENTROPY_FEW = 8,
+    CROSS_ENTROPY_MANY = 24,
+    // How many more vectors a thread can keep in shared memory. Each takes 8 KB per block. With CROSS_ENTROPY_MANY this
+    // allows V up to 163840.
+    CROSS_ENTROPY_SHARED = 16,
+    CROSS_ENTROPY_ROW_THREADS = 1024
+};
+
+#define NEGATIVE_INFINITY_PAIR 0xff80ff80u  // two bf16
+#define CROSS_ENTROPY_LN_2 0.6931471805599453f
+
+// Returns the larger of two, NaN if either is NaN.
+__device__ static inline float cross_entropy_max(float a, float b) { return a > b || a != a ? a : b; }
+
+// Returns the larger of each of two packed bf16, NaN if either is NaN.
+__device__ static inline uint32_t cross_entropy_pair_max(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+// These two return the maximum and the sum over a block of whole warps, with equal bits in every thread. scratch is 32
+// floats of shared memory, which a block may use again only after another barrier.
+__device__ static inline float cross_entropy_block_max(float x, float *scratch) {
+    const int lane = threadIdx.x % WARP_SIZE, warps = blockDim.x / WARP_SIZE;
+    for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2)
+        x = cross_entropy_max(x, __shfl_xor_sync(0xffffffffu, x, offset));
+    if (lane == 0) scratch[threadIdx.x / WARP_SIZE] = x;
+    __syncthreads();
+    x = lane < warps ? scratch[lane] : -INFINITY;
+    for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2)
+        x = cross_entropy_max(x, __shfl_xor_sync(0xffffffffu, x, offset));
+    return x;
+}
+
+__device__ static inline float cross_entropy_block_sum(float x, float *scratch) {
+    const int lane = threadIdx.x % WARP_SIZE, warps = blockDim.x / WARP_SIZE;
+    x = warp_sum(x);
+    if (lane == 0) scratch[threadIdx.x / WARP_SIZE] = x;
+    __syncthreads();
+    return warp_sum(lane < warps ? scratch[lane] : 0.0f);
+}
+
+__device__ static inline uint32_t cross_entropy_vector_max(uint32_t pair_max, Bf16x8 v) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) pair_max = cross_entropy_pair_max(pair_max, v.word[j]);
+    return pair_max;
+}
+
+// Returns exp(x) * 2^offset in two instructions. With offset = -maximum * log2(e) this is exp(x - maximum). Rounding
+// the offset gives a factor common to the row: it cancels in the softmax, and the loss corrects for it.
+__device__ static inline float cross_entropy_exp(float x, float offset) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, LOG2_E, offset)));
+    return y;
+}
+
+__device__ static inline float cross_entropy_vector_sum(float sum, Bf16x8 v, float offset) {
+    float f[8];
+    bf16x8_unpack(f, v);
+#pragma unroll
+    for (int j = 0; j < 8; j++) sum += cross_entropy_exp(f[j], offset);
+    return sum;
+}
+
+__device__ static inline Bf16x8 cross_entropy_vector_exp(Bf16x8 v, float offset) {
+    float f[8];
+    bf16x8_unpack(f, v);
+#pragma unroll
+    for (int j = 0; j < 8; j++) f[j] = cross_entropy_exp(f[j], offset);
+    return bf16x8_pack(f);
+}
+
+// Returns -log(softmax(x)[target]) from sum = sum_v exp(x[v]) * 2^offset.
+__device__ static inline float cross_entropy_row_loss(float sum, float offset, float target_logit) {
+    return logf(sum) - fmaf(offset, CROSS_ENTROPY_LN_2, target_logit);
+}
+
+// Returns the offset for which cross_entropy_exp(x, offset) = softmax(x) * gradient_scale.
+__device__ static inline float cross_entropy_gradient_offset(float sum, float offset, float gradient_scale) {
+    return offset + log2f(gradient_scale / sum);
+}
+
+// Keeps all bits of v or none: an ignored row's gradient is 0 even if its logits are not finite.
+__device__ static inline Bf16x8 cross_entropy_mask(Bf16x8 v, uint32_t mask) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) v.word[j] &= mask;
+    return v;
+}
+
+// Block b processes rows b, b + gridDim.x, ... Vector v of a row (v < `vectors` = V / 8) belongs to thread v %
+// CROSS_ENTROPY_THREADS, as its number v / CROSS_ENTROPY_THREADS. A thread's first HELD vectors are in registers, later
+// ones in dynamic shared memory.
+template <int HELD, bool GRADIENT>
+static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_ENTROPY_FEW ? 2 : 1)
+    cross_entropy_kernel(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int vectors,
+                         float gradient_scale) {
+    grid_dependency_wait();
+    extern __shared__ Bf16x8 shared[];
+    __shared__ float max_scratch[WARP_SIZE], sum_scratch[WARP_SIZE];
+    const int first_shared = HELD * CROSS_ENTROPY_THREADS + (int)threadIdx.x;
+    bf16 *x = logits + (int64_t)blockIdx.x * vectors * 8;
+    Bf16x8 held[HELD];
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+        const int v = i * CROSS_ENTROPY_THREADS + (int)threadIdx.x;
+        if (v < vectors) held[i] = bf16x8_load(x + v * 8);
+        // Padding that adds nothing to the sum.
+        else held[i].word[0] = held[i].word[1] = held[i].word[2] = held[i].word[3] = NEGATIVE_INFINITY_PAIR;
+    }
+    for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS)
+        copy16_async(&shared[v - HELD * CROSS_ENTROPY_THREADS], x + v * 8);
+
+    for (int64_t row = blockIdx.x; row < R; row += gridDim.x) {
+        const bool more = row + gridDim.x < R;
+        const bf16 *next = x + (int64_t)gridDim.x * vectors * 8;
+        const int target = targets[row];
+        const bool counted = target >= 0 && target / 8 < vectors,
+                   owns_target = counted && target / 8 % CROSS_ENTROPY_THREADS == (int)threadIdx.x;
+        // Reading needs no barrier: the thread that owns the target is the only one that overwrites it, below.
+        const float target_logit = owns_target ? __bfloat162float(x[target]) : 0.0f;
+        copy_async_commit(), copy_async_wait<0>();
+
+        uint32_t pair_max = NEGATIVE_INFINITY_PAIR;
+#pragma unroll
+        for (int i = 0; i < HELD; i++) pair_max = cross_entropy_vector_max(pair_max, held[i]);
+        for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS)
+            pair_max = cross_entropy_vector_max(pair_max, shared[v - HELD * CROSS_ENTROPY_THREADS]);
+        const float maximum = cross_entropy_block_max(
+            cross_entropy_max(__uint_as_float(pair_max << 16), __uint_as_float(pair_max & 0xffff0000u)), max_scratch);
+
+        const float offset = -maximum * LOG2_E;
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < HELD; i++) {
+            const int v = i * CROSS_ENTROPY_THREADS + (int)threadIdx.x;
+            sum = cross_entropy_vector_sum(sum, held[i], offset);
+            if (!GRADIENT && more && v < vectors) held[i] = bf16x8_load(next + v * 8);
+        }
+        for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS) {
+            Bf16x8 *at = &shared[v - HELD * CROSS_ENTROPY_THREADS];
+            sum = cross_entropy_vector_sum(sum, *at, offset);
+            if (!GRADIENT && more) copy16_async(at, next + v * 8);
+        }
+        sum = cross_entropy_block_sum(sum, sum_scratch);
+
+        if (owns_target) losses[row] = cross_entropy_row_loss(sum, offset, target_logit);
+        if (!counted && threadIdx.x == 0) losses[row] = 0.0f;
+        if (GRADIENT) {
+            const float gradient_offset = cross_entropy_gradient_offset(sum, offset, gradient_scale);
+            const uint32_t mask = counted ? 0xffffffffu : 0;
+#pragma unroll
+            for (int i = 0; i < HELD; i++) {
+                const int v = i * CROSS_ENTROPY_THREADS + (int)threadIdx.x;
+                if (v < vectors) {
+                    bf16x8_store(x + v * 8,
+                                 cross_entropy_mask(cross_entropy_vector_exp(held[i], gradient_offset), mask));
+                    if (more) held[i] = bf16x8_load(next + v * 8);
+                }
+            }
+            for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS) {
+                Bf16x8 *at = &shared[v - HELD * CROSS_ENTROPY_THREADS];
+                bf16x8_store(x + v * 8, cross_entropy_mask(cross_entropy_vector_exp(*at, gradient_offset), mask));
+                if (more) copy16_async(at, next + v * 8);
+            }
+            if (owns_target)
+                x[target] = __float2bfloat16(cross_entropy_exp(target_logit, gradient_offset) - gradient_scale);
+        }
+        x += (int64_t)gridDim.x * vectors * 8;
+    }
+}
+
+// One row per block, for any V and any alignment.
+template <bool GRADIENT>
+static __global__ void cross_entropy_row_kernel(float *losses, bf16 *logits, const int32_t *targets, int64_t V,
+                                                float gradient_scale) {
+    grid_dependency_wait();
+    __shared__ float max_scratch[WARP_SIZE], sum_scratch[WARP_SIZE];
+    bf16 *x = logits + (int64_t)blockIdx.x * V;
+    const int64_t target = targets[blockIdx.x];
+    const bool counted = target >= 0 && target < V;
+    // Read before it is overwritten.
+    const float target_logit = counted ? __bfloat162float(x[target]) : 0.0f;
+    float maximum = -INFINITY, sum = 0.0f;
+    for (int64_t v = threadIdx.x; v < V; v += blockDim.x) maximum = cross_entropy_max(maximum, __bfloat162float(x[v]));
+    const float offset = -cross_entropy_block_max(maximum, max_scratch) * LOG2_E;
+    for (int64_t v = threadIdx.x; v < V; v += blockDim.x) sum += cross_entropy_exp(__bfloat162float(x[v]), offset);
+    sum = cross_entropy_block_sum(sum, sum_scratch);
+    if (threadIdx.x == 0) losses[blockIdx.x] = counted ? cross_entropy_row_loss(sum, offset, target_logit) : 0.0f;
+    if (!GRADIENT) return;
+    const float gradient_offset = cross_entropy_gradient_offset(sum, offset, gradient_scale);
+    for (int64_t v = threadIdx.x; v < V; v += blockDim.x) {
+        const float d = cross_entropy_exp(__bfloat162float(x[v]), gradient_offset);
+        x[v] = __float2bfloat16(!counted ? 0.0f : v == target ? d - gradient_scale : d);
+    }
+}
+
+// Returns the bytes of dynamic shared memory that a block needs for rows of V logits, if each thread holds `held`
+// vectors of 8 logits in registers.
+static inline int64_t cross_entropy_shared_bytes(int64_t V, int64_t held) {
+    return max_i64(0, ceil_div(V / 8, CROSS_ENTROPY_THREADS) - held) * CROSS_ENTROPY_THREADS * (int64_t)sizeof(Bf16x8);
+}
+
+// True if an SM can hold a row of V logits in registers and shared memory. Consumer GPUs have about 100 KB of shared
+// memory per block.
+static inline bool cross_entropy_row_fits(int64_t V) {
+    const int available = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    const int64_t needed = cross_entropy_shared_bytes(V, CROSS_ENTROPY_MANY), scratch = 1024;
+    return needed <= cross_entropy_shared_bytes(8 * CROSS_ENTROPY_THREADS * CROSS_ENTROPY_SHARED, 0) &&
+           needed + scratch <= available;
+}
+
+template <int HELD, bool GRADIENT>
+static inline void cross_entropy_launch_held(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V,
+                                             float gradient_scale, cudaStream_t stream) {
+    const size_t shared_bytes = (size_t)cross_entropy_shared_bytes(V, HELD);
+    CUDA_CHECK(cudaFuncSetAttribute(cross_entropy_kernel<HELD, GRADIENT>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    (int)shared_bytes));
+    const int64_t resident = device_sm_count() * (HELD == CROSS_ENTROPY_FEW ? 2 : 1);
+    const unsigned blocks = (unsigned)min_i64(R, resident);
+    CUDA_LAUNCH(cross_entropy_kernel<HELD, GRADIENT>, blocks, CROSS_ENTROPY_THREADS, shared_bytes, stream, losses,
+                logits, targets, R, (int)(V / 8), gradient_scale);
+}
+
+template <bool GRADIENT>
+static inline void cross_entropy_launch(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V,
+                                        float gradient_scale, cudaStream_t stream) {
+    if (V % 8 || (uintptr_t)logits % 16 || !cross_entropy_row_fits(V)) {
+        CUDA_LAUNCH(cross_entropy_row_kernel<GRADIENT>, grid_size(R, 1), CROSS_ENTROPY_ROW_THREADS, 0, stream, losses,
+                    logits, targets, V, gradient_scale);
+    } else if (cross_entropy_shared_bytes(V, CROSS_ENTROPY_FEW) == 0) {
+        cross_entropy_launch_held<CROSS_ENTROPY_FEW, GRADIENT>(losses, logits, targets, R, V, gradient_scale, stream);
+    } else {
+        cross_entropy_launch_held<CROSS_ENTROPY_MANY, GRADIENT>(losses, logits, targets, R, V, gradient_scale, stream);
+    }
+}
+
+static inline void cross_entropy_check(int64_t R, int64_t V, int64_t VP) {
+    if (R < 1 || V < 1 || VP < V || VP > INT_MAX)
+        die("cross entropy over %lld rows of %lld logits, padded to %lld: rows and logits must be at least 1, the "
+            "vocabulary below 2^31",
+            (long long)R, (long long)V, (long long)VP);
+}
+
+// Block x fills the padding of row x.
+static __global__ void cross_entropy_padding_kernel(bf16 *logits, int64_t V, int64_t VP, float value) {
+    grid_dependency_wait();
+    for (int64_t v = V + threadIdx.x; v < VP; v += blockDim.x)
+        logits[(int64_t)blockIdx.x * VP + v] = __float2bfloat16(value);
+}
+
+// Fills columns V ... VP - 1 of logits [R, VP].
+static inline void cross_entropy_fill_padding(bf16 *logits, int64_t R, int64_t V, int64_t VP, float value,
+                                              cudaStream_t stream) {
+    if (VP > V) CUDA_LAUNCH(cross_entropy_padding_kernel, grid_size(R, 1), WARP_SIZE, 0, stream, logits, V, VP, value);
+}
+
+// Writes losses [R] fp32 from logits [R, VP] bf16 (unchanged but for the padding) and targets [R].
+static inline void cross_entropy_loss(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V,
+                                      int64_t VP, cudaStream_t stream) {
+    cross_entropy_check(R, V, VP);
+    cross_entropy_fill_padding(logits, R, V, VP, -INFINITY, stream);
+    cross_entropy_launch<false>(losses, logits, targets, R, VP, 0.0f, stream);
+}
+
+// Computes the losses like cross_entropy_loss, and overwrites the logits with their gradient times gradient_scale (1 /
+// number of tokens in the mean; dies unless it is above 0). Returns the least bytes that must move, 2 read and 2
+// written per logit, even if cross_entropy_row_kernel moves more.
+static inline int64_t cross_entropy_loss_and_gradient(float *losses, bf16 *logits, const int32_t *targets, int64_t R,
+                                                      int64_t V, int64_t VP, float gradient_scale,
+                                                      cudaStream_t stream) {
+    cross_entropy_check(R, V, VP);
+    if (!(gradient_scale > 0))
+        die("cross_entropy_loss_and_gradient: gradient_scale %g must be above 0", (double)gradient_scale);
+    cross_entropy_fill_padding(logits, R, V, VP, -INFINITY, stream);
+    cross_entropy_launch<true>(losses, logits, targets, R, VP, gradient_scale, stream);
+    cross_entropy_fill_padding(logits, R, V, VP, 0.0f, stream);
+    return R * V * 4;
+}
+
+__global__ static void __launch_bounds__(1024)
+    loss_accumulate_kernel(float *out, const float *losses, int64_t n, double scale) {
+    grid_dependency_wait();
+    __shared__ double partial[1024];
+    double sum = 0;
+    for (int64_t i = threadIdx.x; i < n; i += 1024) sum += (double)losses[i];
+    partial[threadIdx.x] = sum;
+    for (int half = 512; half > 0; half /= 2) {
+        __syncthreads();
+        if ((int)threadIdx.x < half) partial[threadIdx.x] += partial[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0) *out = (float)((double)*out + scale * partial[0]);
+}
+
+// Adds scale * (sum of losses [n]) to *out (device). The arithmetic is double precision in a fixed order; *out is fp32.
+static inline void loss_accumulate(float *out, const float *losses, int64_t n, double scale, cudaStream_t stream) {
+    CUDA_LAUNCH(loss_accumulate_kernel, 1, 1024, 0, stream, out, losses, n, scale);
+}
+
+#endif
