@@ -1281,8 +1281,11 @@ static void test_export(void) {
     CHECK(!path_exists(scratch_path("export/tokenizer.json")) && model_has_weights(dir),
           "the first export has weights and no tokenizer.json");
     model_export_prepare(trailing, source_folder);
-    CHECK(model_export_hf(trailing, &a->model, &a->table, &a->state, source_folder, &failure),
+    TokenizerFiles tokenizer = {0};
+    tokenizer_files_read(&tokenizer, source_folder);
+    CHECK(model_export_hf(trailing, &a->model, &a->table, &a->state, &tokenizer, &failure),
           "the second export is made: %s", failure.text);
+    tokenizer_files_free(&tokenizer);
     CHECK(path_exists(scratch_path("export/tokenizer.json")) && !path_exists(scratch_path("export/README.md")) &&
               !path_exists(scratch_path("export/trainer.json")) && !path_exists(scratch_path("export.tmp")),
           "the second export has tokenizer.json, but neither README.md nor trainer.json, and export.tmp is gone");
@@ -1515,16 +1518,20 @@ static void test_verify(void) {
     if (!folder_create(scratch_path("verify-source"), false, &failure) ||
         !file_write(scratch_path("verify-source"), "tokenizer.json", "{}", 2, NULL, &failure))
         die("%s", failure.text);
+    TokenizerFiles tokenizer = {0};
+    tokenizer_files_read(&tokenizer, scratch_path("verify-source"));
+    remove_tree(scratch_path("verify-source"));  // the files stay in memory
+    t->run.tokenizer = &tokenizer;
     save(t, scratch_path("verify"), 1, 1);
-    CHECK(model_export_hf(export, &t->model, &t->table, &t->state, scratch_path("verify-source"), &failure),
-          "the export is made: %s", failure.text);
+    CHECK(model_export_hf(export, &t->model, &t->table, &t->state, &tokenizer, &failure), "the export is made: %s",
+          failure.text);
     static const struct {
         bool exported;
         const char *file;
         bool small;
-    } cases[] = {{false, "model.safetensors", false}, {false, "config.json", true}, {false, "trainer.json", true},
-                 {true, "model.safetensors", false},  {true, "config.json", true},  {true, "tokenizer.json", true},
-                 {true, EXPORT_HASHES, true}};
+    } cases[] = {{false, "model.safetensors", false}, {false, "config.json", true},       {false, "trainer.json", true},
+                 {false, "tokenizer.json", true},     {true, "model.safetensors", false}, {true, "config.json", true},
+                 {true, "tokenizer.json", true},      {true, EXPORT_HASHES, true}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const char *folder = cases[i].exported ? export : checkpoint;
         CHECK(model_verify(folder, INT64_MAX, &failure) && model_verify(folder, 1000, &failure),
@@ -1548,7 +1555,8 @@ static void test_verify(void) {
     format_checked(path, sizeof path, "%s/" EXPORT_HASHES, export);
     CHECK(!model_verify(export, INT64_MAX, &failure) && unlink(path) == 0 && model_verify(export, INT64_MAX, &failure),
           "damage is detected with a list of hashes, and not without: %s", failure.text);
-    remove_tree(scratch_path("verify")), remove_tree(export), remove_tree(scratch_path("verify-source"));
+    remove_tree(scratch_path("verify")), remove_tree(export);
+    tokenizer_files_free(&tokenizer);
     trainer_free(t);
 }
 

@@ -510,17 +510,4 @@ static inline bool folder_replace(const char *temporary, const char *final, Fail
     return true;
 }
 
-// Copies a file of `from_folder` to `to_folder` under its name, by file_write.
-static inline bool file_copy(const char *from_folder, const char *to_folder, const char *name, FileList *list,
-                             Failure *failure) {
-    char path[PATH_CAPACITY];
-    format_checked(path, sizeof path, "%s/%s", from_folder, name);
-    size_t size;
-    char *data = read_file(path, &size);
-    if (!data) return fail(failure, "cannot read %s: %s", path, read_words());
-    bool ok = file_write(to_folder, name, data, (int64_t)size, list, failure);
-    free(data);
-    return ok;
-}
-
 #endif

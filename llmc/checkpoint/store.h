@@ -9,6 +9,7 @@
 //   *.safetensors.index.json          of model or optimizer, if its tensors are in several files
 //   fp8_state.safetensors             with delayed scaling only: amax_history [tensors, window] and scale [tensors],
 //                                     tensors numbered by tensor_index()
+//   tokenizer.json and others         the tokenizer's files, if the run knows them (tokenizer_files.h)
 //   trainer.json                      the manifest (manifest.h); written last; "clip_norms" is there only if the run
 //                                     clips gradients in the backward pass
 //   .train_fp8                        the marker file (file_io.h), written first; a folder without it is removed
@@ -192,7 +193,8 @@ static inline bool checkpoint_write(const char *folder, const TrainerProgress *p
                                        &files, failure) &&
               checkpoint_write_delayed(folder, s, &files, failure);
     ok = ok && (!leader ||
-                (checkpoint_write_manifest(folder, progress, run, s, &files, failure) && folder_sync(folder, failure)));
+                (tokenizer_files_write(run->tokenizer, folder, &files, failure) &&
+                 checkpoint_write_manifest(folder, progress, run, s, &files, failure) && folder_sync(folder, failure)));
     file_list_free(&files);
     return ok;  // if rank 0 failed after the last checkpoint_agree, the other ranks return true here
 }
