@@ -65,8 +65,8 @@ static void state_write(void *context, StateKind kind, int64_t offset, int64_t c
     else memcpy(element(t, kind, offset, count), host, (size_t)(count * element_bytes(t, kind)));
 }
 
-// Fills the arrays of every parameter with random finite values of either sign, at most 2 in magnitude, and random
-// scales above zero. The padding stays zero.
+// Fills the arrays of every parameter with random finite values, at most 2 in magnitude, of either sign where they may
+// be below zero, and random scales above zero. The padding stays zero.
 static void trainer_fill(Trainer *t, uint64_t seed) {
     for (int kind = 0; kind < STATE_AMAX_HISTORY; kind++)
         for (int64_t i = 0; t->arrays[kind] && i < t->table.count; i++) {
@@ -76,6 +76,7 @@ static void trainer_fill(Trainer *t, uint64_t seed) {
             for (int64_t b = 0; b < r.count * width; b++) {
                 at[b] = (char)rng_u64(seed, (uint64_t)(kind * 100000000 + i * 1000000 + b));
                 if (b % width == width - 1) at[b] &= (char)0xbf;  // clears the highest bit of the exponent
+                if (b % width == width - 1 && state_is_unsigned((StateKind)kind)) at[b] &= 0x7f;
                 if (b == 3 && state_is_scale((StateKind)kind)) at[b] = (char)((at[b] & 0x7f) | 0x20);
             }
         }
@@ -1028,8 +1029,8 @@ static void test_nonfinite(void) {
     }
 }
 
-// Nothing is saved if an FP8 or FP16 moment or a COAT group's word is not finite, or if a scale is not a finite number
-// above zero: a load would refuse it.
+// Nothing is saved if an FP8 or FP16 moment or a COAT group's word is not finite, or if a scale is zero, negative or
+// not finite: a load would refuse it.
 static void test_nonfinite_groups(void) {
     static const struct {
         int moments;
@@ -1057,8 +1058,7 @@ static void test_nonfinite_groups(void) {
         const int64_t bytes = element_bytes(t, cases[i].kind);
         memcpy(element(t, cases[i].kind, r.shard + r.count - 1, 1), &cases[i].value, (size_t)bytes);
         format_checked(expected, sizeof expected, "tensor %s%s holds %s", cases[i].tensor, p->name,
-                       state_is_scale(cases[i].kind) ? "a scale that is not a finite number above zero"
-                                                     : "a value that is not finite");
+                       state_refused(cases[i].kind));
         CHECK(!checkpoint_save(scratch_path("groups"), 1, &progress, &t->run, &t->table, &t->state, &failure) &&
                   failure.lasting && strstr(failure.text, expected),
               "0x%x in %s is not saved: %s", cases[i].value, cases[i].tensor, failure.text);
@@ -1088,10 +1088,9 @@ static void test_load_nonfinite(void) {
         save(t, scratch_path("infinite"), 1, 1);
         format_checked(file, sizeof file, "%s/%s.safetensors", path, cases[i].file);
         write_float(file, safetensors_data(file, cases[i].tensor) + 8, INFINITY);
-        CHECK(check_dies(resume_action, &action,
-                         "holds a value that is not finite, so nothing can be trained from it; "
-                         "move this checkpoint away",
-                         output, sizeof output),
+        CHECK(check_dies(resume_action, &action, "so nothing can be trained from it; move this checkpoint away", output,
+                         sizeof output) &&
+                  strstr(output, "holds a value that is not finite"),
               "a checkpoint that holds an infinite weight or moment is refused: %s", output);
         CHECK(strstr(output, cases[i].tensor), "the error names the tensor: %s", output);
     }
@@ -1112,8 +1111,8 @@ static void test_load_scale(void) {
         save(t, scratch_path("scale"), 1, 1);
         write_float(file, safetensors_data(file, "exp_avg_sq_scale.model.norm.weight"), i ? -1 : 0);
         CHECK(check_dies(resume_action, &action,
-                         "tensor exp_avg_sq_scale.model.norm.weight holds a scale that is not a finite number above "
-                         "zero, so nothing can be trained from it; move this checkpoint away",
+                         "tensor exp_avg_sq_scale.model.norm.weight holds a scale that is not a number from 2^-126 to "
+                         "2^126, so nothing can be trained from it; move this checkpoint away",
                          output, sizeof output),
               "a scale that is not above zero is refused: %s", output);
     }

@@ -314,22 +314,28 @@ static inline bool checkpoint_load_clip_norms(const char *checkpoint, const Trai
 }
 
 // Loads weights, optimizer state, the state of delayed scaling and that of clipping from a checkpoint that passed
-// checkpoint_check. Dies if a file cannot be read, or if a tensor does not fit the model or the options, or holds a
+// checkpoint_check. Fails if a file cannot be read, or if a tensor does not fit the model or the options, or holds a
 // value that training cannot continue from (checkpoint_read_array, checkpoint_check_delayed).
-static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m, const ParameterTable *t,
-                                   const TrainerState *s) {
+static inline bool checkpoint_read(const char *checkpoint, const ModelConfig *m, const ParameterTable *t,
+                                   const TrainerState *s, Failure *failure) {
     Safetensors st;
-    Failure failure;
-    bool ok = safetensors_open_folder(&st, checkpoint, "optimizer", &failure);
     StateKind kinds[NUM_STATE_KINDS];
     const int num_kinds = state_kinds(s, STATE_EXP_AVG, STATE_MASTER_SCALE, kinds);
-    for (int i = 0; ok && i < num_kinds; i++) ok = checkpoint_read_array(&st, t, s, kinds[i], &failure);
-    ok = ok && model_read_weights(checkpoint, m, t, s, &failure);
-    if (!ok || !checkpoint_read_delayed(checkpoint, s, &failure) ||
-        !checkpoint_load_clip_norms(checkpoint, s, &failure))
+    if (!safetensors_open_folder(&st, checkpoint, "optimizer", failure)) return false;
+    bool ok = true;
+    for (int i = 0; ok && i < num_kinds; i++) ok = checkpoint_read_array(&st, t, s, kinds[i], failure);
+    safetensors_close(&st);
+    return ok && model_read_weights(checkpoint, m, t, s, failure) && checkpoint_read_delayed(checkpoint, s, failure) &&
+           checkpoint_load_clip_norms(checkpoint, s, failure);
+}
+
+// checkpoint_read, which dies on failure.
+static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m, const ParameterTable *t,
+                                   const TrainerState *s) {
+    Failure failure;
+    if (!checkpoint_read(checkpoint, m, t, s, &failure))
         die("cannot resume from %s: %s; move this checkpoint away to resume from an earlier one, if any", checkpoint,
             failure.text);
-    safetensors_close(&st);
 }
 
 #endif
