@@ -218,6 +218,8 @@ check "a checkpoint larger than ulimit -f ends the run with an error" \
     --checkpoint-dir "$tmp/limited"
 check "the error names ulimit -f" holds "$out" \
     "this process may write files of 102400 bytes at most; raise that limit with ulimit -f"
+check "a stack of 64 KiB is refused" refuses "the stack of this process may have 64 KiB" \
+    bash -c 'ulimit -s 64; exec "$@"' "$0" $run --num-steps 1
 mkdir "$tmp/many"
 for i in $(seq 40); do cp "$tmp/s_train.bin" "$tmp/many/x_$i.bin"; done
 many='exec ./train_fp8 tiny --train-data "$0" --sequence-length 16 --num-steps 1'
