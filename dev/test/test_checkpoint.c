@@ -1298,6 +1298,7 @@ static void test_export(void) {
     for (int64_t i = 0; i < a->table.total; i++)
         wrong += ((bf16_bits *)b->arrays[STATE_WEIGHTS])[i] != bf16_from_float(((float *)a->arrays[STATE_WEIGHTS])[i]);
     CHECK(wrong == 0, "all weights are rounded to nearest even; %lld are not", (long long)wrong);
+    free(read.source);
 
     // A folder with any other file in it is not replaced.
     if (!file_write(dir, "thesis.txt", "x", 1, NULL, &failure)) die("%s", failure.text);
