@@ -17,6 +17,7 @@
 #include <sys/resource.h>
 
 #include "llmc/base/arena.h"
+#include "llmc/base/cgroup.h"
 #include "llmc/base/openmp.h"
 
 #include "llmc/config/options.h"
@@ -402,15 +403,17 @@ static uint32_t *tensor_amax(const Trainer *t, StateKind kind, int64_t i) {
     return &t->params.amaxes[i * TENSOR_SCALES + (kind - STATE_EXP_AVG_SCALE)];
 }
 
-// Returns the bytes that this rank may take: its part of the host's memory.
+// Returns the bytes that this rank may take: its part of the host's memory, or of its control group's if that is less.
 static int64_t memory_available(const Comm *comm) {
-    return (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE) / comm->local_world;
+    const int64_t host = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+    return min_i64(host, cgroup_memory_limit("/proc/self/cgroup", "/sys/fs/cgroup")) / comm->local_world;
 }
 
 static void trainer_allocate(Trainer *t) {
     const MemoryFit fit = {t->o, &t->m, t->comm, CPU_TRAINER, memory_needed, memory_available(t->comm), false};
     memory_fit_require(&fit, t->memory_bytes,
-                       t->comm->local_world > 1 ? "each rank's part of this machine is" : "this machine has");
+                       t->comm->local_world > 1 ? "each rank's part of what this machine or its cgroup allows is"
+                                                : "this machine or its cgroup allows");
     Arena a;
     memset(&a, 0, sizeof a);
     a.base = (char *)(t->memory = xcalloc((size_t)t->memory_bytes, 1));

@@ -38,7 +38,7 @@ static void trainer_run(const uint8_t *data, size_t size) {
     json_free(&json);
     checkpoint_read_setting(folder, "precision", setting, sizeof setting);
     hf_config_read(&model, folder);
-    const CheckpointRun run = {&model, &options, identity, NULL};
+    const CheckpointRun run = {&model, &options, identity, NULL, NULL};
     const TrainerProgress progress = checkpoint_check(folder, &run);
     FUZZ_CHECK(progress.step >= 0 && progress.samples >= 0);
     fuzz_free(model.source);

@@ -65,8 +65,8 @@ static void state_write(void *context, StateKind kind, int64_t offset, int64_t c
     else memcpy(element(t, kind, offset, count), host, (size_t)(count * element_bytes(t, kind)));
 }
 
-// Fills the arrays of every parameter with random finite values of either sign, at most 2 in magnitude, and random
-// scales above zero. The padding stays zero.
+// Fills the arrays of every parameter with random finite values, at most 2 in magnitude, of either sign where they may
+// be below zero, and random scales above zero. The padding stays zero.
 static void trainer_fill(Trainer *t, uint64_t seed) {
     for (int kind = 0; kind < STATE_AMAX_HISTORY; kind++)
         for (int64_t i = 0; t->arrays[kind] && i < t->table.count; i++) {
@@ -76,6 +76,7 @@ static void trainer_fill(Trainer *t, uint64_t seed) {
             for (int64_t b = 0; b < r.count * width; b++) {
                 at[b] = (char)rng_u64(seed, (uint64_t)(kind * 100000000 + i * 1000000 + b));
                 if (b % width == width - 1) at[b] &= (char)0xbf;  // clears the highest bit of the exponent
+                if (b % width == width - 1 && state_is_unsigned((StateKind)kind)) at[b] &= 0x7f;
                 if (b == 3 && state_is_scale((StateKind)kind)) at[b] = (char)((at[b] & 0x7f) | 0x20);
             }
         }
@@ -1028,8 +1029,8 @@ static void test_nonfinite(void) {
     }
 }
 
-// Nothing is saved if an FP8 or FP16 moment or a COAT group's word is not finite, or if a scale is not a finite number
-// above zero: a load would refuse it.
+// Nothing is saved if an FP8 or FP16 moment or a COAT group's word is not finite, or if a scale is zero, negative or
+// not finite: a load would refuse it.
 static void test_nonfinite_groups(void) {
     static const struct {
         int moments;
@@ -1057,8 +1058,7 @@ static void test_nonfinite_groups(void) {
         const int64_t bytes = element_bytes(t, cases[i].kind);
         memcpy(element(t, cases[i].kind, r.shard + r.count - 1, 1), &cases[i].value, (size_t)bytes);
         format_checked(expected, sizeof expected, "tensor %s%s holds %s", cases[i].tensor, p->name,
-                       state_is_scale(cases[i].kind) ? "a scale that is not a finite number above zero"
-                                                     : "a value that is not finite");
+                       state_refused(cases[i].kind));
         CHECK(!checkpoint_save(scratch_path("groups"), 1, &progress, &t->run, &t->table, &t->state, &failure) &&
                   failure.lasting && strstr(failure.text, expected),
               "0x%x in %s is not saved: %s", cases[i].value, cases[i].tensor, failure.text);
@@ -1088,10 +1088,9 @@ static void test_load_nonfinite(void) {
         save(t, scratch_path("infinite"), 1, 1);
         format_checked(file, sizeof file, "%s/%s.safetensors", path, cases[i].file);
         write_float(file, safetensors_data(file, cases[i].tensor) + 8, INFINITY);
-        CHECK(check_dies(resume_action, &action,
-                         "holds a value that is not finite, so nothing can be trained from it; "
-                         "move this checkpoint away",
-                         output, sizeof output),
+        CHECK(check_dies(resume_action, &action, "so nothing can be trained from it; move this checkpoint away", output,
+                         sizeof output) &&
+                  strstr(output, "holds a value that is not finite"),
               "a checkpoint that holds an infinite weight or moment is refused: %s", output);
         CHECK(strstr(output, cases[i].tensor), "the error names the tensor: %s", output);
     }
@@ -1112,8 +1111,8 @@ static void test_load_scale(void) {
         save(t, scratch_path("scale"), 1, 1);
         write_float(file, safetensors_data(file, "exp_avg_sq_scale.model.norm.weight"), i ? -1 : 0);
         CHECK(check_dies(resume_action, &action,
-                         "tensor exp_avg_sq_scale.model.norm.weight holds a scale that is not a finite number above "
-                         "zero, so nothing can be trained from it; move this checkpoint away",
+                         "tensor exp_avg_sq_scale.model.norm.weight holds a scale that is not a number from 2^-126 to "
+                         "2^126, so nothing can be trained from it; move this checkpoint away",
                          output, sizeof output),
               "a scale that is not above zero is refused: %s", output);
     }
@@ -1281,8 +1280,11 @@ static void test_export(void) {
     CHECK(!path_exists(scratch_path("export/tokenizer.json")) && model_has_weights(dir),
           "the first export has weights and no tokenizer.json");
     model_export_prepare(trailing, source_folder);
-    CHECK(model_export_hf(trailing, &a->model, &a->table, &a->state, source_folder, &failure),
+    TokenizerFiles tokenizer = {0};
+    tokenizer_files_read(&tokenizer, source_folder);
+    CHECK(model_export_hf(trailing, &a->model, &a->table, &a->state, &tokenizer, &failure),
           "the second export is made: %s", failure.text);
+    tokenizer_files_free(&tokenizer);
     CHECK(path_exists(scratch_path("export/tokenizer.json")) && !path_exists(scratch_path("export/README.md")) &&
               !path_exists(scratch_path("export/trainer.json")) && !path_exists(scratch_path("export.tmp")),
           "the second export has tokenizer.json, but neither README.md nor trainer.json, and export.tmp is gone");
@@ -1296,6 +1298,7 @@ static void test_export(void) {
     for (int64_t i = 0; i < a->table.total; i++)
         wrong += ((bf16_bits *)b->arrays[STATE_WEIGHTS])[i] != bf16_from_float(((float *)a->arrays[STATE_WEIGHTS])[i]);
     CHECK(wrong == 0, "all weights are rounded to nearest even; %lld are not", (long long)wrong);
+    free(read.source);
 
     // A folder with any other file in it is not replaced.
     if (!file_write(dir, "thesis.txt", "x", 1, NULL, &failure)) die("%s", failure.text);
@@ -1515,16 +1518,20 @@ static void test_verify(void) {
     if (!folder_create(scratch_path("verify-source"), false, &failure) ||
         !file_write(scratch_path("verify-source"), "tokenizer.json", "{}", 2, NULL, &failure))
         die("%s", failure.text);
+    TokenizerFiles tokenizer = {0};
+    tokenizer_files_read(&tokenizer, scratch_path("verify-source"));
+    remove_tree(scratch_path("verify-source"));  // the files stay in memory
+    t->run.tokenizer = &tokenizer;
     save(t, scratch_path("verify"), 1, 1);
-    CHECK(model_export_hf(export, &t->model, &t->table, &t->state, scratch_path("verify-source"), &failure),
-          "the export is made: %s", failure.text);
+    CHECK(model_export_hf(export, &t->model, &t->table, &t->state, &tokenizer, &failure), "the export is made: %s",
+          failure.text);
     static const struct {
         bool exported;
         const char *file;
         bool small;
-    } cases[] = {{false, "model.safetensors", false}, {false, "config.json", true}, {false, "trainer.json", true},
-                 {true, "model.safetensors", false},  {true, "config.json", true},  {true, "tokenizer.json", true},
-                 {true, EXPORT_HASHES, true}};
+    } cases[] = {{false, "model.safetensors", false}, {false, "config.json", true},       {false, "trainer.json", true},
+                 {false, "tokenizer.json", true},     {true, "model.safetensors", false}, {true, "config.json", true},
+                 {true, "tokenizer.json", true},      {true, EXPORT_HASHES, true}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const char *folder = cases[i].exported ? export : checkpoint;
         CHECK(model_verify(folder, INT64_MAX, &failure) && model_verify(folder, 1000, &failure),
@@ -1548,7 +1555,8 @@ static void test_verify(void) {
     format_checked(path, sizeof path, "%s/" EXPORT_HASHES, export);
     CHECK(!model_verify(export, INT64_MAX, &failure) && unlink(path) == 0 && model_verify(export, INT64_MAX, &failure),
           "damage is detected with a list of hashes, and not without: %s", failure.text);
-    remove_tree(scratch_path("verify")), remove_tree(export), remove_tree(scratch_path("verify-source"));
+    remove_tree(scratch_path("verify")), remove_tree(export);
+    tokenizer_files_free(&tokenizer);
     trainer_free(t);
 }
 

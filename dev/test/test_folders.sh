@@ -138,6 +138,31 @@ check "one of 2 ranks prints that MODEL is damaged" equal "$(grep -c '^error: .*
 rm "$tmp/hf/train_fp8.json"
 check "a MODEL without hashes trains" trains ./train_fp8 "$tmp/hf" $model
 
+# ---- The tokenizer's files, in checkpoints and exports.
+
+mkdir "$tmp/qwen" "$tmp/shards"
+cp "$tmp/archive/config.json" "$tmp/archive/model.safetensors" "$tmp/qwen/"
+echo '{"model": 1}' >"$tmp/qwen/tokenizer.json"
+cp "$tmp"/s_train.bin "$tmp"/s.tokenizer "$tmp/shards/"
+qwen="./train_fp8 $tmp/qwen --train-data $tmp/s_train.bin --sequence-length 16 --checkpoint-dir $tmp/qwen-ck"
+check "a run of a folder saves" trains $qwen --num-steps 1
+check "its checkpoint has the tokenizer" cmp "$tmp/qwen/tokenizer.json" "$tmp/qwen-ck/step-00000001/tokenizer.json"
+rm "$tmp/qwen/tokenizer.json"
+check "the run goes on when the folder has lost its tokenizer" \
+    trains $qwen --num-steps 2 --resume --keep-checkpoints 1 --export-hf "$tmp/qwen-hf"
+check "its export has the checkpoint's" equal "$(cat "$tmp/qwen-hf/tokenizer.json")" '{"model": 1}'
+check "its next checkpoint has it too" cmp "$tmp/qwen-hf/tokenizer.json" "$tmp/qwen-ck/step-00000002/tokenizer.json"
+check "without a tokenizer beside the shards, a preset is exported" trains $run --num-steps 1 --export-hf "$tmp/none-hf"
+check "the run says that the export has no tokenizer" holds "$out" "without a tokenizer"
+cp "$tmp/qwen-hf/tokenizer.json" "$tmp/shards/"
+check "a preset's export has the tokenizer beside the shards" trains ./train_fp8 tiny --train-data \
+    "$tmp/shards/s_train.bin" --sequence-length 16 --num-steps 1 --export-hf "$tmp/beside-hf"
+check "that export has it" cmp "$tmp/shards/tokenizer.json" "$tmp/beside-hf/tokenizer.json"
+mkfifo "$tmp/qwen/tokenizer.json"
+check "a tokenizer that cannot be read ends a run before it begins" \
+    refuses "cannot read $tmp/qwen/tokenizer.json: it is not a regular file" $qwen --num-steps 3 --resume
+check "before step 3" no_step "$out"
+
 # ---- Saves that fail: in each process, the first $FAILING calls of mkdir for a checkpoint return an error. (Calls for
 # step-00000000 succeed: with it a run tries at its start if it can save.) Without --on-save-error stop, a failed save
 # is tried a second time at once.
@@ -193,6 +218,8 @@ check "a checkpoint larger than ulimit -f ends the run with an error" \
     --checkpoint-dir "$tmp/limited"
 check "the error names ulimit -f" holds "$out" \
     "this process may write files of 102400 bytes at most; raise that limit with ulimit -f"
+check "a stack of 64 KiB is refused" refuses "the stack of this process may have 64 KiB" \
+    bash -c 'ulimit -s 64; exec "$@"' "$0" $run --num-steps 1
 mkdir "$tmp/many"
 for i in $(seq 40); do cp "$tmp/s_train.bin" "$tmp/many/x_$i.bin"; done
 many='exec ./train_fp8 tiny --train-data "$0" --sequence-length 16 --num-steps 1'

@@ -49,6 +49,11 @@ static void test_presets(void) {
         CHECK(m.num_heads % m.num_kv_heads == 0 &&
                   model_qkv_size(&m) == (m.num_heads + 2 * m.num_kv_heads) * m.head_dim,
               "%s: the number of heads is a multiple of that of key/value heads, and qkv has room for all heads", name);
+        char repository[128] = "none";
+        const bool published = llama3 || qwen2 || qwen3;
+        CHECK(model_config_repository(name, repository, sizeof repository) == published &&
+                  (!published || strcmp(model_config_nearest(repository), name) == 0),
+              "the repository of %s has its name; found %s", name, repository);
         // GPU kernels take head_dim 64 and 128, and need sizes that are multiples of 16 (vocab_size: of 8). Hidden and
         // intermediate sizes of presets are multiples of 64.
         CHECK(m.head_dim == 64 || m.head_dim == 128, "%s: head_dim is 64 or 128; found %lld", name,

@@ -173,6 +173,34 @@ wrong no-slurm '--init-from slurm: SLURM_PROCID, SLURM_STEP_NUM_TASKS and SLURM_
 wrong timeout '--init-timeout soon: must be a whole number of seconds' RANK=0 WORLD_SIZE=2 -- \
     --init-from file:/x --init-timeout soon
 
+# ---- rank 2 of 3 meets the others, connects to them, and then says nothing (the run ends while other tests run)
+
+cat >"$tmp/silent.py" <<'PY'
+import socket, struct, sys, time
+CARD = "<24s5i64s64s40s64s33s3x"
+def connect(port, kind, token=b""):
+    s = socket.create_connection(("127.0.0.1", port))
+    s.sendall(struct.pack(CARD, b"train_fp8 rank 1", kind, 3, 2, 1, 1, b"", b"far", b"none", b"", token))
+    return s
+for _ in range(100):
+    try:
+        first = connect(int(sys.argv[1]), 0)
+        break
+    except OSError:
+        time.sleep(0.1)
+size = struct.calcsize(CARD)
+table = first.makefile("rb").read(1032 + 3 * size)[1032:]  # behind an Answer
+cards = [struct.unpack_from(CARD, table, r * size) for r in range(2)]
+kept = [connect(card[5], kind, cards[0][-1].split(b"\0")[0]) for card in cards for kind in (1, 2)]
+print("connected", flush=True)
+time.sleep(60)
+PY
+free_port
+pids=()
+for r in 0 1; do rank silent $r 3 "tcp:127.0.0.1:$port" --stall-timeout 5; done
+python3 "$tmp/silent.py" "$port" >"$tmp/silent.log" &
+pids_silent=("${pids[@]}" $!)
+
 # ---- starts that must fail, a file that an earlier run left, two runs at one place
 
 pids=()
@@ -214,6 +242,32 @@ ends stale
 check "stale: the run trains" equal "$statuses$(steps "$tmp/stale.0.out" | wc -l)" "0 0 2"
 check "stale: a warning says that the file is replaced" \
     grep -q "^warning: .*a run on $host that does not answer left the file; it is replaced" "$tmp/stale.errors"
+
+# A silent program listens at the port that a stale file names: the rank that waits for its answer goes on when rank 0
+# has written the file again.
+python3 -c 'import socket, time
+s = socket.create_server(("127.0.0.1", 0))
+print(s.getsockname()[1], flush=True)
+time.sleep(60)' >"$tmp/mute.port" &
+mute=$!
+await_line "$tmp/mute.port" .
+printf '%s\n' "train_fp8 rank 1" "token 0123" "job none" "host $host" "boot $(cat /proc/sys/kernel/random/boot_id)" \
+    "process 1" "port $(<"$tmp/mute.port")" "address 127.0.0.1" >"$tmp/mute.meet"
+pids=()
+rank mute 1 2 "file:$tmp/mute.meet" --num-steps 2
+sleep 1
+rm "$tmp/mute.meet"
+rank mute 0 2 "file:$tmp/mute.meet" --num-steps 2
+start=$SECONDS
+ends mute
+kill $mute
+check "a silent program at a stale file's port does not delay the run" \
+    equal "$statuses$(steps "$tmp/mute.0.out" | wc -l) $((SECONDS - start < 20))" "0 0 2 1"
+
+pids=("${pids_silent[@]:0:2}")
+fails silent "6 6" "rank 0 on $host has waited for .* in start-up: all-gather: another rank is stuck or too slow$"
+check "silent: rank 2 had connected to both" equal "$(<"$tmp/silent.log")" connected
+kill "${pids_silent[2]}"
 
 # A second rank 0 at the place of another run is refused: first the place is a file, then a port.
 free_port

@@ -527,6 +527,91 @@ static void test_fp16_masters(void) {
     trainer_free(&t);
 }
 
+// Bits of the numbers that a load must refuse or a later save must accept, by their width: zeros, the smallest and the
+// largest number, infinities, NaN, and numbers below zero.
+static const uint32_t *poked_bits(int64_t bytes, int64_t *count) {
+    static const uint32_t codes[] = {0, 1, 0x7e, 0x7f, 0x80, 0x81, 0xfe, 0xff},
+                          halves[] = {0, 1, 0x7bff, 0x7c00, 0x7e00, 0x7f7f, 0x7f80, 0x8000, 0xbc00, 0xbf80, 0xfbff},
+                          words[] = {0,          1,          0x00800000, 0x3f8000ff, 0x7f7fffff, 0x7f800000,
+                                     0x7fc00000, 0x80000000, 0xbf800000, 0xff7fffff, 0xff800000};
+    *count = bytes == 1 ? 8 : 11;
+    return bytes == 1 ? codes : bytes == 2 ? halves : words;
+}
+
+// True if a save would accept all arrays that the trainer has.
+static bool can_save(Trainer *t, const TrainerState *s, Failure *failure) {
+    CheckpointSource source = {&t->table, s, {STATE_WEIGHTS}};
+    const int64_t tensors = state_kinds(s, STATE_WEIGHTS, STATE_MASTER_SCALE, source.kinds) * t->table.count;
+    float *values = (float *)xcalloc((size_t)max_i64(t->table.total, s->delayed_tensors * s->delayed_window), 4);
+    bool ok = true;
+    for (int64_t i = 0; ok && i < tensors; i++) {
+        const Parameter *p = &t->table.entries[i % t->table.count];
+        const ShardRange r = state_range(&t->table, s, p, checkpoint_kind(&source, i));
+        ok = checkpoint_fetch(&source, i, 0, r.count, values, failure);
+    }
+    for (int i = 0; ok && s->delayed_tensors && i < 2; i++)
+        ok = checkpoint_fetch_delayed((void *)s, i, 0, s->delayed_tensors * (i ? 1 : s->delayed_window), values,
+                                      failure);
+    free(values);
+    return ok;
+}
+
+// Writes each of poked_bits() over the first element of a tensor in a checkpoint, and loads it. Either the load fails,
+// or a save succeeds.
+static void poke(Trainer *t, const TrainerState *s, const char *folder, const Safetensors *st, const Safetensor *x) {
+    int64_t count, bytes = safetensors_type_bytes(x->type);
+    const uint32_t *bits = poked_bits(bytes, &count);
+    const int fd = open(st->files[x->file].path, O_RDWR);
+    uint32_t before = 0, sign = 1u << (8 * bytes - 1);
+    CHECK(pread(fd, &before, (size_t)bytes, x->offset) == bytes, "%s is read", x->name);
+    for (int64_t i = 0; i < count; i++) {
+        Failure failure = {"", false};
+        CHECK(pwrite(fd, &bits[i], (size_t)bytes, x->offset) == bytes, "%s is written", x->name);
+        const bool loads = checkpoint_read(folder, &t->m, &t->table, s, &failure);
+        if (loads) weights_changed(t);
+        CHECK(!loads || can_save(t, s, &failure), "%s: 0x%x is loaded, and not saved: %s", x->name, bits[i],
+              failure.text);
+        CHECK(!loads || bits[i] <= sign || !strstr(x->name, "_sq"), "%s: 0x%x is loaded, though it is below zero",
+              x->name, bits[i]);
+    }
+    CHECK(pwrite(fd, &before, (size_t)bytes, x->offset) == bytes, "%s is restored", x->name);
+    close(fd);
+}
+
+// What a run accepts from a checkpoint, it can save again, whatever the optimizer's state.
+static void test_pokes(int masters, int moments) {
+    static const char *const stems[] = {"model", "optimizer", "fp8_state"};
+    Options o = small_options(PRECISION_FP8, 1, 32);
+    o.master_weights = masters, o.optimizer_state = moments, o.fp8_recipe = RECIPE_DELAYED, o.fp8_amax_history = 2;
+    const ModelConfig m = fp8_model();
+    const char *dir = scratch_path("pokes");
+    const TrainerProgress progress = {1, 1, 0};
+    const CheckpointRun run = {.model = &m, .options = &o};
+    char folder[PATH_CAPACITY];
+    Failure failure = {"", false};
+    Trainer t;
+    omp_set_num_threads(1);
+    trainer_create(&t, &o, &m);
+    initialize(&t), weights_changed(&t);
+    fill_tokens(&t, 5);
+    micro_step(&t, 1.0f / 32, 0, 0);
+    weights_update(&t, 0, 1);
+    const TrainerState s = trainer_state(&t);
+    CHECK(checkpoint_save(dir, 1, &progress, &run, &t.table, &s, &failure), "the state is saved: %s", failure.text);
+    checkpoint_name(dir, 1, "", folder, sizeof folder);
+    for (int i = 0; i < 3; i++) {
+        Safetensors st;
+        if (!safetensors_open_folder(&st, folder, stems[i], &failure)) die("%s", failure.text);
+        for (int64_t k = 0; k < st.count; k++)
+            if (i == 2 || strstr(st.tensors[k].name, "layers.1.mlp.up_proj")) poke(&t, &s, folder, &st, &st.tensors[k]);
+        safetensors_close(&st);
+    }
+    CHECK(checkpoint_read(folder, &m, &t.table, &s, &failure), "the restored state loads: %s", failure.text);
+    remove_tree(dir);
+    trainer_free(&t);
+    omp_set_num_threads(2);
+}
+
 // Trains with these master weights at a rate of 3e-6. Writes the weights before and after the steps. The caller frees
 // both.
 static void train_masters(int masters, float *weights[2]) {
@@ -1526,6 +1611,9 @@ int main(int argc, char **argv) {
                              : STORAGE_FP16);
     test_fp16_masters();
     test_fp16_casts();
+    const int moments[] = {MOMENTS_FP32, MOMENTS_BF16, MOMENTS_COAT, MOMENTS_MSAMP},
+              masters[] = {STORAGE_FP32, STORAGE_BF16, STORAGE_BF16, STORAGE_FP16};
+    for (int i = 0; i < 4; i++) test_pokes(masters[i], moments[i]);
     if (!SANITIZED) test_small_updates();
     test_clip_norms();
     test_clip_in_backward();

@@ -62,14 +62,21 @@ static inline Words error_words(void) {
     return w;
 }
 
+#define STACK_LEAST_KIB 1024  // this program takes 150, and libraries take more
+
 // Call it first in main. It opens /dev/null for closed standard streams, so that no file or socket gets one of their
-// descriptors. It raises the limit of open files to the hard limit, since each shard is an open file. It also ignores
-// the signal SIGXFSZ: a write past `ulimit -f` then fails with EFBIG, and does not kill the process.
+// descriptors. It dies if the stack is too small: without that, a signal would end the run without a word. It raises
+// the limit of open files to the hard limit, since each shard is an open file. It also ignores the signal SIGXFSZ: a
+// write past `ulimit -f` then fails with EFBIG, and does not kill the process.
 static inline void process_prepare(void) {
     struct rlimit limit;
     for (int fd = 0; fd <= 2; fd++)
         if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDWR) != fd)
             die("cannot open /dev/null: %s", strerror(errno));
+    if (getrlimit(RLIMIT_STACK, &limit) == 0 && limit.rlim_cur / 1024 < STACK_LEAST_KIB)
+        die("the stack of this process may have %llu KiB (ulimit -s), and %d are needed; give it the usual size with "
+            "ulimit -s 8192",
+            (unsigned long long)limit.rlim_cur / 1024, STACK_LEAST_KIB);
     if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < limit.rlim_max) {
         limit.rlim_cur = limit.rlim_max;
         if (setrlimit(RLIMIT_NOFILE, &limit)) warn("cannot raise the limit of open files: %s", strerror(errno));
@@ -508,19 +515,6 @@ static inline bool folder_replace(const char *temporary, const char *final, Fail
     if (path_exists(temporary) && (!folder_sync(parent, &left) || !folder_remove(temporary, &left)))
         warn("%s is in place, but the folder that it replaced stays as %s: %s", final, temporary, left.text);
     return true;
-}
-
-// Copies a file of `from_folder` to `to_folder` under its name, by file_write.
-static inline bool file_copy(const char *from_folder, const char *to_folder, const char *name, FileList *list,
-                             Failure *failure) {
-    char path[PATH_CAPACITY];
-    format_checked(path, sizeof path, "%s/%s", from_folder, name);
-    size_t size;
-    char *data = read_file(path, &size);
-    if (!data) return fail(failure, "cannot read %s: %s", path, read_words());
-    bool ok = file_write(to_folder, name, data, (int64_t)size, list, failure);
-    free(data);
-    return ok;
 }
 
 #endif

@@ -1,26 +1,11 @@
-// Exports config.json, the weights and copies of MODEL's tokenizer files to a folder that transformers can load.
+// Exports config.json, the weights and the tokenizer's files to a folder that transformers can load.
 // An export gets its name only when it is complete; it then replaces an earlier export.
 #ifndef LLMC_HF_EXPORT_H
 #define LLMC_HF_EXPORT_H
 
 #include "manifest.h"
 #include "tensors.h"
-
-// Returns the names of files that an export copies from the folder given as MODEL, if they are there.
-static inline const char *const *export_copied_files(void) {
-    static const char *const names[] = {"generation_config.json",
-                                        "tokenizer.json",
-                                        "tokenizer_config.json",
-                                        "special_tokens_map.json",
-                                        "added_tokens.json",
-                                        "vocab.json",
-                                        "merges.txt",
-                                        "tokenizer.model",
-                                        "chat_template.jinja",
-                                        "chat_template.json",
-                                        NULL};
-    return names;
-}
+#include "tokenizer_files.h"
 
 static inline bool export_is_weights(const char *name) {
     const size_t n = strlen(name);
@@ -32,9 +17,7 @@ static inline bool export_owns(const char *name) {
     static const char *const names[] = {FOLDER_MARKER, EXPORT_HASHES, "config.json", "model.safetensors.index.json"};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
         if (strcmp(name, names[i]) == 0) return true;
-    for (const char *const *copied = export_copied_files(); *copied; copied++)
-        if (strcmp(name, *copied) == 0) return true;
-    return export_is_weights(name);
+    return tokenizer_owns(name) || export_is_weights(name);
 }
 
 // Fails unless `dir` is missing, empty or an earlier export: an export must not delete anything else. File names alone
@@ -164,16 +147,12 @@ static inline void model_export_check_shared(const Comm *c, const char *dir) {
 }
 
 static inline bool export_write(const char *folder, const ModelConfig *m, const ParameterTable *t,
-                                const TrainerState *s, const char *source_folder, Failure *failure) {
+                                const TrainerState *s, const TokenizerFiles *tokenizer, Failure *failure) {
     const bool leader = checkpoint_is_leader(s->comm);
     FileList files = {NULL, 0};
     bool ok = checkpoint_agree(s->comm, !leader || folder_begin(folder, failure), failure) &&
-              checkpoint_write_model(folder, m, t, s, SAFETENSORS_SHARD_BYTES, &files, failure);
-    for (const char *const *name = export_copied_files(); ok && leader && source_folder && *name; name++) {
-        char path[PATH_CAPACITY];
-        format_checked(path, sizeof path, "%s/%s", source_folder, *name);
-        if (path_exists(path)) ok = file_copy(source_folder, folder, *name, &files, failure);
-    }
+              checkpoint_write_model(folder, m, t, s, SAFETENSORS_SHARD_BYTES, &files, failure) &&
+              (!leader || tokenizer_files_write(tokenizer, folder, &files, failure));
     JsonText hashes = {NULL, 0, 0};
     json_text_add(&hashes, "{\n  \"format_version\": %d", CHECKPOINT_FORMAT_VERSION);
     if (!ok || !leader) json_text_free(&hashes);
@@ -194,18 +173,18 @@ static inline bool export_publish(const char *temporary, const char *path, const
                 cause.text, temporary);
 }
 
-// Writes config.json and the weights (bf16 or fp32, as state_type says) to `dir` for transformers, with the tokenizer
-// files of `source_folder` (NULL for none). All ranks call it. On failure it returns false on all ranks. An earlier
+// Writes config.json, the weights (bf16 or fp32, as state_type says) and rank 0's `tokenizer` (NULL for none) to `dir`
+// for transformers. All ranks call it. On failure it returns false on all ranks. An earlier
 // export is then kept, unless only the last sync failed (export_publish): then the new export has replaced it.
 static inline bool model_export_hf(const char *dir, const ModelConfig *m, const ParameterTable *t,
-                                   const TrainerState *s, const char *source_folder, Failure *failure) {
+                                   const TrainerState *s, const TokenizerFiles *tokenizer, Failure *failure) {
     char path[PATH_CAPACITY], temporary[PATH_CAPACITY], parent[PATH_CAPACITY];
     Failure cause, ignored;
     const bool leader = checkpoint_is_leader(s->comm);
     export_names(dir, path, temporary, parent, sizeof path);
     const bool clear = checkpoint_agree(s->comm, !leader || export_clear(temporary, &cause), &cause);
     const bool written =
-        checkpoint_agree(s->comm, clear && export_write(temporary, m, t, s, source_folder, &cause), &cause);
+        checkpoint_agree(s->comm, clear && export_write(temporary, m, t, s, tokenizer, &cause), &cause);
     if (clear && !written && leader && path_exists(temporary)) folder_remove(temporary, &ignored);
     if (written && checkpoint_agree(s->comm, !leader || export_publish(temporary, path, parent, &cause), &cause))
         return true;

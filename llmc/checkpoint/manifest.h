@@ -13,6 +13,7 @@
 #include "../config/hf_config.h"
 #include "../config/schedule.h"
 #include "../data/dataloader.h"
+#include "tokenizer_files.h"
 
 #define CHECKPOINT_FORMAT_VERSION 1
 #define FINGERPRINT_FORMAT "%016llx"
@@ -39,6 +40,7 @@ typedef struct {
     // checkpoints that this run never removes: it skipped them when it resumed, or this program may not remove them;
     // may be NULL; not stored
     CheckpointSteps *skipped;
+    const TokenizerFiles *tokenizer;  // rank 0 writes them into each checkpoint; NULL: none
 } CheckpointRun;
 
 // ---- manifests: writing and checking

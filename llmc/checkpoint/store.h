@@ -9,6 +9,7 @@
 //   *.safetensors.index.json          of model or optimizer, if its tensors are in several files
 //   fp8_state.safetensors             with delayed scaling only: amax_history [tensors, window] and scale [tensors],
 //                                     tensors numbered by tensor_index()
+//   tokenizer.json and others         the tokenizer's files, if the run knows them (tokenizer_files.h)
 //   trainer.json                      the manifest (manifest.h); written last; "clip_norms" is there only if the run
 //                                     clips gradients in the backward pass
 //   .train_fp8                        the marker file (file_io.h), written first; a folder without it is removed
@@ -192,7 +193,8 @@ static inline bool checkpoint_write(const char *folder, const TrainerProgress *p
                                        &files, failure) &&
               checkpoint_write_delayed(folder, s, &files, failure);
     ok = ok && (!leader ||
-                (checkpoint_write_manifest(folder, progress, run, s, &files, failure) && folder_sync(folder, failure)));
+                (tokenizer_files_write(run->tokenizer, folder, &files, failure) &&
+                 checkpoint_write_manifest(folder, progress, run, s, &files, failure) && folder_sync(folder, failure)));
     file_list_free(&files);
     return ok;  // if rank 0 failed after the last checkpoint_agree, the other ranks return true here
 }
@@ -312,22 +314,28 @@ static inline bool checkpoint_load_clip_norms(const char *checkpoint, const Trai
 }
 
 // Loads weights, optimizer state, the state of delayed scaling and that of clipping from a checkpoint that passed
-// checkpoint_check. Dies if a file cannot be read, or if a tensor does not fit the model or the options, or holds a
+// checkpoint_check. Fails if a file cannot be read, or if a tensor does not fit the model or the options, or holds a
 // value that training cannot continue from (checkpoint_read_array, checkpoint_check_delayed).
-static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m, const ParameterTable *t,
-                                   const TrainerState *s) {
+static inline bool checkpoint_read(const char *checkpoint, const ModelConfig *m, const ParameterTable *t,
+                                   const TrainerState *s, Failure *failure) {
     Safetensors st;
-    Failure failure;
-    bool ok = safetensors_open_folder(&st, checkpoint, "optimizer", &failure);
     StateKind kinds[NUM_STATE_KINDS];
     const int num_kinds = state_kinds(s, STATE_EXP_AVG, STATE_MASTER_SCALE, kinds);
-    for (int i = 0; ok && i < num_kinds; i++) ok = checkpoint_read_array(&st, t, s, kinds[i], &failure);
-    ok = ok && model_read_weights(checkpoint, m, t, s, &failure);
-    if (!ok || !checkpoint_read_delayed(checkpoint, s, &failure) ||
-        !checkpoint_load_clip_norms(checkpoint, s, &failure))
+    if (!safetensors_open_folder(&st, checkpoint, "optimizer", failure)) return false;
+    bool ok = true;
+    for (int i = 0; ok && i < num_kinds; i++) ok = checkpoint_read_array(&st, t, s, kinds[i], failure);
+    safetensors_close(&st);
+    return ok && model_read_weights(checkpoint, m, t, s, failure) && checkpoint_read_delayed(checkpoint, s, failure) &&
+           checkpoint_load_clip_norms(checkpoint, s, failure);
+}
+
+// checkpoint_read, which dies on failure.
+static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m, const ParameterTable *t,
+                                   const TrainerState *s) {
+    Failure failure;
+    if (!checkpoint_read(checkpoint, m, t, s, &failure))
         die("cannot resume from %s: %s; move this checkpoint away to resume from an earlier one, if any", checkpoint,
             failure.text);
-    safetensors_close(&st);
 }
 
 #endif

@@ -2,12 +2,14 @@
 // Both trainers give access to their arrays by TrainerState. The layout of the files does not depend on the number of
 // ranks (shard_plan.h): several ranks write equal values as the same bytes as one rank. Each tensor is written by one
 // replica. All ranks call the functions that write or read tensors. Writing and reading fail on values that are NaN or
-// infinite, and on scales of moments and masters that are not above zero. An infinite amax that is read becomes 0.
+// infinite, on second moments below zero, and on scales of moments and masters that cannot be (state_accepts). An
+// infinite amax that is read becomes 0.
 #ifndef LLMC_TENSORS_H
 #define LLMC_TENSORS_H
 
 #include <float.h>
 
+#include "../base/fp16.h"
 #include "../config/hf_config.h"
 #include "../config/options.h"
 #include "../config/shard_plan.h"
@@ -165,15 +167,32 @@ static inline bool all_finite(const void *values, int64_t n, SafetensorsType typ
     return !bad;
 }
 
-// True if training can continue from n values of an array.
+// True if none of n values is below zero. Values may be -0.
+static inline bool none_negative(const void *values, int64_t n, SafetensorsType type) {
+    const int64_t bytes = safetensors_type_bytes(type);
+    uint32_t bad = 0;
+    for (int64_t i = 0; i < n; i++)
+        bad |= bytes == 1   ? ((const uint8_t *)values)[i] > 0x80
+               : bytes == 2 ? ((const uint16_t *)values)[i] > 0x8000
+                            : ((const uint32_t *)values)[i] > 0x80000000;
+    return !bad;
+}
+
+// True for arrays whose numbers are never below zero: second moments, and words of groups, which hold magnitudes.
+static inline bool state_is_unsigned(StateKind kind) { return kind == STATE_EXP_AVG_SQ || state_is_groups(kind); }
+
+// True if training can continue from n values of an array. A scale and its inverse must be normal fp32 numbers, as
+// those of msamp.h are.
 static inline bool state_accepts(StateKind kind, const void *values, int64_t n, SafetensorsType type) {
-    if (!state_is_scale(kind)) return all_finite(values, n, type);
-    return float_is_positive(*(const float *)values);
+    if (state_is_scale(kind)) return *(const float *)values >= 0x1p-126f && *(const float *)values <= 0x1p126f;
+    return all_finite(values, n, type) && (!state_is_unsigned(kind) || none_negative(values, n, type));
 }
 
 // Says what state_accepts refuses in an array.
 static inline const char *state_refused(StateKind kind) {
-    return state_is_scale(kind) ? "a scale that is not a finite number above zero" : "a value that is not finite";
+    return state_is_scale(kind)      ? "a scale that is not a number from 2^-126 to 2^126"
+           : state_is_unsigned(kind) ? "a value that is not finite or is below zero"
+                                     : "a value that is not finite";
 }
 
 // Returns the range of the groups that hold a range of the parameter's elements. Groups are numbered from the one that
@@ -302,9 +321,19 @@ static inline bool checkpoint_write_model(const char *folder, const ModelConfig 
 
 // ---- reading tensors
 
+// True if n weights of parameter `i` fit FP16 with the scale of its FP16 masters, as all that were saved do. Before a
+// checkpoint brings a scale it is 0. Always true for a run without FP16 masters.
+static inline bool state_fits_masters(const TrainerState *s, int64_t i, const float *weights, int64_t n) {
+    float scale = 0, largest = 0;
+    if (s->types[STATE_MASTER_SCALE] == ST_NUM_TYPES) return true;
+    s->read(s->context, STATE_MASTER_SCALE, i, 1, &scale);
+    for (int64_t k = 0; k < n; k++) largest = fmaxf(largest, fabsf(weights[k]));
+    return largest * scale <= FP16_MAX;
+}
+
 // Reads this rank's shard of one array from an opened set, as the array's type (safetensors_read_as). Fails if a tensor
-// is missing, has another shape or a type that cannot be converted, or holds a value that is not finite, or a scale
-// that is not above zero.
+// is missing, has another shape or a type that cannot be converted, or holds a value that state_accepts or
+// state_fits_masters refuses.
 static inline bool checkpoint_read_array(const Safetensors *st, const ParameterTable *t, const TrainerState *s,
                                          StateKind kind, Failure *failure) {
     const SafetensorsType type = s->types[kind];
@@ -327,7 +356,10 @@ static inline bool checkpoint_read_array(const Safetensors *st, const ParameterT
             ok = safetensors_read_as(st, tensor, r.first + done, n, type, buffer, failure) &&
                  (state_accepts(kind, buffer, n, type) ||
                   fail(failure, "%s: tensor %.200s holds %s, so nothing can be trained from it",
-                       st->files[tensor->file].path, name, state_refused(kind)));
+                       st->files[tensor->file].path, name, state_refused(kind))) &&
+                 (kind != STATE_WEIGHTS || state_fits_masters(s, i, (const float *)buffer, n) ||
+                  fail(failure, "%s: tensor %.200s holds a value that FP16 cannot hold with its master_scale",
+                       st->files[tensor->file].path, name));
             if (ok) s->write(s->context, kind, r.shard + done, n, buffer);
         }
     }

@@ -122,6 +122,19 @@ static inline void model_config_preset_names(char *out, size_t capacity) {
 #undef X
 }
 
+// Writes the repository on the Hugging Face hub of the model that a preset is shaped like, "Qwen/Qwen3-0.6B", whose
+// tokenizer has the preset's vocabulary. Returns false for tiny and small: there is none.
+static inline bool model_config_repository(const char *preset, char *out, size_t capacity) {
+    static const char *const families[][2] = {{"llama", "meta-llama/Llama-"}, {"qwen", "Qwen/Qwen"}};
+    for (size_t i = 0; i < sizeof families / sizeof families[0]; i++) {
+        const size_t n = strlen(families[i][0]), length = strlen(preset);
+        if (strncmp(preset, families[i][0], n) != 0) continue;
+        format_checked(out, capacity, "%s%.*sB", families[i][1], (int)(length - n - 1), preset + n);
+        return true;
+    }
+    return false;
+}
+
 // Checks the rules that every model must keep. Dies with the reason if one is broken.
 static inline void model_config_check(const ModelConfig *m) {
     const struct {

@@ -179,10 +179,11 @@ static inline void comm_open_mesh(Comm *c, const InitFrom *init) {
         const bool here = card_same_host(&meeting.cards[r], &meeting.cards[c->rank]);
         c->local_world += here, c->local_rank += here && r < c->rank;
     }
-    *comm_mesh() = c->mesh = mesh_open(&meeting);
-    free(meeting.cards);
+    *comm_mesh() = c->mesh = mesh_new(&meeting);
     die_hook()->before = comm_wait_for_notice;
     die_hook()->end = comm_abort;
+    mesh_open(c->mesh, &meeting);
+    free(meeting.cards);
 }
 
 // Joins the run, or returns the Comm of a single rank. Call it at the start of main, after process_prepare. With

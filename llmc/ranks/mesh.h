@@ -382,8 +382,8 @@ static inline void mesh_accept(Mesh *m, const Meeting *meeting) {
                      m->peers[r].host, MESH_SECONDS);
 }
 
-// Makes this rank's connections to all other ranks of a meeting, and returns them. Dies if one cannot be made.
-static inline Mesh *mesh_open(const Meeting *meeting) {
+// Returns the mesh of a meeting's ranks, with no connection yet.
+static inline Mesh *mesh_new(const Meeting *meeting) {
     const InitFrom *init = meeting->init;
     Mesh *m = (Mesh *)xcalloc(1, sizeof *m);
     m->world = init->world, m->rank = init->rank;
@@ -395,12 +395,16 @@ static inline Mesh *mesh_open(const Meeting *meeting) {
         p->sent = (int64_t)sizeof p->out;
         memcpy(p->host, meeting->cards[r].host, sizeof p->host);
     }
+    return m;
+}
+
+// Makes this rank's connections to all other ranks. Dies if one cannot be made.
+static inline void mesh_open(Mesh *m, const Meeting *meeting) {
     for (int64_t r = 0; r < m->rank; r++) {
         m->peers[r].data = mesh_connect(meeting, r, CARD_DATA);
         m->peers[r].beats = mesh_connect(meeting, r, CARD_BEATS);
     }
     mesh_accept(m, meeting);
-    return m;
 }
 
 #endif

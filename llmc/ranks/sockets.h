@@ -175,6 +175,7 @@ static inline bool socket_all(int fd, bool sends, void *data, int64_t bytes, dou
 
 enum { DOOR_GUESTS = 256 };  // connections that may wait with an unfinished hello; more stay in the kernel's queue
 #define DOOR_PATIENCE 5      // seconds that a hello may take
+#define DOOR_CROWDED 0.2     // this long while no more connections can be taken; ranks send their hello at once
 
 typedef struct {
     int fd;
@@ -215,12 +216,13 @@ static inline void door_accept(Door *d) {
     }
 }
 
-// Receives more of guest i's hello. Returns false if the guest is no longer in the list: it was kept or closed.
-static inline bool door_receive(Door *d, int64_t i) {
+// Receives more of guest i's hello, which may take `patience` seconds. Returns false if the guest is no longer in the
+// list: it was kept or closed.
+static inline bool door_receive(Door *d, int64_t i, double patience) {
     DoorGuest *g = &d->guests[i];
     const int64_t n = socket_some(g->fd, false, g->hello + g->received, d->hello_bytes - g->received);
     g->received += n > 0 ? n : 0;
-    if (n >= 0 && g->received < d->hello_bytes && seconds_now() - g->since < DOOR_PATIENCE) return true;
+    if (n >= 0 && g->received < d->hello_bytes && seconds_now() - g->since < patience) return true;
     const bool whole = n >= 0 && g->received == d->hello_bytes;
     door_remove(d, i, whole && d->admits(d->context, g->fd, g->hello));
     return false;
@@ -237,7 +239,7 @@ static inline void door_serve(Door *d, double seconds) {
     if (poll(p, (nfds_t)(d->num_guests + !full), (int)(1e3 * (full ? fmin(seconds, 0.1) : seconds))) < 0 &&
         errno != EINTR)
         die("poll: %s", strerror(errno));
-    for (int64_t i = 0; i < d->num_guests;) i += door_receive(d, i);
+    for (int64_t i = 0; i < d->num_guests;) i += door_receive(d, i, full ? DOOR_CROWDED : DOOR_PATIENCE);
     door_accept(d);
 }
 

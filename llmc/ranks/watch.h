@@ -350,6 +350,7 @@ static inline void *watch_run(void *context) {
         watch_note_activity(own, now - before);
         watch_age(t, now - before);
         if (!t->alone) watch_receive(w);
+        else if (w->comm.mesh && mesh_receive(w->comm.mesh)) mesh_follow(w->comm.mesh);
         const WatchVerdict v = watch_verdict(t);
         if (v.finding && v.speaker == t->self) watch_speak(w, v);
         own->speaker = v.finding ? v.speaker : -1;

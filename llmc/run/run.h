@@ -72,18 +72,32 @@ static inline bool run_load(const RunSetup *s, const ParameterTable *t, const Tr
     return *s->checkpoint || s->load_weights;
 }
 
+// Prints where the export is, and which tokenizer it has, or how it gets one.
+static inline void run_print_export(const RunSetup *s, const Options *o) {
+    char repository[128];
+    printf("exported the weights to %s", o->export_hf);
+    if (tokenizer_is_known(&s->tokenizer_files)) printf(", with the tokenizer of %s\n", s->tokenizer_files.folder);
+    else if (s->model_folder || !model_config_repository(s->model.name, repository, sizeof repository))
+        printf(", without a tokenizer: none is %s; if there is one, copy its tokenizer.json there\n",
+               s->model_folder ? "in MODEL's folder" : "beside the shards");
+    else
+        printf(", without a tokenizer: none is beside the shards; if they were made with that of %s, copy its "
+               "tokenizer.json and tokenizer_config.json there\n",
+               repository);
+}
+
 // Exports the weights. Retries a failed export once, unless a retry cannot help (Failure.lasting). Dies on failure.
 static inline void run_export(const RunSetup *s, const Options *o, int64_t steps_done, const ParameterTable *t,
                               const TrainerState *state) {
     Failure failure;
     activity_phase(PHASE_EXPORT, steps_done);
-    bool ok = model_export_hf(o->export_hf, &s->model, t, state, s->model_folder, &failure);
+    bool ok = model_export_hf(o->export_hf, &s->model, t, state, &s->tokenizer_files, &failure);
     if (!ok && !failure.lasting) {
         if (checkpoint_is_leader(state->comm)) warn("%s; the export is tried again", failure.text);
-        ok = model_export_hf(o->export_hf, &s->model, t, state, s->model_folder, &failure);
+        ok = model_export_hf(o->export_hf, &s->model, t, state, &s->tokenizer_files, &failure);
     }
     if (!ok) die("%s", failure.text);
-    printf("exported the weights to %s\n", o->export_hf);
+    run_print_export(s, o);
     activity_phase(PHASE_END, steps_done);
 }
 

@@ -38,9 +38,10 @@ typedef struct {
     int64_t saved_step;  // the latest step of the run with a checkpoint; 0: none
     bool save_failed;    // the latest save failed, for this reason:
     Failure save_failure;
-    bool filter_decided;    // --fp8-filter was auto, and is now fp8_filter
-    char fp8_filter[1024];  // the filter that auto stands for
-    Tokenizer tokenizer;    // count 0: there is none beside the first training shard, or data is not opened
+    bool filter_decided;             // --fp8-filter was auto, and is now fp8_filter
+    char fp8_filter[1024];           // the filter that auto stands for
+    Tokenizer tokenizer;             // count 0: there is none beside the first training shard, or data is not opened
+    TokenizerFiles tokenizer_files;  // for checkpoints and exports; empty on ranks other than 0
 } RunSetup;
 
 // True if --resume finds checkpoints, whole or damaged.
@@ -226,6 +227,18 @@ static inline void run_setup_same_data(const DataLoader *data, const char *optio
             mine->tokens == first.tokens ? "but the shards differ" : "so the ranks would read different samples");
 }
 
+// Reads the tokenizer's files that this run's checkpoints and export get, on rank 0: those of MODEL's folder; for a
+// preset those in the folder of the first training shard, if they make a tokenizer. Dies if one cannot be read.
+static inline void run_setup_tokenizer_files(RunSetup *s, const Options *o, const Comm *c) {
+    char folder[PATH_CAPACITY];
+    if (c->rank > 0 || !(*o->checkpoint_dir || *o->export_hf)) return;
+    const char *shard = s->train.shards[0].path, *slash = strrchr(shard, '/');
+    if (s->model_folder) format_checked(folder, sizeof folder, "%s", s->model_folder);
+    else format_checked(folder, sizeof folder, "%.*s", slash ? (int)max_i64(1, slash - shard) : 1, slash ? shard : ".");
+    tokenizer_files_read(&s->tokenizer_files, folder);
+    if (!s->model_folder && !tokenizer_is_known(&s->tokenizer_files)) tokenizer_files_free(&s->tokenizer_files);
+}
+
 // Opens the shards, and the tokenizer table beside the first training shard. Dies if other ranks have other data, or if
 // shards have different tables.
 static inline void run_setup_data(RunSetup *s, const Options *o, const Comm *c) {
@@ -374,6 +387,7 @@ static inline RunSetup run_setup(Options *o, const Comm *c, TrainerKind kind) {
         model_check_weights(s.model_folder, &s.model, &t);
         parameter_table_free(&t);
     }
+    run_setup_tokenizer_files(&s, o, c);
     if (c->rank == 0 && *o->export_hf) run_setup_check_export(o);
     if (c->rank == 0 && *o->log_dir) logger_prepare(o->log_dir);
     if (c->rank == 0 && *o->checkpoint_dir) checkpoint_prepare(o->checkpoint_dir, o->resume);
@@ -387,7 +401,7 @@ static inline RunSetup run_setup(Options *o, const Comm *c, TrainerKind kind) {
 
 // Returns what the functions of checkpoints need to know of a run. The result points into both arguments.
 static inline CheckpointRun run_setup_checkpoint(RunSetup *s, const Options *o) {
-    const CheckpointRun run = {&s->model, o, s->data, &s->passed_over};
+    const CheckpointRun run = {&s->model, o, s->data, &s->passed_over, &s->tokenizer_files};
     return run;
 }
 
@@ -398,7 +412,8 @@ static inline void run_setup_decide_filter(RunSetup *s, Options *o) {
 }
 
 // With --resume, after run_setup: finds the checkpoint to continue from, if there is one, and dies if the run that
-// wrote it does not match (checkpoint_check). Replaces --fp8-filter auto by that run's filter. All ranks call.
+// wrote it does not match (checkpoint_check). Replaces --fp8-filter auto by that run's filter. Takes its tokenizer if
+// the run knows none yet. All ranks call.
 static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
     if (!o->resume || !checkpoint_find_together(c, o->checkpoint_dir, s->checkpoint, sizeof s->checkpoint)) return;
     if (strcmp(o->fp8_filter, "auto") == 0) {
@@ -408,6 +423,8 @@ static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
     const CheckpointRun run = run_setup_checkpoint(s, o);
     s->start = checkpoint_check(s->checkpoint, &run);
     s->saved_step = s->start.step;
+    if (c->rank == 0 && !tokenizer_is_known(&s->tokenizer_files))
+        tokenizer_files_read(&s->tokenizer_files, s->checkpoint);
     Failure failure;
     if (!checkpoint_list(o->checkpoint_dir, &s->passed_over, &failure)) die("--resume: %s", failure.text);
     while (s->passed_over.count && s->passed_over.steps[s->passed_over.count - 1] <= s->start.step)
@@ -455,6 +472,7 @@ static inline void run_setup_close(RunSetup *s) {
     dataloader_close(&s->train);
     dataloader_close(&s->val);
     tokenizer_close(&s->tokenizer);
+    tokenizer_files_free(&s->tokenizer_files);
 }
 
 #endif

@@ -272,7 +272,6 @@ static inline void run_begin(Run *run, int argc, char **argv) {
     char presets[1024];
     Options *o = &run->options;
     Comm *c = &run->comm;
-    process_prepare();
     *c = comm_open(&argc, &argv);
     *o = run->given = options_parse(argc, argv);
     run->argc = argc, run->argv = argv;
@@ -444,9 +443,9 @@ static inline void run_check_limit(const Run *run) {
 
 // Runs a trainer: the whole of its main. A dry run ends when it has printed the plan.
 static inline int run_trainer(int argc, char **argv, const TrainerOps *ops, void *trainer) {
-    Run run;
+    static Run run;  // not on the stack, which process_prepare has not checked yet
     int stop;
-    memset(&run, 0, sizeof run);
+    process_prepare();
     run.began = seconds_now();
     run.ops = ops, run.trainer = trainer;
     run_begin(&run, argc, argv);
