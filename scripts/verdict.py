@@ -248,8 +248,7 @@ def check_folder(plan, runs):
         fail(f"two models would share the folder {shared[0]} in {plan.o['out']}; give another --out")
     different = [f"{key}: {fixed.get(key)!r} there, {value!r} now" for key, value in now.items()
                  if fixed.get(key) != value and not (key == "num-steps" and value.items() >= fixed[key].items())]
-    if different and any(finished_summary(os.path.join(plan.o.out, name), number) for name, number in steps):
-        fail(f"{plan.o['out']} holds runs of other settings ({'; '.join(different)}); give another --out")
+    refuse_other_settings(plan.o.out, different, steps)
     return [] if different else others, different
 
 

@@ -145,7 +145,7 @@ logs() { cat "$out"/tiny_*_bf16_*/log.jsonl "$out"/tiny_T64_*/log.jsonl | cksum;
 before=$(logs)
 start "${main[@]}"
 check "a second start leaves finished runs alone" equal "$(logs)" "$before"
-check "a second start prints \"done earlier\" for 6 finished runs" equal "$(grep -c 'done earlier' "$tmp/sweep.log")" 6
+check "a second start prints \"from before\" for 6 finished runs" equal "$(grep -c ': done .*from before$' "$tmp/sweep.log")" 6
 check "a second start tries a failed run again" lacks "$out/tiny_T40_fp8_1gpu/stdout.txt" "of the first start"
 start "${mine[@]}"
 check "a model folder that is complete now trains, with status 0" \
@@ -170,7 +170,7 @@ out=$tmp/recipes
 arguments=(--models tiny --sequence-lengths 64 --precisions "bf16 fp8 fp8:rowwise_with_gw_hp fp8:mxfp8:emulate" \
     --gpus 1 --num-steps 22 --out "$out")
 sweep "${arguments[@]}" -- --fp8-filter first --beta1 0.8 --fp8-all-gather=off >"$tmp/recipes.log" 2>&1
-check "recipes: all runs finish" equal "$? $(grep -c '^    done in' "$tmp/recipes.log")" "0 4"
+check "recipes: all runs finish" equal "$? $(grep -c ': done in' "$tmp/recipes.log")" "0 4"
 check "recipes: mxfp8:emulate and rowwise_with_gw_hp have folders of their own" \
     test -f "$out/tiny_T64_fp8-mxfp8-emulate_1gpu/result" -a -f "$out/tiny_T64_fp8-rowwise_with_gw_hp_1gpu/result"
 check "recipes: FP8 runs get FP8 options" holds "$out/tiny_T64_fp8_1gpu/log.jsonl" '"fp8-filter": "first"'
@@ -226,7 +226,7 @@ interrupted() {
     check "SIG$signal: the tables have no numbers of the run in progress" tables "$out" "1 of 2 runs with numbers"
     sweep "${arguments[@]}" >"$tmp/again.log" 2>&1
     check "SIG$signal: another start repeats the run from step 1" \
-        equal "$? $(grep -c 'done earlier' "$tmp/again.log") $(steps_in "$run")" "0 1 $steps"
+        equal "$? $(grep -c 'from before' "$tmp/again.log") $(steps_in "$run")" "0 1 $steps"
     check "SIG$signal: the tables equal the logs after another start" tables "$out" "2 of 2 runs with numbers"
 }
 interrupted TERM 1 400 143
@@ -247,7 +247,7 @@ is_gone() { [ "$(trainers_in "$out/")" -eq 0 ]; }
 check "SIGKILL: the last run ends" await is_gone
 sweep "${arguments[@]}" >"$tmp/again.log" 2>&1
 check "SIGKILL: the last run counts as finished" \
-    equal "$? $(grep -c 'done earlier' "$tmp/again.log") $(steps_in "$out/tiny_T128_bf16_1gpu")" "0 1 200"
+    equal "$? $(grep -c 'from before' "$tmp/again.log") $(steps_in "$out/tiny_T128_bf16_1gpu")" "0 1 200"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings may change until a run has finished, and all results before the change are removed. Later changes are
@@ -269,7 +269,7 @@ check "settings may change while no run has finished" \
 corrected tiny --num-steps 22 --retry none -- --learning-rate 1e-4
 check "corrected settings: the run finishes" equal "$? $(kind_of "$out/tiny_T64_bf16_1gpu")" "0 done"
 check "the folder is quoted in the command that makes a report" \
-    equal "$(tail -n 1 "$tmp/corrected.log")" "figures and intervals: scripts/report.py $tmp/a\\ blank"
+    equal "$(tail -n 1 "$tmp/corrected.log")" "figures and intervals: scripts/report.py '$tmp/a blank'"
 check "corrected settings: the earlier result \"memory\" is removed" \
     equal "$(kind_of "$out/llama3.1-405b_T64_bf16_1gpu")" none
 check "corrected settings: settings.txt has them" \
@@ -285,7 +285,7 @@ check "refused settings do not change settings.txt" \
 : >"$out/settings.txt"  # as after a lost write
 corrected tiny --num-steps 22 -- --learning-rate 1e-3
 check "lost settings of a finished run are not replaced" \
-    equal "$? $(grep -c '^error: .* settings.txt was lost' "$tmp/corrected.log")" "1 1"
+    equal "$? $(grep -c '^error: .*settings.txt was lost' "$tmp/corrected.log")" "1 1"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Numbers of GPUs, a wrong mpirun, a stdout that nothing reads, refused options.
@@ -326,8 +326,8 @@ refused() {
 }
 refused "holds runs of other settings" "${arguments[@]}" -- --learning-rate 1
 refused "unknown option --model;" --model tiny
-refused "\"0\" is not a positive" --gpus 0
-refused "\"3 4\" is not a positive" --num-steps "3 4"
+refused "\"0\" is not a whole number" --gpus 0
+refused "\"3 4\" is not a whole number" --num-steps "3 4"
 refused "--gpus needs a value" --gpus
 for option in --models --sequence-lengths --precisions --gpus --num-steps --max-gpus; do
     refused "$option needs a value" $option " , "
@@ -343,7 +343,7 @@ refused "--msamp sets --precision, also of BF16 runs" -- --msamp=O2
 refused "--list trains nothing" -- --list=models
 refused "--json trains nothing" -- --json
 refused "no training shards $tmp/none.bin" --data "$tmp/none.bin" --models tiny
-refused "would share the folder" --models "$tmp/mine,$tmp/./mine" --out "$tmp/shared"
+refused "would share a folder" --models "$tmp/mine,$tmp/./mine" --out "$tmp/shared"
 refused "there is no program ./none" --trainer ./none
 
 # ---------------------------------------------------------------------------------------------------------------------
