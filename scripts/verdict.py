@@ -245,7 +245,7 @@ def check_folder(plan, runs):
     except (ValueError, KeyError, TypeError, AttributeError):
         fail(f"{path} is damaged; remove this one file to go on with the finished runs, or give another --out")
     if shared:
-        fail(f"two models would share the folder {shared[0]} in {plan.o['out']}; give another --out")
+        fail(f"two models would share the folder {shared[0]} in {plan.o.out}; give another --out")
     different = [f"{key}: {fixed.get(key)!r} there, {value!r} now" for key, value in now.items()
                  if fixed.get(key) != value and not (key == "num-steps" and value.items() >= fixed[key].items())]
     refuse_other_settings(plan.o.out, different, steps)

@@ -1,6 +1,7 @@
 """Command lines and messages of the programs that start runs."""
 import argparse
 import contextlib
+import errno
 import io
 import os
 import re
@@ -39,7 +40,8 @@ def end(main):
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:
-        fail(f"{error.filename or 'a file'}: {error.strerror}; finished runs are kept: mend this and start again")
+        why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+        fail(f"{error.filename or 'stdout'}: {why}; mend this and start again: finished runs are kept")
 
 
 class Value(argparse.Action):
