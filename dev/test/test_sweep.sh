@@ -229,13 +229,13 @@ interrupted() {
         equal "$? $(grep -c 'from before' "$tmp/again.log") $(steps_in "$run")" "0 1 $steps"
     check "SIG$signal: the tables equal the logs after another start" tables "$out" "2 of 2 runs with numbers"
 }
-interrupted TERM 1 400 143
-interrupted INT 2 400 130
+interrupted TERM 1 150 143
+interrupted INT 2 150 130
 
 # A sweep cannot catch SIGKILL, so its current run goes on. No other sweep may start in its folder until that run ends.
 # Then the run counts as finished.
 out=$tmp/killed
-arguments=(--models tiny --sequence-lengths 128 --precisions bf16 --gpus 1 --num-steps 200 --out "$out")
+arguments=(--models tiny --sequence-lengths 128 --precisions bf16 --gpus 1 --num-steps 100 --out "$out")
 start_until "$out/tiny_T128_bf16_1gpu"
 kill -KILL "$running"
 wait_for_sweep
@@ -247,7 +247,7 @@ is_gone() { [ "$(trainers_in "$out/")" -eq 0 ]; }
 check "SIGKILL: the last run ends" await is_gone
 sweep "${arguments[@]}" >"$tmp/again.log" 2>&1
 check "SIGKILL: the last run counts as finished" \
-    equal "$? $(grep -c 'from before' "$tmp/again.log") $(steps_in "$out/tiny_T128_bf16_1gpu")" "0 1 200"
+    equal "$? $(grep -c 'from before' "$tmp/again.log") $(steps_in "$out/tiny_T128_bf16_1gpu")" "0 1 100"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings may change until a run has finished, and all results before the change are removed. Later changes are
@@ -358,6 +358,8 @@ options=(--sequence-length 64 --num-steps "$STEPS" --learning-rate 1e-3 --checkp
 run_until_done "$@"
 END
 export TRAINER=$trainer DATA=$tmp/synth
+sleep() { command sleep 0.1; }  # a run script waits before it starts a trainer again
+export -f sleep
 newest() { ls "$1/steps" 2>/dev/null | grep -E '^step-[0-9]+$' | sort | tail -n 1; }
 has_saved() { [[ $(newest "$1") > $2 ]]; }
 last_loss() { tail -n 1 <(grep '"type": "step"' "$1/log.jsonl") | grep -o '"step": [0-9]*, "loss": [^,]*'; }
@@ -371,7 +373,7 @@ start_run() {
     await has_saved "$1" "$2"
 }
 for GPUS in 1 2; do
-    export GPUS STEPS=$((800 / GPUS))  # a run takes seconds: a kill and a stop come before its end
+    export GPUS STEPS=$((300 / GPUS))  # a run takes seconds: a kill and a stop come before its end
     last=$(printf 'step-%08d' "$STEPS")
     rm -f "$tmp/run.log"
     OUT=$tmp/unbroken_$GPUS bash "$tmp/run.sh" >"$tmp/unbroken.log" 2>&1
@@ -412,7 +414,7 @@ GPUS=1 OUT=$tmp/hopeless bash "$tmp/run.sh" --learning-rate 1000 >"$tmp/hopeless
 check "the run script gives up on a run that fails three times before its first checkpoint" \
     equal "$? $(grep -c 'three starts in a row failed' "$tmp/hopeless.log")" "1 1"
 (
-    kill() { sleep 0.5; builtin kill "$@"; }
+    kill() { command sleep 0.5; builtin kill "$@"; }
     export -f kill
     GPUS=1 OUT=$tmp/hopeless bash "$tmp/run.sh" --learning-rate 1000 >"$tmp/hopeless.log" 2>&1
 )
@@ -421,14 +423,14 @@ check "the run script gives up, too, if each trainer has ended before the script
 
 GPUS=1 OUT=$tmp/unbroken_1 bash "$tmp/run.sh" --num-steps 7 >"$tmp/fewer.log" 2>&1
 check "--num-steps below the steps that are done: the run script prints \"done\"" \
-    equal "$? $(grep -c '^done: step-00000800 ' "$tmp/fewer.log")" "0 1"
+    equal "$? $(grep -c '^done: step-00000300 ' "$tmp/fewer.log")" "0 1"
 # 1 MB is free. That is too little for the checkpoints of a new run, but enough for a run that has checkpoints already.
 mkdir "$tmp/bin"
 printf '#!/bin/sh\necho Filesystem\necho x 0 0 1000 0 /\n' >"$tmp/bin/df" && chmod +x "$tmp/bin/df"
-PATH=$tmp/bin:$PATH GPUS=1 STEPS=800 OUT=$tmp/cramped bash "$tmp/run.sh" >"$tmp/cramped.log" 2>&1
+PATH=$tmp/bin:$PATH GPUS=1 STEPS=300 OUT=$tmp/cramped bash "$tmp/run.sh" >"$tmp/cramped.log" 2>&1
 check "a new run on a disk that is too small is refused" \
     equal "$? $(grep -c '^error: not enough disk space' "$tmp/cramped.log") $(newest "$tmp/cramped")" "1 1 "
-PATH=$tmp/bin:$PATH GPUS=1 STEPS=800 OUT=$tmp/unbroken_1 bash "$tmp/run.sh" >"$tmp/cramped.log" 2>&1
+PATH=$tmp/bin:$PATH GPUS=1 STEPS=300 OUT=$tmp/unbroken_1 bash "$tmp/run.sh" >"$tmp/cramped.log" 2>&1
 check "the disk space of the run's own checkpoints counts as free" \
     equal "$? $(grep -c '^done: ' "$tmp/cramped.log")" "0 1"
 

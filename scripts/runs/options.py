@@ -41,7 +41,7 @@ def end(main):
         sys.exit(130)
     except OSError as error:
         why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
-        fail(f"{error.filename or 'stdout'}: {why}; mend this and start again: finished runs are kept")
+        fail(f"{error.filename or 'a file'}: {why}; mend this and start again: finished runs are kept")
 
 
 class Value(argparse.Action):
