@@ -45,9 +45,7 @@ def check_folder(out, of_runs):
 
 
 def main(words):
-    o, others, extra = parse(words, __doc__, DEFAULTS, ())
-    if others:
-        fail(f"unknown option {others[0]}; --help lists all options; put options of the trainer after --")
+    o, _, extra = parse(words, __doc__, DEFAULTS, ())
     tenth = -(-number("--num-steps", o.num_steps) // 10)
     every = number("--audit-every", o.audit_every) if o.audit_every else tenth
     recipes = split(o.recipes) or Trainer(o.trainer).list("recipes")

@@ -174,9 +174,7 @@ def lines_of(path):
 
 
 def main(words):
-    o, others, extra = parse(words, __doc__, DEFAULTS, ("no-table", "dry-run"))
-    if others:
-        fail(f"unknown option {others[0]}; --help lists all options; put options of the trainer after --")
+    o, _, extra = parse(words, __doc__, DEFAULTS, ("no-table", "dry-run"))
     sweep = Sweep(o, extra)
     if o.dry_run:
         for of in sweep.combinations():

@@ -32,8 +32,8 @@ commas. Defaults are in parentheses.
 Start it again to continue: finished runs are kept, and so are runs that the GPU cannot do (out of memory, no GEMMs for
 the recipe). Models, recipes and seeds may be added, --parallel and --price may change; once a run has finished, other
 settings may not. Ctrl-C or SIGTERM stops the current runs, which start from the beginning next time. Exit status 0:
-every run finished, or the GPU cannot do it. 1: a run failed, there is no report (unless --no-report), the command is wrong, or FOLDER cannot
-be used. 128 plus the signal's number: a signal stopped the verdict.
+every run finished, or the GPU cannot do it. 1: a run failed, there is no report (unless --no-report), the command is
+wrong, or FOLDER cannot be used. 128 plus the signal's number: a signal stopped the verdict.
 """
 import datetime
 import glob
@@ -313,7 +313,7 @@ def make_report(plan):
 
 
 def main(words):
-    o, models, extra = parse(words, __doc__, DEFAULTS, ("repeat", "no-report", "dry-run"))
+    o, models, extra = parse(words, __doc__, DEFAULTS, ("repeat", "no-report", "dry-run"), takes_words=True)
     plan = Plan(list(dict.fromkeys(model.rstrip("/") for model in models)), o, extra)
     runs = plan.runs()
     if o.dry_run:

@@ -134,7 +134,8 @@ head -c 100000 /dev/zero >"$2/log.jsonl"
                             "--sequence-length", "32", "--parallel", "2", "--seeds", "1,2", "--recipes", "fp8",
                             "--num-steps", "3000", "--out", f"{disk}/out", "--no-report")
         lines = ended.stderr.splitlines()
-        check(ended.returncode == 1 and len(lines) == 1 and lines[0].startswith("error: ") and "disk is full" in lines[0],
+        check(ended.returncode == 1 and len(lines) == 1 and lines[0].startswith("error: ") and
+              "disk is full" in lines[0],
               f"one line says that the disk is full: {ended}")
         check(took < 30, f"the other run was ended, not waited for: {took} s")
         check(subprocess.run(["flock", "-n", disk / "out" / "lock", "true"]).returncode == 0,

@@ -145,7 +145,8 @@ logs() { cat "$out"/tiny_*_bf16_*/log.jsonl "$out"/tiny_T64_*/log.jsonl | cksum;
 before=$(logs)
 start "${main[@]}"
 check "a second start leaves finished runs alone" equal "$(logs)" "$before"
-check "a second start prints \"from before\" for 6 finished runs" equal "$(grep -c ': done .*from before$' "$tmp/sweep.log")" 6
+check "a second start prints \"from before\" for 6 finished runs" \
+    equal "$(grep -c ': done .*from before$' "$tmp/sweep.log")" 6
 check "a second start tries a failed run again" lacks "$out/tiny_T40_fp8_1gpu/stdout.txt" "of the first start"
 start "${mine[@]}"
 check "a model folder that is complete now trains, with status 0" \

@@ -173,8 +173,8 @@ def test_cut_log(folder):
 
 
 def stand_in(folder, name, log, cases):
-    """Makes a stand-in for the CPU trainer, which takes `log` for its own. `cases` are of a shell's case on its options.
-    Returns its path."""
+    """Makes a stand-in for the CPU trainer, which takes `log` for its own. `cases` are of a shell's case on its
+    options. Returns its path."""
     program = pathlib.Path(folder) / name / "train_fp8"
     program.parent.mkdir()
     (program.parent / "log").write_text("\n".join(map(json.dumps, log)))

@@ -52,11 +52,12 @@ class Value(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
-def parse(words, usage, defaults, flags):
+def parse(words, usage, defaults, flags, takes_words=False):
     """Returns (options, words that are no options, the trainer's options, which follow "--").
 
     `defaults` are the options that take a value, `flags` those that take none. With --help prints the usage and exits.
-    Dies if an option is not known or lacks its value.
+    Dies if an option is not known or lacks its value, or if there are words that are no options but `takes_words` is
+    False.
     """
     end = words.index("--") if "--" in words else len(words)
     words, extra = words[:end], words[end + 1:]
@@ -71,7 +72,7 @@ def parse(words, usage, defaults, flags):
     parser.error = lambda message: fail(message.removeprefix("argument "))
     options, others = parser.parse_known_args(words)
     for word in others:
-        if word.startswith("-"):
+        if word.startswith("-") or not takes_words:
             fail(f"unknown option {word}; --help lists all options; put options of the trainer after --")
     return options, others, extra
 

@@ -212,7 +212,8 @@ class Pool:
             return
         self.stop()
         done = sum(run.kind == "done" for run in self.runs)
-        say(f"\ninterrupted after {done} of {len(self.runs)} runs; start the {self.name} again to continue; {self.hint}")
+        say(f"\ninterrupted after {done} of {len(self.runs)} runs; start the {self.name} again to continue; "
+            f"{self.hint}")
         raise SystemExit(128 + self.signal)
 
     def side_by_side(self, run):
