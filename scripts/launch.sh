@@ -1,5 +1,5 @@
-# Functions that start a trainer, sourced by sweep.sh, run_recipes.sh, run_common.sh and tests. The sourcing script sets
-# the variable `trainer`. If another command than mpirun starts several ranks, the script sets `mpirun` to it.
+# Functions that start a trainer, sourced by run_common.sh and tests. The sourcing script sets the variable `trainer`.
+# Sweeps and verdicts start it by runs/trainer.py.
 
 export LC_ALL=C  # with a decimal comma, awk, printf and sort -n would read and write other numbers
 
@@ -43,17 +43,12 @@ make_launch() {
     launch=()
     [ "$1" -gt 1 ] || return 0
     # by default, Open MPI binds all threads of a rank to one core (2 ranks) or to one socket (more ranks)
-    launch=(${mpirun:-mpirun} -np "$1" --bind-to none)
+    launch=(mpirun -np "$1" --bind-to none)
     [ "$(id -u)" -ne 0 ] || launch+=(--allow-run-as-root)
     is_cpu_trainer || return 0
     launch+=(--oversubscribe)
     if [ -z "${OMP_NUM_THREADS:-}" ]; then launch+=(-x "OMP_NUM_THREADS=$((($(nproc) + $1 - 1) / $1))"); fi
 }
-
-# list_models prints the names of the trainer's presets, list_recipes those of its FP8 recipes, on one line with a blank
-# after each.
-list_models() { "$trainer" --list models 2>/dev/null | tr '\n' ' '; }
-list_recipes() { "$trainer" --list recipes 2>/dev/null | tr '\n' ' '; }
 
 # Prints the first number with the key $1 in a JSON object on stdin: output of --dry-run --json, or a line of log.jsonl.
 # Prints nothing if there is no such key.
@@ -62,6 +57,3 @@ json_number() {
         { at = index($0, key) }
         at { text = substr($0, at + length(key)); sub(/[],}].*/, "", text); print text; exit }'
 }
-
-# Exit statuses of the trainer that sweep.sh tells apart. The trainer's --help lists all.
-EXIT_MEMORY=3 EXIT_UNSUPPORTED=4

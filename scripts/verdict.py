@@ -24,6 +24,7 @@ commas. Defaults are in parentheses.
   --price X               price of a GPU hour, for the cost
   --trainer PROGRAM       ./train_fp8cu, or ./train_fp8 on the CPU (./train_fp8cu)
   --out FOLDER            folder of the report and of all runs (log/verdict)
+  --no-report             make no report, and do not ask for its libraries; scripts/report.py FOLDER makes it later
   --dry-run               print the command of each run and exit
   --                      all options after this one are passed to the trainer; those that begin with --fp8 are passed
                           to FP8 runs only; --msamp is refused, because it sets --precision
@@ -31,118 +32,43 @@ commas. Defaults are in parentheses.
 Start it again to continue: finished runs are kept, and so are runs that the GPU cannot do (out of memory, no GEMMs for
 the recipe). Models, recipes and seeds may be added, --parallel and --price may change; once a run has finished, other
 settings may not. Ctrl-C or SIGTERM stops the current runs, which start from the beginning next time. Exit status 0:
-every run finished, or the GPU cannot do it. 1: a run failed, there is no report, the command is wrong, or FOLDER cannot
-be used. 128 plus the signal's number: a signal stopped the verdict.
+every run finished, or the GPU cannot do it. 1: a run failed, there is no report (unless --no-report), the command is
+wrong, or FOLDER cannot be used. 128 plus the signal's number: a signal stopped the verdict.
 """
 import datetime
 import glob
+import importlib.util
 import itertools
 import json
 import math
 import os
-import re
 import shlex
 import struct
 import subprocess
 import sys
 import time
 
-from verdict_runs import Pool, Run, fail, finished_summary, say, write_text
+from report import venv
+from runs.options import check_extra, end, fail, number, parse, say, split
+from runs.runner import ANSWERS, Pool, Run, refuse_other_settings, write_text
+from runs.trainer import NO_GPU, SHARDS, Trainer, data_of, folder_names, nvidia_smi, precision_words, visible_gpus
 
+DEFAULTS = {"recipes": "fp8,fp8:rowwise", "seeds": "42,43,44", "rounding-seeds": "", "train-data": "", "val-data": "",
+            "sequence-length": "2048", "num-steps": "", "lr": "", "gpus": "1", "parallel": "", "price": "",
+            "trainer": "./train_fp8cu", "out": "log/verdict"}
 SET_HERE = ("train-data", "val-data", "sequence-length", "num-steps", "precision", "fp8-recipe", "fp8-emulate", "seed",
             "rounding-seed", "learning-rate", "lr-schedule", "warmup-steps", "log-dir")
-NOT_HERE = ("checkpoint-dir", "resume", "export-hf", "dry-run", "help", "world-size", "list", "json")
-VALUES = ("recipes", "seeds", "rounding-seeds", "train-data", "val-data", "sequence-length", "num-steps", "lr", "gpus",
-          "parallel", "price", "trainer", "out")
+LIBRARIES = ("arch", "jinja2", "matplotlib", "scipy")  # of scripts/report.py
 VALIDATION_SEQUENCES = 256  # enough for an interval
 TRIAL_STEPS = 4
 SHARD_MAGICS = (20240520, 20240801)  # tokens of 2 and of 4 bytes
 
 
-def parse(words):
-    """Returns (models, options, the trainer's options). With --help prints the help and exits. Dies if an option is not
-    known or lacks its value."""
-    o = {"recipes": "fp8,fp8:rowwise", "seeds": "42,43,44", "rounding-seeds": "", "train-data": "", "val-data": "",
-         "sequence-length": "2048", "num-steps": "", "lr": "", "gpus": "1", "parallel": "", "price": "",
-         "trainer": "./train_fp8cu", "out": "log/verdict", "repeat": False, "dry-run": False}
-    end = words.index("--") if "--" in words else len(words)
-    models, extra, words = [], words[end + 1:], words[:end]
-    while words:
-        word = words.pop(0)
-        name, equals, value = word[2:].partition("=")
-        if word == "--help":
-            print(__doc__, end="")
-            sys.exit(0)
-        if not word.startswith("--"):
-            models.append(word.rstrip("/"))
-        elif name in ("repeat", "dry-run") and not equals:
-            o[name] = True
-        elif name in VALUES:
-            if not equals and (not words or words[0].startswith("--")):
-                fail(f"{word} needs a value")
-            o[name] = value if equals else words.pop(0)
-        else:
-            fail(f"unknown option {word}; --help lists all options; put options of the trainer after --")
-    return models, o, extra
-
-
-def number(option, text, kind=int, low=1):
-    """Returns the option's number. Dies if the text is not a number from `low` on and below 1e15."""
-    try:
-        value = kind(text)
-    except ValueError:
-        value = None
-    if value is None or not low <= value < 1e15:
-        fail(f"{option}: \"{text}\" is not a {'whole ' if kind is int else ''}number from {low} on and below 1e15")
-    return value
-
-
 def number_list(option, text):
     values = [number(option, word, low=0) for word in text.replace(",", " ").split()]
-    if not values or len(set(values)) < len(values):
+    if len(set(values)) < len(values):
         fail(f"{option}: \"{text}\" must name different numbers, with commas between")
     return values
-
-
-def trainer_lines(trainer, what):
-    result = subprocess.run([trainer, "--list", what], capture_output=True, text=True)
-    return result.stdout.split()
-
-
-def check_recipes(trainer, text):
-    known = trainer_lines(trainer, "recipes")
-    recipes = text.replace(",", " ").split()
-    for word in recipes:
-        match = re.fullmatch(r"fp8(:([a-z0-9_]+)(:emulate)?)?", word)
-        if not match:
-            fail(f"--recipes takes fp8, fp8:RECIPE and fp8:RECIPE:emulate, not \"{word}\"; BF16 is always run")
-        if match[2] and match[2] not in known:
-            fail(f"--recipes {word}: {trainer} has no such recipe; it has {' '.join(known)}")
-    if not recipes or len(set(recipes)) < len(recipes):
-        fail(f"--recipes: \"{text}\" must name different recipes, with commas between")
-    return recipes
-
-
-def check_extra(extra):
-    for word in extra:
-        name = word[2:].split("=")[0] if word.startswith("--") else ""
-        if name in SET_HERE:
-            fail(f"--{name} is set by the verdict; see --help")
-        if name in NOT_HERE:
-            fail(f"--{name} makes no sense in a run of a verdict; leave it out")
-        if name == "msamp":
-            fail("--msamp sets --precision, also of BF16 runs; give the other options of its level instead")
-
-
-def data_of(model, given):
-    name = os.path.basename(model).lower()
-    shards = given or ("data/tinystories_llama3_train.bin" if name.startswith("llama") else
-                       "data/tinystories_qwen_train.bin" if name.startswith("qwen") else "")
-    if not shards:
-        fail(f"no data known for model {model}; name its training shards with --train-data")
-    if not glob.glob(shards):
-        fail(f"no training shards {shards} for model {model}; data/README.md shows how to make them")
-    return shards
 
 
 def count_sequences(pattern, length):
@@ -172,27 +98,10 @@ def validation_of(train, given):
 
 def schedule(o, steps):
     """Returns the trainer's options for the learning rate and clipping of a run of `steps` steps."""
-    if o["repeat"]:
-        return ["--learning-rate", o["lr"] or "1e-5", "--lr-schedule", "constant", "--warmup-steps", "0"]
-    return ["--learning-rate", o["lr"] or "3e-4", "--lr-schedule", "cosine", "--warmup-steps",
+    if o.repeat:
+        return ["--learning-rate", o.lr or "1e-5", "--lr-schedule", "constant", "--warmup-steps", "0"]
+    return ["--learning-rate", o.lr or "3e-4", "--lr-schedule", "cosine", "--warmup-steps",
             str(max(1, steps // 20)), "--grad-clip", "1"]
-
-
-def precision_words(recipe):
-    parts = recipe.split(":")
-    return (["--precision", parts[0]] + (["--fp8-recipe", parts[1]] if len(parts) > 1 else []) +
-            (["--fp8-emulate"] if len(parts) > 2 else []))
-
-
-def extra_words(recipe, extra):
-    """The trainer's options that apply to the recipe: --fp8 options are for FP8 runs only."""
-    words, skips_value = [], False
-    for word in extra if recipe == "bf16" else []:
-        skip = skips_value and not word.startswith("--")
-        skips_value = word.startswith("--fp8") and "=" not in word
-        if not skip and not word.startswith("--fp8"):
-            words.append(word)
-    return words if recipe == "bf16" else list(extra)
 
 
 class Plan:
@@ -202,23 +111,20 @@ class Plan:
         self.models, self.o, self.extra = models, o, extra
         if not models:
             fail("no MODEL given; for example: scripts/verdict.sh llama3.2-1b")
-        self.trainer = o["trainer"]
-        if not os.access(self.trainer, os.X_OK):
-            fail(f"there is no program {self.trainer}; build it with: make {os.path.basename(self.trainer)}")
-        self.cpu = os.path.basename(self.trainer) == "train_fp8"
-        self.length = number("--sequence-length", o["sequence-length"])
-        self.gpus = number("--gpus", o["gpus"])
-        self.price = number("--price", o["price"], float, 0.001) if o["price"] else None
-        self.seeds = number_list("--seeds", o["seeds"])
-        self.roundings = number_list("--rounding-seeds", o["rounding-seeds"]) if o["rounding-seeds"] else [None]
-        self.recipes = ["bf16"] + check_recipes(self.trainer, o["recipes"])
-        check_extra(extra)
-        if o["lr"]:
-            number("--lr", o["lr"], float, 0)
-        self.train = {m: data_of(m, o["train-data"]) for m in models}
-        self.val = {m: validation_of(self.train[m], o["val-data"]) for m in models}
-        if len({os.path.basename(m) for m in models}) < len(models):
-            fail("two models would share a folder; start one of them with another --out")
+        self.trainer = Trainer(o.trainer)
+        self.length = number("--sequence-length", o.sequence_length)
+        self.gpus = number("--gpus", o.gpus)
+        self.price = number("--price", o.price, float, 0.001) if o.price else None
+        self.seeds = number_list("--seeds", o.seeds)
+        self.roundings = number_list("--rounding-seeds", o.rounding_seeds) if o.rounding_seeds else [None]
+        self.recipes = ["bf16"] + split(o.recipes)
+        self.trainer.check_precisions("--recipes", self.recipes[1:])
+        check_extra(extra, SET_HERE, "verdict")
+        if o.lr:
+            number("--lr", o.lr, float, 0)
+        self.train = {m: data_of(m, {**SHARDS, "": o.train_data}, "--train-data") for m in models}
+        self.val = {m: validation_of(self.train[m], o.val_data) for m in models}
+        self.names = folder_names(models)
         self.described = {m: self.describe(m) for m in models}
         self.steps = {m: self.steps_of(m) for m in models}
 
@@ -226,9 +132,9 @@ class Plan:
         """Returns the trainer's --dry-run --json of the BF16 run. Dies if that of BF16 or of a recipe is an error."""
         described = None
         for recipe in reversed(self.recipes):
-            command = ([self.trainer, model, "--train-data", self.train[model], "--val-data", self.val[model],
+            command = ([self.trainer.program, model, "--train-data", self.train[model], "--val-data", self.val[model],
                         "--sequence-length", str(self.length), "--world-size", str(self.gpus), "--dry-run", "--json"] +
-                       precision_words(recipe) + extra_words(recipe, self.extra))
+                       precision_words(recipe, self.extra))
             result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode:
                 fail(f"{model}, {recipe}: " + result.stderr.strip().removeprefix("error: "))
@@ -239,11 +145,11 @@ class Plan:
         settings, sequences = self.described[model]["settings"], count_sequences(self.train[model], self.length)
         per_step = self.gpus * settings["batch-size"] * settings["grad-accumulation-steps"]
         one_pass = sequences // per_step
-        if self.o["num-steps"]:
-            steps = number("--num-steps", self.o["num-steps"])
+        if self.o.num_steps:
+            steps = number("--num-steps", self.o.num_steps)
         else:
-            steps = 1000 if self.o["repeat"] else min(2000, one_pass)
-        if not self.o["repeat"] and steps > one_pass:
+            steps = 1000 if self.o.repeat else min(2000, one_pass)
+        if not self.o.repeat and steps > one_pass:
             fail(f"{self.train[model]} has {sequences} sequences of {self.length} tokens, enough for {one_pass} steps "
                  f"of {per_step}, not for {steps}; take fewer --num-steps or more data, or let data repeat with "
                  "--repeat")
@@ -259,46 +165,35 @@ class Plan:
         return self.steps[model] * self.gpus * self.length * s["batch-size"] * s["grad-accumulation-steps"]
 
     def command(self, model, recipe, seed, rounding, folder, steps=None):
-        launch = []
-        if self.gpus > 1:
-            launch = ["mpirun", "-np", str(self.gpus), "--bind-to", "none"]
-            launch += ["--allow-run-as-root"] if os.getuid() == 0 else []
-            launch += ["--oversubscribe"] if self.cpu else []
-        words = [self.trainer, model, "--train-data", self.train[model], "--val-data", self.val[model],
+        words = [self.trainer.program, model, "--train-data", self.train[model], "--val-data", self.val[model],
                  "--sequence-length", str(self.length), "--num-steps", str(steps or self.steps[model]), "--seed",
                  str(seed)]
         words += ["--rounding-seed", str(rounding)] if rounding is not None else []
         words += schedule(self.o, steps or self.steps[model]) + ["--val-steps", str(VALIDATION_SEQUENCES)]
         words += ["--val-every", str(self.val_every(model))] if steps is None else []
-        return (launch + words + ["--log-every", "100", "--log-dir", folder] + precision_words(recipe) +
-                extra_words(recipe, self.extra))
+        return (self.trainer.launch(self.gpus) + words + ["--log-every", "100", "--log-dir", folder] +
+                precision_words(recipe, self.extra))
 
     def runs(self):
         """All runs; the runs of one seed stand together, BF16 first, so that pairs are complete early."""
         runs = []
         for model, seed, rounding, recipe in itertools.product(self.models, self.seeds, self.roundings, self.recipes):
-            name = f"{os.path.basename(model)}.{recipe.replace(':', '-')}.s{seed}"
-            name += f".r{rounding}" if rounding is not None else ""
-            folder = os.path.join(self.o["out"], name)
+            name = f"{self.names[model]}.{recipe.replace(':', '-')}.s{seed}"
+            title = f"{model}, {recipe}, seed {seed}"
+            if rounding is not None:
+                name, title = f"{name}.r{rounding}", f"{title}, rounding seed {rounding}"
+            folder = os.path.join(self.o.out, name)
             command = self.command(model, recipe, seed, rounding, folder)
-            runs.append(Run(name, folder, command, model, recipe, seed, rounding, self.steps[model], self.gpus))
+            runs.append(Run(folder, command, title, model, recipe, self.gpus, self.steps[model]))
+            runs[-1].name, runs[-1].seed, runs[-1].rounding = name, seed, rounding
         return runs
 
     def fixed(self):
         """The settings that runs of one folder share."""
-        keys = ("train-data", "val-data", "lr", "repeat")
-        return {**{key: self.o[key] for key in keys}, "trainer": self.trainer, "sequence-length": self.length,
-                "gpus": self.gpus, "num-steps": {os.path.basename(m): n for m, n in self.steps.items()},
+        keys = ("train-data", "val-data", "lr", "repeat", "trainer")
+        return {**{key: vars(self.o)[key.replace("-", "_")] for key in keys}, "sequence-length": self.length,
+                "gpus": self.gpus, "num-steps": {self.names[m]: n for m, n in self.steps.items()},
                 "trainer options": " ".join(self.extra)}
-
-
-def nvidia_smi(field):
-    try:
-        result = subprocess.run(["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"], capture_output=True,
-                                text=True)
-        return [line.strip() for line in result.stdout.splitlines()] if result.returncode == 0 else []
-    except OSError:
-        return []
 
 
 def git(*words):
@@ -308,30 +203,25 @@ def git(*words):
         return ""
 
 
-def visible_gpus():
-    """The GPUs that CUDA_VISIBLE_DEVICES names, or if it is not set, the numbers of all GPUs.
-
-    As CUDA does, takes words up to the first that names none, such as -1 or NoDevFiles, and none if one comes twice.
-    """
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is None:
-        return nvidia_smi("index")
-    words = [word.strip() for word in given.split(",")]
-    named = list(itertools.takewhile(re.compile(r"\d+|(GPU|MIG)-.+").fullmatch, words))
-    return named if len(set(named)) == len(named) else []
-
-
-def slots_of(plan):
-    """One entry for each run that goes on at one time: the environment variables that give it its GPUs."""
-    wanted = number("--parallel", plan.o["parallel"]) if plan.o["parallel"] else None
-    if plan.cpu:
-        return [{}] * (wanted or 1)
-    gpus = visible_gpus()
-    if len(gpus) < plan.gpus * (wanted or 1):
-        fail(f"{plan.gpus * (wanted or 1)} GPUs are needed and {len(gpus)} are here (nvidia-smi, "
-             "CUDA_VISIBLE_DEVICES); --trainer ./train_fp8 runs on the CPU")
+def places_of(plan):
+    """Returns (GPUs of which each run gets its own, or None on the CPU; the number of runs side by side)."""
+    wanted = number("--parallel", plan.o.parallel) if plan.o.parallel else None
+    if plan.trainer.on_cpu:
+        return None, wanted or 1
+    gpus, needed = visible_gpus(), plan.gpus * (wanted or 1)
+    if len(gpus) < needed:
+        fail(f"{needed} GPUs are needed and {len(gpus)} are here ({NO_GPU}")
     count = wanted or len(gpus) // plan.gpus
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * plan.gpus:(i + 1) * plan.gpus])} for i in range(count)]
+    return gpus[:count * plan.gpus], count
+
+
+def need_libraries():
+    """Dies if the report's libraries are neither here nor in the folder where scripts/setup_report.sh puts them."""
+    found = "import sys, importlib.util as u; sys.exit(not all(map(u.find_spec, sys.argv[1:])))"
+    if not all(map(importlib.util.find_spec, LIBRARIES)) and not (
+            venv.PYTHON.exists() and subprocess.run([venv.PYTHON, "-c", found, *LIBRARIES]).returncode == 0):
+        fail("the libraries of the report are missing: run scripts/setup_report.sh first, or give --no-report to train "
+             "without a report")
 
 
 def check_folder(plan, runs):
@@ -340,7 +230,7 @@ def check_folder(plan, runs):
     If settings differ, there are no entries. Dies if verdict.json is damaged, if a run of another model has the
     folder of one of these runs, or if settings differ and a run of the folder is finished.
     """
-    path = os.path.join(plan.o["out"], "verdict.json")
+    path = os.path.join(plan.o.out, "verdict.json")
     if not os.path.exists(path):
         return [], []
     models, now = {run.name: run.model for run in runs}, plan.fixed()
@@ -350,31 +240,21 @@ def check_folder(plan, runs):
         others = [entry for entry in entries if entry["folder"] not in models]
         shared = [entry["folder"] for entry in entries
                   if models.get(entry["folder"], entry["model"]) != entry["model"]]
-        steps = [(entry["folder"], entry["num_steps"]) for entry in entries]
+        steps = {entry["num_steps"] for entry in entries}
         now["num-steps"] = {**fixed["num-steps"], **now["num-steps"]}
     except (ValueError, KeyError, TypeError, AttributeError):
         fail(f"{path} is damaged; remove this one file to go on with the finished runs, or give another --out")
     if shared:
-        fail(f"two models would share the folder {shared[0]} in {plan.o['out']}; give another --out")
+        fail(f"two models would share the folder {shared[0]} in {plan.o.out}; give another --out")
     different = [f"{key}: {fixed.get(key)!r} there, {value!r} now" for key, value in now.items()
                  if fixed.get(key) != value and not (key == "num-steps" and value.items() >= fixed[key].items())]
-    if different and any(finished_summary(os.path.join(plan.o["out"], name), number) for name, number in steps):
-        fail(f"{plan.o['out']} holds runs of other settings ({'; '.join(different)}); give another --out")
+    refuse_other_settings(plan.o.out, different, steps)
     return [] if different else others, different
-
-
-def forget_results(plan, runs, different):
-    """Removes the results of runs of other settings, none of which has finished, so that all runs start again."""
-    say(f"no run in {plan.o['out']} has finished, so its settings are replaced ({'; '.join(different)})")
-    for path in glob.glob(os.path.join(glob.escape(plan.o["out"]), "*", "result")):
-        os.remove(path)
-    for run in runs:
-        run.recall()
 
 
 def receipt(plan, runs, others):
     words = ["scripts/verdict.sh"] + sys.argv[1:]
-    entries = [{"folder": r.name, "model": r.model, "recipe": r.recipe, "seed": r.seed,
+    entries = [{"folder": r.name, "model": r.model, "recipe": r.precision, "seed": r.seed,
                 "rounding_seed": r.seed if r.rounding is None else r.rounding, "num_steps": r.steps} for r in runs]
     return {"command": shlex.join(words), "commit": git("rev-parse", "--short", "HEAD"),
             "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
@@ -382,42 +262,42 @@ def receipt(plan, runs, others):
             "recipes": plan.recipes, "seeds": plan.seeds,
             "rounding_seeds": ["same" if r is None else r for r in plan.roundings], "num_steps": plan.steps,
             "sequence_length": plan.length, "gpus": plan.gpus, "price": plan.price,
-            "regime": "repeat" if plan.o["repeat"] else "fresh", "driver": "".join(nvidia_smi("driver_version")[:1]),
+            "regime": "repeat" if plan.o.repeat else "fresh", "driver": "".join(nvidia_smi("driver_version")[:1]),
             "gpu_names": nvidia_smi("name"), "fixed": plan.fixed(), "runs": entries + others}
 
 
-def time_steps(plan, runs, slots):
+def time_steps(plan, pool):
     """Sets the expected seconds of each run, from a finished run of its model, or else from a trial in BF16.
 
     They are 0 if a run of the model is known to be out of memory and none has finished, or if the trial fails.
     """
     for model in plan.models:
-        own = [run for run in runs if run.model == model]
-        known = [run.seconds_known() for run in own if run.seconds_known()]
-        if not known and not any(run.kind == "memory" for run in own):
-            folder = os.path.join(plan.o["out"], "trial." + os.path.basename(model))
+        own = [run for run in pool.runs if run.model == model]
+        finished = [run.summary() for run in own if run.kind == "done"]
+        expected = finished[0]["seconds"]["wall"] if finished else 0.0
+        if not finished and not any(run.kind == "memory" for run in own):
             say(f"{model}: timing {TRIAL_STEPS} steps and a validation in BF16")
-            os.makedirs(folder, exist_ok=True)
-            with open(os.path.join(folder, "stdout.txt"), "w") as out:
-                command = plan.command(model, "bf16", plan.seeds[0], None, folder, TRIAL_STEPS)
-                subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                               env={**os.environ, **slots[0]})
-            summary = finished_summary(folder, TRIAL_STEPS)
-            validations = math.ceil(plan.steps[model] / plan.val_every(model))
-            known = [summary["seconds"]["start"] + plan.steps[model] * summary["median_ms"] / 1e3 +
-                     validations * summary["seconds"]["validation"]] if summary else []
+            folder = os.path.join(plan.o.out, "trial." + plan.names[model])
+            command = plan.command(model, "bf16", plan.seeds[0], None, folder, TRIAL_STEPS)
+            trial = Run(folder, command, "trial", model, "bf16", plan.gpus, TRIAL_STEPS)
+            pool.train([trial])
+            if trial.kind == "done":
+                s = trial.summary()
+                validations = math.ceil(plan.steps[model] / plan.val_every(model))
+                expected = (s["seconds"]["start"] + plan.steps[model] * s["median_ms"] / 1e3 +
+                            validations * s["seconds"]["validation"])
         for run in own:
-            run.expected = known[0] if known else 0.0
+            run.expected = expected
 
 
-def announce(plan, runs, slots):
-    left = [run for run in runs if not run.is_kept()]
+def announce(plan, pool):
+    left = [run for run in pool.runs if run.kind not in ANSWERS]
     for model in plan.models:
         roundings = f" x {len(plan.roundings)} rounding seeds" if len(plan.roundings) > 1 else ""
         say(f"{model}: {len(plan.recipes)} precisions x {len(plan.seeds)} seeds{roundings}, each run "
             f"{plan.steps[model]} steps of {plan.tokens(model) // plan.steps[model]} tokens")
-    seconds = sum(run.expected for run in left) / len(slots)
-    text = f"{len(left)} of {len(runs)} runs to do, {len(slots)} side by side"
+    seconds = sum(run.expected for run in left) / pool.parallel
+    text = f"{len(left)} of {len(pool.runs)} runs to do, {pool.parallel} side by side"
     if seconds:
         text += f": about {seconds / 60:.0f} minutes at the speed of BF16, until "
         text += time.strftime("%H:%M", time.localtime(time.time() + seconds))
@@ -428,30 +308,36 @@ def announce(plan, runs, slots):
 
 
 def make_report(plan):
-    words = [sys.executable, "scripts/report.py", plan.o["out"]]
+    words = [sys.executable, "scripts/report.py", plan.o.out]
     return subprocess.run(words + (["--price", str(plan.price)] if plan.price is not None else [])).returncode
 
 
-def main():
-    plan = Plan(*parse(sys.argv[1:]))
+def main(words):
+    o, models, extra = parse(words, __doc__, DEFAULTS, ("repeat", "no-report", "dry-run"), takes_words=True)
+    plan = Plan(list(dict.fromkeys(model.rstrip("/") for model in models)), o, extra)
     runs = plan.runs()
-    if plan.o["dry-run"]:
+    if o.dry_run:
         for run in runs:
-            print(shlex.join(run.command))
+            say(shlex.join(run.command))
         return 0
-    slots = slots_of(plan)
+    places = places_of(plan)
     others, different = check_folder(plan, runs)
-    with Pool(plan.o["out"], runs, slots) as pool:
+    if not o.no_report:
+        need_libraries()
+    if plan.gpus > 1:
+        plan.trainer.check_mpirun()
+    hint = f"scripts/report.py {shlex.quote(o.out)} makes a report of the finished runs"
+    with Pool(o.out, runs, *places, ANSWERS, "verdict", hint) as pool:
         if different:
-            forget_results(plan, runs, different)
+            pool.forget(different)
         text = json.dumps(receipt(plan, runs, others), indent=1) + "\n"
-        write_text(os.path.join(plan.o["out"], "verdict.json"), text)
-        time_steps(plan, runs, slots)
-        announce(plan, runs, slots)
+        write_text(os.path.join(o.out, "verdict.json"), text)
+        time_steps(plan, pool)
+        announce(plan, pool)
         pool.train()
-    report = make_report(plan)
+    report = 0 if o.no_report else make_report(plan)
     return 1 if report or any(run.kind == "failed" for run in runs) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

@@ -74,8 +74,8 @@ for number in $(sed -n '/^exit status$/,$ s/^  \([0-9]\)  .*/\1/p' <($trainer --
     check "docs/TRAINING.md lists exit status $number" grep -q "^| $number | " docs/TRAINING.md
 done
 known=$(sed -n 's/^ *X(EXIT_\(MEMORY\|UNSUPPORTED\), \([0-9]\).*/\2/p' llmc/base/utils.h | paste -sd' ')
-check "EXIT_MEMORY and EXIT_UNSUPPORTED of launch.sh equal those in utils.h" \
-    equal "$EXIT_MEMORY $EXIT_UNSUPPORTED" "$known"
+statuses() { PYTHONPATH=scripts python3 -c "from runs.runner import STATUSES; print(*STATUSES)"; }
+check "the statuses that sweeps tell apart equal EXIT_MEMORY and EXIT_UNSUPPORTED" equal "$(statuses)" "$known"
 
 # ---- A resumed run says which settings differ from the checkpoint's, and what that does to the learning rate.
 ck="--lr-schedule cosine --learning-rate 1e-3 --warmup-steps 2 --checkpoint-dir $tmp/ck"
@@ -118,9 +118,10 @@ check "a gradient norm that counts as not finite prints one line on stderr" \
 
 $trainer --help >"$tmp/help"
 check "--list models prints the models that --help has" \
-    equal "$(list_models)" "$(sed -n 's/^MODEL: \(.*\),$/\1/p' "$tmp/help" | tr -d ',') "
+    equal "$($trainer --list models | paste -sd' ')" "$(sed -n 's/^MODEL: \(.*\),$/\1/p' "$tmp/help" | tr -d ',')"
 recipes=$(sed -n 's/^ *--fp8-recipe \([a-z0-9_|]*\).*/\1/p' "$tmp/help" | tr '|' ' ')
-check "--list recipes prints the recipes that --help has" equal "$(list_recipes)" "$recipes "
+check "--list recipes prints the recipes that --help has" \
+    equal "$($trainer --list recipes | paste -sd' ')" "$recipes"
 check "--list options prints the options that --help has" \
     equal "$($trainer --list options)" "$(sed -n 's/^  --\([a-z0-9-]*\)\( .*\|$\)/\1/p' "$tmp/help")"
 

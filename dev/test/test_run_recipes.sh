@@ -121,7 +121,7 @@ check "the table explains \"emulated\"" \
     holds "$tmp/some/recipes.txt" "emulated: operands are quantized, then multiplied in BF16"
 check "the table has the error of the recipe that failed" holds "$tmp/some/recipes.txt" "failed: something else"
 run "${some[@]}"
-check "a second start keeps the 3 finished runs" equal "$(grep -c 'done earlier' "$tmp/run.log")" 3
+check "a second start keeps the 3 finished runs" equal "$(grep -c ': done .*from before' "$tmp/run.log")" 3
 run "${some[@]}" --beta1 0.8
 check "other settings in the same folder are refused without a table of old runs" \
     equal "$? $(grep -c 'holds runs of other settings' "$tmp/run.log") $(grep -c '^recipe ' "$tmp/run.log")" "1 1 0"
@@ -143,7 +143,7 @@ refused() {
     check "the script refuses with \"$expected\"" equal "$? $(grep -c "^error: .*$expected" "$tmp/run.log")" "1 1"
 }
 refused "unknown option --models;" --models tiny
-refused "\"0\" is not a positive" --num-steps 0
+refused "\"0\" is not a whole number" --num-steps 0
 refused "--recipes needs a value" --recipes " , "
 refused "has no such recipe" --trainer "$trainer" --recipes row --out "$tmp/none"
 refused "there is no program ./none" --trainer ./none

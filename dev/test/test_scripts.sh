@@ -122,12 +122,12 @@ check "slurm.sbatch refuses a job without --checkpoint-dir" refuses /bin/sh "giv
 data/setup_venv.sh --help >"$tmp/log" 2>&1
 check "data/setup_venv.sh --help prints the usage" equal "$? $(grep -c '^usage: data/setup_venv.sh' "$tmp/log")" "0 1"
 
-# ---- The GPUs that CUDA_VISIBLE_DEVICES names, as CUDA counts them: the same number in launch.sh and verdict.py.
+# ---- The GPUs that CUDA_VISIBLE_DEVICES names, as CUDA counts them: the same number in launch.sh and in Python.
 
 counts_gpus() {
-    local in_python='import sys; sys.path.insert(0, "scripts"); import verdict; print(len(verdict.visible_gpus()))'
+    local in_python='from runs.trainer import visible_gpus; print(len(visible_gpus()))'
     equal "$(CUDA_VISIBLE_DEVICES=$1 bash -c '. scripts/launch.sh; count_gpus')" "$2" &&
-        equal "$(CUDA_VISIBLE_DEVICES=$1 python3 -c "$in_python")" "$2"
+        equal "$(CUDA_VISIBLE_DEVICES=$1 PYTHONPATH=scripts python3 -c "$in_python")" "$2"
 }
 while read -r visible count; do
     check "CUDA_VISIBLE_DEVICES=$visible names $count GPUs" counts_gpus "${visible//_/ }" "$count"

@@ -145,7 +145,8 @@ logs() { cat "$out"/tiny_*_bf16_*/log.jsonl "$out"/tiny_T64_*/log.jsonl | cksum;
 before=$(logs)
 start "${main[@]}"
 check "a second start leaves finished runs alone" equal "$(logs)" "$before"
-check "a second start prints \"done earlier\" for 6 finished runs" equal "$(grep -c 'done earlier' "$tmp/sweep.log")" 6
+check "a second start prints \"from before\" for 6 finished runs" \
+    equal "$(grep -c ': done .*from before$' "$tmp/sweep.log")" 6
 check "a second start tries a failed run again" lacks "$out/tiny_T40_fp8_1gpu/stdout.txt" "of the first start"
 start "${mine[@]}"
 check "a model folder that is complete now trains, with status 0" \
@@ -170,7 +171,7 @@ out=$tmp/recipes
 arguments=(--models tiny --sequence-lengths 64 --precisions "bf16 fp8 fp8:rowwise_with_gw_hp fp8:mxfp8:emulate" \
     --gpus 1 --num-steps 22 --out "$out")
 sweep "${arguments[@]}" -- --fp8-filter first --beta1 0.8 --fp8-all-gather=off >"$tmp/recipes.log" 2>&1
-check "recipes: all runs finish" equal "$? $(grep -c '^    done in' "$tmp/recipes.log")" "0 4"
+check "recipes: all runs finish" equal "$? $(grep -c ': done in' "$tmp/recipes.log")" "0 4"
 check "recipes: mxfp8:emulate and rowwise_with_gw_hp have folders of their own" \
     test -f "$out/tiny_T64_fp8-mxfp8-emulate_1gpu/result" -a -f "$out/tiny_T64_fp8-rowwise_with_gw_hp_1gpu/result"
 check "recipes: FP8 runs get FP8 options" holds "$out/tiny_T64_fp8_1gpu/log.jsonl" '"fp8-filter": "first"'
@@ -226,16 +227,16 @@ interrupted() {
     check "SIG$signal: the tables have no numbers of the run in progress" tables "$out" "1 of 2 runs with numbers"
     sweep "${arguments[@]}" >"$tmp/again.log" 2>&1
     check "SIG$signal: another start repeats the run from step 1" \
-        equal "$? $(grep -c 'done earlier' "$tmp/again.log") $(steps_in "$run")" "0 1 $steps"
+        equal "$? $(grep -c 'from before' "$tmp/again.log") $(steps_in "$run")" "0 1 $steps"
     check "SIG$signal: the tables equal the logs after another start" tables "$out" "2 of 2 runs with numbers"
 }
-interrupted TERM 1 400 143
-interrupted INT 2 400 130
+interrupted TERM 1 150 143
+interrupted INT 2 150 130
 
 # A sweep cannot catch SIGKILL, so its current run goes on. No other sweep may start in its folder until that run ends.
 # Then the run counts as finished.
 out=$tmp/killed
-arguments=(--models tiny --sequence-lengths 128 --precisions bf16 --gpus 1 --num-steps 200 --out "$out")
+arguments=(--models tiny --sequence-lengths 128 --precisions bf16 --gpus 1 --num-steps 100 --out "$out")
 start_until "$out/tiny_T128_bf16_1gpu"
 kill -KILL "$running"
 wait_for_sweep
@@ -247,7 +248,7 @@ is_gone() { [ "$(trainers_in "$out/")" -eq 0 ]; }
 check "SIGKILL: the last run ends" await is_gone
 sweep "${arguments[@]}" >"$tmp/again.log" 2>&1
 check "SIGKILL: the last run counts as finished" \
-    equal "$? $(grep -c 'done earlier' "$tmp/again.log") $(steps_in "$out/tiny_T128_bf16_1gpu")" "0 1 200"
+    equal "$? $(grep -c 'from before' "$tmp/again.log") $(steps_in "$out/tiny_T128_bf16_1gpu")" "0 1 100"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings may change until a run has finished, and all results before the change are removed. Later changes are
@@ -269,7 +270,7 @@ check "settings may change while no run has finished" \
 corrected tiny --num-steps 22 --retry none -- --learning-rate 1e-4
 check "corrected settings: the run finishes" equal "$? $(kind_of "$out/tiny_T64_bf16_1gpu")" "0 done"
 check "the folder is quoted in the command that makes a report" \
-    equal "$(tail -n 1 "$tmp/corrected.log")" "figures and intervals: scripts/report.py $tmp/a\\ blank"
+    equal "$(tail -n 1 "$tmp/corrected.log")" "figures and intervals: scripts/report.py '$tmp/a blank'"
 check "corrected settings: the earlier result \"memory\" is removed" \
     equal "$(kind_of "$out/llama3.1-405b_T64_bf16_1gpu")" none
 check "corrected settings: settings.txt has them" \
@@ -285,7 +286,7 @@ check "refused settings do not change settings.txt" \
 : >"$out/settings.txt"  # as after a lost write
 corrected tiny --num-steps 22 -- --learning-rate 1e-3
 check "lost settings of a finished run are not replaced" \
-    equal "$? $(grep -c '^error: .* settings.txt was lost' "$tmp/corrected.log")" "1 1"
+    equal "$? $(grep -c '^error: .*settings.txt was lost' "$tmp/corrected.log")" "1 1"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Numbers of GPUs, a wrong mpirun, a stdout that nothing reads, refused options.
@@ -326,8 +327,8 @@ refused() {
 }
 refused "holds runs of other settings" "${arguments[@]}" -- --learning-rate 1
 refused "unknown option --model;" --model tiny
-refused "\"0\" is not a positive" --gpus 0
-refused "\"3 4\" is not a positive" --num-steps "3 4"
+refused "\"0\" is not a whole number" --gpus 0
+refused "\"3 4\" is not a whole number" --num-steps "3 4"
 refused "--gpus needs a value" --gpus
 for option in --models --sequence-lengths --precisions --gpus --num-steps --max-gpus; do
     refused "$option needs a value" $option " , "
@@ -343,7 +344,7 @@ refused "--msamp sets --precision, also of BF16 runs" -- --msamp=O2
 refused "--list trains nothing" -- --list=models
 refused "--json trains nothing" -- --json
 refused "no training shards $tmp/none.bin" --data "$tmp/none.bin" --models tiny
-refused "would share the folder" --models "$tmp/mine,$tmp/./mine" --out "$tmp/shared"
+refused "would share a folder" --models "$tmp/mine,$tmp/./mine" --out "$tmp/shared"
 refused "there is no program ./none" --trainer ./none
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -358,6 +359,8 @@ options=(--sequence-length 64 --num-steps "$STEPS" --learning-rate 1e-3 --checkp
 run_until_done "$@"
 END
 export TRAINER=$trainer DATA=$tmp/synth
+sleep() { command sleep 0.1; }  # a run script waits before it starts a trainer again
+export -f sleep
 newest() { ls "$1/steps" 2>/dev/null | grep -E '^step-[0-9]+$' | sort | tail -n 1; }
 has_saved() { [[ $(newest "$1") > $2 ]]; }
 last_loss() { tail -n 1 <(grep '"type": "step"' "$1/log.jsonl") | grep -o '"step": [0-9]*, "loss": [^,]*'; }
@@ -371,7 +374,7 @@ start_run() {
     await has_saved "$1" "$2"
 }
 for GPUS in 1 2; do
-    export GPUS STEPS=$((800 / GPUS))  # a run takes seconds: a kill and a stop come before its end
+    export GPUS STEPS=$((300 / GPUS))  # a run takes seconds: a kill and a stop come before its end
     last=$(printf 'step-%08d' "$STEPS")
     rm -f "$tmp/run.log"
     OUT=$tmp/unbroken_$GPUS bash "$tmp/run.sh" >"$tmp/unbroken.log" 2>&1
@@ -412,7 +415,7 @@ GPUS=1 OUT=$tmp/hopeless bash "$tmp/run.sh" --learning-rate 1000 >"$tmp/hopeless
 check "the run script gives up on a run that fails three times before its first checkpoint" \
     equal "$? $(grep -c 'three starts in a row failed' "$tmp/hopeless.log")" "1 1"
 (
-    kill() { sleep 0.5; builtin kill "$@"; }
+    kill() { command sleep 0.5; builtin kill "$@"; }
     export -f kill
     GPUS=1 OUT=$tmp/hopeless bash "$tmp/run.sh" --learning-rate 1000 >"$tmp/hopeless.log" 2>&1
 )
@@ -421,14 +424,14 @@ check "the run script gives up, too, if each trainer has ended before the script
 
 GPUS=1 OUT=$tmp/unbroken_1 bash "$tmp/run.sh" --num-steps 7 >"$tmp/fewer.log" 2>&1
 check "--num-steps below the steps that are done: the run script prints \"done\"" \
-    equal "$? $(grep -c '^done: step-00000800 ' "$tmp/fewer.log")" "0 1"
+    equal "$? $(grep -c '^done: step-00000300 ' "$tmp/fewer.log")" "0 1"
 # 1 MB is free. That is too little for the checkpoints of a new run, but enough for a run that has checkpoints already.
 mkdir "$tmp/bin"
 printf '#!/bin/sh\necho Filesystem\necho x 0 0 1000 0 /\n' >"$tmp/bin/df" && chmod +x "$tmp/bin/df"
-PATH=$tmp/bin:$PATH GPUS=1 STEPS=800 OUT=$tmp/cramped bash "$tmp/run.sh" >"$tmp/cramped.log" 2>&1
+PATH=$tmp/bin:$PATH GPUS=1 STEPS=300 OUT=$tmp/cramped bash "$tmp/run.sh" >"$tmp/cramped.log" 2>&1
 check "a new run on a disk that is too small is refused" \
     equal "$? $(grep -c '^error: not enough disk space' "$tmp/cramped.log") $(newest "$tmp/cramped")" "1 1 "
-PATH=$tmp/bin:$PATH GPUS=1 STEPS=800 OUT=$tmp/unbroken_1 bash "$tmp/run.sh" >"$tmp/cramped.log" 2>&1
+PATH=$tmp/bin:$PATH GPUS=1 STEPS=300 OUT=$tmp/unbroken_1 bash "$tmp/run.sh" >"$tmp/cramped.log" 2>&1
 check "the disk space of the run's own checkpoints counts as free" \
     equal "$? $(grep -c '^done: ' "$tmp/cramped.log")" "0 1"
 

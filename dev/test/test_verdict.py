@@ -19,7 +19,7 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "lib"))
 from counted import ROOT, check, finish  # noqa: E402
 
-STEPS, LENGTH = 100, 32
+STEPS, LENGTH = 60, 32
 SEEDS, RECIPES = (42, 43, 44), ("fp8", "fp8:rowwise")
 
 
@@ -172,63 +172,67 @@ def test_cut_log(folder):
     log.write_text(whole)
 
 
-def test_failing_trainer(folder):
+def stand_in(folder, name, log, cases):
+    """Makes a stand-in for the CPU trainer, which takes `log` for its own. `cases` are of a shell's case on its
+    options. Returns its path."""
+    program = pathlib.Path(folder) / name / "train_fp8"
+    program.parent.mkdir()
+    (program.parent / "log").write_text("\n".join(map(json.dumps, log)))
+    program.write_text(f"""#!/bin/sh
+options="$*"
+log() {{
+    while [ "$1" != --log-dir ]; do shift; done
+    cp {program.parent}/log "$2/log.jsonl"
+}}
+case "$*" in
+    *--list*|*--dry-run*) exec ./train_fp8 "$@" ;;
+    {cases}
+esac
+log "$@"
+""")
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_failing_trainer(folder, log):
     """A run out of memory is an answer, a crash is a failure; the verdict goes on with the other runs.
 
     A run that fails after it has written its summary is a failure, too, and the next start repeats it.
     """
-    program = pathlib.Path(folder) / "train_fp8"
-    program.write_text("""#!/bin/sh
-case "$*" in
+    program = stand_in(folder, "failing", log, """
     *"--seed 8 "*"--precision fp8"*) echo "error: needs 999 GiB" >&2; exit 3 ;;
     *"--seed 9 "*"--precision fp8"*) kill -9 $$ ;;
-    *"--seed 10 "*"--precision fp8"*) ./train_fp8 "$@"; exit 1 ;;
-esac
-exec ./train_fp8 "$@"
-""")
-    program.chmod(0o755)
-    words = options(folder, "--trainer", str(program), "--out", f"{folder}/failing", "--seeds", "8,9,10,11,12",
-                    "--recipes", "fp8", "--", "--val-steps", "4")
-    result = verdict(*words)
+    *"--seed 10 "*"--precision fp8"*) log "$@"; exit 1 ;;""")
+    words = options(folder, "--trainer", program, "--out", f"{folder}/failing/out", "--seeds", "8,9,10,11,12",
+                    "--recipes", "fp8", "--no-report")
+    result, again = verdict(*words), verdict(*words)
     check(result.returncode == 1, f"a failed run gives status 1, not {result.returncode}: {result.stderr}")
     check("seed 8: out of memory: needs 999 GiB" in result.stdout and "seed 9: failed: ended with signal 9" in
           result.stdout, f"the verdict prints why two runs ended: {result.stdout}")
-    check(all(f"fp8, seed {seed}: loss" in result.stdout for seed in (11, 12)),
+    check(all(f"fp8, seed {seed}: done in" in result.stdout for seed in (11, 12)),
           f"the other runs end with a loss: {result.stdout}")
-    again = verdict(*words)
     for count, start in enumerate((result, again), 1):
-        check("seed 10: failed: ended with status 1" in start.stdout,
+        check("seed 10: failed: ended with status 1 after its summary" in start.stdout,
               f"start {count}: a run that ends with status 1 after its summary has failed: {start.stdout}")
     check(again.returncode == 1 and again.stdout.count("from before") == 8,
           f"the second start keeps 8 of 10 runs: {again.stdout}")
 
 
-def test_other_settings(folder):
+def test_other_settings(folder, log):
     """If no run has finished, settings may change, and runs that were out of memory start again.
 
-    The expected time has all steps and validations: a trial of 1 s a step and 60 s for a validation, and 100 steps with
-    a validation after each 16 of them and at the end, make 100 + 7 x 60 = 520 s.
+    The expected time has all steps and validations: a trial of 1 s a step and 60 s for a validation, and 60 steps with
+    a validation after each 10 of them, make 60 + 6 x 60 = 420 s.
     """
-    program = pathlib.Path(folder) / "full" / "train_fp8"
-    program.parent.mkdir()
-    program.write_text("""#!/bin/sh
-case "$*" in
-    *--list*|*--dry-run*) exec ./train_fp8 "$@" ;;
-    *"--num-steps 4 "*)
-        while [ "$1" != --log-dir ]; do shift; done
-        echo '{"type": "summary", "steps": 4, "median_ms": 1000, "seconds": {"start": 0, "validation": 60}}' \
-            >"$2/log.jsonl"
-        exit 0 ;;
-esac
-echo "error: needs 999 GiB" >&2
-exit 3
-""")
-    program.chmod(0o755)
-    words = options(folder, "--trainer", str(program), "--out", f"{folder}/full/out", "--seeds", "8", "--recipes",
-                    "fp8")
+    summary = {**log[-1], "steps": 4, "median_ms": 1000, "seconds": {"start": 0, "validation": 60}}
+    program = stand_in(folder, "full", [log[0], summary], """
+    *"--num-steps 4 "*) ;;
+    *) echo "error: needs 999 GiB" >&2; exit 3 ;;""")
+    words = options(folder, "--trainer", program, "--out", f"{folder}/full/out", "--seeds", "8", "--recipes", "fp8",
+                    "--no-report")
     first, again, other = verdict(*words), verdict(*words), verdict(*words, "--lr", "1e-3")
-    check("2 of 2 runs to do, 1 side by side: about 17 minutes" in first.stdout,
-          f"2 runs of 520 s are expected to take 17 minutes: {first.stdout}")
+    check("2 of 2 runs to do, 1 side by side: about 14 minutes" in first.stdout,
+          f"2 runs of 420 s are expected to take 14 minutes: {first.stdout}")
     check(again.stdout.count("out of memory: needs 999 GiB, from before") == 2,
           f"with equal settings, runs out of memory are kept: {again.stdout}")
     check("so its settings are replaced (lr: '' there, '1e-3' now)" in other.stdout and "from before" not in
@@ -236,17 +240,19 @@ exit 3
           f"with other settings, runs out of memory start again: {other.stdout}{other.stderr}")
 
 
-def test_reader_gone(folder):
+def test_reader_gone(folder, log):
     """If the reader of the output goes away, the runs go on. After that, another model of the same name and
     a damaged verdict.json are refused.
     """
-    words = options(folder, "--out", f"{folder}/unread", "--seeds", "8", "--recipes", "fp8", "--", "--val-steps", "4")
+    program = stand_in(folder, "unread", log, "")
+    words = options(folder, "--trainer", program, "--out", f"{folder}/unread/out", "--seeds", "8", "--recipes", "fp8",
+                    "--no-report")
     with subprocess.Popen(["scripts/verdict.sh", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         process.stdout.readline()
         process.stdout.close()
         process.wait()
     for name in ("tiny.bf16.s8", "tiny.fp8.s8"):
-        last = (pathlib.Path(folder) / "unread" / name / "log.jsonl").read_text().splitlines()[-1]
+        last = (pathlib.Path(folder) / "unread" / "out" / name / "log.jsonl").read_text().splitlines()[-1]
         check(json.loads(last)["type"] == "summary", f"{name} is finished: {last[:200]}")
     config = pathlib.Path(folder) / "namesake" / "tiny" / "config.json"
     config.parent.mkdir(parents=True)
@@ -257,7 +263,7 @@ def test_reader_gone(folder):
     result = verdict(str(config.parent), *words[1:])
     check(result.returncode == 1 and "two models would share the folder tiny.bf16.s8" in result.stderr,
           f"another model of the same name is refused: {result.stdout}{result.stderr}")
-    path = pathlib.Path(folder) / "unread" / "verdict.json"
+    path = pathlib.Path(folder) / "unread" / "out" / "verdict.json"
     settings = json.loads(path.read_text())
     for damage in ({**settings, "runs": [{}]}, {**settings, "fixed": {}}, {"fixed": 3, "runs": 4}, []):
         path.write_text(json.dumps(damage))
@@ -266,6 +272,19 @@ def test_reader_gone(folder):
         check(result.returncode == 1 and len(lines) == 1 and "verdict.json is damaged" in lines[0]
               and "remove this one file" in lines[0],
               f"a damaged verdict.json is refused: {result.stderr[-500:]}")
+
+
+def test_libraries(folder):
+    """Without the report's libraries no run starts, and one line names the script that installs them."""
+    scripts = pathlib.Path(folder) / "bare"
+    shutil.copytree(ROOT / "scripts", scripts / "scripts")
+    (scripts / "train_fp8").symlink_to(ROOT / "train_fp8")
+    words = options(folder, "--out", f"{folder}/bare/out")
+    result = subprocess.run([sys.executable, "-S", "scripts/verdict.py", *words], cwd=scripts, capture_output=True,
+                            text=True)
+    check(result.returncode == 1 and result.stderr.count("\n") == 1 and "run scripts/setup_report.sh" in result.stderr
+          and not result.stdout and not (scripts / "out").exists(),
+          f"without the report's libraries no run starts: {result.stdout}{result.stderr}")
 
 
 def main():
@@ -277,7 +296,8 @@ def main():
         test_bad_options(folder)
         test_commands(folder)
         libraries = subprocess.run(["scripts/setup_report.sh"], cwd=ROOT, capture_output=True, text=True)
-        words = options(folder, "--recipes", ",".join(RECIPES), "--price", "3", "--", "--val-steps", "6")
+        words = options(folder, "--recipes", ",".join(RECIPES), "--price", "3",
+                        *["--no-report"] * bool(libraries.returncode), "--", "--val-steps", "6")
         times = test_killed(folder, words)
         result = verdict(*words)
         check(len(finished(folder)) == len(SEEDS) * (1 + len(RECIPES)),
@@ -287,13 +307,13 @@ def main():
         for name, when in times.items():
             now = (pathlib.Path(folder) / "verdict" / name / "log.jsonl").stat().st_mtime_ns
             check(now == when, f"{name}, which was finished, does not run again")
-        test_failing_trainer(folder)
-        test_other_settings(folder)
-        test_reader_gone(folder)
+        log = read(folder, "bf16", SEEDS[0])
+        test_failing_trainer(folder, log)
+        test_other_settings(folder, log)
+        test_reader_gone(folder, log)
+        test_libraries(folder)
         if libraries.returncode:
             print(f"skipped: the report of the verdict: {libraries.stderr.strip()[-200:]}")
-            check("scripts/setup_report.sh" in result.stderr,
-                  f"without libraries the verdict names the script that installs them: {result.stderr}")
         else:
             check(result.returncode == 0, f"the verdict ends with status 0, not {result.returncode}: {result.stderr}")
             test_report(folder)
