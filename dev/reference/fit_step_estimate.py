@@ -1,7 +1,7 @@
 """Fits the five factors of llmc/config/step_estimate.h (time over the time at peak) to steps measured on one H200
-(docs/RESULTS.md, "One H200: speed and memory" and "How speed grows", commits 38215d3 and 85332f2). Prints the factors,
-the error of each step, the worst of these, and the worst error on each model if that model is left out of the fit.
-Needs numpy and scipy.
+(dev/results/2026-11-22.md, "One H200: speed and memory" and "How speed grows", commits 38215d3 and 85332f2). Prints
+the factors, the error of each step, the worst of these, and the worst error on each model if that model is left out of
+the fit. Needs numpy and scipy.
 """
 import numpy as np
 from scipy.optimize import nnls

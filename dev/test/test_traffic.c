@@ -1,5 +1,5 @@
 // Tests the traffic of a step against counts by hand, and the estimate of its time against measured steps
-// (docs/RESULTS.md). dev/test/test_hosts.sh counts the bytes of the CPU trainer.
+// (dev/results/). dev/test/test_hosts.sh counts the bytes of the CPU trainer.
 #include "../../llmc/config/step_estimate.h"
 #include "lib/check.h"
 
@@ -157,7 +157,7 @@ static void test_estimates(void) {
 }
 
 // Measured steps of llama3.1-8b in FP8 with options for memory, on one H200, at T 2048 and 8192, in milliseconds
-// (docs/RESULTS.md).
+// (dev/results/).
 static const struct {
     int moments, recompute;
     double ms_2048, ms_8192;
