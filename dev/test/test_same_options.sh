@@ -58,9 +58,9 @@ assert old in program
 open(sys.argv[2], "wb").write(program.replace(old, new))
 PY
 }
-check "a copy of the program with another version is made" rename newer 0.1 0.2
+check "a copy of the program with another version is made" rename newer 0.2 0.3
 program=$tmp/newer
-differs "$zero" "the program's version is 0.2 here, 0.1 on rank 0; $together"
+differs "$zero" "the program's version is 0.3 here, 0.2 on rank 0; $together"
 if ldd ./train_fp8cu 2>/dev/null | grep -q libnccl && ! ldd ./train_fp8cu | grep -q "not found"; then
     program=$PWD/train_fp8cu
     differs "$zero" "the program is train_fp8cu here, train_fp8 on rank 0; $together"

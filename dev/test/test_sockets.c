@@ -2,7 +2,7 @@
 // say nothing, too many of them, and a lack of file descriptors.
 #include <sys/resource.h>
 
-#include "../../llmc/dist/sockets.h"
+#include "../../llmc/ranks/sockets.h"
 #include "lib/check.h"
 
 enum { CROWD = DOOR_GUESTS + 50 };

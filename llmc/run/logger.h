@@ -11,7 +11,7 @@
 #include "../ranks/gpu_monitor.h"
 #include "goodput.h"
 
-#define TRAINER_VERSION "0.1"
+#define TRAINER_VERSION "0.2"
 
 // The summary's speed and joules per token leave out this many first steps of the process, in which clocks and caches
 // settle. With fewer than twice as many steps, they leave out half of the steps, rounded down.
