@@ -46,7 +46,9 @@ GPU_TESTS := $(patsubst dev/test/%.cu,build/%,$(wildcard dev/test/test_*.cu))
 BENCHES := $(patsubst dev/cuda/%.cu,build/bench_%,$(wildcard dev/cuda/*.cu))
 HEADER_CHECKS := $(HEADERS:llmc/%=build/headers/%.ok)
 CUDA_HEADER_CHECKS := $(CUDA_HEADERS:llmc/%=build/headers/%.ok)
-BENCH_CHECKS := $(patsubst dev/cuda/%.cu,build/headers/bench_%.ok,$(wildcard dev/cuda/*.cu))
+BENCH_CHECKS := $(patsubst dev/cuda/%.cu,build/headers/bench_%.ok,$(wildcard dev/cuda/*.cu)) build/headers/test_gpu.ok
+# GPU tests that need no GPU: they run host code alone.
+HOST_TESTS := build/test_fsdp_order build/test_placement
 FUZZ_TARGETS := $(patsubst dev/fault/%.c,build/fault/%,$(wildcard dev/fault/fuzz_*.c))
 COMPILED := train_fp8 train_fp8cu build/train_fp8cu_apart build/synth_stories build/compare_checkpoints $(UNIT_TESTS) \
 	$(SANITIZED) $(GPU_TESTS) $(BENCHES) $(BENCH_CHECKS) $(HEADER_CHECKS) $(CUDA_HEADER_CHECKS) build/fault/replay \
@@ -55,8 +57,8 @@ DEPENDENCY_FILES := $(patsubst build/%,build/deps/%.d,$(filter build/%,$(COMPILE
 	build/deps/train_fp8.d build/deps/train_fp8cu.d
 FOLDERS := $(sort $(patsubst %/,%,$(dir $(filter build/%,$(COMPILED)) $(DEPENDENCY_FILES))))
 
-.PHONY: all help test unit-tests asan headers cuda-headers gpu benches bench-syntax check-gpu check-faults format \
-	check-format clean FORCE
+.PHONY: all help test unit-tests asan headers cuda-headers gpu benches bench-syntax check-gpu check-all check-faults \
+	format check-format clean FORCE
 
 all: train_fp8 build/synth_stories $(if $(NVCC),train_fp8cu)
 	@$(if $(NVCC),:,echo "train_fp8cu (GPU) is left out: there is no nvcc. It needs the CUDA Toolkit and NCCL.")
@@ -64,6 +66,7 @@ all: train_fp8 build/synth_stories $(if $(NVCC),train_fp8cu)
 help:
 	@echo "make               train_fp8, build/synth_stories, and train_fp8cu if nvcc is installed"
 	@echo "make test          every test that needs no GPU (scripts/test.sh)"
+	@echo "make check-all     make test with all cases, then make check-faults: an hour"
 	@echo "make test-X        one test: dev/test/test_X.c, .cu, .sh or .py, for example make test-options"
 	@echo "make check-gpu     every GPU test and bench (scripts/check_gpu.sh)"
 	@echo "make build/bench_X the check and bench dev/cuda/X.cu; build/bench_X runs it on a GPU"
@@ -107,6 +110,10 @@ build/train_fp8cu_apart: train_fp8.cu build/cuda_arch build/deps/train_fp8cu_apa
 build/test_%: dev/test/test_%.cu build/cuda_arch build/deps/test_%.d | $(FOLDERS)
 	$(CUDA_COMPILER) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(STAND_INS:%=-Xlinker --wrap=%) $(CUDA_LIBS)
 
+# Their kernels never run, so they are neither optimized nor assembled: a fifth of the time.
+$(HOST_TESTS): CUDA_TARGET = -gencode=arch=compute_$(CUDA_ARCH),code=compute_$(CUDA_ARCH) '-DCUDA_ARCH="$(CUDA_ARCH)"' \
+	-Xcicc -O0
+
 # test_fsdp_order checks the order of all ranks' streams on the host: it replaces these functions by its own.
 build/test_fsdp_order: STAND_INS := cudaStreamSynchronize cudaStreamQuery cudaStreamCreateWithFlags cudaStreamDestroy \
 	cudaEventCreate cudaEventCreateWithFlags cudaEventDestroy cudaEventQuery cudaEventRecord cudaStreamWaitEvent \
@@ -135,9 +142,13 @@ build/headers/%.cuh.ok: llmc/%.cuh build/cuda_arch build/deps/headers/%.cuh.ok.d
 	@$(CUDA_COMPILER) $(NVCCFLAGS) --fdevice-syntax-only -Xcompiler -Wno-unused-function -diag-suppress 177 \
 		$(DEPENDENCIES) -x cu -c -o $@ $<
 
-# A bench parsed alone: a fifth of the time that it takes to build. make check-gpu builds them all.
+# A program that only a GPU can run, parsed alone: a fifth of the time that it takes to build. make check-gpu builds
+# them all.
+PARSE = $(CUDA_COMPILER) $(NVCCFLAGS) --fdevice-syntax-only $(DEPENDENCIES) -c -o $@ $<
 build/headers/bench_%.ok: dev/cuda/%.cu build/cuda_arch build/deps/headers/bench_%.ok.d | $(FOLDERS)
-	@$(CUDA_COMPILER) $(NVCCFLAGS) --fdevice-syntax-only $(DEPENDENCIES) -c -o $@ $<
+	@$(PARSE)
+build/headers/test_gpu.ok: dev/test/test_gpu.cu build/cuda_arch build/deps/headers/test_gpu.ok.d | $(FOLDERS)
+	@$(PARSE)
 
 # ---- faults and hostile input
 
@@ -158,8 +169,8 @@ build/fault/fuzz_%: dev/fault/fuzz_%.c build/deps/fault/fuzz_%.d | $(FOLDERS)
 
 unit-tests: $(UNIT_TESTS)
 asan: $(SANITIZED)
-gpu: train_fp8cu $(GPU_TESTS) build/compare_checkpoints cuda-headers
-benches: $(BENCHES)
+gpu: train_fp8cu $(HOST_TESTS) build/compare_checkpoints cuda-headers
+benches: $(BENCHES) build/test_gpu
 bench-syntax: $(BENCH_CHECKS)
 
 headers: $(HEADER_CHECKS)
@@ -181,6 +192,11 @@ test-%: FORCE
 
 check-gpu:
 	scripts/check_gpu.sh
+
+# What takes minutes for one more case.
+check-all:
+	ALL=1 scripts/test.sh
+	$(MAKE) check-faults
 
 check-faults:
 	python3 dev/fault/campaign.py $(if $(QUICK),--quick) $(if $(MINUTES),--minutes $(MINUTES))

@@ -7,7 +7,7 @@ take_none() {
     shift
     [ $# -gt 0 ] || return 0
     if [[ " $* " == *" --help "* ]]; then echo "$usage"; exit 0; fi
-    echo "error: unknown argument \"$1\"; $0 takes only --help" >&2
+    echo "error: unknown argument \"$1\"; $0 --help prints the usage" >&2
     exit 2
 }
 

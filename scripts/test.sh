@@ -1,62 +1,91 @@
 #!/usr/bin/env bash
-# Runs every test in dev/test that needs no GPU. Installs missing build tools, and the libraries of the reports if PyPI
-# can be reached. If nvcc and NCCL are there, also compiles the GPU trainer and its tests, checks the syntax of the
-# benches, and runs two of these tests. Ends with "N passed, N failed", and with a non-zero status if a test failed.
-# Skipped tests print why.
+# Runs the tests in dev/test that need no GPU, two at a time. Installs missing build tools, and the libraries of the
+# reports if PyPI can be reached. If nvcc and NCCL are there, also compiles the GPU trainer and its tests, checks the
+# syntax of the benches, and runs two of these tests. Ends with "N passed, N failed", and with a non-zero status if a
+# test failed. Skipped tests print why.
 set -u
 cd "$(dirname "$0")/.."
 . scripts/install.sh
 . scripts/tally.sh
-take_none "usage: scripts/test.sh
-Installs missing build tools and libraries, then builds and runs every test in dev/test that needs no GPU. Exit status
-0: no test failed." "$@"
+usage="usage: scripts/test.sh [--quick]
+Installs missing build tools and libraries, then builds and runs every test in dev/test that needs no GPU. --quick: only
+the tests of seconds, without sanitizers, GPU code and libraries. Exit status 0: no test failed."
+quick=
+case "$*" in
+--quick) quick=yes ;;
+*) take_none "$usage" "$@" ;;
+esac
 install_tools
 QUIET=1
 
-say "build"
-check "make" make -s train_fp8 build/synth_stories
-check "make headers" make -s -j2 headers
-check "make unit-tests" make -s -j2 unit-tests
-check "make asan" make -s -j2 asan
-
-# Runs the tests $@, two at a time with one thread each, in this order, and tallies them.
+# Runs the tests $@, two at a time with one thread each, in this order, and tallies them with their seconds.
 tally_two_at_a_time() {
     local program
     outputs=$(mktemp -d)
     export outputs
     printf '%s\n' "$@" | xargs -P 2 -I {} bash -c 'run_one {}'
-    for program; do tally "${program#build/}" replay "${program//\//.}"; done
+    for program; do
+        program=${program//\//.}
+        tally "$program, $(cat "$outputs/$program.seconds") s" replay "$program"
+    done
     rm -rf "$outputs"
 }
-# Writes the output of test $1, and its status.
+# Writes the output of test $1, its status, and the seconds that it took.
 run_one() {
-    local command=("$1")
-    case $1 in *.py) command=(python3 "$1") ;; esac
-    OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 "${command[@]}" >"$outputs/${1//\//.}" 2>&1
-    echo $? >"$outputs/${1//\//.}.status"
+    local command=("$1") out=$outputs/${1//\//.} begin=$SECONDS
+    case $1 in *.py) command=(python3 "$1") ;; *.sh) command=(bash "$1") ;; esac
+    "${command[@]}" >"$out" 2>&1
+    echo $? >"$out.status"
+    echo $((SECONDS - begin)) >"$out.seconds"
 }
 replay() { cat "$outputs/$1" && return "$(cat "$outputs/$1.status")"; }
 export -f run_one
+# mpirun would bind the ranks of both tests to the same cores.
+export OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 OMPI_MCA_hwloc_base_binding_policy=none \
+    PRTE_MCA_hwloc_default_binding_policy=none
 
-install_report
-# the long ones first, so that none of them runs alone at the end
-programs=(build/asan/test_train_fp8 dev/test/test_verdict.py build/test_train_fp8 dev/test/test_report.py)
-for program in build/asan/test_* build/test_* dev/test/test_*.py; do
-    case $program in *.d | *test_gpu | *test_fsdp_order | *test_placement) continue ;; esac  # GPU code: below
-    [[ " ${programs[*]} " = *" $program "* ]] || programs+=("$program")
-done
-say "unit tests, alone and under address and undefined-behaviour sanitizers, and Python tests"
-tally_two_at_a_time "${programs[@]}"
-say "whole programs"
-for script in dev/test/test_*.sh; do [ -e "$script" ] && tally "${script#dev/test/}" bash "$script"; done
+if [ -n "$quick" ]; then
+    # tests of at most some 10 seconds; the others are named
+    slow=" test_train_fp8.c test_ranks.sh test_hosts.sh test_stall.sh test_rendezvous.sh test_sweep.sh test_faults.sh \
+test_setup.sh test_cli.sh test_prose.sh test_same_options.sh test_streams.sh test_run_recipes.sh test_folders.sh \
+test_verdict.py test_report.py test_export_logs.py test_data.py test_mpijob.py test_runner.py test_scripts.sh "
+    programs=()
+    for source in dev/test/test_*.c dev/test/test_*.py dev/test/test_*.sh; do
+        name=${source##*/}
+        [[ $slow = *" $name "* ]] && continue
+        case $name in *.c) programs+=("build/${name%.c}") ;; *) programs+=("$source") ;; esac
+    done
+    say "build"
+    check "make" make -s -j2 train_fp8 build/synth_stories $(printf '%s\n' "${programs[@]}" | grep '^build/')
+    say "tests of seconds"
+    tally_two_at_a_time "${programs[@]}"
+    finish
+    exit
+fi
 
-say "GPU code"
+say "build"
+check "make" make -s -j2 train_fp8 build/synth_stories headers unit-tests asan
+gpu_tests=()
 if find_nvcc && find_nccl; then
     check "make train_fp8cu, the GPU tests, and the syntax of the benches" make -s -j2 gpu bench-syntax
-    tally test_fsdp_order build/test_fsdp_order
-    tally test_placement build/test_placement
+    gpu_tests=(build/test_fsdp_order build/test_placement)
 else
     echo "skipped: no nvcc or no NCCL here, so the GPU trainer is not compiled"
     skipped=$((skipped + 1))
 fi
+install_report
+
+say "tests, those in C also under address and undefined-behaviour sanitizers"
+# First those that mostly wait, beside test_hosts, which measures times; then the long ones, so that none of them runs
+# alone at the end.
+programs=(dev/test/test_hosts.sh dev/test/test_rendezvous.sh dev/test/test_stall.sh dev/test/test_ranks.sh
+    build/asan/test_train_fp8 dev/test/test_report.py dev/test/test_sweep.sh dev/test/test_prose.sh
+    dev/test/test_setup.sh dev/test/test_faults.sh dev/test/test_cli.sh build/test_train_fp8
+    dev/test/test_verdict_stats.py dev/test/test_verdict.py
+    "${gpu_tests[@]}")
+for program in build/asan/test_* build/test_* dev/test/test_*.py dev/test/test_*.sh; do
+    case $program in *.d | *test_gpu | *test_fsdp_order | *test_placement) continue ;; esac  # above
+    [[ " ${programs[*]} " = *" $program "* ]] || programs+=("$program")
+done
+tally_two_at_a_time "${programs[@]}"
 finish

@@ -267,7 +267,7 @@ def main():
         passed += bool(ok)
         if not ok:
             failures.append(where + message)
-    print(*(f"FAILED: {f}" for f in failures), f"test_pages: {passed} passed, {len(failures)} failed", sep="\n")
+    print(*(f"FAILED: {f}" for f in failures), f"{passed} passed, {len(failures)} failed", sep="\n")
     sys.exit(bool(failures))
 
 

@@ -42,9 +42,9 @@ chmod +x "$tmp/make"
 for script in scripts/quickstart.sh scripts/test.sh scripts/check_gpu.sh scripts/check_cluster.sh; do
     PATH=$tmp:$PATH "$script" --help >"$tmp/log" 2>&1
     check "$script --help prints the usage" equal "$? $(grep -c "^usage: .*$script" "$tmp/log")" "0 1"
-    PATH=$tmp:$PATH "$script" --quick >"$tmp/log" 2>&1
+    PATH=$tmp:$PATH "$script" --fast >"$tmp/log" 2>&1
     check "$script refuses an argument before any work" equal "$? $(cat "$tmp/log")" \
-        "2 error: unknown argument \"--quick\"; $script takes only --help"
+        "2 error: unknown argument \"--fast\"; $script --help prints the usage"
 done
 # A failing apt-get ends a script that has no `set -e`, too.
 printf '#!/bin/sh\n[ "$FAILING" != "$1" ]\n' >"$tmp/apt-get"
