@@ -40,25 +40,26 @@ def need_library(name, hint):
 def scalars(run):
     """Yields (step, seconds since 1970, {name: value}) for each step of a run, in order. The log has no time of day:
     times are counted back from the last write of the log, as if the steps had followed each other without pauses."""
-    now = (run.folder / "log.jsonl").stat().st_mtime - sum(record["ms"] for record in run.steps) / 1e3
+    now = (run.folder / "log.jsonl").stat().st_mtime - sum(run.column("ms")) / 1e3
     validations = {record["step"]: record["loss"] for record in run.validations}
-    for record in run.steps:
-        now += record["ms"] / 1e3
-        values = {name: record.get(key) for key, name in STEP_SCALARS.items()}
-        for key, name in GPU_SCALARS.items():
-            values.update({f"{name}_{i}": value for i, value in enumerate(record.get(key) or [])})
-        values["loss/validation"] = validations.get(record["step"])
-        yield record["step"], now, {name: value for name, value in values.items() if value is not None}
+    columns = {name: run.column(key) for key, name in STEP_SCALARS.items()}
+    columns |= {f"{name}_{i}": run.column((key, i)) for key, name in GPU_SCALARS.items() for i in range(run.gpus)}
+    for step, ms, *row in zip(run.column("step"), run.column("ms"), *columns.values()):
+        now += ms / 1e3
+        values = dict(zip(columns, row)) | {"loss/validation": validations.get(step)}
+        yield step, now, {name: value for name, value in values.items() if value is not None}
 
 
-def write_tensorboard(run, folder, writer_class):
+def write_tensorboard(run, folder, tensorboard):
+    """Writes one event for each step, with all values of the step."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("events.out.tfevents.*"):  # from an earlier export
         path.unlink()
-    writer = writer_class(str(folder), flush_secs=3600)
+    writer = tensorboard.FileWriter(str(folder), flush_secs=3600)
+    summary = tensorboard.proto.summary_pb2.Summary
     for step, now, values in scalars(run):
-        for name, value in values.items():
-            writer.add_scalar(name, value, step, walltime=now)
+        writer.add_summary(summary(value=[summary.Value(tag=name, simple_value=value)
+                                          for name, value in values.items()]), step, walltime=now)
     writer.close()
 
 
@@ -94,7 +95,7 @@ def parse(words):
 
 def main():
     folders, out, use_wandb = parse(sys.argv[1:])
-    writer = need_library("tensorboardX", "run scripts/setup_report.sh, which installs it").SummaryWriter
+    tensorboard = need_library("tensorboardX", "run scripts/setup_report.sh, which installs it")
     wandb = need_library("wandb", "--wandb needs it: build/report-venv/bin/pip install wandb") if use_wandb else None
     from report.folders import read_folders
     try:
@@ -107,7 +108,7 @@ def main():
         print(f"warning: {name}: {reason}", file=sys.stderr)
     for run in found.runs:
         folder = out / run.name.replace("/", "_")  # a run's name may be a path, which must not lead out of `out`
-        write_tensorboard(run, folder, writer)
+        write_tensorboard(run, folder, tensorboard)
         if wandb:
             write_wandb(run, out / "wandb", wandb)
         print(f"{run.name}: {len(run.steps)} steps in {folder}")

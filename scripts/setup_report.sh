@@ -23,6 +23,7 @@ command -v "$python" >/dev/null || fail "$python is not installed (Debian: apt i
     fail "$("$python" --version) is too old for the libraries of the reports; set PYTHON to Python 3.11 or newer"
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "$python cannot make virtual environments (Debian: apt install python3-venv)"
+echo "installing $(grep -c == "$requirements") libraries of the reports in $venv; this takes a minute"
 mkdir -p "$(dirname "$venv")"
 "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \

@@ -11,6 +11,7 @@ import sys
 # Fields that the tables use from each type of log line, with the types of their values. A number that the trainer could
 # not compute is null in the log and None here.
 TEXT, NUMBER, NUMBER_OR_NULL, OBJECT = "text", "a number", "a number or null", "an object"
+LARGEST = 1e30  # no number of a log is larger, so sums and products of a few stay finite
 FIELDS = {
     "settings": {"program": TEXT, "version": TEXT, "versions": TEXT, "device": TEXT, "model": TEXT,
                  "world_size": NUMBER, "parameters": NUMBER, "fp8_gemms": NUMBER,
@@ -41,7 +42,7 @@ def is_a(kind, value):
     if value is None:
         return kind == NUMBER_OR_NULL
     try:
-        return not isinstance(value, (bool, str)) and math.isfinite(value)
+        return not isinstance(value, (bool, str)) and abs(value) <= LARGEST
     except (TypeError, OverflowError):  # not a number, or an integer too large for a float
         return False
 

@@ -284,7 +284,8 @@ def check_page(path, data, figures):
         png = path.with_name(path.stem + "_figures") / f"{name}.png"
         check(png.is_file() and png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n", f"{png} is a PNG")
     marked = path.with_suffix(".md").read_text()
-    check(data["verdict"][0]["words"] in marked.replace("**", "") and "## Receipt" in marked,
+    check(data["verdict"][0]["words"] in marked.replace("**", "").replace("&lt;", "<") and
+          "<" not in marked and "## Receipt" in marked,
           f"the Markdown file has the verdict and the receipt: {path}")
 
 
@@ -394,6 +395,13 @@ def test_broken(tmp):
             ("NaN", sound[:9] + [re.sub(r'"loss": [0-9.]+', '"loss": NaN', sound[9])] + sound[10:],
              "line 10: \"loss\" is not"),
             ("no settings", sound[1:], "line 1: the first record is not of type settings"),
+            *[(f"{key} is {value}", [re.sub(rf'"{key}": [0-9]+', f'"{key}": {value}', sound[0])] + sound[1:],
+               f"line 1: \"{key}\" is not a whole number above 0")
+              for key, value in (("world_size", 0), ("sequence-length", 0), ("batch-size", 1.5), ("num-steps", -1))],
+            ("no sequence length", [sound[0].replace('"sequence-length"', '"x"')] + sound[1:],
+             "line 1: no \"sequence-length\""),
+            ("too large a time", sound[:9] + [re.sub(r'"ms": [0-9.]+', '"ms": 1e308', sound[9])] + sound[10:],
+             "line 10: \"ms\" is not a number"),
             ("steps go back", sound[:30] + sound[20:], "step 20 follows step 29 without a settings record"),
             ("empty", [], "it has no whole line yet"), ("zeros", ["\0" * 50 + "\n"] + sound, "line 1: not JSON")):
         log.write_text("".join(lines))
@@ -441,7 +449,8 @@ def test_fuzz(tmp):
         elif kind == 3:
             del data[at:]
         else:
-            word = random.choice([b"null", b"-1", b"[]", b"{}", b"1e999", b'"x"', b"true"])
+            word = random.choice([b"null", b"-1", b"[]", b"{}", b"1e999", b'"x"', b"true", b"0", b"1e30", b"1e308",
+                                  b"[5]"])
             end = data.find(b",", at)
             start = data.rfind(b": ", 0, end) + 2
             data[start:end] = word

@@ -110,9 +110,9 @@ def mean_curve(members, key=None):
     """(cost so far, loss) of the mean of runs, over the steps that all of them have. The cost is the field `key`, added
     up over steps, or the step's number without `key`. None if a step of a run lacks the field."""
     steps = min(len(run.steps) for run in members)
-    losses = np.array([[np.nan if s["loss"] is None else s["loss"] for s in run.steps[:steps]] for run in members])
+    losses = np.array([run.column("loss", 0, steps) for run in members], dtype=np.float64)
     if key is None:
-        return np.array([step["step"] for step in members[0].steps[:steps]]), losses.mean(axis=0)
+        return np.array(members[0].column("step", 0, steps)), losses.mean(axis=0)
     values = [run.values(key) for run in members]
     if any(value is None for value in values):
         return None

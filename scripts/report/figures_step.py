@@ -1,5 +1,6 @@
 """Figures of a step and of a run: where the time went, memory, clocks and events."""
 import collections
+import itertools
 
 import numpy as np
 
@@ -160,7 +161,7 @@ def draw_memory(runs, names):
         for name, size, colour in sizes:
             axes.barh(y, size / divisor, left=left, color=colour, height=0.66, label=name if y == 0 else None)
             left += size / divisor
-        peaks = [s["memory_bytes"] for s in run.steps if s["memory_bytes"] is not None]
+        peaks = [peak for peak in run.column("memory_bytes") if peak is not None]
         if peaks:
             axes.plot([max(peaks) / divisor], [y], "|", color=style.BLACK, markersize=13, markeredgewidth=2,
                       label="measured peak" if y == 0 else None)
@@ -179,15 +180,17 @@ def draw_memory(runs, names):
 
 def throttle_shares(run):
     """{reason: for each step, the share of GPUs that were slowed down by it}."""
-    reasons = sorted({word.strip() for step in run.steps for text in step.get("throttle", [])
-                      for word in text.split(",") if word.strip()})
-    return {reason: [np.mean([reason in [w.strip() for w in text.split(",")] for text in step["throttle"]])
-                     if step.get("throttle") else 0.0 for step in run.steps] for reason in reasons}
+    texts = run.column("throttle")
+    words = {text: [[word.strip() for word in gpu.split(",")] for gpu in text] for text in set(texts) - {None}}
+    reasons = sorted({word for gpus in words.values() for gpu in gpus for word in gpu if word})
+    shares = {text: {reason: np.mean([reason in gpu for gpu in gpus]) for reason in reasons}
+              for text, gpus in words.items() if gpus}
+    return {reason: [shares[text][reason] if text else 0.0 for text in texts] for reason in reasons}
 
 
 def events_of(run):
     """{event: steps}."""
-    events = {"resume": run.resumed_at, "skip": [s["step"] for s in run.steps if s.get("skipped")],
+    events = {"resume": run.resumed_at, "skip": list(itertools.compress(run.column("step"), run.column("skipped"))),
               "failed save": [s["step"] for s in run.saves if "error" in s],
               "save": [s["step"] for s in run.saves if "error" not in s],
               "validation": [v["step"] for v in run.validations]}
@@ -195,18 +198,18 @@ def events_of(run):
 
 
 def has_strip(run):
-    return any("sm_mhz" in step or "watts" in step for step in run.steps) or bool(set(events_of(run)) - {"validation"})
+    return run.has(("sm_mhz", 0)) or run.has(("watts", 0)) or bool(set(events_of(run)) - {"validation"})
 
 
 def draw_strip(run, names):
     """Clock, power, temperature and throttling of each GPU over steps, with events below."""
     rows = [(key, label) for key, label in (("sm_mhz", "SM clock\n(MHz)"), ("watts", "power\n(W)"),
-                                            ("celsius", "temp.\n(°C)")) if any(key in step for step in run.steps)]
+                                            ("celsius", "temp.\n(°C)")) if run.has((key, 0))]
     shares, events = throttle_shares(run), events_of(run)
     panels = rows + [("throttle", "slowed\n(%)")] * bool(shares) + [("events", "")] * bool(events)
     heights = [1.0] * (len(panels) - bool(events)) + [0.2 + 0.17 * len(events)] * bool(events)
     figure, grid = style.new(0.9 + 1.05 * sum(heights), len(panels), squeeze=False, sharex=True, height_ratios=heights)
-    number = [step["step"] for step in run.steps]
+    number = run.column("step")
     most = max(40, 240 // run.gpus)
     for axes, (key, label) in zip(grid[:, 0], panels):
         axes.set_ylabel(label, fontsize=9)
@@ -217,8 +220,7 @@ def draw_strip(run, names):
             axes.grid(visible=False)
             continue
         lines = shares if key == "throttle" else {
-            f"GPU {gpu}": [step[key][gpu] if len(step.get(key, [])) > gpu else None for step in run.steps]
-            for gpu in range(run.gpus)}
+            f"GPU {gpu}": run.column((key, gpu)) for gpu in range(run.gpus)}
         for i, (name, values) in enumerate(lines.items()):
             x, y = means_of_windows(values, most)
             axes.plot(number[0] + x, 100 * y if key == "throttle" else y, color=style.SEQUENCE[i % 8], linewidth=1,
@@ -229,7 +231,8 @@ def draw_strip(run, names):
     grid[-1, 0].set_xlabel("step")
     grid[-1, 0].set_xlim(number[0] - 1, number[-1] + 1)
     slow = ", ".join(f"{reason} in {100 * np.mean(values):.0f}%" for reason, values in shares.items())
-    caption = f"Slowed down, share of steps and GPUs: {slow}. " if slow else "No GPU was slowed down. " * bool(rows)
+    none = "No GPU was slowed down. " * run.has("throttle")
+    caption = f"Slowed down, share of steps and GPUs: {slow}. " if slow else none
     return style.finish(figure, "strip", style.slug("strip", run.name), name_of(run, names) + f" ({run.name})",
                         caption + f"Lines: means of {max(1, -(-len(number) // most))} steps.")
 
@@ -271,6 +274,6 @@ def draw(runs, names):
         left_out.append("Memory: the settings records have no memory plan (older logs).")
     limited(drawings, left_out, "Clock, power and temperature", lambda run: draw_strip(run, names),
             first_of_each(runs, names, has_strip))
-    if not any("sm_mhz" in step for run in runs for step in run.steps):
+    if not any(run.has(("sm_mhz", 0)) for run in runs):
         left_out.append("Clock, power and temperature: the logs have none (the trainer reads them by NVML).")
     return [d for d in drawings if d is not None], tables, left_out

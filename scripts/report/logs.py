@@ -4,9 +4,13 @@ a half-written last line.
 A resumed run appends a settings record. It may repeat steps, because its checkpoint may be older than the log's last
 line. Then the earlier records of these and later steps are dropped; earlier summaries are kept.
 """
+import array
+import bisect
+import collections.abc
 import dataclasses
 import fcntl
 import json
+import math
 import os
 from pathlib import Path
 
@@ -26,8 +30,8 @@ FIELDS = {
 }
 # Fields that a record may lack: some machines cannot measure them, and older versions did not write them.
 OPTIONAL = {
-    "step": dict.fromkeys(("data_ms", "communication_ms", "optimizer_ms", "joules", "mfu", "tflops_per_gpu"),
-                          NUMBER_OR_NULL),
+    "step": dict.fromkeys(("data_ms", "communication_ms", "optimizer_ms", "joules", "mfu", "sol", "tflops_per_gpu", "norm",
+                           "skipped"), NUMBER_OR_NULL),
     "validation": {"seconds": NUMBER_OR_NULL},
     "save": {"seconds": NUMBER_OR_NULL, "error": TEXT},
     "fp8_audit": {"flushed": NUMBER_OR_NULL, "saturated": NUMBER_OR_NULL},
@@ -40,6 +44,51 @@ OPTIONAL = {
 PER_GPU = ("watts", "sm_mhz", "celsius")
 
 
+class Steps(collections.abc.Sequence):
+    """Step records in columns, so that a million of them take some 200 MB. A column is named by its field, or by
+    (field, GPU) if the field has a number for each GPU. A record that is read again has the fields with one number,
+    None where it had null or nothing."""
+
+    def __init__(self):
+        self.count, self.texts, self.known = 0, [], {}
+        self.numbers = {key: array.array("d") for key in (*FIELDS["step"], *OPTIONAL["step"])}
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        index = range(self.count)[index]
+        return {key: self.column(key, index, index + 1)[0] for key in self.numbers if isinstance(key, str)}
+
+    def append(self, record):
+        for key in PER_GPU:
+            for gpu, value in enumerate(record.get(key, ())):
+                if (key, gpu) not in self.numbers:
+                    self.numbers[key, gpu] = array.array("d", [math.nan]) * self.count
+                record[key, gpu] = value
+        for key, column in self.numbers.items():
+            value = record.get(key)
+            column.append(math.nan if value is None else value)
+        texts = tuple(record.get("throttle", ()))
+        self.texts.append(self.known.setdefault(texts, texts))
+        self.count += 1
+
+    def drop_from(self, step):
+        """Forgets the records from this step on."""
+        self.count = bisect.bisect_left(self.numbers["step"], step) if self.count else 0
+        for column in (*self.numbers.values(), self.texts):
+            del column[self.count:]
+
+    def column(self, key, start=0, stop=None):
+        """The values of steps start to stop: None where a step has none. "throttle" has a tuple of texts for each."""
+        if key == "throttle":
+            return self.texts[start:stop]
+        values = self.numbers.get(key, array.array("d", [math.nan]) * self.count)[start:stop]
+        if key == "step":
+            return list(map(int, values))
+        return [None if math.isnan(value) else value for value in values]
+
+
 @dataclasses.dataclass
 class Run:
     """A run. `starts`: its settings records, one for each start. `steps` to `summaries`: its records of other types,
@@ -48,7 +97,7 @@ class Run:
     folder: Path
     starts: list = dataclasses.field(default_factory=list)
     resumed_at: list = dataclasses.field(default_factory=list)  # the first step of each start but the first one
-    steps: list = dataclasses.field(default_factory=list)
+    steps: Steps = dataclasses.field(default_factory=Steps)
     validations: list = dataclasses.field(default_factory=list)
     saves: list = dataclasses.field(default_factory=list)
     audits: list = dataclasses.field(default_factory=list)
@@ -68,7 +117,7 @@ class Run:
 
     @property
     def last_step(self):
-        return self.steps[-1]["step"] if self.steps else 0
+        return int(self.steps.numbers["step"][-1]) if self.steps else 0
 
     @property
     def num_steps(self):
@@ -82,7 +131,7 @@ class Run:
     @property
     def diverged(self):
         """The first step whose loss is not finite, or None."""
-        return next((s["step"] for s in self.steps if s["loss"] is None), None)
+        return next((step for step, loss in zip(self.column("step"), self.column("loss")) if loss is None), None)
 
     @property
     def lost(self):
@@ -92,7 +141,7 @@ class Run:
     @property
     def missing(self):
         """The first step that the log lacks although it has a later one, or None."""
-        return next((i for i, s in enumerate(self.steps, 1) if s["step"] != i), None)
+        return next((i for i, step in enumerate(self.column("step"), 1) if step != i), None)
 
     @property
     def seed(self):
@@ -138,20 +187,28 @@ class Run:
             words = f"ended without a summary after step {self.last_step} of {self.num_steps}"
         return words + (f"; loss not finite at step {self.diverged}" if self.diverged else "")
 
+    def column(self, key, start=0, stop=None):
+        """The values of a field in steps start to stop, in order; None where a step has none. `key`: see Steps."""
+        return self.steps.column(key, start, stop)
+
+    def has(self, key):
+        return any(value not in (None, ()) for value in self.column(key))
+
     def values(self, key):
         """The numbers of a field, one a step; None if a step lacks it."""
-        values = [step.get(key) for step in self.steps]
+        values = self.column(key)
         return None if not values or any(value is None for value in values) else values
 
-    def after_warmup(self):
-        """The steps without the first WARMUP_STEPS, or without the first half of a short run."""
-        return self.steps[min(WARMUP_STEPS, len(self.steps) // 2):]
+    def after_warmup(self, key):
+        """The values of a field without those of the first WARMUP_STEPS, or of the first half of a short run."""
+        return self.column(key, min(WARMUP_STEPS, len(self.steps) // 2))
 
 
 def check_step(record):
     if record["step"] != int(record["step"]) or record["step"] < 1:
         raise Damaged("\"step\" is not a step's number")
     record["step"] = int(record["step"])
+    record["skipped"] = int(record.get("skipped") is True)
 
 
 def check_lists(record):
@@ -181,6 +238,12 @@ def check_lists(record):
 
 def check_settings(record):
     check_fields(record["settings"], {"precision": TEXT, "seed": NUMBER})
+    counts = {key: record["settings"][key] for key in sweep_folder.OPTIONS} | {"world_size": record["world_size"]}
+    for key, value in counts.items():
+        if value != int(value) or value < 1:
+            raise Damaged(f"\"{key}\" is not a whole number above 0")
+    record["settings"] = {clean(key): clean(value) if isinstance(value, str) else value
+                          for key, value in record["settings"].items()}
     if "memory" in record:
         check_fields({"other_bytes": None, **record["memory"]}, {"other_bytes": NUMBER_OR_NULL})
     groups = record.get("memory", {}).get("groups", [])
@@ -201,9 +264,9 @@ def read_record(line):
     record = sweep_folder.read_line(line)
     kind = record["type"]
     check_fields(record, FIELDS.get(kind, {}))
-    check_fields(record, {key: of for key, of in OPTIONAL.get(kind, {}).items() if key in record})
     if "step" in FIELDS.get(kind, {}):
         check_step(record)
+    check_fields(record, {key: of for key, of in OPTIONAL.get(kind, {}).items() if key in record})
     if kind == "step" and record["ms"] <= 0:
         raise Damaged("\"ms\" is not above 0")
     if kind == "fp8_audit" and (record["layer"] != int(record["layer"]) or record["layer"] < 0):
@@ -212,26 +275,20 @@ def read_record(line):
     return record
 
 
-def read_records(path):
-    """All records of a log, and True if its last line is half-written, which has no record then."""
+def read_records(path, run):
+    """Yields the records of a log. Sets run.half_written if the last line is half-written; it has no record then."""
     with open(path, "rb") as file:
-        lines = file.read().split(b"\n")
-    tail, records = lines.pop(), []  # the tail is empty unless the last line has no end
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(read_record(line))
-        except Damaged as reason:
-            raise Damaged(f"{path}, line {number}: {reason}") from None
-    if not tail:
-        return records, False
-    try:
-        json.loads(tail.decode("utf-8"))
-    except (ValueError, RecursionError):
-        return records, True
-    try:
-        return records + [read_record(tail)], False
-    except Damaged as reason:
-        raise Damaged(f"{path}, line {len(lines) + 1}: {reason}") from None
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                try:
+                    json.loads(line.decode("utf-8"))
+                except (ValueError, RecursionError):
+                    run.half_written = True
+                    return
+            try:
+                yield read_record(line)
+            except Damaged as reason:
+                raise Damaged(f"{path}, line {number}: {reason}") from None
 
 
 def is_locked(folder):
@@ -254,7 +311,8 @@ def is_locked(folder):
 def drop_from(run, step):
     """Forgets steps from this one on, and what happened after them: a resumed run makes them again."""
     before = len(run.steps)
-    for name in ("steps", "validations", "saves", "audits", "profiles"):
+    run.steps.drop_from(step)
+    for name in ("validations", "saves", "audits", "profiles"):
         setattr(run, name, [record for record in getattr(run, name) if record["step"] < step])
     run.repeated += before - len(run.steps)
 
@@ -282,11 +340,10 @@ def read_run(folder, name):
     """Reads FOLDER/log.jsonl. Raises Damaged or OSError."""
     path = Path(folder, "log.jsonl")
     run = Run(clean(name), Path(folder), running=is_locked(folder))
-    records, run.half_written = read_records(path)
-    if not records:
-        raise Damaged(f"{path}: it has no whole line yet")
-    if records[0]["type"] != "settings":
-        raise Damaged(f"{path}, line 1: the first record is not of type settings")
-    for record in records:
+    for record in read_records(path, run):
+        if not run.starts and record["type"] != "settings":
+            raise Damaged(f"{path}, line 1: the first record is not of type settings")
         add(run, record, path)
+    if not run.starts:
+        raise Damaged(f"{path}: it has no whole line yet")
     return run

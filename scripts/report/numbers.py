@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+import sweep_folder
 from report import words
 from report.style import means_of_windows
 
@@ -49,8 +50,8 @@ def comparison_numbers(c, price):
 
 def run_numbers(run, recipe):
     """A run as a dictionary."""
-    finite = [step["loss"] for step in run.steps if step["loss"] is not None]
-    memory = [step["memory_bytes"] for step in run.steps if step["memory_bytes"] is not None]
+    finite = [loss for loss in run.column("loss") if loss is not None]
+    memory = [peak for peak in run.column("memory_bytes") if peak is not None]
     tokens = words.median_speed(run)
     flops = run.settings.get("model_flops_per_token")
     peak = run.settings.get("peak_bf16_flops")
@@ -62,7 +63,7 @@ def run_numbers(run, recipe):
         "state": run.state(),
         "steps": run.last_step, "num_steps": run.num_steps, "complete": run.complete, "running": run.running,
         "half_written": run.half_written, "repeated_steps": run.repeated, "starts": len(run.starts),
-        "diverged_at": run.diverged, "skipped": sum(bool(step.get("skipped")) for step in run.steps),
+        "diverged_at": run.diverged, "skipped": sum(map(bool, run.column("skipped"))),
         "last_loss": sum(finite[-20:]) / len(finite[-20:]) if finite else None,
         "validation_loss": run.validations[-1]["loss"] if run.validations else None,
         "tokens_per_second": tokens, "tokens_per_second_per_gpu": tokens / run.gpus, "tflops_per_gpu": tflops,
@@ -75,8 +76,14 @@ def run_numbers(run, recipe):
 
 def loss_curve(run, most):
     """The training loss over steps, as means of windows of steps."""
-    middles, losses = means_of_windows([step["loss"] for step in run.steps], min(max(most, 10), 100))
+    middles, losses = means_of_windows(run.column("loss"), min(max(most, 10), 100))
     return {"step": (middles + run.steps[0]["step"]).tolist(), "loss": [round(loss, 6) for loss in losses.tolist()]}
+
+
+def names_of(names):
+    """The GPU names of a verdict, or ["none"]; a damaged list counts as none."""
+    names = names if isinstance(names, list) else []
+    return [sweep_folder.clean(str(name)) for name in names] or ["none"]
 
 
 def differing_settings(runs):
@@ -113,7 +120,7 @@ def receipt(found, runs):
         rows += [("command", [str(verdict.get("command", "unknown"))]), ("commit", [commit]),
                  ("date", [str(verdict.get("date", "unknown"))]),
                  ("driver", [str(verdict.get("driver") or "none")]),
-                 ("GPU names", [str(name) for name in verdict.get("gpu_names") or ["none"]])]
+                 ("GPU names", names_of(verdict.get("gpu_names")))]
     rows += [("command", [command]) for command in found.commands]
     return {"facts": rows + facts(runs), "common": common, "differing": differing}
 

@@ -167,7 +167,8 @@ def markdown(data, parts, drawings, title, figures):
     blocks += ["\n".join(f"- {name}: " + "; ".join(f"{value} ({runs_text(runs, len(data['runs']))})"
                                                   for value, runs in values.items())
                          for name, values in data["receipt"]["differing"])]
-    return "\n\n".join(block for block in blocks if block) + "\n"
+    # names from logs may hold markup, which viewers of Markdown would run
+    return "\n\n".join(block for block in blocks if block).replace("<", "&lt;") + "\n"
 
 
 def write(path, content):

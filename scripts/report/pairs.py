@@ -231,7 +231,7 @@ def by_seed(comparison, values):
 
 
 def steps_of(key, count):
-    return lambda run: [step[key] for step in run.steps[:count]]
+    return lambda run: run.column(key, 0, count)
 
 
 def last_steps(comparison):
@@ -339,7 +339,7 @@ def set_noise(comparison, runs, validation):
 def compare_costs(comparison):
     """Speed, loss-matched speed-up and energy."""
     def median(run):
-        return float(np.median([step["ms"] for step in run.after_warmup()]))
+        return float(np.median(run.after_warmup("ms")))
 
     ratios = [median(pair.bf16) / median(pair.fp8) for pair in comparison.pairs]
     comparison.speed = float(np.exp(np.mean(np.log(ratios))))
