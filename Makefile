@@ -193,7 +193,7 @@ test-%: FORCE
 check-gpu:
 	scripts/check_gpu.sh
 
-# What takes minutes for one more case.
+# The cases that take minutes, too.
 check-all:
 	ALL=1 scripts/test.sh
 	$(MAKE) check-faults

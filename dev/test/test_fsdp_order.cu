@@ -1891,7 +1891,7 @@ static void check_proof_of_barrier(void) {
 }
 
 int main(void) {
-    mallopt(M_TRIM_THRESHOLD, 1 << 28);  // keeps heap memory between cases
+    mallopt(M_TRIM_THRESHOLD, 1 << 28);          // keeps heap memory between cases
     const int64_t step = getenv("ALL") ? 1 : 2;  // 3 ranks do what 2 and 4 do
     for (int64_t world = 2; world <= 4; world += step) {
         check_all(world, PRECISION_BF16, RECIPE_TENSORWISE, "", OFF, RECOMPUTE_NONE, ON);
