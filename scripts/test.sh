@@ -20,13 +20,13 @@ QUIET=1
 
 # Runs the tests $@, two at a time with one thread each, in this order, and tallies them with their seconds.
 tally_two_at_a_time() {
-    local program
+    local program name
     outputs=$(mktemp -d)
     export outputs
     printf '%s\n' "$@" | xargs -P 2 -I {} bash -c 'run_one {}'
     for program; do
-        program=${program//\//.}
-        tally "$program, $(cat "$outputs/$program.seconds") s" replay "$program"
+        name=${program#dev/test/} name=${name#build/} program=${program//\//.}
+        tally "$name, $(cat "$outputs/$program.seconds") s" replay "$program"
     done
     rm -rf "$outputs"
 }

@@ -30,8 +30,8 @@ FIELDS = {
 }
 # Fields that a record may lack: some machines cannot measure them, and older versions did not write them.
 OPTIONAL = {
-    "step": dict.fromkeys(("data_ms", "communication_ms", "optimizer_ms", "joules", "mfu", "sol", "tflops_per_gpu", "norm",
-                           "skipped"), NUMBER_OR_NULL),
+    "step": dict.fromkeys(("data_ms", "communication_ms", "optimizer_ms", "joules", "mfu", "sol", "tflops_per_gpu",
+                           "norm", "skipped"), NUMBER_OR_NULL),
     "validation": {"seconds": NUMBER_OR_NULL},
     "save": {"seconds": NUMBER_OR_NULL, "error": TEXT},
     "fp8_audit": {"flushed": NUMBER_OR_NULL, "saturated": NUMBER_OR_NULL},
