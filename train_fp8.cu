@@ -665,12 +665,6 @@ static Batch send_batch(Trainer *t, DataLoader *data, int64_t first_sample, int6
     return slot->device;
 }
 
-// Turns the audit of the casts that follow on or off (--fp8-audit).
-static void audit_casts(Trainer *t, bool on) {
-    t->linears.scales.auditing = on;
-    if (on) tensor_scales_clear_audit(&t->linears.scales);
-}
-
 // Returns 1 if step `step` was skipped, else 0. Waits for its end; the GPU may have later work to do meanwhile.
 static int64_t was_skipped(Trainer *t, int64_t step) {
     trainer_wait(t, t->log.done[step % STEP_SLOTS]);
@@ -687,7 +681,7 @@ static void start_step(void *context, DataLoader *data, int64_t step, int64_t sk
     profile_range_begin("step", step + 1);
     if (o->profile && step + 1 == o->num_steps) profile_begin(&t->profile, t->stream);
     step_log_begin(&t->log, t->step.stats, step, after_pause);
-    audit_casts(t, is_due(o->fp8_audit, step + 1));
+    tensor_scales_audit_casts(&t->linears.scales, is_due(o->fp8_audit, step + 1));
     tensor_scales_copy_before(&t->linears.scales, true);
     for (int64_t micro = 0; micro < micro_steps; micro++) {
         if (micro) step_log_work(&t->log, TIME_DATA);
@@ -702,7 +696,7 @@ static void start_step(void *context, DataLoader *data, int64_t step, int64_t sk
     profile_range_begin("optimizer", -1);
     optimizer_step(t);
     profile_range_end();
-    audit_casts(t, false);
+    tensor_scales_audit_casts(&t->linears.scales, false);
     profile_end(&t->profile);
     step_log_end(&t->log, t->step.stats, step);
     profile_range_end();

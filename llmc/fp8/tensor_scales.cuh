@@ -132,8 +132,10 @@ static inline void tensor_scales_clear_amaxes(TensorScales *s, int64_t l, int64_
                                  (size_t)(end - begin) * sizeof(uint32_t), (size_t)count, s->stream));
 }
 
-static inline void tensor_scales_clear_audit(TensorScales *s) {
-    CUDA_CHECK(cudaMemsetAsync(s->audit, 0, (size_t)(s->layers * AUDIT_LAYER) * sizeof(AuditSums), s->stream));
+// Turns the audit of the casts that follow on, from empty sums, or off (--fp8-audit).
+static inline void tensor_scales_audit_casts(TensorScales *s, bool on) {
+    s->auditing = on;
+    if (on) CUDA_CHECK(cudaMemsetAsync(s->audit, 0, (size_t)(s->layers * AUDIT_LAYER) * sizeof(AuditSums), s->stream));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
