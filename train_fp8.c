@@ -541,7 +541,7 @@ static float rank_mean(const float *arrays, int64_t ranks, int64_t stride, int64
 // Returns how the gradients of micro-step `micro` of optimizer step `step`, both counted from 0, are added to the sum.
 // Each replica rounds with its own random bits.
 static GradientSum micro_sum(const Trainer *t, int64_t step, int64_t micro) {
-    const int64_t part = 2 * (micro * t->comm->replicas + t->comm->replica);  // part + 1: Fsdp.embedding_key on a GPU
+    const int64_t part = 2 * (micro * t->comm->replicas + t->comm->replica);  // part + 1: FsdpGradients.embedding_key
     const GradientSum s = {micro > 0, micro > 0, gradient_sum_key((uint64_t)t->o->rounding_seed, step, part), 0};
     return s;
 }

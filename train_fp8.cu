@@ -83,7 +83,7 @@ static void place_statistics(Trainer *t, Arena *a) {
     arena_group(a, "statistics, tokens");
     t->step.squares = (double *)arena_take(a, sizeof(double));
     if (t->o->optimizer_in_backward)
-        t->step.block_squares = (double *)arena_take(a, adamw_workspace_bytes(&t->table, &t->fsdp.plan));
+        t->step.block_squares = (double *)arena_take(a, adamw_workspace_bytes(&t->table, &t->fsdp.plan.shard));
     t->step.stats = (StepStats *)arena_take(a, sizeof(StepStats));
     t->acts.losses = take_float(a, t->d.R);
     t->acts.rope_table = take_float(a, t->d.T * t->d.HD);
@@ -97,7 +97,8 @@ static void guest_layer_gradient(void *fsdp, Arena *a) { fsdp_place_layer_buffer
 static void place_activations(Trainer *t, Arena *a) {
     Fsdp *f = &t->fsdp;
     const ArenaGuest none = {NULL, NULL}, fp8_weights = {guest_fp8_weights, f};
-    const bool buffered = f->gradients == FSDP_GRADIENTS_BUFFERED, cast = f->gradients == FSDP_GRADIENTS_CAST;
+    const bool buffered = f->plan.gradient_place == FSDP_GRADIENTS_BUFFERED,
+               cast = f->plan.gradient_place == FSDP_GRADIENTS_CAST;
     const ArenaGuest root = {guest_root_gradient, f}, layer = {guest_layer_gradient, f};
     ActivationsLayout layout = {};
     layout.dims = &t->d, layout.scales = &t->linears.scales;
@@ -110,21 +111,21 @@ static void place_activations(Trainer *t, Arena *a) {
     layout.logits = fsdp_loss_memory(f);
     fsdp_place_gradients(f, a);
     t->params.gradients = fsdp_sums(f);
-    layout.layer_gradients = f->late_layers, layout.embedding_gradient = f->late_embedding;
-    layout.layer_gradient_bytes = f->late_layer_bytes;
+    layout.layer_gradients = f->gradients.late_layers, layout.embedding_gradient = f->gradients.late_embedding;
+    layout.layer_gradient_bytes = f->gradients.late_layer_bytes;
     activations_place(&t->acts, &layout, a);
 }
 
 // Places the trainer's arrays in GPU memory on an arena. An arena without memory only counts bytes: the result is the
 // memory plan.
 static void place(Trainer *t, Arena *a) {
-    adamw_place(&t->params, t->o, &t->table, &t->fsdp.plan, a);
+    adamw_place(&t->params, t->o, &t->table, &t->fsdp.plan.shard, a);
     offload_place(&t->offload, a);
     fsdp_place(&t->fsdp, a);
     tensor_scales_place(&t->linears.scales, t->o->fp8_audit, a);
     place_statistics(t, a);
     place_activations(t, a);
-    linears_place(&t->linears, adamw_workspace_bytes(&t->table, &t->fsdp.plan), a);
+    linears_place(&t->linears, adamw_workspace_bytes(&t->table, &t->fsdp.plan.shard), a);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -338,7 +339,7 @@ static void unshard(Trainer *t, int64_t l, bool backward) {
         profile_mark(&t->profile, "activations from the host: waiting", PROFILE_WAIT, 0);
     fsdp_prefetch(&t->fsdp, backward ? l - 1 : l + 1);  // communicates while layer l computes
     fsdp_unshard(&t->fsdp, l, backward);
-    if (t->fsdp.weights != FSDP_WEIGHTS_CACHED)
+    if (t->fsdp.plan.weight_source != FSDP_WEIGHTS_CACHED)
         profile_mark(&t->profile, "weights: waiting, casts, transposes", PROFILE_WAIT, 0);
 }
 
@@ -532,7 +533,7 @@ static AdamwUpdate update_of_step(const Trainer *t) {
     double *squares = t->step.block_squares ? t->step.block_squares : (double *)t->linears.gemm.workspace;
     return AdamwUpdate{t->params,
                        adamw_step_of(t->o, t->fsdp.step, t->step.skipped),
-                       norm_first || t->fsdp.grad_clip > 0 ? &t->step.stats->control : NULL,
+                       norm_first || t->fsdp.clip.grad_clip > 0 ? &t->step.stats->control : NULL,
                        norm_first ? NULL : squares,
                        fsdp_tensor_scales(&t->fsdp) ? scales->amax : NULL,
                        scales->amax_stride,
@@ -548,18 +549,18 @@ static void finish_norm(Trainer *t) {
     const AdamwUpdate update = update_of_step(t);
     adamw_norm(control, t->step.squares, &t->step.stats->loss, fsdp_times_counted(f), (float)t->o->grad_clip,
                t->stream);
-    if (t->o->optimizer_in_backward) adamw_locate_block(control, &update, &t->table, &f->plan, t->stream);
-    else adamw_locate(control, t->params.gradients, shard_backward_order(&t->table, &f->plan), t->stream);
+    if (t->o->optimizer_in_backward) adamw_locate_block(control, &update, &t->table, &f->plan.shard, t->stream);
+    else adamw_locate(control, t->params.gradients, shard_backward_order(&t->table, &f->plan.shard), t->stream);
 }
 
 // Runs AdamW on this rank's part of unit l, a layer or ROOT, and of the count - 1 layers that follow it.
 static void update_units(Trainer *t, int64_t l, int64_t count) {
     const AdamwUpdate update = update_of_step(t);
     AdamwControl *control = &t->step.stats->control;
-    if (t->fsdp.grad_clip > 0) profile_bytes(&t->profile, "gradient norm", fsdp_clip_unit(&t->fsdp, control, l));
+    if (t->fsdp.clip.grad_clip > 0) profile_bytes(&t->profile, "gradient norm", fsdp_clip_unit(&t->fsdp, control, l));
     if (l != ROOT) tensor_scales_begin_new_weights(&t->linears.scales, l, count, &control->nonfinite);
     fsdp_update_units(&t->fsdp, &t->offload, &update, l, count);
-    profile_bytes(&t->profile, "AdamW", adamw_bytes(&t->params, count * shard_elements(&t->fsdp.plan, l)));
+    profile_bytes(&t->profile, "AdamW", adamw_bytes(&t->params, count * shard_elements(&t->fsdp.plan.shard, l)));
 }
 
 static void update_layer(Trainer *t, int64_t l) {
@@ -585,7 +586,7 @@ static void optimizer_step(Trainer *t) {
     profile_mark(&t->profile, "gradients: waiting", PROFILE_WAIT, 0);
     if (norm_first) {
         profile_bytes(&t->profile, "gradient norm",
-                      adamw_squares(t->step.squares, t->params.gradients, f->plan.total,
+                      adamw_squares(t->step.squares, t->params.gradients, f->plan.shard.total,
                                     (double *)t->linears.gemm.workspace, t->stream));
         reduce_step_stats(t);
         finish_norm(t);
@@ -595,7 +596,7 @@ static void optimizer_step(Trainer *t) {
     if (!t->o->optimizer_in_backward) update_units(t, 0, t->d.L);
     if (!norm_first) {
         const AdamwUpdate update = update_of_step(t);
-        adamw_updated_squares(t->step.squares, &update, &t->table, &f->plan, t->stream);
+        adamw_updated_squares(t->step.squares, &update, &t->table, &f->plan.shard, t->stream);
         reduce_step_stats(t);
         finish_norm(t);
     }
@@ -654,7 +655,7 @@ static void trainer_wait_all(Trainer *t) {
 // waits only when all slots are in flight.
 static Batch send_batch(Trainer *t, DataLoader *data, int64_t first_sample, int64_t micro) {
     const Comm *c = t->comm;
-    const int64_t B = t->d.B, R = t->d.R, place = t->fsdp.plan.shard_rank;
+    const int64_t B = t->d.B, R = t->d.R, place = t->fsdp.plan.shard.shard_rank;
     const int64_t group_first = dataloader_sample_index(first_sample, micro, c->world, c->rank - place, B);
     TokenSlot *slot = batches_next(&t->batches);
     trainer_wait(t, slot->copied);
@@ -797,7 +798,7 @@ static char *state_array(const Trainer *t, StateKind kind) {
     if (state_is_scale(kind)) return (char *)(p->scaled.scales + (kind - STATE_EXP_AVG_SCALE) * p->scaled.tensors);
     if (kind == STATE_AMAX_HISTORY) return (char *)t->linears.scales.history;
     if (kind == STATE_SCALES) return (char *)t->linears.scales.delayed_scale;
-    if (kind == STATE_CLIP_NORMS) return (char *)t->fsdp.clip.norms;
+    if (kind == STATE_CLIP_NORMS) return (char *)t->fsdp.clip.adamw.norms;
     return (char *)arrays[kind];
 }
 
@@ -805,7 +806,7 @@ static void state_read(void *context, StateKind kind, int64_t offset, int64_t co
     const Trainer *t = (const Trainer *)context;
     const int64_t bytes = safetensors_type_bytes(state_type(t->o, kind));
     if (kind == STATE_WEIGHTS && t->params.scaled.master)
-        return fp16_masters_read(&t->params, shard_parameter_at(&t->table, &t->fsdp.plan, offset), offset, count,
+        return fp16_masters_read(&t->params, shard_parameter_at(&t->table, &t->fsdp.plan.shard, offset), offset, count,
                                  (float *)host, t->stream);
     copy_in_order(t, host, state_array(t, kind) + offset * bytes, (size_t)(count * bytes));
 }
@@ -814,7 +815,7 @@ static void state_write(void *context, StateKind kind, int64_t offset, int64_t c
     const Trainer *t = (const Trainer *)context;
     const int64_t bytes = safetensors_type_bytes(state_type(t->o, kind));
     if (kind == STATE_WEIGHTS && t->params.scaled.master)
-        return fp16_masters_write(&t->params, shard_parameter_at(&t->table, &t->fsdp.plan, offset), offset, count,
+        return fp16_masters_write(&t->params, shard_parameter_at(&t->table, &t->fsdp.plan.shard, offset), offset, count,
                                   (const float *)host, t->stream);
     copy_in_order(t, state_array(t, kind) + offset * bytes, host, (size_t)(count * bytes));
 }
@@ -824,9 +825,9 @@ static TrainerState trainer_state(Trainer *t) {
     s.context = t;
     for (int kind = 0; kind < NUM_STATE_KINDS; kind++) s.types[kind] = state_type(t->o, (StateKind)kind);
     s.read = state_read, s.write = state_write;
-    s.plan = &t->fsdp.plan, s.comm = t->comm;
+    s.plan = &t->fsdp.plan.shard, s.comm = t->comm;
     s.delayed_tensors = t->precision.recipe->delayed ? tensor_count(t->d.L) : 0;
-    s.delayed_window = t->o->fp8_amax_history, s.clip_norms = t->fsdp.grad_clip > 0 ? t->d.L + 1 : 0;
+    s.delayed_window = t->o->fp8_amax_history, s.clip_norms = t->fsdp.clip.grad_clip > 0 ? t->d.L + 1 : 0;
     return s;
 }
 
@@ -857,7 +858,7 @@ static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m
     t->acts.layer = (LayerActs *)xcalloc((size_t)t->d.L, sizeof(LayerActs));
     t->acts.gate_up_fp8 = (Fp8Groups *)xcalloc((size_t)t->d.L, sizeof(Fp8Groups));
     t->acts.kept = (KeptSpan *)xcalloc((size_t)t->d.L, sizeof(KeptSpan));
-    offload_describe(&t->offload, o, &t->fsdp.plan, t->acts.kept, t->d.L);
+    offload_describe(&t->offload, o, &t->fsdp.plan.shard, t->acts.kept, t->d.L);
     Arena plan = {};
     place(t, &plan);
     return plan;
@@ -965,7 +966,7 @@ static void initialize(void *context) {
     const bool fp16 = t->params.scaled.master != NULL;
     const InitialWeights weights = {fp16 ? (bf16 *)fp16_masters_upper(&t->params) : t->params.weights, t->params.master,
                                     t->params.scaled.master};
-    initialize_parameters(weights, &t->table, &t->fsdp.plan, (float)t->m.initializer_range, (uint64_t)t->o->seed,
+    initialize_parameters(weights, &t->table, &t->fsdp.plan.shard, (float)t->m.initializer_range, (uint64_t)t->o->seed,
                           t->stream);
 }
 

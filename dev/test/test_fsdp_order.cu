@@ -192,12 +192,12 @@ static const char *event_name(const Rank *r, cudaEvent_t e) {
     const Fsdp *f = r->f;
     if (e == f->transport.handover) return r->to_replicas ? "handover to the replicas" : "handover";
     for (int i = 0; i < 1 + FSDP_GRADIENT_BUFFERS; i++)
-        if (e == f->reduced[i]) return "reduced";
+        if (e == f->gradients.reduced[i]) return "reduced";
     for (int i = 0; i < FSDP_GRADIENT_BUFFERS; i++)
-        if (e == f->summed[i]) return "summed";
-    for (int64_t i = 0; i < f->num_slots; i++) {
-        if (e == f->slot[i].arrived) return "arrived";
-        if (e == f->slot[i].released) return "released";
+        if (e == f->gradients.summed[i]) return "summed";
+    for (int64_t i = 0; i < f->weights.num_slots; i++) {
+        if (e == f->weights.slot[i].arrived) return "arrived";
+        if (e == f->weights.slot[i].released) return "released";
     }
     return offload_event_name(r, e);
 }
@@ -406,7 +406,7 @@ static int64_t stored_gradients(int64_t micro, int64_t over) {
 // amaxes' all-reduce.
 static int64_t cast_amaxes_over(const GradientFp8 *to, const GradientFp8Source *from) {
     const int64_t shards = now->comm.shard_size, world = now->comm.world;
-    if (to->codes == now->f->fp8_sent.codes) return shards;
+    if (to->codes == now->f->gradients.fp8_sent.codes) return shards;
     if (!now->to_replicas) return shards * shards;
     return from->data ? world * shards : (from->ranks > 1 ? world : shards) * world;
 }
@@ -495,7 +495,7 @@ static bool note_clip_kernel(cudaStream_t s, const void *function, void **argume
         note_write(s, POINTER(double, 0), sizeof(double), ORDER_CARRIED);
     } else if (function == (const void *)adamw_clip_kernel) {
         const AdamwClip *clip = (const AdamwClip *)arguments[1];
-        const int64_t world = now->f->world, over = fsdp_is_sharded(now->f) ? world * world : world;
+        const int64_t world = now->f->plan.world, over = fsdp_is_sharded(now->f) ? world * world : world;
         note_read(s, &clip->squares[INTEGER(3)], sizeof(double),
                   gradients_of(now->gradient_step, now->micro, INTEGER(2), over));
     } else {
@@ -757,7 +757,7 @@ static FsdpUnit trainer_gradients(const Fsdp *f, int64_t l) { return unit_add(WR
 
 static QTensor trainer_weight(const Fsdp *f, int64_t l, LinearId id) {
     const QTensor w = fsdp_weight(f, l, id);
-    const int64_t elements = f->precision->linear[id].N * f->precision->linear[id].K;
+    const int64_t elements = f->plan.precision->linear[id].N * f->plan.precision->linear[id].K;
     if (w.data) tensor_add(WEIGHT, w.data, elements * (int64_t)sizeof(bf16), l);
     if (w.rowwise) tensor_add(WEIGHT, w.rowwise, elements, l);
     if (w.columnwise) tensor_add(WEIGHT, w.columnwise, elements, l);
@@ -772,7 +772,7 @@ static int64_t gradients_now(int64_t l, int64_t over) { return gradients_of(now-
 
 // Returns the bytes from an address to the end of the slot that contains it; 0: no slot does.
 static int64_t left_in_slot(const void *at) {
-    for (int64_t l = 0; now->slots && l < now->f->table->num_layers; l++) {
+    for (int64_t l = 0; now->slots && l < now->f->plan.table->num_layers; l++) {
         const KeptSpan *slot = &now->slots[l];
         if ((const char *)at >= slot->begin && (const char *)at < slot->begin + slot->bytes)
             return slot->begin + slot->bytes - (const char *)at;
@@ -911,10 +911,10 @@ template <class Sum>
 static int64_t called_embedding(Sum *to, EmbeddingPart part, const bf16 *dx, const int32_t *, int64_t R, int64_t C,
                                 GradientSum, cudaStream_t) {
     const Fsdp *f = now->f;
-    const bool tied = embedding_segment(f->table) == SEGMENT_MATRICES;
+    const bool tied = embedding_segment(f->plan.table) == SEGMENT_MATRICES;
     // If the embedding joins the sums, `to` is reduced, and its padding counts as gradient. Else `to` is not reduced
     // yet, and the padding behind a tied embedding is zero.
-    const int64_t count = tied && !fsdp_embedding_joins(f) ? f->root_elements[SEGMENT_MATRICES] : part.count;
+    const int64_t count = tied && !fsdp_embedding_joins(f) ? f->plan.root_elements[SEGMENT_MATRICES] : part.count;
     const int64_t over = fsdp_input_ranks(f), bytes = count * (int64_t)sizeof(Sum);
     note_read(computing(), dx, R * C * (int64_t)sizeof(bf16), gradients_now(INPUTS, 1));
     note_read(computing(), to, bytes, tied ? gradients_now(ROOT, over) : ORDER_ANY);
@@ -928,9 +928,9 @@ static void called_loss(float *out, const float *, int64_t, double, cudaStream_t
 
 // Reads this rank's FP8 sums of a layer.
 static void read_reduced_codes(int64_t l) {
-    const GradientFp8Layout *a = &now->f->fp8_layout;
-    const GradientFp8 sums = gradient_fp8_of_layer(now->f->fp8_sums, a, l);
-    note_read(computing(), sums.codes, a->matrices, gradients_now(l, now->f->world));
+    const GradientFp8Layout *a = &now->f->gradients.fp8_layout;
+    const GradientFp8 sums = gradient_fp8_of_layer(now->f->gradients.fp8_sums, a, l);
+    note_read(computing(), sums.codes, a->matrices, gradients_now(l, now->f->plan.world));
     note_read(computing(), sums.scale_inv, a->entries * (int64_t)sizeof *sums.scale_inv, gradients_now(l, 0));
 }
 
@@ -940,9 +940,9 @@ static void read_reduced_gradients(int64_t l, int64_t count, int64_t at) {
     const int64_t element = t->fp32_sums ? (int64_t)sizeof(float) : (int64_t)sizeof(bf16);
     char *sums = t->fp32_sums ? (char *)t->sums_fp32 : (char *)t->sums;
     for (const int64_t end = l + count; l < end; l++) {
-        const bool fp8 = now->f->fp8_gradients && l != ROOT;
-        const int64_t n = fp8 ? now->f->fp8_layout.vectors : shard_elements(&now->f->plan, l);
-        note_read(computing(), sums + at * element, n * element, gradients_now(l, now->f->world));
+        const bool fp8 = now->f->plan.fp8_gradients && l != ROOT;
+        const int64_t n = fp8 ? now->f->gradients.fp8_layout.vectors : shard_elements(&now->f->plan.shard, l);
+        note_read(computing(), sums + at * element, n * element, gradients_now(l, now->f->plan.world));
         if (fp8) read_reduced_codes(l);
         at += n;
     }
@@ -950,13 +950,13 @@ static void read_reduced_gradients(int64_t l, int64_t count, int64_t at) {
 
 // Writes the weights of version `step` of `count` units from unit l on.
 static void write_weights(int64_t l, int64_t count, int64_t step) {
-    const ShardPlan *plan = &now->f->plan;
+    const ShardPlan *plan = &now->f->plan.shard;
     for (const int64_t end = l + count; l < end; l++)
         note_write(computing(), now->f->in.weights + shard_begin(plan, l),
                    shard_elements(plan, l) * (int64_t)sizeof(bf16), weights_of(step, l));
 }
 
-static int64_t num_units(void) { return now->f->table->num_layers + 1; }
+static int64_t num_units(void) { return now->f->plan.table->num_layers + 1; }
 
 // Reads of weights expect version now->step, which is raised when the root is updated. With --optimizer-in-backward
 // that is a step's last update, since backward still reads old weights between the updates of layers. Else it is the
@@ -974,7 +974,7 @@ static void called_update_units(const AdamwUpdate *w, const ParameterTable *, co
 // Returns the unit that holds an element of this rank's shard.
 static int64_t unit_of(int64_t element) {
     int64_t l = ROOT;
-    while (element >= shard_begin(&now->f->plan, l) + shard_elements(&now->f->plan, l)) l++;
+    while (element >= shard_begin(&now->f->plan.shard, l) + shard_elements(&now->f->plan.shard, l)) l++;
     return l;
 }
 
@@ -994,7 +994,7 @@ static void called_launch(const AdamwUpdate *w, const AdamwUnits *u, cudaStream_
     const AdamwGradients g = adamw_shift_gradients(w->arrays.gradients, u->first);
     const void *const arrays[] = {w->arrays.exp_avg, w->arrays.exp_avg_sq, w->arrays.master};
     note_read(computing(), g.fp32_data ? (const void *)g.fp32_data : (const void *)g.bf16_data,
-              u->size * (g.fp32_data ? 4 : 2), gradients_now(l, now->f->world));
+              u->size * (g.fp32_data ? 4 : 2), gradients_now(l, now->f->plan.world));
     for (int k = 0; k < 3; k++)
         if (offloaded_bytes(k)) note_offloaded(arrays[k], k, offloaded_bytes(k), u);
     note_write(computing(), now->f->in.weights + u->first, u->size * (int64_t)sizeof(bf16),
@@ -1031,7 +1031,7 @@ static void called_updated_squares(double *, const AdamwUpdate *, const Paramete
 }
 
 static void called_norm(AdamwControl *, const double *squares, const float *, int64_t, float, cudaStream_t) {
-    const int64_t over = fsdp_is_sharded(now->f) ? now->f->world : 1;
+    const int64_t over = fsdp_is_sharded(now->f) ? now->f->plan.world : 1;
     note_read(computing(), squares, sizeof *squares, gradients_now(STATISTICS, over));
 }
 
@@ -1064,7 +1064,7 @@ static void check_computed(const Fsdp *f, int64_t l) {
         end[part->segment] = part->offset + part->elements;
     }
     for (int k = 0; k < fsdp_reduced_segments(f); k++) {
-        const int64_t whole = f->plan.shard_size * slice_sizes(&f->plan, l)[k], gap = whole - end[k];
+        const int64_t whole = f->plan.shard.shard_size * slice_sizes(&f->plan.shard, l)[k], gap = whole - end[k];
         bf16 *at = segment_of(u, k);
         if (gap && k != SEGMENT_EMBEDDING)
             note_read(computing(), at + end[k], gap * (int64_t)sizeof(bf16), ORDER_UNWRITTEN);
@@ -1276,28 +1276,28 @@ static const char *buffer_name(int64_t rank, const char *address) {
                {"sums_fp32", f->transport.sums_fp32},
                {"amax", t->linears.scales.amax},
                {"squares", t->step.squares},
-               {"workspace of a unit's squares", f->clip.workspace},
-               {"squares of a unit", f->clip.squares},
+               {"workspace of a unit's squares", f->clip.adamw.workspace},
+               {"squares of a unit", f->clip.adamw.squares},
                {"stats", t->step.stats},
                {"dx", t->acts.dx},
                {"logits", t->acts.logits},
-               {"shard_fp8", f->shard_fp8},
-               {"rows", f->rowwise},
-               {"cols", f->columnwise},
-               {"root", f->root},
-               {"vectors", f->vectors},
-               {"slots", f->slots},
-               {"root_grads", f->root_grads},
-               {"layer_grads[0]", f->layer_grads[0]},
-               {"layer_grads[1]", f->layer_grads[1]},
-               {"codes of gradients", f->fp8_sums.codes},
-               {"scales of gradients", f->fp8_sums.scale_inv},
-               {"amaxes of gradients", f->fp8_sums.amaxes},
-               {"codes that are sent", f->fp8_sent.codes},
-               {"scales of codes that are sent", f->fp8_sent.scale_inv},
-               {"amaxes of codes that are sent", f->fp8_sent.amaxes},
-               {"codes that are received", f->fp8_received},
-               {"fp8_reduced", f->fp8_reduced},
+               {"shard_fp8", f->weights.shard_fp8},
+               {"rows", f->weights.rowwise},
+               {"cols", f->weights.columnwise},
+               {"root", f->weights.root},
+               {"vectors", f->weights.vectors},
+               {"slots", f->weights.slots},
+               {"root_buffer", f->gradients.root_buffer},
+               {"layer_buffer[0]", f->gradients.layer_buffer[0]},
+               {"layer_buffer[1]", f->gradients.layer_buffer[1]},
+               {"codes of gradients", f->gradients.fp8_sums.codes},
+               {"scales of gradients", f->gradients.fp8_sums.scale_inv},
+               {"amaxes of gradients", f->gradients.fp8_sums.amaxes},
+               {"codes that are sent", f->gradients.fp8_sent.codes},
+               {"scales of codes that are sent", f->gradients.fp8_sent.scale_inv},
+               {"amaxes of codes that are sent", f->gradients.fp8_sent.amaxes},
+               {"codes that are received", f->gradients.fp8_received},
+               {"fp8_reduced", f->gradients.fp8_reduced},
                {"staging", f->transport.staging},
                {"received", f->transport.received},
                {"a slot of offloaded parts", t->offload.slots[0].array[OFFLOAD_EXP_AVG]},

@@ -253,7 +253,7 @@ static void test_nonfinite_gate(int on_nonfinite) {
         const int64_t moved = different_bits(t.params.weights, before, t.table.total);
         if (step == 0) {
             const NonfiniteStep what = nonfinite_step(&stats, false);
-            const int64_t position = nonfinite_position(&t.table, &t.fsdp.plan, what.position);
+            const int64_t position = nonfinite_position(&t.table, &t.fsdp.plan.shard, what.position);
             const int64_t found = backward_position(backward_order(&t.table), position);
             CHECK(stats.control.nonfinite && what.magnitude == 0x7f800000u && found == bad,
                   "the first gradient that is not finite, in backward order, is found: nonfinite %u, element %lld, "

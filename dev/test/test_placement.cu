@@ -61,9 +61,9 @@ static int64_t own_scales(const Trainer *t, TensorRole role, TensorUsage copy, i
 static void list_state(const Trainer *t, Moments m) {
     const Linears *ln = &t->linears;
     const TensorScales *s = &ln->scales;
-    const int64_t n = t->fsdp.plan.total, tensors = tensor_count(t->d.L), scales = 3 * 4 * t->table.count;
+    const int64_t n = t->fsdp.plan.shard.total, tensors = tensor_count(t->d.L), scales = 3 * 4 * t->table.count;
     const bool fp32 = t->o->optimizer_state == MOMENTS_FP32, msamp = t->o->optimizer_state == MOMENTS_MSAMP;
-    needed_always(m, "weights", t->params.weights, 2 * weights_begin(&t->fsdp.plan, t->d.L));
+    needed_always(m, "weights", t->params.weights, 2 * weights_begin(&t->fsdp.plan.shard, t->d.L));
     needed_always(m, "fp32 master weights", t->params.master, 4 * n);
     needed_always(m, "FP16 master weights", t->params.scaled.master, 2 * n);
     needed_always(m, "AdamW's first moment", t->params.exp_avg, fp32 ? 4 * n : msamp ? n : 2 * n);
@@ -79,7 +79,7 @@ static void list_state(const Trainer *t, Moments m) {
     needed_always(m, "scales of states", t->params.scaled.scales, scales);
     needed_always(m, "new scales of states", t->params.scaled.new_scales, scales);
     needed_always(m, "amaxes of states", t->params.scaled.amaxes, scales);
-    needed_always(m, "factors of FP16 masters", t->fsdp.masters.factors,
+    needed_always(m, "factors of FP16 masters", t->fsdp.weights.masters.factors,
                   t->precision.casts_masters ? t->d.L * FP16_TENSORS * (int64_t)sizeof(Fp16Factors) : 0);
     needed_always(m, "amaxes", s->amax, t->d.L * s->amax_stride * 4);
     needed_always(m, "scales", s->scale_inv, tensors * 16);
@@ -89,9 +89,9 @@ static void list_state(const Trainer *t, Moments m) {
                   s->before ? tensor_scales_delayed_elements(s) * 4 : 0);
     needed_always(m, "audit", s->audit, s->audit ? audit_count(&t->precision) * (int64_t)sizeof(AuditSums) : 0);
     needed_always(m, "squares", t->step.squares, 8);
-    needed_always(m, "squares of blocks", t->step.block_squares, adamw_workspace_bytes(&t->table, &t->fsdp.plan));
-    if (t->fsdp.grad_clip > 0) {
-        const AdamwClip *clip = &t->fsdp.clip;
+    needed_always(m, "squares of blocks", t->step.block_squares, adamw_workspace_bytes(&t->table, &t->fsdp.plan.shard));
+    if (t->fsdp.clip.grad_clip > 0) {
+        const AdamwClip *clip = &t->fsdp.clip.adamw;
         needed_always(m, "workspace of units' squares", clip->workspace, ADAMW_NORM_BLOCKS * 8);
         needed_always(m, "squares of units", clip->squares, ADAMW_CLIP_SLOTS * 8);
         needed_always(m, "squares so far", clip->so_far, 8);
@@ -103,7 +103,7 @@ static void list_state(const Trainer *t, Moments m) {
     for (int i = 0; i < TOKEN_SLOTS; i++)
         needed_always(m, "tokens", t->batches.slots[i].device.inputs, batches_slot_bytes(&t->batches));
     needed("workspace of GEMMs", ln->gemm.workspace, GEMM_WORKSPACE_BYTES, 0, optimizer(m) - 1);
-    needed("workspace of the optimizer", ln->gemm.workspace, adamw_workspace_bytes(&t->table, &t->fsdp.plan),
+    needed("workspace of the optimizer", ln->gemm.workspace, adamw_workspace_bytes(&t->table, &t->fsdp.plan.shard),
            optimizer(m), optimizer(m));
     needed_always(m, "decoded operands of emulated GEMMs", ln->gemm.scratch, linears_emulation_elements(ln) * 2);
     needed_always(m, "alpha of emulated GEMMs", ln->gemm.alpha, 4);
@@ -113,60 +113,64 @@ static void list_state(const Trainer *t, Moments m) {
 // listed here only if the gradient is then cast, without a sum over micro-steps or ranks.
 static void list_fp8_gradients(const Trainer *t, Moments m) {
     const Fsdp *f = &t->fsdp;
-    const bool cast = f->gradients == FSDP_GRADIENTS_CAST;
-    const int64_t *root = f->plan.root_slices, vectors = f->plan.layer_slices[SEGMENT_VECTORS],
-                  matrices = f->plan.layer_slices[SEGMENT_MATRICES], before = segment_begin(root, SEGMENT_EMBEDDING);
+    const ShardPlan *shard = &f->plan.shard;
+    const FsdpGradients *g = &f->gradients;
+    const bool cast = f->plan.gradient_place == FSDP_GRADIENTS_CAST;
+    const int64_t *root = shard->root_slices, vectors = shard->layer_slices[SEGMENT_VECTORS],
+                  matrices = shard->layer_slices[SEGMENT_MATRICES], before = segment_begin(root, SEGMENT_EMBEDDING);
     const bf16 *sums = f->transport.sums;
     if (cast)
-        needed_in_backward(m, "gradient of a layer before it is cast", f->layer_grads[0], t->table.layer_size * 2);
-    CHECK(sums && !f->transport.sums_fp32 && f->fp8_sums.codes && f->layer_grads[0],
+        needed_in_backward(m, "gradient of a layer before it is cast", g->layer_buffer[0], t->table.layer_size * 2);
+    CHECK(sums && !f->transport.sums_fp32 && g->fp8_sums.codes && g->layer_buffer[0],
           "FP8 codes, bf16 gradients and the buffer of a layer have places, and fp32 sums have none");
     needed("gradient of the root", sums, before * 2, cast ? loss(m) : 0, optimizer(m));
     needed("gradient of the embedding", sums + before, root[SEGMENT_EMBEDDING] * 2,
            cast ? embedding_backward_moment(m) : 0, optimizer(m));
     for (int64_t l = 0; l < t->d.L; l++) {
         const int64_t from = cast ? backward(m, l) : 0;
-        needed("gradient of vectors", sums + shard_elements(&f->plan, ROOT) + l * vectors, vectors * 2, from,
+        needed("gradient of vectors", sums + shard_elements(shard, ROOT) + l * vectors, vectors * 2, from,
                optimizer(m));
-        needed("FP8 gradient of matrices", f->fp8_sums.codes + l * matrices, matrices, from, optimizer(m));
+        needed("FP8 gradient of matrices", g->fp8_sums.codes + l * matrices, matrices, from, optimizer(m));
     }
-    needed_always(m, "scales of gradients", f->fp8_sums.scale_inv, t->table.count * 4);
-    needed_always(m, "amaxes of gradients", f->fp8_sums.amaxes, t->table.count * 4);
+    needed_always(m, "scales of gradients", g->fp8_sums.scale_inv, t->table.count * 4);
+    needed_always(m, "amaxes of gradients", g->fp8_sums.amaxes, t->table.count * 4);
 }
 
 // Adds the memory in which FP8 gradients are reduced over ranks.
 static void list_fp8_reduction(const Fsdp *f, Moments m) {
-    if (!f->fp8_gradients || f->world == 1) return;
-    const int64_t slice = f->plan.layer_slices[SEGMENT_MATRICES], sharded = f->plan.shard_size > 1,
-                  codes = f->transport.reduce_dtype == REDUCE_FP8, entries = f->fp8_layout.entries,
-                  part = ceil_div(slice, f->replicas), sent = codes && sharded;
-    const int64_t received = max_i64(sharded ? (f->plan.shard_size - 1) * slice : 0, (f->replicas - 1) * part);
-    CHECK((f->fp8_received != NULL) == codes && (f->fp8_sent.codes != NULL) == sent &&
-              (f->fp8_reduced != NULL) == (!codes && f->replicas > 1),
+    const FsdpGradients *g = &f->gradients;
+    if (!f->plan.fp8_gradients || f->plan.world == 1) return;
+    const int64_t slice = f->plan.shard.layer_slices[SEGMENT_MATRICES], sharded = f->plan.shard.shard_size > 1,
+                  codes = f->transport.reduce_dtype == REDUCE_FP8, entries = g->fp8_layout.entries,
+                  part = ceil_div(slice, f->plan.replicas), sent = codes && sharded;
+    const int64_t received =
+        max_i64(sharded ? (f->plan.shard.shard_size - 1) * slice : 0, (f->plan.replicas - 1) * part);
+    CHECK((g->fp8_received != NULL) == codes && (g->fp8_sent.codes != NULL) == sent &&
+              (g->fp8_reduced != NULL) == (!codes && f->plan.replicas > 1),
           "the reduction of FP8 gradients has the buffers that it needs");
-    needed_always(m, "codes for other ranks", f->fp8_sent.codes, sent ? f->plan.shard_size * slice : 0);
-    needed_always(m, "scales of codes for other ranks", f->fp8_sent.scale_inv, sent ? entries * 4 : 0);
-    needed_always(m, "amaxes of codes for other ranks", f->fp8_sent.amaxes, sent ? entries * 4 : 0);
-    needed_always(m, "codes from other ranks", f->fp8_received, codes ? received : 0);
-    needed_always(m, "gradients while replicas sum them", f->fp8_reduced, f->fp8_reduced ? slice * 2 : 0);
+    needed_always(m, "codes for other ranks", g->fp8_sent.codes, sent ? f->plan.shard.shard_size * slice : 0);
+    needed_always(m, "scales of codes for other ranks", g->fp8_sent.scale_inv, sent ? entries * 4 : 0);
+    needed_always(m, "amaxes of codes for other ranks", g->fp8_sent.amaxes, sent ? entries * 4 : 0);
+    needed_always(m, "codes from other ranks", g->fp8_received, codes ? received : 0);
+    needed_always(m, "gradients while replicas sum them", g->fp8_reduced, g->fp8_reduced ? slice * 2 : 0);
 }
 
 // Adds the gradients. One that backward writes in place is needed from that moment on. Sums are needed always.
 static void list_gradients(const Trainer *t, Moments m) {
     const Fsdp *f = &t->fsdp;
     const int64_t *root = t->table.root_segments;
-    if (f->gradients == FSDP_GRADIENTS_BUFFERED) {  // the root's buffer holds the final norm's gradient
-        needed("gradient of the root before it is added to its sum", f->root_grads,
+    if (f->plan.gradient_place == FSDP_GRADIENTS_BUFFERED) {  // the root's buffer holds the final norm's gradient
+        needed("gradient of the root before it is added to its sum", f->gradients.root_buffer,
                segment_begin(root, SEGMENT_EMBEDDING) * 2, loss(m), final_norm_backward(m));
-        needed_in_backward(m, "gradient of a layer before it is added to its sum", f->layer_grads[0],
+        needed_in_backward(m, "gradient of a layer before it is added to its sum", f->gradients.layer_buffer[0],
                            t->table.layer_size * 2);
     }
-    if (f->fp8_gradients) return list_fp8_gradients(t, m);
-    if (f->gradients != FSDP_GRADIENTS_IN_PLACE) {
+    if (f->plan.fp8_gradients) return list_fp8_gradients(t, m);
+    if (f->plan.gradient_place != FSDP_GRADIENTS_IN_PLACE) {
         const bool fp32 = f->transport.fp32_sums;
         const bf16 *sums = f->transport.sums;
         const float *sums_fp32 = f->transport.sums_fp32;
-        const int64_t n = shard_begin(&f->plan, f->sum_layers);
+        const int64_t n = shard_begin(&f->plan.shard, f->plan.sum_layers);
         needed_always(m, "gradients", sums, sums ? n * 2 : 0);
         needed_always(m, "fp32 gradients", sums_fp32, fp32 ? n * 4 : 0);
         CHECK(fp32 ? sums_fp32 && !sums : sums && !sums_fp32,
@@ -180,46 +184,49 @@ static void list_gradients(const Trainer *t, Moments m) {
     needed("gradient of the embedding", embedding, root[SEGMENT_EMBEDDING] * 2, embedding_backward_moment(m),
            optimizer(m));
     // If layers take turns at few places, each place may be in use from backward of the last layer on.
-    for (int64_t l = 0; l < f->sum_layers; l++)
+    for (int64_t l = 0; l < f->plan.sum_layers; l++)
         needed("gradient of a layer", f->transport.sums + layer_offset(&t->table, l), t->table.layer_size * 2,
-               backward(m, f->sum_layers < t->d.L ? t->d.L - 1 : l), optimizer(m));
+               backward(m, f->plan.sum_layers < t->d.L ? t->d.L - 1 : l), optimizer(m));
 }
 
 static void list_fsdp(const Trainer *t, Moments m) {
     const Fsdp *f = &t->fsdp;
-    const int64_t matrices = fsdp_layer_matrices(f), rows = f->num_rowwise * matrices,
-                  cols = f->num_columnwise * matrices;
+    const ShardPlan *shard = &f->plan.shard;
+    const FsdpWeights *w = &f->weights;
+    const int64_t matrices = fsdp_layer_matrices(f), rows = w->num_rowwise * matrices,
+                  cols = w->num_columnwise * matrices;
     if (fsdp_casts_are_transient(f)) {
-        needed("rowwise data of a layer's weights", f->rowwise, rows, 0, m.L - 1);
-        if (f->recomputes_gemms) needed_in_backward(m, "rowwise data of a layer's weights", f->rowwise, rows);
-        needed_in_backward(m, "columnwise data of a layer's weights", f->columnwise, cols);
-        needed_by_layers(m, "scales of rowwise weights", f->rowwise_scales, f->num_rowwise * f->rowwise_scale_bytes);
-        needed_by_layers(m, "scales of columnwise weights", f->columnwise_scales,
-                         f->num_columnwise * f->columnwise_scale_bytes);
+        needed("rowwise data of a layer's weights", w->rowwise, rows, 0, m.L - 1);
+        if (f->plan.recomputes_gemms) needed_in_backward(m, "rowwise data of a layer's weights", w->rowwise, rows);
+        needed_in_backward(m, "columnwise data of a layer's weights", w->columnwise, cols);
+        needed_by_layers(m, "scales of rowwise weights", w->rowwise_scales, w->num_rowwise * w->rowwise_scale_bytes);
+        needed_by_layers(m, "scales of columnwise weights", w->columnwise_scales,
+                         w->num_columnwise * w->columnwise_scale_bytes);
     } else {
-        needed_always(m, "rowwise data of weights", f->rowwise, rows);
-        needed_always(m, "columnwise data of weights", f->columnwise, cols);
-        needed_always(m, "scales of rowwise weights", f->rowwise_scales, f->num_rowwise * f->rowwise_scale_bytes);
-        needed_always(m, "scales of columnwise weights", f->columnwise_scales,
-                      f->num_columnwise * f->columnwise_scale_bytes);
+        needed_always(m, "rowwise data of weights", w->rowwise, rows);
+        needed_always(m, "columnwise data of weights", w->columnwise, cols);
+        needed_always(m, "scales of rowwise weights", w->rowwise_scales, w->num_rowwise * w->rowwise_scale_bytes);
+        needed_always(m, "scales of columnwise weights", w->columnwise_scales,
+                      w->num_columnwise * w->columnwise_scale_bytes);
     }
-    needed_always(m, "sums in fp32", f->transport.staging, f->plan.shard_size * f->transport.staging_slice * 4);
+    needed_always(m, "sums in fp32", f->transport.staging, shard->shard_size * f->transport.staging_slice * 4);
     list_fp8_reduction(f, m);
     if (!fsdp_is_sharded(f)) return;
-    needed_always(m, "FP8 shard", f->shard_fp8, f->shard_fp8 ? t->d.L * f->plan.layer_slices[SEGMENT_MATRICES] : 0);
-    const int segments = f->embedding_is_transient ? SEGMENT_EMBEDDING : NUM_SEGMENTS;
-    const int64_t root = f->plan.shard_size * segment_begin(f->plan.root_slices, segments);
-    needed_always(m, "gathered root", f->root, root * 2);
-    needed_always(m, "gathered vectors", f->vectors, t->d.L * fsdp_layer_vectors(f) * 2);
-    needed_always(m, "gathered layers", f->slots, f->num_slots * matrices * fsdp_slot_element(f));
-    const int64_t embedding = f->embedding_is_transient ? f->plan.root_slices[SEGMENT_EMBEDDING] : 0;
-    const int64_t inputs = fsdp_input_ranks(f) > 1 ? f->input_elements : 0, layer = gathered_elements(&f->plan, 0);
+    needed_always(m, "FP8 shard", w->shard_fp8, w->shard_fp8 ? t->d.L * shard->layer_slices[SEGMENT_MATRICES] : 0);
+    const int segments = f->plan.embedding_is_transient ? SEGMENT_EMBEDDING : NUM_SEGMENTS;
+    const int64_t root = shard->shard_size * segment_begin(shard->root_slices, segments);
+    needed_always(m, "gathered root", w->root, root * 2);
+    needed_always(m, "gathered vectors", w->vectors, t->d.L * fsdp_layer_vectors(f) * 2);
+    needed_always(m, "gathered layers", w->slots, w->num_slots * matrices * fsdp_slot_element(f));
+    const int64_t embedding = f->plan.embedding_is_transient ? shard->root_slices[SEGMENT_EMBEDDING] : 0;
+    const int64_t inputs = fsdp_input_ranks(f) > 1 ? f->plan.input_elements : 0, layer = gathered_elements(shard, 0);
     const Transport *transport = &f->transport;
-    needed_always(m, "unreduced gradient of the root, or what shares its memory", f->root_grads,
-                  max_i64(fsdp_root_gradient(f), f->plan.shard_size * max_i64(embedding, inputs)) * 2);
-    needed_in_backward(m, "unreduced gradients of layers", f->layer_grads[0], FSDP_GRADIENT_BUFFERS * layer * 2);
+    needed_always(m, "unreduced gradient of the root, or what shares its memory", f->gradients.root_buffer,
+                  max_i64(fsdp_root_gradient(f), shard->shard_size * max_i64(embedding, inputs)) * 2);
+    needed_in_backward(m, "unreduced gradients of layers", f->gradients.layer_buffer[0],
+                       FSDP_GRADIENT_BUFFERS * layer * 2);
     needed_always(m, "received gradients", transport->received,
-                  (f->plan.shard_size - 1) * transport->received_slice * 2);
+                  (shard->shard_size - 1) * transport->received_slice * 2);
     needed_always(m, "arrivals", transport->arrivals, PEER_MAX_RANKS * 4);
 }
 

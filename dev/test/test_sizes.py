@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Tests limits that keep the code readable, in llmc/ and the trainers: lines of files (except train_fp8.c), lines of
-functions, fields of Trainer, lines of layer_forward.
+functions, fields of Trainer and of the structs of FSDP, lines of layer_forward.
 
 A function counts from the line of its opening brace to that of its closing brace. Kernels and __device__ functions have
 no limit. Prints everything above its limit. Ends with "N passed, N failed".
@@ -10,9 +10,11 @@ import re
 import sys
 import tempfile
 
-FILE_LINES, FUNCTION_LINES, LAYER_FORWARD_LINES, TRAINER_FIELDS = 550, 40, 20, 20
+FILE_LINES, FUNCTION_LINES, LAYER_FORWARD_LINES, FIELDS = 550, 40, 20, 20
 TRAINERS = ("train_fp8.c", "train_fp8.cu")
 LIMITS = {"train_fp8.cu": 1000, "llmc/shard/fsdp.cuh": 450}  # lines of files; FILE_LINES is for the others of llmc/
+FSDP_STRUCTS = ("FsdpPlan", "FsdpWeights", "FsdpGradients", "FsdpClip", "Fsdp")
+STRUCTS = {"llmc/shard/fsdp_plan.cuh": FSDP_STRUCTS, **{name: ("Trainer",) for name in TRAINERS}}  # with most FIELDS
 
 
 def functions(text):
@@ -49,9 +51,9 @@ def functions(text):
         yield match.group(1), i + 1, end - i + 1, bool(device)
 
 
-def trainer_fields(text):
-    """Returns the fields of the struct Trainer, or None if there is no such struct."""
-    match = re.search(r"typedef struct(?: \w+)? \{((?:(?!typedef struct).)*?)\n\} Trainer;", text, re.S)
+def struct_fields(text, struct):
+    """Returns the fields of a struct, or None if there is no such struct."""
+    match = re.search(rf"typedef struct(?: \w+)? \{{((?:(?!typedef struct).)*?)\n\}} {struct};", text, re.S)
     if not match:
         return None
     body = re.sub(r"//[^\n]*|/\*.*?\*/", "", match.group(1), flags=re.S)
@@ -72,13 +74,14 @@ def offenders(root):
         for function, line, lines, device in found:
             if lines > FUNCTION_LINES and not device:
                 yield f"{name}:{line}: {function}() has {lines} lines, above {FUNCTION_LINES}"
+        for struct in STRUCTS.get(name, ()):
+            fields = struct_fields(text, struct)
+            if fields is None:
+                yield f"{name}: no struct {struct}"
+            elif len(fields) > FIELDS:
+                yield f"{name}: {struct} has {len(fields)} fields, above {FIELDS}"
         if name not in TRAINERS:
             continue
-        fields = trainer_fields(text)
-        if fields is None:
-            yield f"{name}: no struct Trainer"
-        elif len(fields) > TRAINER_FIELDS:
-            yield f"{name}: Trainer has {len(fields)} fields, above {TRAINER_FIELDS}"
         layer_forward = [(line, lines) for function, line, lines, _ in found if function == "layer_forward"]
         if not layer_forward:
             yield f"{name}: no function layer_forward"
@@ -92,15 +95,24 @@ def function(head, lines):
     return head + " {\n" + "    x++;\n" * (lines - 2) + "}\n"
 
 
-def write_tree(root, trainer="", header="", fields=20, forward=20, lines=0, fsdp=0):
-    """Makes a tree whose sizes are at their limits, except for those given by the arguments."""
-    base = "typedef struct {\n" + "    int a, *b;  // c, d\n" * (fields // 2) + "    int e;\n" * (fields % 2)
-    base += "} Trainer;\n" + function("static void layer_forward(Trainer *t, int l)", forward) + trainer
+def struct(name, fields):
+    """Returns a struct of that many fields."""
+    body = "    int a, *b;  // c, d\n" * (fields // 2) + "    int e;\n" * (fields % 2)
+    return "typedef struct {\n" + body + f"}} {name};\n"
+
+
+def write_tree(root, trainer="", header="", fields=20, forward=20, lines=0, fsdp=0, without="", **fsdp_fields):
+    """Makes a tree whose sizes are at their limits, except for those given by the arguments. `without`: a struct of
+    FSDP that is missing. fsdp_fields: numbers of fields of structs of FSDP.
+    """
+    base = struct("Trainer", fields) + function("static void layer_forward(Trainer *t, int l)", forward) + trainer
     for folder in ("llmc/base", "llmc/shard"):
         (root / folder).mkdir(parents=True, exist_ok=True)
     (root / "train_fp8.c").write_text(base)
     (root / "train_fp8.cu").write_text(base + "//\n" * max(0, (lines or 1000) - base.count("\n")))
     (root / "llmc/shard/fsdp.cuh").write_text("//\n" * (fsdp or 450))
+    plan = "".join(struct(name, fsdp_fields.get(name, 20)) for name in FSDP_STRUCTS if name != without)
+    (root / "llmc/shard/fsdp_plan.cuh").write_text(plan)
     (root / "llmc/base/a.h").write_text(header + "//\n" * (550 - header.count("\n")))
 
 
@@ -125,7 +137,9 @@ def self_test():
         (dict(fields=21), [f"{name}: Trainer has 21 fields, above 20" for name in TRAINERS]),
         (dict(forward=21), [f"{name}:13: layer_forward() has 21 lines, above 20" for name in TRAINERS]),
         (dict(trainer=main_43), [f"{name}:33: main() has 43 lines, above 40" for name in TRAINERS]),
+        (dict(without="FsdpClip"), ["llmc/shard/fsdp_plan.cuh: no struct FsdpClip"]),
     ]
+    planted += [({name: 21}, [f"llmc/shard/fsdp_plan.cuh: {name} has 21 fields, above 20"]) for name in FSDP_STRUCTS]
     for number, (arguments, expected) in enumerate(planted):
         with tempfile.TemporaryDirectory() as folder:
             root = pathlib.Path(folder)

@@ -65,7 +65,7 @@ static inline double gpu_links_collective(void *context, LinkCollective c, int64
         if (c == LINK_REDUCE) fsdp_reduce_scatter(g->f, 0);
         if (c == LINK_REPLICAS) fsdp_reduce_replicas(g->f, 0, true);
         if (c != LINK_GATHER) continue;
-        fsdp_invalidate(g->f);
+        fsdp_invalidate(&g->f->weights);
         fsdp_prefetch(g->f, 0);
     }
     CUDA_CHECK(cudaEventRecord(g->end, stream));
@@ -168,7 +168,7 @@ static inline double gpu_links_gemm(const GpuLinks *g) {
     CUDA_LAUNCH(auto_filter_fill_kernel, 8 * device_sm_count(), 256, 0, stream, a, 2 * n * n, rng_key(1, 0));
     const QTensor w = qtensor_bf16(a), x = qtensor_bf16(b);
     GemmPlan p = gemm_describe("--check-links", GEMM_FPROP, n, n, n,
-                               gemm_spec(g->f->precision, recipe_row(RECIPE_BF16), GEMM_FPROP), false);
+                               gemm_spec(g->f->plan.precision, recipe_row(RECIPE_BF16), GEMM_FPROP), false);
     gemm_choose(g->gemm, &p, d, &w, &x, NULL);
     for (int i = 0; i < 2 * GPU_LINKS_GEMM_RUNS; i++) {  // the first half warms the GPU up
         if (i == GPU_LINKS_GEMM_RUNS) CUDA_CHECK(cudaEventRecord(g->begin, stream));
@@ -197,7 +197,7 @@ static inline LinkGpu gpu_links_gpu(void *context) {
 // LinkOps.close
 static inline void gpu_links_close(void *context) {
     GpuLinks *g = (GpuLinks *)context;
-    fsdp_invalidate(g->f);
+    fsdp_invalidate(&g->f->weights);
     if (g->pairs_open) nccl_close(&g->pairs);
     CUDA_CHECK(cudaEventDestroy(g->begin));
     CUDA_CHECK(cudaEventDestroy(g->end));
@@ -242,12 +242,12 @@ static inline LinkOps gpu_links(Fsdp *f, const Comm *c, const Gemm *gemm) {
     ops.open_pairs = gpu_links_open_pairs, ops.gpu = gpu_links_gpu, ops.close = gpu_links_close;
     if (fsdp_is_sharded(f)) {
         ops.bytes[LINK_GATHER] = (double)(fsdp_layer_matrices(f) * (fsdp_gathers_fp8(f, 0) ? 1 : 2));
-        ops.bytes[LINK_REDUCE] = (double)(gathered_elements(&f->plan, 0) * (fp32 && !engines ? 4 : 2)) -
+        ops.bytes[LINK_REDUCE] = (double)(gathered_elements(&f->plan.shard, 0) * (fp32 && !engines ? 4 : 2)) -
                                  (codes ? (double)fsdp_layer_matrices(f) : 0);
     }
-    if (f->replicas > 1)
-        ops.bytes[LINK_REPLICAS] = (double)(shard_elements(&f->plan, 0) * (fp32 || t->fp32_sums ? 4 : 2)) -
-                                   (codes ? (double)f->fp8_layout.matrices : 0);
+    if (f->plan.replicas > 1)
+        ops.bytes[LINK_REPLICAS] = (double)(shard_elements(&f->plan.shard, 0) * (fp32 || t->fp32_sums ? 4 : 2)) -
+                                   (codes ? (double)f->gradients.fp8_layout.matrices : 0);
     return ops;
 }
 

@@ -56,36 +56,39 @@
 // Creation
 
 // Invalidates all gathered and cast weights.
-static inline void fsdp_invalidate(Fsdp *f) {
-    for (int64_t i = 0; i < f->num_slots; i++) f->slot[i].layer = NO_LAYER;
-    for (int64_t i = 0; i < f->num_rowwise; i++) f->rowwise_layer[i] = NO_LAYER;
-    for (int64_t i = 0; i < f->num_columnwise; i++) f->columnwise_layer[i] = NO_LAYER;
+static inline void fsdp_invalidate(FsdpWeights *w) {
+    for (int64_t i = 0; i < w->num_slots; i++) w->slot[i].layer = NO_LAYER;
+    for (int64_t i = 0; i < w->num_rowwise; i++) w->rowwise_layer[i] = NO_LAYER;
+    for (int64_t i = 0; i < w->num_columnwise; i++) w->columnwise_layer[i] = NO_LAYER;
 }
 
 // Sets f->in to *in and creates the transport and the events. Call it after fsdp_place.
 static inline void fsdp_create(Fsdp *f, const FsdpInputs *in) {
+    FsdpWeights *w = &f->weights;
     f->in = *in;
-    if (f->precision->casts_masters) fsdp_find_masters(f);
+    if (f->plan.precision->casts_masters) fsdp_find_masters(f);
     transport_create(&f->transport, in->nccl, in->log);
-    fsdp_invalidate(f);
-    for (int i = 0; in->nccl && i < 1 + FSDP_GRADIENT_BUFFERS; i++) event_create(&f->reduced[i]);
-    for (int i = 0; in->nccl && i < FSDP_GRADIENT_BUFFERS; i++) event_create(&f->summed[i]);
-    for (int64_t i = 0; in->nccl && i < f->num_slots; i++)
-        event_create(&f->slot[i].arrived), event_create(&f->slot[i].released);
+    fsdp_invalidate(w);
+    for (int i = 0; in->nccl && i < 1 + FSDP_GRADIENT_BUFFERS; i++) event_create(&f->gradients.reduced[i]);
+    for (int i = 0; in->nccl && i < FSDP_GRADIENT_BUFFERS; i++) event_create(&f->gradients.summed[i]);
+    for (int64_t i = 0; in->nccl && i < w->num_slots; i++)
+        event_create(&w->slot[i].arrived), event_create(&w->slot[i].released);
 }
 
 static inline void fsdp_destroy(Fsdp *f) {
-    for (int i = 0; f->in.nccl && i < 1 + FSDP_GRADIENT_BUFFERS; i++) CUDA_CHECK(cudaEventDestroy(f->reduced[i]));
-    for (int i = 0; f->in.nccl && i < FSDP_GRADIENT_BUFFERS; i++) CUDA_CHECK(cudaEventDestroy(f->summed[i]));
-    for (int64_t i = 0; f->in.nccl && i < f->num_slots; i++) {
-        CUDA_CHECK(cudaEventDestroy(f->slot[i].arrived));
-        CUDA_CHECK(cudaEventDestroy(f->slot[i].released));
+    const FsdpWeights *w = &f->weights;
+    const FsdpGradients *g = &f->gradients;
+    for (int i = 0; f->in.nccl && i < 1 + FSDP_GRADIENT_BUFFERS; i++) CUDA_CHECK(cudaEventDestroy(g->reduced[i]));
+    for (int i = 0; f->in.nccl && i < FSDP_GRADIENT_BUFFERS; i++) CUDA_CHECK(cudaEventDestroy(g->summed[i]));
+    for (int64_t i = 0; f->in.nccl && i < w->num_slots; i++) {
+        CUDA_CHECK(cudaEventDestroy(w->slot[i].arrived));
+        CUDA_CHECK(cudaEventDestroy(w->slot[i].released));
     }
     transport_destroy(&f->transport);
-    free(f->slot);
-    free(f->amaxes_known);
-    free(f->rowwise_layer);
-    free(f->columnwise_layer);
+    free(w->slot);
+    free(w->amaxes_known);
+    free(w->rowwise_layer);
+    free(w->columnwise_layer);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -101,10 +104,11 @@ static inline void fsdp_begin_step(Fsdp *f, int64_t step) {
 // round sums, so that rounding errors are independent. The embedding's gradient has its own bits too: a tied lm_head's
 // gradient is added to the same sums.
 static inline void fsdp_begin_micro_step(Fsdp *f, int64_t micro) {
-    const int64_t part = 2 * (micro * f->replicas + f->replica);
-    f->sum.add = f->sum.stochastic = micro > 0;
-    f->sum.key = gradient_sum_key(f->rounding_seed, f->step, part);
-    f->embedding_key = gradient_sum_key(f->rounding_seed, f->step, part + 1);
+    FsdpGradients *g = &f->gradients;
+    const int64_t part = 2 * (micro * f->plan.replicas + f->plan.replica);
+    g->sum.add = g->sum.stochastic = micro > 0;
+    g->sum.key = gradient_sum_key(f->plan.rounding_seed, f->step, part);
+    g->embedding_key = gradient_sum_key(f->plan.rounding_seed, f->step, part + 1);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -113,22 +117,22 @@ static inline void fsdp_begin_micro_step(Fsdp *f, int64_t micro) {
 // True if layer l's rowwise data is still valid from an earlier pass and replaces a gather of its bf16 weights: forward
 // reads it, and backward transposes it. Only with one scale per tensor and without FP8 all-gather.
 static inline bool fsdp_rowwise_is_cached(const Fsdp *f, int64_t l) {
-    return fsdp_tensor_scales(f) && f->weights != FSDP_WEIGHTS_GATHER_FP8 && precision_layer_is_fp8(f->precision, l) &&
-           f->rowwise_layer[l % f->num_rowwise] == l;
+    return fsdp_tensor_scales(f) && f->plan.weight_source != FSDP_WEIGHTS_GATHER_FP8 &&
+           precision_layer_is_fp8(f->plan.precision, l) && f->weights.rowwise_layer[l % f->weights.num_rowwise] == l;
 }
 
 // With sharding: starts the gather of layer l, unless that has been started before, the layer needs no gather
 // (fsdp_rowwise_is_cached), or l is no layer. Call it before the work that is to overlap with the gather.
 static inline void fsdp_prefetch(Fsdp *f, int64_t l) {
-    if (!fsdp_is_sharded(f) || l < 0 || l >= f->table->num_layers || fsdp_rowwise_is_cached(f, l)) return;
-    const int64_t index = l % f->num_slots, slice = f->plan.layer_slices[SEGMENT_MATRICES];
+    if (!fsdp_is_sharded(f) || l < 0 || l >= f->plan.table->num_layers || fsdp_rowwise_is_cached(f, l)) return;
+    const int64_t index = l % f->weights.num_slots, slice = f->plan.shard.layer_slices[SEGMENT_MATRICES];
     const bool fp8 = fsdp_gathers_fp8(f, l);
     const cudaStream_t stream = f->transport.nccl->stream;
-    FsdpSlot *slot = &f->slot[index];
+    FsdpSlot *slot = &f->weights.slot[index];
     if (slot->layer == l) return;
     CUDA_CHECK(cudaStreamWaitEvent(stream, slot->released, 0));
-    const void *part =
-        fp8 ? (void *)(f->shard_fp8 + l * slice) : (void *)(f->in.weights + fsdp_segment(f, l, SEGMENT_MATRICES).shard);
+    const void *part = fp8 ? (void *)(f->weights.shard_fp8 + l * slice)
+                           : (void *)(f->in.weights + fsdp_segment(f, l, SEGMENT_MATRICES).shard);
     transport_begin_gather(&f->transport, "all-gather of the weights", l);
     transport_gather(&f->transport, part, fsdp_slot_data(f, index), slice, fp8 ? ncclUint8 : ncclBfloat16);
     transport_end_gather(&f->transport);
@@ -139,18 +143,19 @@ static inline void fsdp_prefetch(Fsdp *f, int64_t l) {
 // Casts the FP8 weights that a pass reads in layer l, unless they are valid. With one scale per tensor, a sharded
 // layer's columnwise data is transposed from rowwise data, since backward may not have the bf16 weights.
 static inline void fsdp_make_casts(Fsdp *f, int64_t l, bool backward) {
+    FsdpWeights *w = &f->weights;
     const bool transposes = fsdp_is_sharded(f) && fsdp_tensor_scales(f), in_slot = fsdp_gathers_fp8(f, l);
-    const bool reads_rowwise = !backward || transposes || f->recomputes_gemms;
-    const bool rowwise = !in_slot && reads_rowwise && f->rowwise_layer[l % f->num_rowwise] != l;
-    const bool columnwise = backward && f->columnwise_layer[l % f->num_columnwise] != l;
+    const bool reads_rowwise = !backward || transposes || f->plan.recomputes_gemms;
+    const bool rowwise = !in_slot && reads_rowwise && w->rowwise_layer[l % w->num_rowwise] != l;
+    const bool columnwise = backward && w->columnwise_layer[l % w->num_columnwise] != l;
     if (rowwise || (columnwise && !transposes)) fsdp_cast(f, l, rowwise, columnwise && !transposes);
     for (int id = 0; columnwise && transposes && id < NUM_LINEARS; id++) {
-        const LinearShape *s = &f->precision->linear[id];
-        const QTensor w = fsdp_weight(f, l, (LinearId)id);
-        if (w.fp8) fp8_transpose(w.columnwise, w.rowwise, s->N, s->K, f->transport.compute);
+        const LinearShape *s = &f->plan.precision->linear[id];
+        const QTensor weight = fsdp_weight(f, l, (LinearId)id);
+        if (weight.fp8) fp8_transpose(weight.columnwise, weight.rowwise, s->N, s->K, f->transport.compute);
     }
-    if (rowwise) f->rowwise_layer[l % f->num_rowwise] = l;
-    if (columnwise) f->columnwise_layer[l % f->num_columnwise] = l;
+    if (rowwise) w->rowwise_layer[l % w->num_rowwise] = l;
+    if (columnwise) w->columnwise_layer[l % w->num_columnwise] = l;
 }
 
 // Makes the compute stream wait for layer l's weights, and makes the FP8 casts that the pass reads. Work enqueued
@@ -159,16 +164,17 @@ static inline void fsdp_make_casts(Fsdp *f, int64_t l, bool backward) {
 static inline void fsdp_unshard(Fsdp *f, int64_t l, bool backward) {
     if (fsdp_is_sharded(f) && !fsdp_rowwise_is_cached(f, l)) {
         fsdp_prefetch(f, l);
-        compute_waits_event(&f->transport, f->slot[l % f->num_slots].arrived);
+        compute_waits_event(&f->transport, f->weights.slot[l % f->weights.num_slots].arrived);
     }
-    if (f->precision->any_fp8 && f->weights != FSDP_WEIGHTS_CACHED) fsdp_make_casts(f, l, backward);
+    if (f->plan.precision->any_fp8 && f->plan.weight_source != FSDP_WEIGHTS_CACHED) fsdp_make_casts(f, l, backward);
 }
 
 // Allows the memory of the layer's weights to be reused. Call it after enqueuing their last reader in this pass.
 static inline void fsdp_reshard(Fsdp *f, int64_t l) {
     if (f->in.nccl) nccl_watch(f->in.nccl);  // a pass may be long and enqueue no collective
-    if (fsdp_casts_are_transient(f)) fsdp_invalidate(f);
-    if (fsdp_is_sharded(f)) CUDA_CHECK(cudaEventRecord(f->slot[l % f->num_slots].released, f->transport.compute));
+    if (fsdp_casts_are_transient(f)) fsdp_invalidate(&f->weights);
+    if (fsdp_is_sharded(f))
+        CUDA_CHECK(cudaEventRecord(f->weights.slot[l % f->weights.num_slots].released, f->transport.compute));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -194,10 +200,10 @@ static inline void fsdp_publish_root(Fsdp *f) {
 
 static inline void fsdp_gather_vectors(Fsdp *f) {
     nccl_begin(f->in.nccl, "all-gather of norms and biases", NO_LAYER);
-    for (int64_t l = 0; l < f->table->num_layers; l++) {
+    for (int64_t l = 0; l < f->plan.table->num_layers; l++) {
         const ShardSegment g = fsdp_segment(f, l, SEGMENT_VECTORS);
-        bf16 *to = f->vectors + l * fsdp_layer_vectors(f);
-        nccl_all_gather(f->in.nccl, COMM_SHARD, f->in.weights + weights_place(&f->plan, l, g.shard), to, g.slice,
+        bf16 *to = f->weights.vectors + l * fsdp_layer_vectors(f);
+        nccl_all_gather(f->in.nccl, COMM_SHARD, f->in.weights + weights_place(&f->plan.shard, l, g.shard), to, g.slice,
                         ncclBfloat16);
     }
     nccl_end(f->in.nccl);
@@ -208,8 +214,8 @@ static inline void fsdp_reduce_amaxes(Fsdp *f, CommGroup group) {
     if (!f->in.nccl || (group == COMM_SHARD && !fsdp_is_sharded(f))) return;
     comm_waits_compute(&f->transport);
     nccl_begin(f->in.nccl, "all-reduce of the amaxes", NO_LAYER);
-    nccl_all_reduce(f->in.nccl, group, f->in.scales->amax, f->table->num_layers * f->in.scales->amax_stride, ncclUint32,
-                    ncclMax);
+    nccl_all_reduce(f->in.nccl, group, f->in.scales->amax, f->plan.table->num_layers * f->in.scales->amax_stride,
+                    ncclUint32, ncclMax);
     nccl_end(f->in.nccl);
     compute_waits_comm(&f->transport);
 }
@@ -217,16 +223,16 @@ static inline void fsdp_reduce_amaxes(Fsdp *f, CommGroup group) {
 // Makes all later work read the new weights of the layers, whose shards have changed. If fsdp_tensor_scales, in.scales
 // must hold the amaxes of this rank's part of each weight; else the amaxes of the weights must be zero there.
 static inline void fsdp_publish_layers(Fsdp *f) {
-    const int64_t L = f->table->num_layers;
+    const int64_t L = f->plan.table->num_layers;
     if (fsdp_tensor_scales(f)) fsdp_reduce_amaxes(f, COMM_SHARD);
     tensor_scales_begin_weights(f->in.scales);
-    if (f->precision->casts_masters)
-        fp16_factors(&f->masters, L, f->in.masters->scales + MSAMP_MASTER * f->in.masters->tensors, f->in.scales->amax,
-                     f->in.scales->scale_inv, TENSORS_PER_LAYER, f->transport.compute);
-    fsdp_invalidate(f);
-    memset(f->amaxes_known, 0, (size_t)L * sizeof *f->amaxes_known);
-    if (f->weights == FSDP_WEIGHTS_GATHER_FP8) fsdp_cast_shard(f);
-    if (f->weights == FSDP_WEIGHTS_CACHED && f->precision->any_fp8)
+    if (f->plan.precision->casts_masters)
+        fp16_factors(&f->weights.masters, L, f->in.masters->scales + MSAMP_MASTER * f->in.masters->tensors,
+                     f->in.scales->amax, f->in.scales->scale_inv, TENSORS_PER_LAYER, f->transport.compute);
+    fsdp_invalidate(&f->weights);
+    memset(f->weights.amaxes_known, 0, (size_t)L * sizeof *f->weights.amaxes_known);
+    if (f->plan.weight_source == FSDP_WEIGHTS_GATHER_FP8) fsdp_cast_shard(f);
+    if (f->plan.weight_source == FSDP_WEIGHTS_CACHED && f->plan.precision->any_fp8)
         for (int64_t l = 0; l < L; l++) fsdp_cast(f, l, true, true);
     if (!fsdp_is_sharded(f)) return;
     comm_waits_compute(&f->transport);
@@ -241,38 +247,42 @@ static inline int fsdp_gradient_buffer(int64_t l) { return l == ROOT ? 0 : 1 + (
 
 // True if backward of this micro-step writes unit l's gradient directly into the gradient array.
 static inline bool fsdp_in_place(const Fsdp *f, int64_t l) {
-    return !fsdp_is_sharded(f) && !f->transport.fp32_sums && !f->sum.add && (l == ROOT || !f->fp8_gradients);
+    return !fsdp_is_sharded(f) && !f->transport.fp32_sums && !f->gradients.sum.add &&
+           (l == ROOT || !f->plan.fp8_gradients);
 }
 
 // Returns views of the memory in which unit l's gradient is computed.
 static inline FsdpUnit fsdp_gradients(const Fsdp *f, int64_t l) {
     if (fsdp_in_place(f, l)) return fsdp_unit(f, f->transport.sums + fsdp_sums_begin(f, l), l, false);
-    FsdpUnit u = fsdp_unit(f, l == ROOT ? f->root_grads : f->layer_grads[l % FSDP_GRADIENT_BUFFERS], l, true);
+    bf16 *buffer = l == ROOT ? f->gradients.root_buffer : f->gradients.layer_buffer[l % FSDP_GRADIENT_BUFFERS];
+    FsdpUnit u = fsdp_unit(f, buffer, l, true);
     if (fsdp_embedding_joins(f)) u.embedding = NULL;
     return u;
 }
 
 // Returns how this micro-step's gradients are added to this rank's slice of segment g.
 static inline GradientSum fsdp_sum_of(const Fsdp *f, ShardSegment g) {
-    GradientSum s = f->sum;
-    s.flat = g.flat + f->plan.shard_rank * g.slice;
+    GradientSum s = f->gradients.sum;
+    s.flat = g.flat + f->plan.shard.shard_rank * g.slice;
     return s;
 }
 
 // Returns how the embedding's gradient is added to this rank's sums (fsdp_embedding_joins).
 static inline GradientSum fsdp_embedding_sum(const Fsdp *f) {
-    GradientSum s = fsdp_sum_of(f, fsdp_segment(f, ROOT, embedding_segment(f->table)));
-    s.key = f->embedding_key;
+    GradientSum s = fsdp_sum_of(f, fsdp_segment(f, ROOT, embedding_segment(f->plan.table)));
+    s.key = f->gradients.embedding_key;
     return s;
 }
 
 // Zeroes the padding between and after a unit's vectors, and after its matrices: it is reduced with them. Matrices have
 // none between them.
 static inline void fsdp_zero_padding(Fsdp *f, int64_t l) {
+    const FsdpPlan *plan = &f->plan;
     const FsdpUnit g = fsdp_gradients(f, l);
-    const int64_t *elements = l == ROOT ? f->root_elements : f->layer_elements, *slices = slice_sizes(&f->plan, l);
-    const int64_t vectors = f->plan.shard_size * slices[SEGMENT_VECTORS], matrices = elements[SEGMENT_MATRICES],
-                  padding = f->plan.shard_size * slices[SEGMENT_MATRICES] - matrices;
+    const int64_t *elements = l == ROOT ? plan->root_elements : plan->layer_elements,
+                  *slices = slice_sizes(&plan->shard, l);
+    const int64_t vectors = plan->shard.shard_size * slices[SEGMENT_VECTORS], matrices = elements[SEGMENT_MATRICES],
+                  padding = plan->shard.shard_size * slices[SEGMENT_MATRICES] - matrices;
     if (vectors > elements[SEGMENT_VECTORS])
         CUDA_CHECK(cudaMemsetAsync(g.vectors, 0, (size_t)vectors * sizeof(bf16), f->transport.compute));
     if (padding)
@@ -286,24 +296,26 @@ static inline void fsdp_zero_padding(Fsdp *f, int64_t l) {
 static inline void fsdp_begin_gradients(Fsdp *f, int64_t l) {
     const int buffer = fsdp_gradient_buffer(l);
     for (int i = 0; fsdp_is_sharded(f) && i < 1 + FSDP_GRADIENT_BUFFERS; i++)
-        if (l == ROOT || i == buffer) compute_waits_event(&f->transport, f->reduced[i]);
+        if (l == ROOT || i == buffer) compute_waits_event(&f->transport, f->gradients.reduced[i]);
     fsdp_zero_padding(f, l);
 }
 
 // Without sharding: adds a unit's gradient to the sums, unless it was computed there; the first micro-step stores it
 // there instead. Leaves out the embedding's gradient, which fsdp_embedding_join adds. Returns the bytes moved.
 static inline int64_t fsdp_join(Fsdp *f, int64_t l) {
+    const FsdpGradients *g = &f->gradients;
     if (fsdp_in_place(f, l)) return 0;
-    const bool fp8 = f->fp8_gradients && l != ROOT;
-    const int64_t n = fp8 ? f->fp8_layout.vectors : segment_begin(slice_sizes(&f->plan, l), fsdp_reduced_segments(f));
-    const bf16 *from = l == ROOT ? f->root_grads : f->layer_grads[0];
-    GradientSum how = f->sum;
-    how.flat = shard_begin(&f->plan, l);
+    const bool fp8 = f->plan.fp8_gradients && l != ROOT;
+    const int64_t n =
+        fp8 ? g->fp8_layout.vectors : segment_begin(slice_sizes(&f->plan.shard, l), fsdp_reduced_segments(f));
+    const bf16 *from = l == ROOT ? g->root_buffer : g->layer_buffer[0];
+    GradientSum how = g->sum;
+    how.flat = shard_begin(&f->plan.shard, l);
     transport_add_computed(&f->transport, fsdp_sums_begin(f, l), from, n, how);
     const int64_t bytes = n * (2 + (how.add + 1) * (f->transport.fp32_sums ? 4 : 2));
     if (!fp8) return bytes;
     how.flat += n;
-    return bytes + gradient_fp8_join(f->fp8_sums, &f->fp8_layout, l, from + n, how, f->transport.compute);
+    return bytes + gradient_fp8_join(g->fp8_sums, &g->fp8_layout, l, from + n, how, f->transport.compute);
 }
 
 // Reduce-scatters the unit's gradient of this micro-step and adds the result to the sums of earlier micro-steps.
@@ -316,15 +328,15 @@ static inline int64_t fsdp_reduce_scatter(Fsdp *f, int64_t l) {
     TransportSegment segments[NUM_SEGMENTS];
     for (int k = 0; k < NUM_SEGMENTS; k++) {
         const ShardSegment g = fsdp_segment(f, l, k);
-        const int64_t at = fsdp_sums_begin(f, l) + g.shard - shard_begin(&f->plan, l);
+        const int64_t at = fsdp_sums_begin(f, l) + g.shard - shard_begin(&f->plan.shard, l);
         const TransportSegment s = {from[k], g.slice, at, fsdp_sum_of(f, g)};
         segments[k] = s;
     }
-    const bool fp8 = f->fp8_gradients && l != ROOT;
+    const bool fp8 = f->plan.fp8_gradients && l != ROOT;
     comm_waits_compute(&f->transport);
     transport_reduce_scatter(&f->transport, segments, fp8 ? SEGMENT_MATRICES : fsdp_reduced_segments(f), l);
     if (fp8) fsdp_reduce_scatter_fp8(f, l, full.matrices, segments[SEGMENT_MATRICES].how);
-    CUDA_CHECK(cudaEventRecord(f->reduced[fsdp_gradient_buffer(l)], f->transport.nccl->stream));
+    CUDA_CHECK(cudaEventRecord(f->gradients.reduced[fsdp_gradient_buffer(l)], f->transport.nccl->stream));
     return 0;
 }
 
@@ -332,24 +344,24 @@ static inline int64_t fsdp_reduce_scatter(Fsdp *f, int64_t l) {
 // in the backward pass, records the event that fsdp_await_sums waits for. With grad_clip, the communication stream sums
 // the layer's squares before the event, so that AdamW needs no other wait.
 static inline void fsdp_complete_sums(Fsdp *f, int64_t l) {
-    if (!f->in.nccl || l == ROOT || !f->optimizer_in_backward) return;
-    if (f->grad_clip > 0) fsdp_sum_squares(f, l, f->transport.nccl->stream);
-    CUDA_CHECK(cudaEventRecord(f->summed[l % f->sum_layers], f->transport.nccl->stream));
+    if (!f->in.nccl || l == ROOT || !f->plan.optimizer_in_backward) return;
+    if (f->clip.grad_clip > 0) fsdp_sum_squares(f, l, f->transport.nccl->stream);
+    CUDA_CHECK(cudaEventRecord(f->gradients.summed[l % f->plan.sum_layers], f->transport.nccl->stream));
 }
 
 // With optimizer_in_backward: makes the compute stream wait until this rank's sums of layer l are those over all ranks.
 static inline void fsdp_await_sums(Fsdp *f, int64_t l) {
-    if (f->in.nccl) compute_waits_event(&f->transport, f->summed[l % f->sum_layers]);
+    if (f->in.nccl) compute_waits_event(&f->transport, f->gradients.summed[l % f->plan.sum_layers]);
 }
 
 // All-reduces this rank's part of a unit's gradient over replicas if this is the `last` micro-step. After
 // compute_waits_comm, or fsdp_await_sums, that part is the sum over all ranks.
 static inline void fsdp_reduce_replicas(Fsdp *f, int64_t l, bool last) {
     if (!f->in.nccl || !last) return;
-    if (f->replicas > 1) {
+    if (f->plan.replicas > 1) {
         comm_waits_compute(&f->transport);
-        const bool fp8 = f->fp8_gradients && l != ROOT;
-        const int64_t n = fp8 ? f->fp8_layout.vectors : shard_elements(&f->plan, l);
+        const bool fp8 = f->plan.fp8_gradients && l != ROOT;
+        const int64_t n = fp8 ? f->gradients.fp8_layout.vectors : shard_elements(&f->plan.shard, l);
         transport_all_reduce(&f->transport, COMM_REPLICAS, fsdp_sums_begin(f, l), n, l);
         if (fp8) fsdp_reduce_replicas_fp8(f, l);
     }
@@ -361,14 +373,14 @@ static inline void fsdp_reduce_replicas(Fsdp *f, int64_t l, bool last) {
 // reduction of the root's gradient, so later work may overwrite dx and add to the root's sums. Every rank's dx is
 // complete before the gather: it was complete at the last fsdp_reduce_scatter, which waits for all ranks.
 static inline const bf16 *fsdp_gather_input_gradients(Fsdp *f, const bf16 *dx) {
-    if (f->embedding != FSDP_EMBEDDING_FROM_INPUTS) return dx;
+    if (f->plan.embedding != FSDP_EMBEDDING_FROM_INPUTS) return dx;
     comm_waits_compute(&f->transport);
     transport_begin_gather(&f->transport, "all-gather of the embedding's output gradients", NO_LAYER);
-    transport_gather(&f->transport, dx, f->root_grads, f->input_elements, ncclBfloat16);
+    transport_gather(&f->transport, dx, f->gradients.root_buffer, f->plan.input_elements, ncclBfloat16);
     transport_gather_barrier(&f->transport);  // waits until all ranks have read dx
     transport_end_gather(&f->transport);
     compute_waits_comm(&f->transport);
-    return f->root_grads;
+    return f->gradients.root_buffer;
 }
 
 #endif

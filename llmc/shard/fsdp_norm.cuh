@@ -18,10 +18,10 @@ static inline void fsdp_reduce_step_stats(Fsdp *f, float *loss, double *squares)
 
 // Returns how often each gradient is counted in the sum of squares: with sharding, that sum is over all ranks, and each
 // replica counts the gradient once.
-static inline int64_t fsdp_times_counted(const Fsdp *f) { return fsdp_is_sharded(f) ? f->replicas : 1; }
+static inline int64_t fsdp_times_counted(const Fsdp *f) { return fsdp_is_sharded(f) ? f->plan.replicas : 1; }
 
 // Returns the slot of unit l's sum of squares.
-static inline int64_t fsdp_clip_slot(const Fsdp *f, int64_t l) { return l == ROOT ? 0 : l % f->sum_layers; }
+static inline int64_t fsdp_clip_slot(const Fsdp *f, int64_t l) { return l == ROOT ? 0 : l % f->plan.sum_layers; }
 
 // Only with grad_clip: computes the sum of squares of unit l's gradients, which must be complete in `stream`. If
 // gradients are sharded, sums it over all ranks; `stream` must then be the communication stream. Returns the bytes that
@@ -29,11 +29,12 @@ static inline int64_t fsdp_clip_slot(const Fsdp *f, int64_t l) { return l == ROO
 static inline int64_t fsdp_sum_squares(Fsdp *f, int64_t l, cudaStream_t stream) {
     const Transport *t = &f->transport;
     const int64_t at = fsdp_sums_begin(f, l);
-    double *squares = &f->clip.squares[fsdp_clip_slot(f, l)];
+    double *squares = &f->clip.adamw.squares[fsdp_clip_slot(f, l)];
     AdamwGradients sums = {};
     if (t->fp32_sums) sums.fp32_data = t->sums_fp32 + at;
     else sums.bf16_data = t->sums + at;
-    const int64_t bytes = adamw_squares(squares, sums, shard_elements(&f->plan, l), f->clip.workspace, stream);
+    const int64_t bytes =
+        adamw_squares(squares, sums, shard_elements(&f->plan.shard, l), f->clip.adamw.workspace, stream);
     if (!fsdp_is_sharded(f)) return bytes;
     nccl_begin(f->in.nccl, "all-reduce of a unit's gradient norm", l);
     nccl_all_reduce(f->in.nccl, COMM_WORLD, squares, 1, ncclFloat64, ncclSum);
@@ -54,8 +55,8 @@ static inline int64_t fsdp_clip_unit(Fsdp *f, AdamwControl *control, int64_t l) 
         fsdp_sum_squares(f, l, t->nccl->stream);
         compute_waits_comm(t);
     }
-    adamw_clip(control, &f->clip, l, fsdp_clip_slot(f, l), l == f->table->num_layers - 1, fsdp_times_counted(f),
-               (float)f->grad_clip, t->compute);
+    adamw_clip(control, &f->clip.adamw, l, fsdp_clip_slot(f, l), l == f->plan.table->num_layers - 1,
+               fsdp_times_counted(f), (float)f->clip.grad_clip, t->compute);
     return bytes;
 }
 

@@ -20,40 +20,42 @@ static inline void fsdp_reduce_state_amaxes(Fsdp *f, const AdamwScaled *s, Msamp
 
 // Returns this rank's sums of gradients.
 static inline AdamwGradients fsdp_sums(const Fsdp *f) {
-    const GradientFp8 *fp8 = &f->fp8_sums;
-    return AdamwGradients{f->transport.sums, f->transport.sums_fp32, fp8->codes, fp8->scale_inv, &f->fp8_layout};
+    const GradientFp8 *fp8 = &f->gradients.fp8_sums;
+    return AdamwGradients{f->transport.sums, f->transport.sums_fp32, fp8->codes, fp8->scale_inv,
+                          &f->gradients.fp8_layout};
 }
 
 // Runs AdamW on this rank's part of unit l, a layer or ROOT, and of the count - 1 layers that follow it.
 static inline void fsdp_update_units(Fsdp *f, Offload *offload, const AdamwUpdate *w, int64_t l, int64_t count) {
     const cudaStream_t stream = f->transport.compute;
     const int64_t gradients = fsdp_sums_begin(f, l);
-    if (!w->arrays.scaled.scales) return offload_update_units(offload, w, f->table, l, count, gradients, stream);
-    adamw_msamp_amaxes(w, f->table, &f->plan, l, count, gradients, stream);
-    fsdp_reduce_state_amaxes(f, &w->arrays.scaled, msamp_tensors(f->table, l, count), l);
-    adamw_msamp_store(w, f->table, &f->plan, l, count, gradients, stream);
+    if (!w->arrays.scaled.scales) return offload_update_units(offload, w, f->plan.table, l, count, gradients, stream);
+    adamw_msamp_amaxes(w, f->plan.table, &f->plan.shard, l, count, gradients, stream);
+    fsdp_reduce_state_amaxes(f, &w->arrays.scaled, msamp_tensors(f->plan.table, l, count), l);
+    adamw_msamp_store(w, f->plan.table, &f->plan.shard, l, count, gradients, stream);
 }
 
 // Rounds the bf16 weights from fp32 or FP16 masters. FP16 masters that arrived as fp32 numbers (fp16_masters.cuh) are
 // encoded as FP16 before that. Does nothing without such masters. Call it after the weights were initialized or loaded.
 static inline void fsdp_masters_changed(Fsdp *f, const AdamwArrays *a) {
     const cudaStream_t stream = f->transport.compute;
-    const MsampTensors all = {0, f->table->count};
-    if (a->master) round_weights(a->weights, a->master, f->plan.total, stream);
+    const MsampTensors all = {0, f->plan.table->count};
+    if (a->master) round_weights(a->weights, a->master, f->plan.shard.total, stream);
     if (!a->scaled.master) return;
-    fp16_masters_amaxes(a, f->table, &f->plan, stream);
+    fp16_masters_amaxes(a, f->plan.table, &f->plan.shard, stream);
     fsdp_reduce_state_amaxes(f, &a->scaled, all, ROOT);
-    fp16_masters_encode(a, f->table, &f->plan, stream);
+    fp16_masters_encode(a, f->plan.table, &f->plan.shard, stream);
 }
 
 // Finds the amaxes of this rank's parts of all FP8 weights that are cast from FP16 masters.
 static inline void fsdp_find_master_amaxes(Fsdp *f) {
+    const Fp16Weights *m = &f->weights.masters;
     const AdamwScaled *s = f->in.masters;
-    for (int64_t l = 0; l < f->table->num_layers; l++)
-        for (int k = 0; k < f->masters.tensors.count; k++) {
-            const int64_t i = f->masters.tensors.entries[k] + l * f->masters.tensors.layer_entries;
-            const LinearId id = (LinearId)f->masters.tensors.linears[k];
-            const ShardRange r = shard_parameter(f->table, &f->plan, &f->table->entries[i]);
+    for (int64_t l = 0; l < f->plan.table->num_layers; l++)
+        for (int k = 0; k < m->tensors.count; k++) {
+            const int64_t i = m->tensors.entries[k] + l * m->tensors.layer_entries;
+            const LinearId id = (LinearId)m->tensors.linears[k];
+            const ShardRange r = shard_parameter(f->plan.table, &f->plan.shard, &f->plan.table->entries[i]);
             if (r.count)
                 fp16_amax(tensor_scales_amax(f->in.scales, l, TENSOR_W, id), s->master + r.shard, r.count,
                           s->scales + MSAMP_MASTER * s->tensors + i, f->transport.compute);
@@ -63,18 +65,18 @@ static inline void fsdp_find_master_amaxes(Fsdp *f) {
 // Finds the amaxes of this rank's parts of the linear layers' weights, for recipes with one scale per tensor; clears
 // them for other recipes. Call it after a load or initialization: later AdamW's update of the weights finds them.
 static inline void fsdp_find_weight_amaxes(Fsdp *f) {
-    const int64_t layers = f->table->num_layers;
+    const int64_t layers = f->plan.table->num_layers;
     tensor_scales_clear_amaxes(f->in.scales, 0, layers, TENSOR_W, TENSOR_W);
     for (int64_t i = 0; fsdp_tensor_scales(f) && i < layers * NUM_LINEARS; i++) {
         const int64_t l = i / NUM_LINEARS;
         const LinearId id = (LinearId)(i % NUM_LINEARS);
-        const LinearShape *s = &f->precision->linear[id];
-        const ShardRange r = shard_matrix(f->table, &f->plan, l, s->offset, s->N * s->K);
-        if (r.count && !f->precision->casts_masters)
+        const LinearShape *s = &f->plan.precision->linear[id];
+        const ShardRange r = shard_matrix(f->plan.table, &f->plan.shard, l, s->offset, s->N * s->K);
+        if (r.count && !f->plan.precision->casts_masters)
             tensor_amax(tensor_scales_amax(f->in.scales, l, TENSOR_W, id), f->in.weights + r.shard, r.count,
                         f->transport.compute);
     }
-    if (f->precision->casts_masters) fsdp_find_master_amaxes(f);
+    if (f->plan.precision->casts_masters) fsdp_find_master_amaxes(f);
 }
 
 #endif

@@ -37,7 +37,7 @@ typedef enum {
     FSDP_WEIGHTS_CACHED,       // this rank has all weights; all FP8 weights are cast when the weights change
     FSDP_WEIGHTS_GATHER_BF16,  // all-gather in bf16 over the shard group; FP8 weights are cast after it
     FSDP_WEIGHTS_GATHER_FP8  // all-gather in FP8 over the shard group; in bf16 for layers that have a bf16 linear layer
-} FsdpWeights;
+} FsdpWeightSource;
 
 // The memory in which backward computes gradients.
 typedef enum {
@@ -45,7 +45,7 @@ typedef enum {
     FSDP_GRADIENTS_CAST,      // the root: in place; a layer: a buffer, whose matrices are then cast to FP8 sums
     FSDP_GRADIENTS_BUFFERED,  // a buffer, which is then added to this rank's sums (exception: fsdp_in_place)
     FSDP_GRADIENTS_SCATTERED  // a buffer, which is then reduce-scattered over the shard group
-} FsdpGradients;
+} FsdpGradientPlace;
 
 // The way in which the embedding's gradient is computed.
 typedef enum {
@@ -86,44 +86,30 @@ typedef struct {
     const AdamwScaled *masters;  // with precision->casts_masters: FP16 masters, from which FP8 weights are cast
 } FsdpInputs;
 
+// The strategy and its sizes. They follow from the options, the model and the number of ranks, and do not change.
 typedef struct {
     const ParameterTable *table;
     const Precision *precision;
-    ShardPlan plan;
+    ShardPlan shard;
     int64_t world, replicas, replica;
-    FsdpWeights weights;
-    FsdpGradients gradients;
+    FsdpWeightSource weight_source;
+    FsdpGradientPlace gradient_place;
     FsdpEmbedding embedding;
     FsdpKept kept;
     bool recomputes_gemms;        // backward repeats GEMMs of a layer's forward pass, so it reads rowwise data too
-    bool embedding_is_transient;  // the gathered embedding is in root_grads, until backward writes gradients there
-    Transport transport;
-    FsdpInputs in;
-
-    FsdpScales scales[NUM_LINEARS];
-    int64_t rowwise_scale_bytes, columnwise_scale_bytes;  // bytes of a layer's scales
+    bool embedding_is_transient;  // the gathered embedding is in gradients.root_buffer, until backward writes there
     bool optimizer_in_backward;
     // Number of layers whose sums of gradients have memory: all, or with optimizer_in_backward one with one rank, and
     // at most two with several ranks. Layer l uses place l % sum_layers.
     int64_t sum_layers;
     uint64_t rounding_seed;
-    int64_t step;
-    GradientSum sum;     // how gradients of this micro-step are added to the sums
     bool fp8_gradients;  // matrices of layers have FP8 gradients; transport.sums has the others (gradient_fp8.cuh)
-    GradientFp8Layout fp8_layout;  // this rank's slices
-    GradientFp8Layout fp8_whole;   // whole layers, as backward computes them
-    GradientFp8 fp8_sums;
-    GradientFp8 fp8_sent;   // one whole layer's gradients in FP8; only if they are reduced in FP8 over a shard group
-    uint8_t *fp8_received;  // codes of other ranks, of the shard group or of the replicas
-    bf16 *fp8_reduced;      // a layer's gradients while replicas sum them in bf16
-    // Memory of the layers' and the embedding's gradients that activations may use until backward writes gradients
-    // there. Backward writes each place once a step, the embedding's last. Empty if activations may not use it.
-    ArenaRange late_layers, late_embedding;
-    int64_t late_layer_bytes;  // bytes of one layer in late_layers
-    uint64_t embedding_key;    // key of the random bits when the embedding's gradient joins the sums directly
-                               // (fsdp_embedding_joins); all other gradients: sum.key
-    bool *amaxes_known;        // [L] true if the amaxes of the layer's weights are known (scales finer than per tensor)
+    int64_t root_elements[NUM_SEGMENTS], layer_elements[NUM_SEGMENTS];  // number of parameters, without padding
+    int64_t input_elements;  // elements of a rank's input gradients: dx [R, C], the gradient of the embedding's output
+} FsdpPlan;
 
+// Weights that were gathered or cast, and the FP16 masters from which FP8 weights may be cast.
+typedef struct {
     Fp16Weights masters;   // with precision->casts_masters
     uint8_t *shard_fp8;    // [L, slice] FP8 casts of this rank's slices of the matrices
     bf16 *root, *vectors;  // gathered root unit; gathered vectors [L, shard_size * slice]
@@ -137,31 +123,62 @@ typedef struct {
     int64_t *rowwise_layer;     // [num_rowwise] the layers in `rowwise`; NO_LAYER: none
     int64_t *columnwise_layer;  // [num_columnwise] the layers in `columnwise`; NO_LAYER: none
     int64_t num_rowwise, num_columnwise;
+    FsdpScales scales[NUM_LINEARS];
+    int64_t rowwise_scale_bytes, columnwise_scale_bytes;  // bytes of a layer's scales
+    bool *amaxes_known;  // [L] true if the amaxes of the layer's weights are known (scales finer than per tensor)
+} FsdpWeights;
+
+// Buffers in which gradients are computed, and the sums of FP8 gradients. All other sums are in the transport.
+typedef struct {
+    GradientSum sum;               // how gradients of this micro-step are added to the sums
+    uint64_t embedding_key;        // key of the random bits when the embedding's gradient joins the sums directly
+                                   // (fsdp_embedding_joins); all other gradients: sum.key
+    GradientFp8Layout fp8_layout;  // this rank's slices
+    GradientFp8Layout fp8_whole;   // whole layers, as backward computes them
+    GradientFp8 fp8_sums;
+    GradientFp8 fp8_sent;   // one whole layer's gradients in FP8; only if they are reduced in FP8 over a shard group
+    uint8_t *fp8_received;  // codes of other ranks, of the shard group or of the replicas
+    bf16 *fp8_reduced;      // a layer's gradients while replicas sum them in bf16
+    // Memory of the layers' and the embedding's gradients that activations may use until backward writes gradients
+    // there. Backward writes each place once a step, the embedding's last. Empty if activations may not use it.
+    ArenaRange late_layers, late_embedding;
+    int64_t late_layer_bytes;  // bytes of one layer in late_layers
     // Holds in turn: the gathered embedding (embedding_is_transient), the root's gradient (without the embedding's if
     // that bypasses it), and with FSDP_EMBEDDING_FROM_INPUTS the shard group's input gradients.
-    bf16 *root_grads;
-    bf16 *layer_grads[FSDP_GRADIENT_BUFFERS];
-    cudaEvent_t reduced[1 + FSDP_GRADIENT_BUFFERS];  // one of root_grads, one of each layer_grads
+    bf16 *root_buffer;
+    bf16 *layer_buffer[FSDP_GRADIENT_BUFFERS];
+    cudaEvent_t reduced[1 + FSDP_GRADIENT_BUFFERS];  // one of root_buffer, one of each layer_buffer
     cudaEvent_t summed[FSDP_GRADIENT_BUFFERS];       // with optimizer_in_backward: [l % sum_layers] layer l's sums
+} FsdpGradients;
+
+typedef struct {
     double grad_clip;  // above 0 only with optimizer_in_backward: gradients are then clipped unit by unit
-    AdamwClip clip;    // for grad_clip
-    int64_t root_elements[NUM_SEGMENTS], layer_elements[NUM_SEGMENTS];  // number of parameters, without padding
-    int64_t input_elements;  // elements of a rank's input gradients: dx [R, C], the gradient of the embedding's output
+    AdamwClip adamw;   // for grad_clip
+} FsdpClip;
+
+typedef struct {
+    FsdpPlan plan;
+    FsdpWeights weights;
+    FsdpGradients gradients;
+    FsdpClip clip;
+    Transport transport;
+    FsdpInputs in;
+    int64_t step;
 } Fsdp;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sizes
 
 // True if several ranks shard one replica of the weights.
-static inline bool fsdp_is_sharded(const Fsdp *f) { return f->plan.shard_size > 1; }
+static inline bool fsdp_is_sharded(const Fsdp *f) { return f->plan.shard.shard_size > 1; }
 
 // Number of ranks whose input gradients are summed into the embedding's gradient on this rank.
 static inline int64_t fsdp_input_ranks(const Fsdp *f) {
-    return f->embedding == FSDP_EMBEDDING_FROM_INPUTS ? f->plan.shard_size : 1;
+    return f->plan.embedding == FSDP_EMBEDDING_FROM_INPUTS ? f->plan.shard.shard_size : 1;
 }
 
 // True if the embedding's gradient is added directly to this rank's sums, after the rest of the root's gradient.
-static inline bool fsdp_embedding_joins(const Fsdp *f) { return f->embedding != FSDP_EMBEDDING_REDUCED; }
+static inline bool fsdp_embedding_joins(const Fsdp *f) { return f->plan.embedding != FSDP_EMBEDDING_REDUCED; }
 
 // Number of segments of a gradient that are computed in a buffer: all, or all before an embedding whose gradient is
 // added directly to the sums.
@@ -171,130 +188,138 @@ static inline int fsdp_reduced_segments(const Fsdp *f) {
 
 // Elements of the buffer in which the root's gradient is computed.
 static inline int64_t fsdp_root_gradient(const Fsdp *f) {
-    return f->plan.shard_size * segment_begin(f->plan.root_slices, fsdp_reduced_segments(f));
+    return f->plan.shard.shard_size * segment_begin(f->plan.shard.root_slices, fsdp_reduced_segments(f));
 }
 
 // First element of unit l's sums of gradients in transport.sums or sums_fp32. The root's sums come first.
 static inline int64_t fsdp_sums_begin(const Fsdp *f, int64_t l) {
-    if (f->fp8_gradients && l != ROOT) return f->fp8_layout.root + l * f->fp8_layout.vectors;
-    return shard_begin(&f->plan, l == ROOT ? l : l % f->sum_layers);
+    if (f->plan.fp8_gradients && l != ROOT) return f->gradients.fp8_layout.root + l * f->gradients.fp8_layout.vectors;
+    return shard_begin(&f->plan.shard, l == ROOT ? l : l % f->plan.sum_layers);
 }
 
 // Elements that a layer has in transport.sums or sums_fp32: its shard, or with FP8 gradients only its shard of the
 // vectors.
 static inline int64_t fsdp_sum_elements(const Fsdp *f) {
-    return f->fp8_gradients ? f->fp8_layout.vectors : shard_elements(&f->plan, 0);
+    return f->plan.fp8_gradients ? f->gradients.fp8_layout.vectors : shard_elements(&f->plan.shard, 0);
 }
 
 // Elements of transport.sums or sums_fp32.
 static inline int64_t fsdp_sums_elements(const Fsdp *f) {
-    return fsdp_sums_begin(f, 0) + f->sum_layers * fsdp_sum_elements(f);
+    return fsdp_sums_begin(f, 0) + f->plan.sum_layers * fsdp_sum_elements(f);
 }
 
 // Elements of a gathered layer's matrices and vectors, with padding.
 static inline int64_t fsdp_layer_matrices(const Fsdp *f) {
-    return f->plan.shard_size * f->plan.layer_slices[SEGMENT_MATRICES];
+    return f->plan.shard.shard_size * f->plan.shard.layer_slices[SEGMENT_MATRICES];
 }
 static inline int64_t fsdp_layer_vectors(const Fsdp *f) {
-    return f->plan.shard_size * f->plan.layer_slices[SEGMENT_VECTORS];
+    return f->plan.shard.shard_size * f->plan.shard.layer_slices[SEGMENT_VECTORS];
 }
 
 // True if each FP8 weight has one scale. Columnwise data is then the transpose of rowwise data, so FP8 data can be
 // gathered. The amaxes of changed weights must then be in in.scales before fsdp_publish_layers.
 static inline bool fsdp_tensor_scales(const Fsdp *f) {
-    return f->precision->any_fp8 && recipe_has_tensor_scales(f->precision->recipe);
+    return f->plan.precision->any_fp8 && recipe_has_tensor_scales(f->plan.precision->recipe);
 }
 
 // True if layer l is gathered in FP8.
 static inline bool fsdp_gathers_fp8(const Fsdp *f, int64_t l) {
-    return f->weights == FSDP_WEIGHTS_GATHER_FP8 && precision_layer_is_fp8(f->precision, l);
+    return f->plan.weight_source == FSDP_WEIGHTS_GATHER_FP8 && precision_layer_is_fp8(f->plan.precision, l);
 }
 
 // True if FP8 weights are cast for one layer at a time, and fsdp_reshard invalidates them.
-static inline bool fsdp_casts_are_transient(const Fsdp *f) { return f->weights == FSDP_WEIGHTS_RESIDENT; }
+static inline bool fsdp_casts_are_transient(const Fsdp *f) { return f->plan.weight_source == FSDP_WEIGHTS_RESIDENT; }
 
 // Bytes of one element in the slots.
 static inline int64_t fsdp_slot_element(const Fsdp *f) {
-    return f->weights == FSDP_WEIGHTS_GATHER_FP8 && !f->precision->any_bf16 ? 1 : (int64_t)sizeof(bf16);
+    return f->plan.weight_source == FSDP_WEIGHTS_GATHER_FP8 && !f->plan.precision->any_bf16 ? 1 : (int64_t)sizeof(bf16);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The strategy
 
-// Chooses the strategy. f->plan, f->transport, fp8_gradients and input_elements must be set.
+// Chooses the strategy. f->plan.shard, f->transport, fp8_gradients and input_elements must be set.
 static inline void fsdp_describe_strategy(Fsdp *f, const Options *o) {
+    FsdpPlan *plan = &f->plan;
     const bool sharded = fsdp_is_sharded(f), one_pass = o->grad_accumulation_steps == 1;
-    const int64_t table = f->table->root_segments[embedding_segment(f->table)];
-    if (!sharded) f->weights = o->fp8_weight_cache == ON ? FSDP_WEIGHTS_CACHED : FSDP_WEIGHTS_RESIDENT;
-    else if (f->precision->any_fp8 && o->fp8_all_gather == ON) f->weights = FSDP_WEIGHTS_GATHER_FP8;
-    else f->weights = FSDP_WEIGHTS_GATHER_BF16;
-    if (sharded) f->gradients = FSDP_GRADIENTS_SCATTERED;
-    else if (!one_pass || f->transport.fp32_sums) f->gradients = FSDP_GRADIENTS_BUFFERED;
-    else f->gradients = f->fp8_gradients ? FSDP_GRADIENTS_CAST : FSDP_GRADIENTS_IN_PLACE;
-    if (!sharded) f->embedding = FSDP_EMBEDDING_OWN;
-    else if (f->plan.shard_size * f->input_elements <= table) f->embedding = FSDP_EMBEDDING_FROM_INPUTS;
-    else f->embedding = FSDP_EMBEDDING_REDUCED;
-    f->kept = o->sharding == SHARDING_GRAD_OP ? FSDP_KEPT_STEP : FSDP_KEPT_LAYER;
-    f->recomputes_gemms = options_recomputed(o).attention || options_recomputed(o).mlp;
-    f->embedding_is_transient = sharded && one_pass && embedding_segment(f->table) == SEGMENT_EMBEDDING;
+    const int64_t table = plan->table->root_segments[embedding_segment(plan->table)];
+    if (!sharded) plan->weight_source = o->fp8_weight_cache == ON ? FSDP_WEIGHTS_CACHED : FSDP_WEIGHTS_RESIDENT;
+    else if (plan->precision->any_fp8 && o->fp8_all_gather == ON) plan->weight_source = FSDP_WEIGHTS_GATHER_FP8;
+    else plan->weight_source = FSDP_WEIGHTS_GATHER_BF16;
+    if (sharded) plan->gradient_place = FSDP_GRADIENTS_SCATTERED;
+    else if (!one_pass || f->transport.fp32_sums) plan->gradient_place = FSDP_GRADIENTS_BUFFERED;
+    else plan->gradient_place = plan->fp8_gradients ? FSDP_GRADIENTS_CAST : FSDP_GRADIENTS_IN_PLACE;
+    if (!sharded) plan->embedding = FSDP_EMBEDDING_OWN;
+    else if (plan->shard.shard_size * plan->input_elements <= table) plan->embedding = FSDP_EMBEDDING_FROM_INPUTS;
+    else plan->embedding = FSDP_EMBEDDING_REDUCED;
+    plan->kept = o->sharding == SHARDING_GRAD_OP ? FSDP_KEPT_STEP : FSDP_KEPT_LAYER;
+    plan->recomputes_gemms = options_recomputed(o).attention || options_recomputed(o).mlp;
+    plan->embedding_is_transient = sharded && one_pass && embedding_segment(plan->table) == SEGMENT_EMBEDDING;
 }
 
 // Sets the offsets of the scales of each weight, and the bytes of a layer's scales.
 static inline void fsdp_describe_scales(Fsdp *f) {
-    const Recipe *r = f->precision->recipe;
+    FsdpWeights *w = &f->weights;
+    const Recipe *r = f->plan.precision->recipe;
     const ScaleGranularity row = recipe_granularity(r, TENSOR_W, ROWWISE),
                            col = recipe_granularity(r, TENSOR_W, COLUMNWISE);
     for (int j = 0; j < NUM_LINEARS; j++) {
-        const LinearShape *s = &f->precision->linear[j];
-        const FsdpScales at = {f->rowwise_scale_bytes, f->columnwise_scale_bytes};
-        f->scales[j] = at;
+        const LinearShape *s = &f->plan.precision->linear[j];
+        const FsdpScales at = {w->rowwise_scale_bytes, w->columnwise_scale_bytes};
+        w->scales[j] = at;
         if (fsdp_tensor_scales(f)) continue;
-        f->rowwise_scale_bytes += round_up(scale_bytes(row, s->N, s->K), ARENA_ALIGNMENT);
-        f->columnwise_scale_bytes += round_up(scale_bytes(col, s->K, s->N), ARENA_ALIGNMENT);
+        w->rowwise_scale_bytes += round_up(scale_bytes(row, s->N, s->K), ARENA_ALIGNMENT);
+        w->columnwise_scale_bytes += round_up(scale_bytes(col, s->K, s->N), ARENA_ALIGNMENT);
     }
 }
 
 // Sets how many layers the slots and the FP8 buffers hold.
 static inline void fsdp_describe_buffers(Fsdp *f) {
-    const int64_t L = f->table->num_layers;
-    const bool fp8 = f->precision->any_fp8, sharded = fsdp_is_sharded(f), keep_gathered = f->kept == FSDP_KEPT_STEP;
+    const FsdpPlan *plan = &f->plan;
+    FsdpWeights *w = &f->weights;
+    const int64_t L = plan->table->num_layers;
+    const bool fp8 = plan->precision->any_fp8, sharded = fsdp_is_sharded(f),
+               keep_gathered = plan->kept == FSDP_KEPT_STEP;
     // bf16 weights that only one cast reads, to rowwise data, need not be kept
-    const bool all_fp8 = fp8 && !f->precision->any_bf16, gathers_fp8 = f->weights == FSDP_WEIGHTS_GATHER_FP8;
+    const bool all_fp8 = fp8 && !plan->precision->any_bf16,
+               gathers_fp8 = plan->weight_source == FSDP_WEIGHTS_GATHER_FP8;
     const bool bf16_is_cast = all_fp8 && !gathers_fp8 && fsdp_tensor_scales(f),
                slots_are_rowwise = all_fp8 && gathers_fp8;
-    f->num_slots = !sharded ? 0 : keep_gathered && !bf16_is_cast ? L : min_i64(2, L);
-    f->num_columnwise = !fp8 ? 0 : f->weights == FSDP_WEIGHTS_CACHED || (sharded && keep_gathered) ? L : 1;
-    f->num_rowwise = slots_are_rowwise ? 0 : f->num_columnwise;
-    f->slot = (FsdpSlot *)xcalloc((size_t)f->num_slots, sizeof *f->slot);
-    f->amaxes_known = (bool *)xcalloc((size_t)L, sizeof *f->amaxes_known);
-    f->rowwise_layer = (int64_t *)xcalloc((size_t)f->num_rowwise, sizeof *f->rowwise_layer);
-    f->columnwise_layer = (int64_t *)xcalloc((size_t)f->num_columnwise, sizeof *f->columnwise_layer);
+    w->num_slots = !sharded ? 0 : keep_gathered && !bf16_is_cast ? L : min_i64(2, L);
+    w->num_columnwise = !fp8 ? 0 : plan->weight_source == FSDP_WEIGHTS_CACHED || (sharded && keep_gathered) ? L : 1;
+    w->num_rowwise = slots_are_rowwise ? 0 : w->num_columnwise;
+    w->slot = (FsdpSlot *)xcalloc((size_t)w->num_slots, sizeof *w->slot);
+    w->amaxes_known = (bool *)xcalloc((size_t)L, sizeof *w->amaxes_known);
+    w->rowwise_layer = (int64_t *)xcalloc((size_t)w->num_rowwise, sizeof *w->rowwise_layer);
+    w->columnwise_layer = (int64_t *)xcalloc((size_t)w->num_columnwise, sizeof *w->columnwise_layer);
 }
 
 // Chooses the strategy and sizes of rank `rank` of `world`. Needs no GPU.
 static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Precision *precision, const Options *o,
                                  int64_t world, int64_t rank) {
     memset(f, 0, sizeof *f);
+    FsdpPlan *plan = &f->plan;
     const int64_t shard_size = options_shard_group(o, world);
-    f->table = table, f->precision = precision;
-    f->plan = shard_plan(table, shard_size, rank % shard_size);
-    f->plan.masters_alone = precision->casts_masters;
-    f->world = world, f->replicas = world / shard_size, f->replica = rank / shard_size;
-    f->rounding_seed = (uint64_t)o->rounding_seed;
-    f->optimizer_in_backward = o->optimizer_in_backward;
-    f->grad_clip = options_clips_in_backward(o) ? o->grad_clip : 0;
-    f->sum_layers = table->num_layers;
-    if (f->optimizer_in_backward) f->sum_layers = min_i64(world > 1 ? FSDP_GRADIENT_BUFFERS : 1, f->sum_layers);
-    f->input_elements = o->batch_size * o->sequence_length * precision->linear[GATE_UP_PROJ].K;
+    plan->table = table, plan->precision = precision;
+    plan->shard = shard_plan(table, shard_size, rank % shard_size);
+    plan->shard.masters_alone = precision->casts_masters;
+    plan->world = world, plan->replicas = world / shard_size, plan->replica = rank / shard_size;
+    plan->rounding_seed = (uint64_t)o->rounding_seed;
+    plan->optimizer_in_backward = o->optimizer_in_backward;
+    f->clip.grad_clip = options_clips_in_backward(o) ? o->grad_clip : 0;
+    plan->sum_layers = table->num_layers;
+    if (plan->optimizer_in_backward)
+        plan->sum_layers = min_i64(world > 1 ? FSDP_GRADIENT_BUFFERS : 1, plan->sum_layers);
+    plan->input_elements = o->batch_size * o->sequence_length * precision->linear[GATE_UP_PROJ].K;
     for (int64_t i = 0; i < table->count; i++) {
         const Parameter *p = &table->entries[i];
-        int64_t *elements = p->layer == ROOT ? f->root_elements : f->layer_elements;
+        int64_t *elements = p->layer == ROOT ? plan->root_elements : plan->layer_elements;
         if (p->layer <= 0) elements[parameter_segment(p)] += parameter_elements(p);
     }
-    transport_describe(&f->transport, o, world, shard_size, f->plan.shard_rank);
-    f->fp8_gradients = options_fp8_gradients(o);
-    f->fp8_layout = gradient_fp8_layout(table, &f->plan, false);
-    f->fp8_whole = gradient_fp8_layout(table, &f->plan, true);
+    transport_describe(&f->transport, o, world, shard_size, plan->shard.shard_rank);
+    plan->fp8_gradients = options_fp8_gradients(o);
+    f->gradients.fp8_layout = gradient_fp8_layout(table, &plan->shard, false);
+    f->gradients.fp8_whole = gradient_fp8_layout(table, &plan->shard, true);
     fsdp_describe_strategy(f, o);
     if (precision->any_fp8) fsdp_describe_scales(f);
     fsdp_describe_buffers(f);
@@ -306,70 +331,80 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Pre
 // Places the FP8 weights that this rank casts or transposes. If they are transient and backward repeats no GEMM, a
 // pass reads either rowwise or columnwise data, so the two share memory.
 static inline void fsdp_place_casts(Fsdp *f, Arena *a) {
+    FsdpWeights *w = &f->weights;
     const int64_t matrices = fsdp_layer_matrices(f);
-    const bool shared = fsdp_casts_are_transient(f) && !f->recomputes_gemms;
-    if (f->num_rowwise) f->rowwise = (uint8_t *)arena_take(a, f->num_rowwise * matrices);
-    if (f->num_columnwise) f->columnwise = shared ? f->rowwise : (uint8_t *)arena_take(a, f->num_columnwise * matrices);
-    if (f->rowwise_scale_bytes) f->rowwise_scales = (char *)arena_take(a, f->num_rowwise * f->rowwise_scale_bytes);
-    if (f->columnwise_scale_bytes)
-        f->columnwise_scales = (char *)arena_take(a, f->num_columnwise * f->columnwise_scale_bytes);
+    const bool shared = fsdp_casts_are_transient(f) && !f->plan.recomputes_gemms;
+    if (w->num_rowwise) w->rowwise = (uint8_t *)arena_take(a, w->num_rowwise * matrices);
+    if (w->num_columnwise) w->columnwise = shared ? w->rowwise : (uint8_t *)arena_take(a, w->num_columnwise * matrices);
+    if (w->rowwise_scale_bytes) w->rowwise_scales = (char *)arena_take(a, w->num_rowwise * w->rowwise_scale_bytes);
+    if (w->columnwise_scale_bytes)
+        w->columnwise_scales = (char *)arena_take(a, w->num_columnwise * w->columnwise_scale_bytes);
 }
 
 static inline void fsdp_place_gathered(Fsdp *f, Arena *a) {
-    const int segments = f->embedding_is_transient ? SEGMENT_EMBEDDING : NUM_SEGMENTS;
-    const int64_t root = f->plan.shard_size * segment_begin(f->plan.root_slices, segments);
-    const int64_t L = f->table->num_layers, element = (int64_t)sizeof(bf16);
-    f->root = (bf16 *)arena_take(a, root * element);
-    f->vectors = (bf16 *)arena_take(a, L * fsdp_layer_vectors(f) * element);
-    f->slots = (char *)arena_take(a, f->num_slots * fsdp_layer_matrices(f) * fsdp_slot_element(f));
+    const FsdpPlan *plan = &f->plan;
+    FsdpWeights *w = &f->weights;
+    const int segments = plan->embedding_is_transient ? SEGMENT_EMBEDDING : NUM_SEGMENTS;
+    const int64_t root = plan->shard.shard_size * segment_begin(plan->shard.root_slices, segments);
+    const int64_t L = plan->table->num_layers, element = (int64_t)sizeof(bf16);
+    w->root = (bf16 *)arena_take(a, root * element);
+    w->vectors = (bf16 *)arena_take(a, L * fsdp_layer_vectors(f) * element);
+    w->slots = (char *)arena_take(a, w->num_slots * fsdp_layer_matrices(f) * fsdp_slot_element(f));
 }
 
 static inline void fsdp_place_gradient_buffers(Fsdp *f, Arena *a) {
-    const int64_t element = (int64_t)sizeof(bf16), layer = gathered_elements(&f->plan, 0);
-    const int64_t inputs = f->embedding == FSDP_EMBEDDING_FROM_INPUTS ? f->input_elements : 0;
-    const int64_t embedding = f->embedding_is_transient ? f->plan.root_slices[SEGMENT_EMBEDDING] : 0;
-    const int64_t root = max_i64(fsdp_root_gradient(f), f->plan.shard_size * max_i64(inputs, embedding));
-    f->root_grads = (bf16 *)arena_take(a, root * element);
-    f->layer_grads[0] = (bf16 *)arena_take(a, FSDP_GRADIENT_BUFFERS * layer * element);
-    for (int i = 1; i < FSDP_GRADIENT_BUFFERS; i++) f->layer_grads[i] = f->layer_grads[i - 1] + layer;
+    const FsdpPlan *plan = &f->plan;
+    FsdpGradients *g = &f->gradients;
+    const int64_t element = (int64_t)sizeof(bf16), layer = gathered_elements(&plan->shard, 0);
+    const int64_t inputs = plan->embedding == FSDP_EMBEDDING_FROM_INPUTS ? plan->input_elements : 0;
+    const int64_t embedding = plan->embedding_is_transient ? plan->shard.root_slices[SEGMENT_EMBEDDING] : 0;
+    const int64_t root = max_i64(fsdp_root_gradient(f), plan->shard.shard_size * max_i64(inputs, embedding));
+    g->root_buffer = (bf16 *)arena_take(a, root * element);
+    g->layer_buffer[0] = (bf16 *)arena_take(a, FSDP_GRADIENT_BUFFERS * layer * element);
+    for (int i = 1; i < FSDP_GRADIENT_BUFFERS; i++) g->layer_buffer[i] = g->layer_buffer[i - 1] + layer;
 }
 
 // Places the factors of FP16 masters.
 static inline void fsdp_place_factors(Fsdp *f, Arena *a) {
-    const int64_t tensors = f->precision->casts_masters ? f->table->num_layers * FP16_TENSORS : 0;
+    const int64_t tensors = f->plan.precision->casts_masters ? f->plan.table->num_layers * FP16_TENSORS : 0;
     arena_group(a, "amaxes, scales, audit");
-    f->masters.factors = (Fp16Factors *)arena_take(a, tensors * (int64_t)sizeof(Fp16Factors));
+    f->weights.masters.factors = (Fp16Factors *)arena_take(a, tensors * (int64_t)sizeof(Fp16Factors));
 }
 
 // Places the memory in which FP8 gradients are reduced over ranks.
 static inline void fsdp_place_fp8_reduction(Fsdp *f, Arena *a) {
-    const GradientFp8Layout *kept = &f->fp8_layout;
+    const FsdpPlan *plan = &f->plan;
+    FsdpGradients *g = &f->gradients;
+    const GradientFp8Layout *kept = &g->fp8_layout;
     const bool codes = f->transport.reduce_dtype == REDUCE_FP8, shards = codes && fsdp_is_sharded(f);
-    const int64_t others = shards ? (f->plan.shard_size - 1) * kept->matrices : 0;
-    const int64_t replicas = codes ? (f->replicas - 1) * code_parts(kept->matrices, f->replicas).part : 0;
-    if (!f->fp8_gradients || f->world == 1) return;
+    const int64_t others = shards ? (plan->shard.shard_size - 1) * kept->matrices : 0;
+    const int64_t replicas = codes ? (plan->replicas - 1) * code_parts(kept->matrices, plan->replicas).part : 0;
+    if (!plan->fp8_gradients || plan->world == 1) return;
     if (shards) {
-        f->fp8_sent.codes = (uint8_t *)arena_take(a, f->fp8_whole.matrices);
-        f->fp8_sent.scale_inv = (float *)arena_take(a, kept->entries * (int64_t)sizeof(float));
-        f->fp8_sent.amaxes = (uint32_t *)arena_take(a, kept->entries * (int64_t)sizeof(uint32_t));
+        g->fp8_sent.codes = (uint8_t *)arena_take(a, g->fp8_whole.matrices);
+        g->fp8_sent.scale_inv = (float *)arena_take(a, kept->entries * (int64_t)sizeof(float));
+        g->fp8_sent.amaxes = (uint32_t *)arena_take(a, kept->entries * (int64_t)sizeof(uint32_t));
     }
-    if (codes) f->fp8_received = (uint8_t *)arena_take(a, max_i64(others, replicas));
-    else if (f->replicas > 1) f->fp8_reduced = (bf16 *)arena_take(a, kept->matrices * (int64_t)sizeof(bf16));
+    if (codes) g->fp8_received = (uint8_t *)arena_take(a, max_i64(others, replicas));
+    else if (plan->replicas > 1) g->fp8_reduced = (bf16 *)arena_take(a, kept->matrices * (int64_t)sizeof(bf16));
 }
 
 // Places the memory of FSDP except this rank's shard and sums, transient casts (fsdp_place_casts), and, without
 // sharding, buffers of gradients (fsdp_place_root_buffer, fsdp_place_layer_buffer).
 static inline void fsdp_place(Fsdp *f, Arena *a) {
-    const int64_t *slices = f->plan.layer_slices, L = f->table->num_layers;
+    const FsdpPlan *plan = &f->plan;
+    const int64_t *slices = plan->shard.layer_slices, L = plan->table->num_layers;
     arena_group(a, fsdp_is_sharded(f) ? "FP8 weights (shard and layers)" : "FP8 weights and their transposes");
-    if (f->weights == FSDP_WEIGHTS_GATHER_FP8) f->shard_fp8 = (uint8_t *)arena_take(a, L * slices[SEGMENT_MATRICES]);
+    if (plan->weight_source == FSDP_WEIGHTS_GATHER_FP8)
+        f->weights.shard_fp8 = (uint8_t *)arena_take(a, L * slices[SEGMENT_MATRICES]);
     if (!fsdp_casts_are_transient(f)) fsdp_place_casts(f, a);
     fsdp_place_factors(f, a);
     arena_group(a, "gathered weights");
     if (fsdp_is_sharded(f)) fsdp_place_gathered(f, a);
     arena_group(a, "gradient buffers");
     if (fsdp_is_sharded(f)) fsdp_place_gradient_buffers(f, a);
-    transport_place_buffers(&f->transport, a, max_i64(shard_elements(&f->plan, ROOT), shard_elements(&f->plan, 0)),
+    transport_place_buffers(&f->transport, a,
+                            max_i64(shard_elements(&plan->shard, ROOT), shard_elements(&plan->shard, 0)),
                             max_i64(slices[SEGMENT_VECTORS], slices[SEGMENT_MATRICES]));
     fsdp_place_fp8_reduction(f, a);
 }
@@ -377,44 +412,46 @@ static inline void fsdp_place(Fsdp *f, Arena *a) {
 // Places the gradient buffer of the root unit for FSDP_GRADIENTS_BUFFERED.
 static inline void fsdp_place_root_buffer(Fsdp *f, Arena *a) {
     arena_group(a, "gradient buffers");
-    f->root_grads = (bf16 *)arena_take(a, fsdp_root_gradient(f) * (int64_t)sizeof(bf16));
+    f->gradients.root_buffer = (bf16 *)arena_take(a, fsdp_root_gradient(f) * (int64_t)sizeof(bf16));
 }
 
 // Places the gradient buffer that the layers use one after another, for FSDP_GRADIENTS_BUFFERED and
 // FSDP_GRADIENTS_CAST.
 static inline void fsdp_place_layer_buffer(Fsdp *f, Arena *a) {
     arena_group(a, "gradient buffers");
-    f->layer_grads[0] = (bf16 *)arena_take(a, gathered_elements(&f->plan, 0) * (int64_t)sizeof(bf16));
-    for (int i = 1; i < FSDP_GRADIENT_BUFFERS; i++) f->layer_grads[i] = f->layer_grads[0];
+    f->gradients.layer_buffer[0] = (bf16 *)arena_take(a, gathered_elements(&f->plan.shard, 0) * (int64_t)sizeof(bf16));
+    for (int i = 1; i < FSDP_GRADIENT_BUFFERS; i++) f->gradients.layer_buffer[i] = f->gradients.layer_buffer[0];
 }
 
 // Elements of gradient memory that the loss may use for its logits, since gradients are computed there later: the
 // layers' buffers if sharded, else an untied embedding's gradient if it is computed in place.
 static inline int64_t fsdp_loss_span(const Fsdp *f) {
-    if (fsdp_is_sharded(f)) return FSDP_GRADIENT_BUFFERS * gathered_elements(&f->plan, 0);
-    return f->gradients == FSDP_GRADIENTS_BUFFERED ? 0 : f->plan.root_slices[SEGMENT_EMBEDDING];
+    if (fsdp_is_sharded(f)) return FSDP_GRADIENT_BUFFERS * gathered_elements(&f->plan.shard, 0);
+    return f->plan.gradient_place == FSDP_GRADIENTS_BUFFERED ? 0 : f->plan.shard.root_slices[SEGMENT_EMBEDDING];
 }
 
 // Start of the memory of fsdp_loss_span if sharded. Without sharding the trainer places it.
-static inline bf16 *fsdp_loss_memory(const Fsdp *f) { return f->layer_grads[0]; }
+static inline bf16 *fsdp_loss_memory(const Fsdp *f) { return f->gradients.layer_buffer[0]; }
 
 // Places this rank's sums of gradients, of the root and of sum_layers layers. FP8 codes come last.
 static inline void fsdp_place_gradients(Fsdp *f, Arena *a) {
-    const int64_t element = (int64_t)sizeof(bf16), tensors = f->table->count;
-    const bool fp8 = f->fp8_gradients, all = f->sum_layers == f->table->num_layers;
+    const FsdpPlan *plan = &f->plan;
+    FsdpGradients *g = &f->gradients;
+    const int64_t element = (int64_t)sizeof(bf16), tensors = plan->table->count;
+    const bool fp8 = plan->fp8_gradients, all = plan->sum_layers == plan->table->num_layers;
     arena_group(a, fp8 ? "gradients (FP8, bf16)" : f->transport.fp32_sums ? "gradients (fp32)" : "gradients (bf16)");
-    if (f->grad_clip > 0) f->clip = adamw_clip_place(f->table->num_layers, a);
-    if (fp8) f->fp8_sums.scale_inv = (float *)arena_take(a, tensors * (int64_t)sizeof(float));
-    if (fp8) f->fp8_sums.amaxes = (uint32_t *)arena_take(a, tensors * (int64_t)sizeof(uint32_t));
+    if (f->clip.grad_clip > 0) f->clip.adamw = adamw_clip_place(plan->table->num_layers, a);
+    if (fp8) g->fp8_sums.scale_inv = (float *)arena_take(a, tensors * (int64_t)sizeof(float));
+    if (fp8) g->fp8_sums.amaxes = (uint32_t *)arena_take(a, tensors * (int64_t)sizeof(uint32_t));
     const int64_t layers = a->used + fsdp_sums_begin(f, 0) * element;
     transport_place_sums(&f->transport, a, fsdp_sums_elements(f));
     const int64_t codes = a->used;
-    if (fp8) f->fp8_sums.codes = (uint8_t *)arena_take(a, f->fp8_layout.layers * f->fp8_layout.matrices);
-    if (f->gradients != FSDP_GRADIENTS_IN_PLACE && f->gradients != FSDP_GRADIENTS_CAST) return;
+    if (fp8) g->fp8_sums.codes = (uint8_t *)arena_take(a, g->fp8_layout.layers * g->fp8_layout.matrices);
+    if (plan->gradient_place != FSDP_GRADIENTS_IN_PLACE && plan->gradient_place != FSDP_GRADIENTS_CAST) return;
     const ArenaRange of_embedding = {layers - fsdp_loss_span(f) * element, layers},
                      of_layers = {fp8 ? codes : layers, fp8 || all ? a->used : layers};
-    f->late_embedding = of_embedding, f->late_layers = of_layers;
-    f->late_layer_bytes = fp8 ? f->fp8_layout.matrices : f->table->layer_size * element;
+    g->late_embedding = of_embedding, g->late_layers = of_layers;
+    g->late_layer_bytes = fp8 ? g->fp8_layout.matrices : plan->table->layer_size * element;
     if (of_layers.begin % ARENA_ALIGNMENT || of_embedding.begin % ARENA_ALIGNMENT)
         die("the memory of gradients is not aligned for activations");  // parameters.h aligns all parameters
 }

@@ -19,8 +19,8 @@ static inline void fsdp_open_peers(Fsdp *f, const Comm *c, char *memory, int64_t
 
 // Returns the dtype in which the layers' matrices are all-gathered, if weights are sharded.
 static inline const char *fsdp_gather_dtype(const Fsdp *f) {
-    if (f->weights != FSDP_WEIGHTS_GATHER_FP8) return "bf16";
-    return f->precision->any_bf16 ? "fp8 (bf16 for layers with bf16 linears)" : "fp8";
+    if (f->plan.weight_source != FSDP_WEIGHTS_GATHER_FP8) return "bf16";
+    return f->plan.precision->any_bf16 ? "fp8 (bf16 for layers with bf16 linears)" : "fp8";
 }
 
 // Prints the all-gather dtype among the settings of a dry run, if weights are sharded.
@@ -39,13 +39,13 @@ static inline const char *fsdp_reduce_dtype(const Fsdp *f, bool over_replicas) {
 // that. Prints nothing for one rank.
 static inline void fsdp_print_transport(const Fsdp *f) {
     const bool engines = f->transport.kind == TRANSPORT_COPY_ENGINES, sharded = fsdp_is_sharded(f);
-    if (f->world == 1) return;
+    if (f->plan.world == 1) return;
     printf("transport %s", engines ? "copy engines" : "NCCL");
     if (sharded) printf("; all-gather in %s", fsdp_gather_dtype(f));
     printf("; gradients reduced in %s%s",
            f->transport.reduce_dtype == REDUCE_FP8 ? "fp8, and outside the layers' matrices in " : "",
            fsdp_reduce_dtype(f, !sharded));
-    if (sharded && f->replicas > 1)
+    if (sharded && f->plan.replicas > 1)
         printf(" (over replicas in %s%s)", fsdp_reduce_dtype(f, true), engines ? " by NCCL" : "");
     printf("\n");
 }
