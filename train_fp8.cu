@@ -72,7 +72,6 @@ typedef struct {
     Offload offload;     // moments, masters, activations in host memory
     StepNumbers step;    // the current step
     StepLog log;         // statistics and times of the latest steps
-    cudaEvent_t idle;    // for trainer_wait_all
     Batches batches;
     float *results;  // host: [max(V, R)], of next_logits or token_losses
     Profile profile;
@@ -637,18 +636,10 @@ static void model_forward_backward(Trainer *t, const Batch *batch, float grad_sc
     update_delayed_scales(t);
 }
 
-// The host waits for an event. With several ranks it meanwhile watches NCCL for errors.
-static void trainer_wait(Trainer *t, cudaEvent_t event) {
-    if (t->fsdp.in.nccl) nccl_wait(t->fsdp.in.nccl, event);
-    else CUDA_CHECK(cudaEventSynchronize(event));
-}
-
 // The host waits for all enqueued work.
 static void trainer_wait_all(Trainer *t) {
-    compute_waits_comm(&t->fsdp.transport);
     offload_wait(&t->offload, t->stream);
-    CUDA_CHECK(cudaEventRecord(t->idle, t->stream));
-    trainer_wait(t, t->idle);
+    transport_wait_all(&t->fsdp.transport);
 }
 
 // Sends this rank's sequences of micro-step `micro` of the step that begins with first_sample to the GPU. The host
@@ -658,7 +649,7 @@ static Batch send_batch(Trainer *t, DataLoader *data, int64_t first_sample, int6
     const int64_t B = t->d.B, R = t->d.R, place = t->fsdp.plan.shard.shard_rank;
     const int64_t group_first = dataloader_sample_index(first_sample, micro, c->world, c->rank - place, B);
     TokenSlot *slot = batches_next(&t->batches);
-    trainer_wait(t, slot->copied);
+    transport_wait(&t->fsdp.transport, slot->copied);
     dataloader_batch(data, group_first + place * B, B, slot->host.inputs, slot->host.targets);
     const int32_t *inputs = batches_group_inputs(&t->batches, slot, data, group_first, place);
     embedding_sort(slot->host.index, inputs, t->batches.ranks * R, t->d.C, fsdp_embedding_part(&t->fsdp));
@@ -668,7 +659,7 @@ static Batch send_batch(Trainer *t, DataLoader *data, int64_t first_sample, int6
 
 // Returns 1 if step `step` was skipped, else 0. Waits for its end; the GPU may have later work to do meanwhile.
 static int64_t was_skipped(Trainer *t, int64_t step) {
-    trainer_wait(t, t->log.done[step % STEP_SLOTS]);
+    transport_wait(&t->fsdp.transport, t->log.done[step % STEP_SLOTS]);
     return t->log.host[step % STEP_SLOTS].control.nonfinite;
 }
 
@@ -894,7 +885,6 @@ static void trainer_create(Trainer *t, const Arena *plan) {
     rope_table_upload(t->acts.rope_table, &t->m, t->d.T, t->stream);  // after its memory is cleared
     adamw_begin_states(&t->params, t->stream);
     offload_create(&t->offload, &t->params);
-    CUDA_CHECK(cudaEventCreateWithFlags(&t->idle, cudaEventDisableTiming));
     batches_create(&t->batches);
     t->results = (float *)xcalloc((size_t)max_i64(t->d.V, t->d.R), sizeof *t->results);
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
@@ -907,7 +897,6 @@ static void trainer_destroy(Trainer *t) {
     linears_destroy(&t->linears);
     batches_destroy(&t->batches);
     step_log_destroy(&t->log);
-    CUDA_CHECK(cudaEventDestroy(t->idle));
     free(t->results);
     fsdp_destroy(&t->fsdp);
     transport_close_peers(&t->fsdp.transport, t->comm);

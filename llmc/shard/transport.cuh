@@ -42,6 +42,7 @@ typedef struct {
     cudaStream_t compute;  // the compute stream
     StepLog *log;          // measures how long the compute stream waits
     cudaEvent_t handover;  // recorded on one stream; the other waits for it, and so for all work before it
+    cudaEvent_t idle;      // for transport_wait_all
 
     bool fp32_sums;         // true: the sums of gradients are in sums_fp32; false: in `sums`
     bf16 *sums;             // this rank's sums of gradients over micro-steps and ranks; NULL if they are fp32
@@ -108,10 +109,13 @@ static inline void event_create(cudaEvent_t *event) {
 // nccl is NULL for one rank, else connected (nccl_open). log->stream is the compute stream; `log` measures its waits.
 static inline void transport_create(Transport *t, Nccl *nccl, StepLog *log) {
     t->nccl = nccl, t->log = log, t->compute = log->stream;
+    event_create(&t->idle);
     if (nccl) event_create(&t->handover);
 }
 
+// Does nothing if transport_create was not called.
 static inline void transport_destroy(Transport *t) {
+    if (t->idle) CUDA_CHECK(cudaEventDestroy(t->idle));
     if (t->nccl) CUDA_CHECK(cudaEventDestroy(t->handover));
 }
 
@@ -153,6 +157,19 @@ static inline void compute_waits_comm(Transport *t) {
     if (!t->nccl) return;
     CUDA_CHECK(cudaEventRecord(t->handover, t->nccl->stream));
     compute_waits_event(t, t->handover);
+}
+
+// The host waits for an event. With several ranks it meanwhile watches NCCL for errors.
+static inline void transport_wait(const Transport *t, cudaEvent_t event) {
+    if (t->nccl) nccl_wait(t->nccl, event);
+    else CUDA_CHECK(cudaEventSynchronize(event));
+}
+
+// The host waits for all computation and communication enqueued so far.
+static inline void transport_wait_all(Transport *t) {
+    compute_waits_comm(t);
+    CUDA_CHECK(cudaEventRecord(t->idle, t->compute));
+    transport_wait(t, t->idle);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
