@@ -38,6 +38,7 @@
 #include "llmc/shard/device.cuh"
 #include "llmc/shard/fsdp.cuh"
 #include "llmc/shard/fsdp_embedding.cuh"
+#include "llmc/shard/fsdp_memory.cuh"
 #include "llmc/shard/fsdp_optimizer.cuh"
 #include "llmc/shard/fsdp_report.cuh"
 
@@ -89,29 +90,15 @@ static void place_statistics(Trainer *t, Arena *a) {
     batches_place(&t->batches, a, t->d.R, fsdp_input_ranks(&t->fsdp));
 }
 
-static void guest_fp8_weights(void *fsdp, Arena *a) { fsdp_place_casts((Fsdp *)fsdp, a); }
-static void guest_root_gradient(void *fsdp, Arena *a) { fsdp_place_root_buffer((Fsdp *)fsdp, a); }
-static void guest_layer_gradient(void *fsdp, Arena *a) { fsdp_place_layer_buffer((Fsdp *)fsdp, a); }
-
 static void place_activations(Trainer *t, Arena *a) {
-    Fsdp *f = &t->fsdp;
-    const ArenaGuest none = {NULL, NULL}, fp8_weights = {guest_fp8_weights, f};
-    const bool buffered = f->plan.gradient_place == FSDP_GRADIENTS_BUFFERED,
-               cast = f->plan.gradient_place == FSDP_GRADIENTS_CAST;
-    const ArenaGuest root = {guest_root_gradient, f}, layer = {guest_layer_gradient, f};
     ActivationsLayout layout = {};
     layout.dims = &t->d, layout.scales = &t->linears.scales;
     layout.recomputed = options_recomputed(t->o), layout.qk_norm = t->m.qk_norm;
     layout.fp8_kept = options_keeps_fp8(t->o), layout.kept_moves = options_offloaded(t->o).activations;
     layout.chunk = t->linears.head_rows;
-    layout.fp8_weights = fsdp_casts_are_transient(f) ? fp8_weights : none;
-    layout.root_gradient = buffered ? root : none, layout.layer_gradient = buffered || cast ? layer : none;
-    layout.has_logits = fsdp_is_sharded(f) && layout.chunk * t->d.VP <= fsdp_loss_span(f);
-    layout.logits = fsdp_loss_memory(f);
-    fsdp_place_gradients(f, a);
-    t->params.gradients = fsdp_sums(f);
-    layout.layer_gradients = f->gradients.late_layers, layout.embedding_gradient = f->gradients.late_embedding;
-    layout.layer_gradient_bytes = f->gradients.late_layer_bytes;
+    fsdp_place_gradients(&t->fsdp, a);
+    t->params.gradients = fsdp_sums(&t->fsdp);
+    fsdp_share_memory(&t->fsdp, &layout);
     activations_place(&t->acts, &layout, a);
 }
 
