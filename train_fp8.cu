@@ -42,7 +42,7 @@
 #include "llmc/shard/fsdp_optimizer.cuh"
 #include "llmc/shard/fsdp_report.cuh"
 
-#include "llmc/run/nonfinite.h"
+#include "llmc/run/nonfinite.cuh"
 #include "llmc/run/train.h"
 static_assert((int)SUPPORTED_CAST_TILE == CAST_TILE && (int)SUPPORTED_NORM_COLUMNS == RMSNORM_MAX_C, "kernels");
 
@@ -158,17 +158,6 @@ static OutputGradients layer_output_gradients(const Trainer *t, int64_t l) {
     return activations_output_gradients(&t->acts, &t->linears.scales, l);
 }
 
-// Returns the watch of norm `number` (nonfinite_norm): if the norm's input is bad (NonfiniteStep.forward), its kernel
-// lowers StepStats.bad_norm to `number`.
-static RmsnormWatch norm_watch(const Trainer *t, int64_t number) {
-    return RmsnormWatch{&t->step.stats->bad_norm, (uint32_t)number};
-}
-
-// Returns the watch of the norm whose output is the input y of a linear layer.
-static RmsnormWatch norm_watch_of(const Trainer *t, const QTensor *y) {
-    return norm_watch(t, nonfinite_norm(y->layer, y->linear == GATE_UP_PROJ));
-}
-
 static void produce_norm(Trainer *t, const QTensor *y, const float *rstd, const Real *x, const Real *w) {
     qtensor_produce(&t->linears, y, RmsnormSource{x, w, rstd, t->d.C}, t->d.R, t->d.C);
 }
@@ -178,7 +167,7 @@ static void rmsnorm(Trainer *t, QTensor *y, float *rstd, const Real *x, const Re
     const Dims *d = &t->d;
     profile_bytes(&t->profile, "RMSNorm, forward",
                   rmsnorm_forward(y->data, rstd, qtensor_produced_amax(y), x, w, d->R, d->C, (float)t->m.rms_norm_eps,
-                                  norm_watch_of(t, y), t->stream));
+                                  nonfinite_watch_of(t->step.stats, y), t->stream));
     produce_norm(t, y, rstd, x, w);
 }
 
@@ -188,7 +177,7 @@ static void add_rmsnorm(Trainer *t, QTensor *y, float *rstd, Real *sum, const Re
     const Dims *d = &t->d;
     profile_bytes(&t->profile, "RMSNorm, forward",
                   residual_rmsnorm_forward(sum, y->data, rstd, qtensor_produced_amax(y), residual, delta, w, d->R, d->C,
-                                           (float)t->m.rms_norm_eps, norm_watch_of(t, y), t->stream));
+                                           (float)t->m.rms_norm_eps, nonfinite_watch_of(t->step.stats, y), t->stream));
     produce_norm(t, y, rstd, sum, w);
 }
 
@@ -368,7 +357,7 @@ static void final_norm(Trainer *t, const bf16 *w) {
     profile_bytes(&t->profile, "RMSNorm, forward",
                   residual_rmsnorm_forward(a->x_final, a->y_final, a->rstd_final, NULL, a->layer[d->L - 1].x_mid,
                                            a->branch, w, d->R, d->C, (float)t->m.rms_norm_eps,
-                                           norm_watch(t, nonfinite_norm(d->L, false)), t->stream));
+                                           nonfinite_watch(t->step.stats, nonfinite_norm(d->L, false)), t->stream));
 }
 
 // Runs the embedding, all layers and the final norm: batch->inputs -> t->acts.y_final [R, C].
@@ -692,14 +681,6 @@ static StepRecord finish_step(void *context, int64_t step) {
     s.memory = step_log_memory(&t->log);
     if (!s.skipped) t->linears.scales.scales_ready = t->linears.scales.delayed_scale != NULL;
     return s;
-}
-
-// Returns what this rank knows of a step that was not taken.
-static NonfiniteStep nonfinite_step(const StepStats *stats, bool optimizer_in_backward) {
-    const AdamwControl *c = &stats->control;
-    const int64_t forward = stats->bad_norm == UINT32_MAX ? NONFINITE_NONE : (int64_t)stats->bad_norm;
-    return NonfiniteStep{stats->loss, c->gradient_norm,     forward,
-                         c->largest,  (int64_t)c->position, optimizer_in_backward ? ADAMW_BLOCK : 1};
 }
 
 static NonfiniteStep nonfinite(void *context, const StepRecord *s) {
