@@ -2,8 +2,8 @@
 // Each rank uses one GPU: `mpirun -np N ./train_fp8cu ...` trains one model with N ranks (llmc/shard/fsdp.cuh).
 //
 // From top to bottom: the trainer and its memory, operations of a layer, the model's forward pass, its backward pass,
-// the optimizer, the step, validation and samples, checkpoints, setting up, the run. train_fp8.c is the same model in
-// plain C on the CPU. The functions of one layer are the same text in both (dev/test/test_twins.py).
+// the optimizer, the step, validation and samples, setting up, the run. train_fp8.c is the same model in plain C on the
+// CPU. The functions of one layer are the same text in both (dev/test/test_twins.py).
 
 #include <cuda_runtime.h>
 
@@ -42,6 +42,7 @@
 #include "llmc/shard/fsdp_optimizer.cuh"
 #include "llmc/shard/fsdp_report.cuh"
 
+#include "llmc/checkpoint/gpu_state.cuh"
 #include "llmc/run/nonfinite.cuh"
 #include "llmc/run/train.h"
 static_assert((int)SUPPORTED_CAST_TILE == CAST_TILE && (int)SUPPORTED_NORM_COLUMNS == RMSNORM_MAX_C, "kernels");
@@ -73,6 +74,7 @@ typedef struct {
     Offload offload;     // moments, masters, activations in host memory
     StepNumbers step;    // the current step
     StepLog log;         // statistics and times of the latest steps
+    GpuState state;      // access of checkpoints to these arrays
     Batches batches;
     float *results;  // host: [max(V, R)], of next_logits or token_losses
     Profile profile;
@@ -740,68 +742,6 @@ static const float *next_logits(void *context, const int32_t *tokens, int64_t le
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Checkpoints
-
-// Copies between pageable host memory and the arrays of the trainer, after all work in t->stream, and waits for the
-// copy. A copy in the default stream would not wait for t->stream.
-static void copy_in_order(const Trainer *t, void *to, const void *from, size_t bytes) {
-    offload_wait(&t->offload, t->stream);
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, t->stream));
-    CUDA_CHECK(cudaStreamSynchronize(t->stream));
-}
-
-static char *state_array(const Trainer *t, StateKind kind) {
-    const AdamwArrays *p = &t->params;
-    void *const arrays[] = {p->master ? (void *)p->master : (void *)p->weights, p->exp_avg, p->exp_avg_sq,
-                            p->coat.exp_avg_groups, p->coat.exp_avg_sq_groups};
-    if (state_is_scale(kind)) return (char *)(p->scaled.scales + (kind - STATE_EXP_AVG_SCALE) * p->scaled.tensors);
-    if (kind == STATE_AMAX_HISTORY) return (char *)t->linears.scales.history;
-    if (kind == STATE_SCALES) return (char *)t->linears.scales.delayed_scale;
-    if (kind == STATE_CLIP_NORMS) return (char *)t->fsdp.clip.adamw.norms;
-    return (char *)arrays[kind];
-}
-
-static void state_read(void *context, StateKind kind, int64_t offset, int64_t count, void *host) {
-    const Trainer *t = (const Trainer *)context;
-    const int64_t bytes = safetensors_type_bytes(state_type(t->o, kind));
-    if (kind == STATE_WEIGHTS && t->params.scaled.master)
-        return fp16_masters_read(&t->params, shard_parameter_at(&t->table, &t->fsdp.plan.shard, offset), offset, count,
-                                 (float *)host, t->stream);
-    copy_in_order(t, host, state_array(t, kind) + offset * bytes, (size_t)(count * bytes));
-}
-
-static void state_write(void *context, StateKind kind, int64_t offset, int64_t count, const void *host) {
-    const Trainer *t = (const Trainer *)context;
-    const int64_t bytes = safetensors_type_bytes(state_type(t->o, kind));
-    if (kind == STATE_WEIGHTS && t->params.scaled.master)
-        return fp16_masters_write(&t->params, shard_parameter_at(&t->table, &t->fsdp.plan.shard, offset), offset, count,
-                                  (const float *)host, t->stream);
-    copy_in_order(t, state_array(t, kind) + offset * bytes, host, (size_t)(count * bytes));
-}
-
-static TrainerState trainer_state(Trainer *t) {
-    TrainerState s;
-    s.context = t;
-    for (int kind = 0; kind < NUM_STATE_KINDS; kind++) s.types[kind] = state_type(t->o, (StateKind)kind);
-    s.read = state_read, s.write = state_write;
-    s.plan = &t->fsdp.plan.shard, s.comm = t->comm;
-    s.delayed_tensors = t->precision.recipe->delayed ? tensor_count(t->d.L) : 0;
-    s.delayed_window = t->o->fp8_amax_history, s.clip_norms = t->fsdp.clip.grad_clip > 0 ? t->d.L + 1 : 0;
-    return s;
-}
-
-// True if the delayed recipe has a scale for every tensor, for example from a checkpoint.
-static bool delayed_scales_are_known(Trainer *t) {
-    if (!t->linears.scales.delayed_scale) return false;
-    const int64_t tensors = tensor_count(t->d.L);
-    float *scales = (float *)xcalloc((size_t)tensors, sizeof *scales);
-    state_read(t, STATE_SCALES, 0, tensors, scales);
-    const bool known = delayed_is_complete(scales, tensors);
-    free(scales);
-    return known;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // Setting up
 
 // Computes sizes and the memory plan. Uses no GPU.
@@ -811,6 +751,7 @@ static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m
     t->table = parameter_table(m);
     t->precision = precision_plan(o, o->fp8_filter, m, &t->table, true);
     fsdp_describe(&t->fsdp, &t->table, &t->precision, o, comm->world, comm->rank);
+    t->state = GpuState{o, &t->params, &t->linears.scales, &t->offload, &t->fsdp};
     t->d = model_dims(m, o->batch_size, o->sequence_length);
     linears_describe(&t->linears, &t->precision, m, t->d.R, logits_rows(&t->d, fsdp_loss_span(&t->fsdp)), o,
                      &t->profile);
@@ -880,7 +821,7 @@ static void trainer_destroy(Trainer *t) {
 // weights with one scale, and publishes the new weights (fsdp.cuh).
 static void weights_changed(void *context) {
     Trainer *t = (Trainer *)context;
-    t->linears.scales.scales_ready = delayed_scales_are_known(t);
+    t->linears.scales.scales_ready = gpu_state_has_delayed_scales(&t->state);
     fsdp_masters_changed(&t->fsdp, &t->params);
     fsdp_publish_root(&t->fsdp);
     fsdp_find_weight_amaxes(&t->fsdp);
@@ -894,7 +835,7 @@ static void weights_changed(void *context) {
 static TrainerParts describe(void *context, const Options *o, const ModelConfig *m, const Comm *comm) {
     Trainer *t = (Trainer *)context;
     const Arena plan = trainer_describe(t, o, m, comm);
-    return TrainerParts{&t->table, &t->precision,       trainer_state(t), plan, memory_overhead(comm),
+    return TrainerParts{&t->table, &t->precision,       gpu_state_access(&t->state, comm), plan, memory_overhead(comm),
                         t->d.R,    t->linears.head_rows};
 }
 

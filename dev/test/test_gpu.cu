@@ -103,7 +103,7 @@ static void load_golden_weights(Trainer *t, const Golden *g) {
         if (n != parameter_elements(p)) die("golden of another shape: %s", p->name);
         bf16_bits *bits = (bf16_bits *)xcalloc((size_t)n, sizeof *bits);
         for (int64_t j = 0; j < n; j++) bits[j] = bf16_from_float(values[j]);
-        state_write(t, STATE_WEIGHTS, p->offset, n, bits);
+        gpu_state_write(&t->state, STATE_WEIGHTS, p->offset, n, bits);
         free(bits);
         free(values);
     }
@@ -260,8 +260,8 @@ static void test_nonfinite_gate(int on_nonfinite) {
                   "expected %lld",
                   stats.control.nonfinite, (long long)found, (long long)bad);
             for (int k = 0; k < 3; k++) {
-                bf16_bits now[2];  // room for an fp32 number, as state_read would write with FP16 masters
-                state_read(&t, kinds[k], bad, 1, now);
+                bf16_bits now[2];  // room for an fp32 number, as gpu_state_read would write with FP16 masters
+                gpu_state_read(&t.state, kinds[k], bad, 1, now);
                 CHECK(now[0] == (k ? 0 : before[bad]),
                       "the element with an infinite gradient does not change; array %d holds %04x", k, now[0]);
             }
@@ -354,7 +354,7 @@ static void test_bad_norm(int recompute) {
     Trainer t;
     create_random(&t, &o, &m);
     const bf16_bits infinity = 0x7f80;
-    state_write(&t, STATE_WEIGHTS, layer_offset(&t.table, 0) + t.table.layer.wdown + 5, 1, &infinity);
+    gpu_state_write(&t.state, STATE_WEIGHTS, layer_offset(&t.table, 0) + t.table.layer.wdown + 5, 1, &infinity);
     weights_changed(&t);
     int32_t *tokens = (int32_t *)xcalloc((size_t)(2 * t.d.R), sizeof *tokens);
     CUDA_CHECK(cudaMemset(&t.step.stats->bad_norm, 0xff, sizeof t.step.stats->bad_norm));
