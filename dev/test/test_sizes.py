@@ -12,7 +12,7 @@ import tempfile
 
 FILE_LINES, FUNCTION_LINES, LAYER_FORWARD_LINES, FIELDS = 550, 40, 20, 20
 TRAINERS = ("train_fp8.c", "train_fp8.cu")
-LIMITS = {"train_fp8.cu": 1000, "llmc/shard/fsdp.cuh": 450}  # lines of files; FILE_LINES is for the others of llmc/
+LIMITS = {"train_fp8.cu": 900, "llmc/shard/fsdp.cuh": 450}  # lines of files; FILE_LINES is for the others of llmc/
 FSDP_STRUCTS = ("FsdpPlan", "FsdpWeights", "FsdpGradients", "FsdpClip", "Fsdp")
 STRUCTS = {"llmc/shard/fsdp_plan.cuh": FSDP_STRUCTS, **{name: ("Trainer",) for name in TRAINERS}}  # with most FIELDS
 
@@ -109,7 +109,7 @@ def write_tree(root, trainer="", header="", fields=20, forward=20, lines=0, fsdp
     for folder in ("llmc/base", "llmc/shard"):
         (root / folder).mkdir(parents=True, exist_ok=True)
     (root / "train_fp8.c").write_text(base)
-    (root / "train_fp8.cu").write_text(base + "//\n" * max(0, (lines or 1000) - base.count("\n")))
+    (root / "train_fp8.cu").write_text(base + "//\n" * max(0, (lines or 900) - base.count("\n")))
     (root / "llmc/shard/fsdp.cuh").write_text("//\n" * (fsdp or 450))
     plan = "".join(struct(name, fsdp_fields.get(name, 20)) for name in FSDP_STRUCTS if name != without)
     (root / "llmc/shard/fsdp_plan.cuh").write_text(plan)
@@ -132,7 +132,7 @@ def self_test():
         (dict(header=both), ["llmc/base/a.h:1: g() has 41 lines, above 40"]),
         (dict(header=template), ["llmc/base/a.h:3: h() has 45 lines, above 40"]),
         (dict(header="//\n" * 551), ["llmc/base/a.h: 551 lines, above 550"]),
-        (dict(lines=1001), ["train_fp8.cu: 1001 lines, above 1000"]),
+        (dict(lines=901), ["train_fp8.cu: 901 lines, above 900"]),
         (dict(fsdp=451), ["llmc/shard/fsdp.cuh: 451 lines, above 450"]),
         (dict(fields=21), [f"{name}: Trainer has 21 fields, above 20" for name in TRAINERS]),
         (dict(forward=21), [f"{name}:13: layer_forward() has 21 lines, above 20" for name in TRAINERS]),
