@@ -55,8 +55,21 @@ def load_program():
 PROGRAM = load_program()
 
 
-def report(*arguments, status=0):
-    """Runs scripts/report.py and checks its exit status. Returns (stdout, stderr)."""
+def report(*arguments, status=0, rendered=False):
+    """Runs scripts/report.py and checks its exit status. Returns (stdout, stderr). Figures are drawn, but only turned
+    into SVG and PNG if `rendered`: that takes most of the time.
+    """
+    from report import style
+    finish = style.finish
+    if not rendered:
+        style.finish = lambda figure, *about: style.Drawing(*about, "<svg></svg>", b"")
+    try:
+        return run_report(arguments, status)
+    finally:
+        style.finish = finish
+
+
+def run_report(arguments, status):
     out, error, code = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), io.StringIO(), 0
     before, sys.argv = sys.argv, ["report.py", *map(str, arguments)]
     try:
@@ -135,7 +148,7 @@ def test_numbers(tmp):
         bf16, fp8 = make_losses(seed, seed, 0.0), make_losses(seed, seed, 0.03)
         means.append((fp8[0] - bf16[0])[-last:].mean())
         table.append(fp8[1] - bf16[1])
-    out, _ = report(folder, "--price", "2.5")
+    out, _ = report(folder, "--price", "2.5", rendered=True)
     data = numbers(folder / "report.json")
     one = data["comparisons"][0]
     check(len(data["comparisons"]) == 1 and len(one["pairs"]) == 3 and not one["refused"],
@@ -292,7 +305,7 @@ def check_page(path, data, figures):
 def test_gpu(tmp):
     """Logs like those of the GPU trainer: their figures, the receipt, and numbers of energy, memory and speed."""
     folder = verdict_folder(tmp / "gpu", seeds=(42, 43), steps=180)
-    out, error = report(folder)
+    out, error = report(folder, rendered=True)
     data = numbers(folder / "report.json")
     check(not error and len(data["comparisons"]) == 3 and data["price_of_a_gpu_hour"] == 3.5,
           f"the report of a verdict has three comparisons and the price: {error}")
@@ -315,19 +328,19 @@ def test_gpu(tmp):
 
 def test_sweep(tmp):
     """A sweep's page begins with speed and names the runs out of memory. sweep_table.py needs no libraries."""
-    folder = sweep_folder(tmp / "sweep", 60, ("llama3.2-1b", "qwen3-14b"), (2048, 4096), (1, 2))
-    out, error = report(folder)
+    folder = sweep_folder(tmp / "sweep", 60, ("llama3.2-1b", "qwen3-14b"), (2048,), (1, 2))
+    out, error = report(folder, rendered=True)
     data = numbers(folder / "report.json")
     check_page(folder / "report.html", data, ("speed-tokens", "speed-tflops", "speed-mfu", "speed-aggregate",
                                               "speed-scaling"))
-    check(len(data["runs"]) == 12 and len(data["runs_without_numbers"]) == 4 and not error,
-          f"the report of a sweep has 12 runs, and 4 without numbers: {error}")
+    check(len(data["runs"]) == 6 and len(data["runs_without_numbers"]) == 2 and not error,
+          f"the report of a sweep has 6 runs, and 2 without numbers: {error}")
     text = (folder / "report.html").read_text()
     check("out of memory: out of GPU memory" in text and ">OOM<" in text, "the page names the runs out of memory")
     check(text.index('id="part-speed"') < text.index('id="part-verdict"'), "the page of a sweep begins with speed")
     ended = subprocess.run([sys.executable, "-S", ROOT / "scripts" / "sweep_table.py", folder], capture_output=True)
-    check(ended.returncode == 0 and b"12 of 16 runs finished" in ended.stdout,
-          f"sweep_table.py finds the 12 finished runs: {ended}")
+    check(ended.returncode == 0 and b"6 of 8 runs finished" in ended.stdout,
+          f"sweep_table.py finds the 6 finished runs: {ended}")
 
 
 def test_markup(tmp):
@@ -335,7 +348,7 @@ def test_markup(tmp):
     folder, name = tmp / "markup", "a</script><img src=x>&$b$"
     for precision in ("bf16", "fp8"):
         write(folder / precision, records_of(precision, 42, model=name))
-    report(folder)
+    report(folder, rendered=True)
     data = numbers(folder / "report.json")
     check(data["comparisons"][0]["model"] == name,
           f"report.json has the name of the model: {data['comparisons'][0]['model']}")
@@ -435,8 +448,8 @@ def test_fuzz(tmp):
     folder = verdict_folder(tmp / "fuzz", seeds=(42,), steps=45)
     log = folder / "llama3.2-1b.fp8-tensorwise.s42" / "log.jsonl"
     sound, random = log.read_bytes(), np.random.default_rng(0)
-    refused = 0
-    for trial in range(150):
+    refused, trials = 0, 150 if os.environ.get("ALL") else 50
+    for trial in range(trials):
         data, at = bytearray(sound), int(random.integers(len(sound)))
         size = int(random.integers(1, 60))
         kind = trial % 5
@@ -461,7 +474,7 @@ def test_fuzz(tmp):
             refused += any(str(log) in problem for problem in found.problems)
         except Exception:
             check(False, f"trial {trial} raises no exception: {traceback.format_exc()}")
-    check(60 < refused < 150, f"more than 60 and fewer than 150 of 150 damaged logs are refused: {refused}")
+    check(0.4 * trials < refused < trials, f"over 40% of {trials} damaged logs are refused, and not all: {refused}")
 
 
 def test_running(tmp):

@@ -121,9 +121,11 @@ fi
     --keep-checkpoints 1 >"$tmp/busy.out" 2>&1 &
 busy=$!
 for i in $(seq 300); do grep -q '^saved checkpoint after step 4 ' "$tmp/busy.out" && break; sleep 0.1; done
+kill -STOP $busy  # it holds its lock, and takes no time from the run that waits for it
 check "a second run with the same --checkpoint-dir is refused" \
     refuses 1 "--checkpoint-dir $tmp/busy: another run is using it" \
     "$tmp/model" $data --checkpoint-dir "$tmp/busy" --resume
+kill -CONT $busy
 check "the first run with that --checkpoint-dir goes on" kill -0 $busy
 kill -KILL $busy
 check "a run resumes right after the one that was killed" \
@@ -152,6 +154,7 @@ check "the new and the earlier log have all their steps" \
     >"$tmp/busy.out" 2>&1 &
 busy=$!
 for i in $(seq 300); do grep -q '^starting weights' "$tmp/busy.out" && break; sleep 0.1; done
+kill -STOP $busy
 check "a second run with the same --log-dir is refused" \
     refuses 1 "--log-dir $tmp/log: another run is using it" tiny $data \
     --log-dir "$tmp/log"
@@ -160,7 +163,8 @@ check "a second run with the same --log-dir is refused" \
 
 (trap - INT; exec ./train_fp8 small $data --sequence-length 4096 --batch-size 2) >"$tmp/long.out" 2>&1 &
 long=$!
-for _ in $(seq 600); do grep -q '^step ' "$tmp/long.out" && break; sleep 0.2; done  # the second step begins then
+for _ in $(seq 600); do grep -q '^memory' "$tmp/long.out" && break; sleep 0.1; done  # the first step begins then
+sleep 0.5
 kill -INT $long
 sleep 0.3
 kill -INT $long

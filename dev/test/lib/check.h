@@ -11,6 +11,14 @@
 
 #include "../../../llmc/base/utils.h"
 
+// Sanitizers make arithmetic far slower. With them some tests take fewer steps or cases, and tests of numbers alone are
+// left out.
+#ifdef __SANITIZE_ADDRESS__
+enum { SANITIZED = 1 };
+#else
+enum { SANITIZED = 0 };
+#endif
+
 typedef struct {
     int passed, failed;
 } CheckCounts;
