@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests in dev/test that need no GPU, two at a time. Installs missing build tools, and the libraries of the
+# Runs the tests in dev/test that need no GPU, three at a time. Installs missing build tools, and the libraries of the
 # reports if PyPI can be reached. If nvcc and NCCL are there, also compiles the GPU trainer and its tests, checks the
 # syntax of the benches, and runs two of these tests. Ends with "N passed, N failed", and with a non-zero status if a
 # test failed. Skipped tests print why.
@@ -18,12 +18,13 @@ esac
 install_tools
 QUIET=1
 
-# Runs the tests $@, two at a time with one thread each, in this order, and tallies them with their seconds.
-tally_two_at_a_time() {
+# Runs the tests $@, three at a time with one thread each, in this order, and tallies them with their seconds. Two cores
+# stay busy: one of three tests mostly waits.
+tally_three_at_a_time() {
     local program name
     outputs=$(mktemp -d)
     export outputs
-    printf '%s\n' "$@" | xargs -P 2 -I {} bash -c 'run_one {}'
+    printf '%s\n' "$@" | xargs -P 3 -I {} bash -c 'run_one {}'
     for program; do
         name=${program#dev/test/} name=${name#build/} program=${program//\//.}
         tally "$name, $(cat "$outputs/$program.seconds") s" replay "$program"
@@ -44,7 +45,7 @@ run_one() {
 }
 replay() { cat "$outputs/$1" && return "$(cat "$outputs/$1.status")"; }
 export -f run_one
-# mpirun would bind the ranks of both tests to the same cores.
+# mpirun would bind the ranks of all tests to the same cores.
 export OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 OMPI_MCA_hwloc_base_binding_policy=none \
     PRTE_MCA_hwloc_default_binding_policy=none
 
@@ -62,7 +63,7 @@ test_verdict.py test_report.py test_export_logs.py test_data.py test_mpijob.py t
     say "build"
     check "make" make -s -j2 train_fp8 build/synth_stories $(printf '%s\n' "${programs[@]}" | grep '^build/')
     say "tests of seconds"
-    tally_two_at_a_time "${programs[@]}"
+    tally_three_at_a_time "${programs[@]}"
     finish
     exit
 fi
@@ -70,16 +71,16 @@ fi
 say "build"
 # tests of arithmetic, which is compiled to other instructions without sanitizers
 optimized=(build/test_{train_fp8,reference,fp8,coat,msamp,adamw,gradient_sum,gradient_fp8})
-check "make" make -s -j2 train_fp8 build/synth_stories build/compare_checkpoints headers asan "${optimized[@]}"
+targets=(train_fp8 build/synth_stories build/compare_checkpoints headers asan "${optimized[@]}")
 gpu_tests=()
 if find_nvcc && find_nccl; then
-    check "make train_fp8cu, the GPU tests, and the syntax of the benches" make -s -j2 gpu bench-syntax
-    [ -z "${ALL:-}" ] || check "make cuda-headers" make -s -j2 cuda-headers
     gpu_tests=(build/test_fsdp_order build/test_placement)
+    targets=(train_fp8cu "${gpu_tests[@]}" "${targets[@]}" bench-syntax ${ALL:+cuda-headers})
 else
     echo "skipped: no nvcc or no NCCL here, so the GPU trainer is not compiled"
     skipped=$((skipped + 1))
 fi
+check "make ${targets[*]}" make -s -j2 "${targets[@]}"
 install_report
 
 say "tests, those in C also under address and undefined-behaviour sanitizers"
@@ -94,5 +95,5 @@ for program in dev/test/test_*.c "${optimized[@]}" dev/test/test_*.py dev/test/t
     case $program in *.c) program=build/asan/$(basename "$program" .c) ;; esac
     [[ " ${programs[*]} " = *" $program "* ]] || programs+=("$program")
 done
-tally_two_at_a_time "${programs[@]}"
+tally_three_at_a_time "${programs[@]}"
 finish
