@@ -289,7 +289,7 @@ check "a resumed run prints the checkpoint that it continues from" \
 many=$($trainer tiny $data --precision fp8 --fp8-recipe delayed --dry-run --json | python3 -c '
 import json, sys
 left_out = ("train-data", "val-data", "sequence-length", "num-steps", "fp8-filter", "shard-size", "world-size",
-            "copy-engines", "fp8-weight-cache", "log-dir", "checkpoint-dir", "export-hf")
+            "copy-engines", "log-dir", "checkpoint-dir", "export-hf")
 for name, value in json.load(sys.stdin)["settings"].items():
     if value not in ("", "on", "off") and name not in left_out: print("--" + name, value)')
 check "a run with $(wc -l <<<"$many") options prints at most 25 lines before step 1" starts 2 tiny $data $val $many

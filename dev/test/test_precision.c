@@ -380,14 +380,13 @@ static void test_casts_masters(void) {
 static void test_casts_once(void) {
     static const struct {
         int64_t shard_size;
-        int cache, all_gather, sharding;
+        int all_gather, sharding;
         bool once;
-    } cases[] = {{1, OFF, ON, SHARDING_FULL, false},    {1, ON, OFF, SHARDING_NONE, true},
-                 {4, OFF, ON, SHARDING_FULL, true},     {4, OFF, OFF, SHARDING_FULL, false},
-                 {4, OFF, OFF, SHARDING_GRAD_OP, true}, {1, OFF, OFF, SHARDING_GRAD_OP, false}};
+    } cases[] = {{1, ON, SHARDING_FULL, false},  {1, OFF, SHARDING_NONE, false},   {4, ON, SHARDING_FULL, true},
+                 {4, OFF, SHARDING_FULL, false}, {4, OFF, SHARDING_GRAD_OP, true}, {1, OFF, SHARDING_GRAD_OP, false}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Options o = options_default();
-        o.fp8_weight_cache = cases[i].cache, o.fp8_all_gather = cases[i].all_gather, o.sharding = cases[i].sharding;
+        o.fp8_all_gather = cases[i].all_gather, o.sharding = cases[i].sharding;
         CHECK(precision_casts_once(&o, cases[i].shard_size) == cases[i].once,
               "case %zu: weights are cast once a step: %d expected", i, cases[i].once);
     }

@@ -167,10 +167,6 @@ enum { FREE, MUST_MATCH, TOLD };
          "GiB of memory that each rank may use, on a GPU including CUDA's own memory: a run that needs more ends " \
          "before it starts, and says how it would need less; 0: all that the GPU has free (CPU trainer: the rank's " \
          "part of the machine's memory); a dry run with 0 has no limit") \
-    CHOICE(fp8_weight_cache, "fp8-weight-cache", OFF, SWITCHES, FREE, \
-         "for the GPU trainer where each rank has all weights (one rank, --sharding none, or hybrid with --shard-size 1); " \
-         "on: cast all FP8 weights once in a step and keep them, which takes about 2 more bytes per weight of all " \
-         "layers' linear layers; off: cast a layer's weights again in each forward and backward pass") \
     GROUP("optimizer") \
     REAL(learning_rate, "learning-rate", 1e-5, 0, 1e3, TOLD, \
          "learning rate after warm-up; --lr-schedule may lower it from there") \
