@@ -100,10 +100,7 @@ enum { RARE, COMMON };
          "dtype of GEMMs; fp8: by --fp8-recipe in the layers' linear layers, unless --fp8-filter or their sizes keep " \
          "them bf16, and bf16 in lm_head and attention; fp32: CPU trainer only") \
     CHOICE(fp8_recipe, "fp8-recipe", RECIPE_TENSORWISE, RECIPES, MUST_MATCH, COMMON, \
-         "which values share a scale; tensorwise: a tensor, scaled by its current amax; delayed: a tensor, scaled " \
-         "by its past amaxes; rowwise: a row; rowwise_with_gw_hp: a row, but dgrad reads weights with one scale for the " \
-         "tensor, and wgrad is in bf16; blockwise: 1x128, weights 128x128; mxfp8: 1x32; GPUs: without " \
-         "--fp8-emulate, rowwise, rowwise_with_gw_hp and blockwise need Hopper, mxfp8 needs Blackwell") \
+         "which values share a scale; " RECIPES_HELP) \
     CHOICE(fp8_format, "fp8-format", FP8_FORMAT_AUTO, FP8_FORMATS, MUST_MATCH, RARE, \
          "FP8 format in which GEMMs read the gradients of outputs (dy); hybrid: E5M2; e4m3: E4M3, as for weights and " \
          "inputs; auto: the recipe's own") \
