@@ -316,8 +316,7 @@ static void unshard(Trainer *t, int64_t l, bool backward) {
         profile_mark(&t->profile, "activations from the host: waiting", PROFILE_WAIT, 0);
     fsdp_prefetch(&t->fsdp, backward ? l - 1 : l + 1);  // communicates while layer l computes
     fsdp_unshard(&t->fsdp, l, backward);
-    if (t->fsdp.plan.weight_source != FSDP_WEIGHTS_CACHED)
-        profile_mark(&t->profile, "weights: waiting, casts, transposes", PROFILE_WAIT, 0);
+    profile_mark(&t->profile, "weights: waiting, casts, transposes", PROFILE_WAIT, 0);
 }
 
 static void reshard(Trainer *t, int64_t l, bool backward) {

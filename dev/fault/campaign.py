@@ -30,7 +30,6 @@ ERRORS = ["enospc", "eio", "enospc-on", "eio-on", "short", "eintr"]
 MESSAGES = {"enospc": "No space left on device", "eio": "Input/output error", "eintr": "Interrupted system call"}
 DAMAGES = ["bit flipped", "truncated", "longer", "4 KiB zeroed", "words swapped", "byte changed", "deleted",
            "of an older checkpoint"]
-RECIPES = ["tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
 TARGETS = ["json", "safetensors", "config", "index", "shard", "tokenizer", "trainer", "log", "options"]
 SECTIONS = ["save", "ranks", "export", "log", "damage", "resume", "fuzz"]
 SAVE_STEPS, SAVE_EVERY = 6, 2
@@ -354,9 +353,9 @@ def damage_point(reference, kind, n, folder):
 
 
 def precisions():
-    lengths = {"blockwise": 128, "mxfp8": 32}  # for the GEMMs, the sequence length must be a multiple of this
-    fp8 = [["--precision", "fp8", "--fp8-recipe", recipe, "--sequence-length", lengths.get(recipe, 16)]
-           for recipe in RECIPES]
+    recipes = subprocess.check_output([ROOT / "train_fp8", "--list", "recipes"], text=True).split()
+    # GEMMs of every recipe take a multiple of 128 tokens
+    fp8 = [["--precision", "fp8", "--fp8-recipe", recipe, "--sequence-length", 128] for recipe in recipes]
     states = [[*fp8[0], "--optimizer-state", "coat-stochastic"], [*fp8[0], *MSAMP, "--grad-accum-dtype", "fp8"]]
     return [["--precision", "fp32"], ["--precision", "bf16"]] + fp8 + states
 

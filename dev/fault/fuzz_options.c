@@ -50,6 +50,7 @@ static size_t options_seed(int i, uint8_t *out) {
         ("small\n--sharding\nhybrid\n--shard-size\n2\n--num-steps=20\n--checkpoint-dir\nck\n--checkpoint-every\n5\n"
          "--resume\n--deterministic"),
         "--help",
+        "tiny\n--help\nall",
         ("tiny\n--val-data\nv.bin\n--val-every\n2\n--beta1\n0.95\n--lr-schedule\nwsd\n--warmup-steps\n3\n"
          "--grad-clip\n1\n--seed\n-1"),
         "tiny\n--dry-run\n--world-size\n512\n--lerning-rate\n1\n--batch-size\n1e3\n--num-steps\n0x10",

@@ -44,10 +44,11 @@ against_cpu() {
     fi
 }
 against_cpu bf16 "--precision bf16" 1e-4 1e-2
-for recipe in tensorwise delayed rowwise rowwise_with_gw_hp blockwise; do
+mapfile -t recipes < <(./train_fp8cu --list recipes | sed 's/^mxfp8$/& --fp8-emulate/') # Hopper has no GEMMs for mxfp8
+for recipe in "${recipes[@]}"; do
     against_cpu "$recipe" "--precision fp8 --fp8-recipe $recipe" 1e-3 1e-1
 done
-for recipe in mxfp8 tensorwise rowwise; do
+for recipe in tensorwise rowwise; do
     against_cpu "$recipe, emulated" "--precision fp8 --fp8-recipe $recipe --fp8-emulate" 1e-3 1e-1
 done
 against_cpu "bf16, weights rounded to nearest" "--precision bf16 --master-weights bf16-nearest" 1e-4 1e-2
@@ -68,8 +69,7 @@ else
 fi
 
 common="small $data --sequence-length 256 --batch-size 2 --deterministic --learning-rate 1e-3"
-for precision in bf16 fp8 "fp8 --fp8-recipe delayed --fp8-amax-history 4" "fp8 --fp8-recipe rowwise" \
-    "fp8 --fp8-recipe rowwise_with_gw_hp" "fp8 --fp8-recipe blockwise" "fp8 --fp8-recipe mxfp8 --fp8-emulate"; do
+for precision in bf16 "fp8 --fp8-recipe delayed --fp8-amax-history 4" "${recipes[@]/#/fp8 --fp8-recipe }"; do
     run="$common --precision $precision --num-steps 12"
     rm -rf "$tmp/ck"
     gpu a $run && gpu b $run
@@ -88,14 +88,14 @@ done
 
 # Without --grad-clip, --optimizer-in-backward changes no bit. A run that began with the option may be resumed without
 # it.
-for options in "bf16" "fp8" "fp8 --fp8-recipe delayed" "fp8 --fp8-weight-cache on --optimizer-state coat" \
+for options in "bf16" "fp8" "fp8 --fp8-recipe delayed" "fp8 --optimizer-state coat" \
     "fp8 --fp8-recipe rowwise --recompute layer --optimizer-state coat-stochastic" \
     "bf16 --optimizer-state fp32 --master-weights fp32" "fp8 --optimizer-state msamp" \
     "bf16 --optimizer-state msamp --master-weights fp32" \
     "fp8 --optimizer-state msamp --master-weights fp16-stochastic" \
     "fp8 --fp8-recipe delayed --optimizer-state msamp --master-weights fp16" \
     "fp8 --fp8-recipe rowwise --optimizer-state fp32 --master-weights fp16" \
-    "fp8 --fp8-weight-cache on --optimizer-state fp32 --master-weights fp16"; do
+    "fp8 --optimizer-state fp32 --master-weights fp16"; do
     run="$common --precision $options"
     rm -rf "$tmp/ck"
     gpu a $run --num-steps 8 && gpu b $run --num-steps 8 --optimizer-in-backward
@@ -104,14 +104,12 @@ for options in "bf16" "fp8" "fp8 --fp8-recipe delayed" "fp8 --fp8-weight-cache o
         gpu d $run --num-steps 8 --checkpoint-dir "$tmp/ck" --resume
     same "$options: resumed without --optimizer-in-backward" a d 3
 done
-# FP8 weights that are cast from FP16 masters: casts for each pass, cached casts, and casts of recomputed layers are
-# equal. Weights of an export, which are loaded without scales, give nearly the CPU's loss. A resume from a checkpoint,
-# whose scales are loaded, exports the weights that the first run exported.
+# FP8 weights that are cast from FP16 masters: casts for each pass and casts of recomputed layers are equal. Weights of
+# an export, which are loaded without scales, give nearly the CPU's loss. A resume from a checkpoint, whose scales are
+# loaded, exports the weights that the first run exported.
 run="$common --precision fp8 --optimizer-state msamp --master-weights fp16-stochastic --num-steps 6"
 rm -rf "$tmp/ck"
-gpu a $run --checkpoint-dir "$tmp/ck" --export-hf "$tmp/masters" && gpu b $run --fp8-weight-cache on &&
-    gpu c $run --recompute layer
-same "FP8 from FP16 masters: without and with --fp8-weight-cache on" a b
+gpu a $run --checkpoint-dir "$tmp/ck" --export-hf "$tmp/masters" && gpu c $run --recompute layer
 same "FP8 from FP16 masters: without and with --recompute layer" a c
 masters="${common#small } --precision fp8 --optimizer-state msamp --master-weights fp16-stochastic"
 gpu d "$tmp/masters" $masters --num-steps 1 && cpu e "$tmp/masters" $masters --num-steps 1
@@ -191,7 +189,7 @@ done
 
 # Recomputing changes no bit, because recomputed activations are cast to equal bytes. If --fp8-filter excludes every
 # linear layer, FP8 equals BF16.
-for recipe in tensorwise delayed rowwise rowwise_with_gw_hp blockwise; do
+for recipe in "${recipes[@]}"; do
     run="$common --precision fp8 --fp8-recipe $recipe --num-steps 6"
     gpu a $run
     for part in norm attention mlp layer; do
@@ -203,11 +201,8 @@ for recipe in tensorwise delayed rowwise rowwise_with_gw_hp blockwise; do
     same "$recipe, --fp8-activations on: without and with --recompute attention" b c
     near "$recipe: first loss without and with --fp8-activations on" "$(field a loss 1)" "$(field b loss 1)" 0
     near "$recipe: last loss without and with --fp8-activations on" "$(field a loss 6)" "$(field b loss 6)" 1e-2
-    [ $recipe = rowwise_with_gw_hp ] && continue
-    gpu b $run --fp8-weight-cache on && gpu c $run --fp8-weight-cache on --recompute layer --fp8-filter first &&
-        gpu d $run --fp8-filter first
-    same "$recipe: without and with --fp8-weight-cache on" a b
-    same "$recipe, --fp8-filter first: without and with --fp8-weight-cache on --recompute layer" d c
+    gpu c $run --recompute layer --fp8-filter first && gpu d $run --fp8-filter first
+    same "$recipe, --fp8-filter first: without and with --recompute layer" d c
 done
 gpu a $common --precision bf16 --num-steps 6 && gpu b $common --precision fp8 --fp8-filter attention,mlp --num-steps 6
 same "FP8 with every linear layer filtered, and BF16" a b
@@ -251,12 +246,11 @@ END
         # bf16 roundings differ from the CPU's. In each of the five steps that moves the norm by less than 2^-9.
         near "$name: gradient norm on GPU and CPU" "$(field b norm 5)" "$(field a norm 5)" 1e-2
         args="$args --precision fp8 --deterministic"
-        gpu a $args && gpu b $args --recompute layer && gpu c $args --fp8-weight-cache on
+        gpu a $args && gpu b $args --recompute layer
         same "$name, FP8: without and with --recompute layer" a b
         gpu b $args --recompute attention && gpu d $args --recompute mlp
         same "$name, FP8: without and with --recompute attention" a b
         same "$name, FP8: without and with --recompute mlp" a d
-        same "$name, FP8: without and with --fp8-weight-cache on" a c
     done
 done
 

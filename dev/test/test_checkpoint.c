@@ -707,6 +707,7 @@ static char *mismatch_of(const char *text, Options o) {
 }
 
 // Checkpoints of older versions lack newer options. A missing option counts as today's default, with `auto` resolved.
+// An option that has been removed since counts for nothing.
 static void test_older_settings(void) {
     static const char older[] =
         "{\"settings\": {\"precision\": \"fp8\", \"seed\": \"42\", \"master-weights\": \"bf16\"}}";
@@ -727,7 +728,9 @@ static void test_older_settings(void) {
          "\n  --precision is fp8 in the checkpoint, bf16 now"},
         {"{\"settings\": {\"precision\": \"bf16\"}}", PRECISION_BF16, RECIPE_TENSORWISE, FP8_FORMAT_AUTO, "", ""},
         {"{\"settings\": {\"precision\": \"bf16\", \"seed\": \"7\"}}", PRECISION_BF16, RECIPE_TENSORWISE,
-         FP8_FORMAT_AUTO, "", "\n  --seed is 7 in the checkpoint, 42 now"}};
+         FP8_FORMAT_AUTO, "", "\n  --seed is 7 in the checkpoint, 42 now"},
+        {"{\"settings\": {\"precision\": \"fp8\", \"fp8-weight-cache\": \"on\"}}", PRECISION_FP8, RECIPE_TENSORWISE,
+         FP8_FORMAT_AUTO, "", ""}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Options o = options_default();
         o.precision = cases[i].precision, o.fp8_recipe = cases[i].recipe, o.fp8_format = cases[i].format,
@@ -737,6 +740,31 @@ static void test_older_settings(void) {
               cases[i].expected);
         free(said);
     }
+}
+
+// A checkpoint of an older version may have the setting of an option that was removed since. A run resumes from it.
+static void test_removed_option(void) {
+    static const char settings[] = "\"settings\": {";
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
+    char text[16384];
+    Failure failure = {"", false};
+    save(t, scratch_path("removed"), 3, 1);
+    const char *folder = xstrdup(scratch_path("removed/step-00000003"));
+    char *now = read_file(scratch_path("removed/step-00000003/trainer.json"), NULL), *at = strstr(now, settings);
+    if (!at) die("trainer.json has no %s", settings);
+    at += strlen(settings);
+    format_checked(text, sizeof text, "%.*s\"fp8-weight-cache\": \"off\", %.*s", (int)(at - now), now,
+                   (int)(strlen(at) - CHECKPOINT_SEAL_BYTES), at);
+    const uint64_t hash = xxhash64(text, strlen(text));
+    format_checked(text + strlen(text), sizeof text - strlen(text), CHECKPOINT_SEAL_FORMAT, (unsigned long long)hash);
+    if (!file_write(folder, "trainer.json", text, (int64_t)strlen(text), NULL, &failure)) die("%s", failure.text);
+    CHECK(checkpoint_is_whole(folder, true, &failure), "a checkpoint with --fp8-weight-cache is whole: %s",
+          failure.text);
+    CHECK(checkpoint_check(folder, &t->run).step == 3, "a run resumes from it after step 3");
+    remove_tree(scratch_path("removed"));
+    free(now);
+    free((char *)folder);
+    trainer_free(t);
 }
 
 // Runs checkpoint_prepare in a child process and returns its process id. The child releases the folder when it ends. If
@@ -1724,6 +1752,7 @@ int main(void) {
     test_prune_together();
     test_mismatch();
     test_older_settings();
+    test_removed_option();
     test_prepare();
     test_lock();
     test_damage();

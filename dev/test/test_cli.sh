@@ -28,6 +28,7 @@ ends() {
 }
 check "a run that succeeds ends with status 0" ends 0 tiny $data
 check "--help ends with status 0" ends 0 --help
+check "--help all ends with status 0" ends 0 --help all
 check "--list ends with status 0" ends 0 --list models
 check "a call without arguments ends with status 2" ends 2
 check "an unknown option ends with status 2" ends 2 tiny $data --bogus
@@ -70,7 +71,7 @@ check "the launcher's second rank says nothing" refuses_launcher "PMI_SIZE=2 PMI
 check "--profile, which the CPU trainer lacks, ends with status 4" ends 4 tiny $data --profile
 check "a gradient norm that counts as not finite ends with status 7" \
     ends 7 tiny $data --learning-rate 1000 --num-steps 50
-for number in $(sed -n '/^exit status$/,$ s/^  \([0-9]\)  .*/\1/p' <($trainer --help)); do
+for number in $(sed -n '/^exit status$/,$ s/^  \([0-9]\)  .*/\1/p' <($trainer --help all)); do
     check "docs/TRAINING.md lists exit status $number" grep -q "^| $number | " docs/TRAINING.md
 done
 known=$(sed -n 's/^ *X(EXIT_\(MEMORY\|UNSUPPORTED\), \([0-9]\).*/\2/p' llmc/base/utils.h | paste -sd' ')
@@ -114,15 +115,15 @@ check "a damaged model prints one line on stderr" says_one_line "$tmp/damaged/st
 check "a gradient norm that counts as not finite prints one line on stderr" \
     says_one_line tiny $data --learning-rate 1000 --num-steps 50
 
-# ---- --list prints the names that --help has.
+# ---- --list prints the names that --help all has.
 
-$trainer --help >"$tmp/help"
-check "--list models prints the models that --help has" \
+$trainer --help all >"$tmp/help"
+check "--list models prints the models that --help all has" \
     equal "$($trainer --list models | paste -sd' ')" "$(sed -n 's/^MODEL: \(.*\),$/\1/p' "$tmp/help" | tr -d ',')"
 recipes=$(sed -n 's/^ *--fp8-recipe \([a-z0-9_|]*\).*/\1/p' "$tmp/help" | tr '|' ' ')
-check "--list recipes prints the recipes that --help has" \
+check "--list recipes prints the recipes that --help all has" \
     equal "$($trainer --list recipes | paste -sd' ')" "$recipes"
-check "--list options prints the options that --help has" \
+check "--list options prints the options that --help all has" \
     equal "$($trainer --list options)" "$(sed -n 's/^  --\([a-z0-9-]*\)\( .*\|$\)/\1/p' "$tmp/help")"
 
 # ---- Models, shards and losses: an export keeps the config.json of its MODEL, short shards are left out, and a run
@@ -289,7 +290,7 @@ check "a resumed run prints the checkpoint that it continues from" \
 many=$($trainer tiny $data --precision fp8 --fp8-recipe delayed --dry-run --json | python3 -c '
 import json, sys
 left_out = ("train-data", "val-data", "sequence-length", "num-steps", "fp8-filter", "shard-size", "world-size",
-            "copy-engines", "fp8-weight-cache", "log-dir", "checkpoint-dir", "export-hf")
+            "copy-engines", "log-dir", "checkpoint-dir", "export-hf")
 for name, value in json.load(sys.stdin)["settings"].items():
     if value not in ("", "on", "off") and name not in left_out: print("--" + name, value)')
 check "a run with $(wc -l <<<"$many") options prints at most 25 lines before step 1" starts 2 tiny $data $val $many

@@ -1237,7 +1237,7 @@ static void trainer_gemm_choose(const Gemm *, GemmPlan *, bf16 *, const QTensor 
 // Cases
 
 typedef struct {
-    int precision, recipe, sharding, gather, reduce, recompute, cache, copies;
+    int precision, recipe, sharding, gather, reduce, recompute, copies;
     const char *filter;
     int64_t world, layers, accumulation;
     bool untied, many_tokens, clips, in_backward;
@@ -1369,9 +1369,7 @@ static void run_case(const Case *c, uint64_t seed) {
     Options o = options_default();
     o.precision = c->precision, o.fp8_recipe = c->recipe, o.sharding = c->sharding, o.fp8_all_gather = c->gather,
     o.reduce_dtype = c->reduce, o.shard_size = c->sharding == SHARDING_HYBRID ? 2 : 0;
-    o.recompute = c->recompute, o.fp8_weight_cache = c->cache, o.copy_engines = c->copies,
-    o.grad_accumulation_steps = c->accumulation;
-    if (c->sharding != SHARDING_NONE) o.fp8_weight_cache = OFF;  // the trainer refuses the cache when sharded
+    o.recompute = c->recompute, o.copy_engines = c->copies, o.grad_accumulation_steps = c->accumulation;
     o.batch_size = 1,
     o.sequence_length = c->many_tokens ? m.vocab_size : 512;  // many: a shard group's inputs exceed the embedding
     o.fp8_filter = c->filter, o.grad_clip = c->clips ? 1 : 0, o.optimizer_in_backward = c->in_backward,
@@ -1393,10 +1391,10 @@ static void run_case(const Case *c, uint64_t seed) {
 static void check_case(const Case *c) {
     run_case(c, 1);
     CHECK(order.races == 0 && order.wrong == 0 && order.stuck == 0,
-          "precision %d, recipe %d, filter \"%s\", sharding %d, gather %d, reduce %d, recompute %d, cache %d, copies "
+          "precision %d, recipe %d, filter \"%s\", sharding %d, gather %d, reduce %d, recompute %d, copies "
           "%d, %lld ranks, %lld layers, accumulation %lld, untied %d, many tokens %d, clips %d, in backward %d, "
           "FP8 gradients %d: no race, wrong content or stuck stream (found %lld, %lld, %lld); %s",
-          c->precision, c->recipe, c->filter, c->sharding, c->gather, c->reduce, c->recompute, c->cache, c->copies,
+          c->precision, c->recipe, c->filter, c->sharding, c->gather, c->reduce, c->recompute, c->copies,
           (long long)c->world, (long long)c->layers, (long long)c->accumulation, c->untied, c->many_tokens, c->clips,
           c->in_backward, c->fp8_gradients, (long long)order.races, (long long)order.wrong, (long long)order.stuck,
           order.problem);
@@ -1410,8 +1408,7 @@ static void check_case(const Case *c) {
 // Checks every sharding strategy (hybrid only with 4 ranks) with one precision and filter, with both reduce dtypes bf16
 // and fp32, and with several numbers of layers and micro-steps; without copy engines and, unless sharding is none, with
 // them. `gather_most`: OFF tests --fp8-all-gather off, ON tests off and on.
-static void check_all(int64_t world, int precision, int recipe, const char *filter, int gather_most, int recompute,
-                      int cache) {
+static void check_all(int64_t world, int precision, int recipe, const char *filter, int gather_most, int recompute) {
     const int64_t layers[] = {1, 2, 3, 6};
     for (int sharding = SHARDING_FULL; sharding <= (world == 4 ? SHARDING_HYBRID : SHARDING_NONE); sharding++)
         for (int copies = OFF; copies <= (sharding == SHARDING_NONE ? OFF : ON); copies++)
@@ -1420,9 +1417,10 @@ static void check_all(int64_t world, int precision, int recipe, const char *filt
                     for (int i = 0; i < 4; i++)
                         for (int64_t accumulation = 1; accumulation < 4; accumulation++)
                             for (int ends = 0; ends < 8; ends++) {
-                                Case c = {precision,    recipe,           sharding,     gather, reduce,    recompute,
-                                          cache,        copies,           filter,       world,  layers[i], accumulation,
-                                          ends % 2 > 0, ends / 2 % 2 > 0, ends / 4 > 0, false,  NULL,      false};
+                                Case c = {precision,    recipe,       sharding,         gather,       reduce,
+                                          recompute,    copies,       filter,           world,        layers[i],
+                                          accumulation, ends % 2 > 0, ends / 2 % 2 > 0, ends / 4 > 0, false,
+                                          NULL,         false};
                                 check_case(&c);
                                 c.in_backward = accumulation == 1;
                                 if (c.in_backward) check_case(&c);
@@ -1434,7 +1432,7 @@ static Case fp8_gradient_case(int sharding, int copies, int reduce, int64_t worl
     Case c;
     memset(&c, 0, sizeof c);
     c.precision = PRECISION_FP8, c.recipe = RECIPE_TENSORWISE, c.recompute = RECOMPUTE_NONE, c.filter = "";
-    c.sharding = sharding, c.gather = c.cache = ON, c.copies = copies, c.reduce = reduce;
+    c.sharding = sharding, c.gather = ON, c.copies = copies, c.reduce = reduce;
     c.world = world, c.layers = layers, c.accumulation = 1, c.fp8_gradients = true;
     return c;
 }
@@ -1477,7 +1475,6 @@ static void check_offload(int64_t world) {
                                         ON,
                                         REDUCE_BF16,
                                         RECOMPUTE_NONE,
-                                        ON,
                                         OFF,
                                         "",
                                         world,
@@ -1581,7 +1578,6 @@ static void check_omissions(void) {
                             ON,
                             REDUCE_BF16,
                             RECOMPUTE_NONE,
-                            ON,
                             all[i].copies,
                             "",
                             4,
@@ -1894,16 +1890,15 @@ int main(void) {
     mallopt(M_TRIM_THRESHOLD, 1 << 28);          // keeps heap memory between cases
     const int64_t step = getenv("ALL") ? 1 : 2;  // 3 ranks do what 2 and 4 do
     for (int64_t world = 2; world <= 4; world += step) {
-        check_all(world, PRECISION_BF16, RECIPE_TENSORWISE, "", OFF, RECOMPUTE_NONE, ON);
+        check_all(world, PRECISION_BF16, RECIPE_TENSORWISE, "", OFF, RECOMPUTE_NONE);
         for (int recompute : {RECOMPUTE_NONE, RECOMPUTE_LAYER}) {  // other choices read weights like one of these
-            check_all(world, PRECISION_FP8, RECIPE_TENSORWISE, "", ON, recompute, ON);
-            check_all(world, PRECISION_FP8, RECIPE_TENSORWISE, "first,last", ON, recompute, ON);
-            check_all(world, PRECISION_FP8, RECIPE_TENSORWISE, "mlp", ON, recompute, ON);
-            check_all(world, PRECISION_FP8, RECIPE_TENSORWISE, "first", ON, recompute, OFF);
-            check_all(world, PRECISION_FP8, RECIPE_ROWWISE, "", OFF, recompute, OFF);
-            check_all(world, PRECISION_FP8, RECIPE_ROWWISE, "", OFF, recompute, ON);
-            check_all(world, PRECISION_FP8, RECIPE_ROWWISE_GW_HP, "", OFF, recompute, ON);
-            check_all(world, PRECISION_FP8, RECIPE_BLOCKWISE, "last", OFF, recompute, ON);
+            check_all(world, PRECISION_FP8, RECIPE_TENSORWISE, "", ON, recompute);
+            check_all(world, PRECISION_FP8, RECIPE_TENSORWISE, "first,last", ON, recompute);
+            check_all(world, PRECISION_FP8, RECIPE_TENSORWISE, "mlp", ON, recompute);
+            check_all(world, PRECISION_FP8, RECIPE_TENSORWISE, "first", ON, recompute);
+            check_all(world, PRECISION_FP8, RECIPE_ROWWISE, "", OFF, recompute);
+            check_all(world, PRECISION_FP8, RECIPE_ROWWISE_GW_HP, "", OFF, recompute);
+            check_all(world, PRECISION_FP8, RECIPE_BLOCKWISE, "last", OFF, recompute);
         }
     }
     for (int64_t world = 2; world <= 4; world += step) check_fp8_gradients_of(world);

@@ -9,7 +9,7 @@
 // masters 8, FP16 masters 4. coat-stochastic moments take away 8, --offload moments 3, --offload master 6, and the
 // option --optimizer-in-backward 2. With --sharding full, this sum is divided by the ranks of a shard group. Each
 // sequence of a batch takes 10, or 9, 7, 5 and 1 with --recompute norm, attention, mlp and layer; --fp8-activations
-// takes away 3 from each. An FP8 weight cache takes 6.
+// takes away 3 from each.
 static int64_t needed(const Options *o, const ModelConfig *m, const Comm *c) {
     static const int64_t sequence[] = {10, 9, 7, 5, 1};  // indexed by o->recompute
     (void)m;
@@ -18,8 +18,7 @@ static int64_t needed(const Options *o, const ModelConfig *m, const Comm *c) {
                   (o->optimizer_state == MOMENTS_COAT_STOCHASTIC ? 8 : 0);
     gib -= (options_offloaded(o).moments ? 3 : 0) + (options_offloaded(o).master ? 6 : 0);
     if (o->sharding == SHARDING_FULL) gib /= c->shard_size;
-    gib +=
-        o->batch_size * (sequence[o->recompute] - (options_keeps_fp8(o) ? 3 : 0)) + (o->fp8_weight_cache == ON ? 6 : 0);
+    gib += o->batch_size * (sequence[o->recompute] - (options_keeps_fp8(o) ? 3 : 0));
     return gib * GIB;
 }
 
@@ -85,9 +84,6 @@ static void test_single(void) {
                "longer");
     c.options.grad_accumulation_steps = 3;
     check_says("the global batch stays", &c, "with --batch-size 1 --grad-accumulation-steps 6 it");
-    c = case_of(1, 50), c.options.fp8_weight_cache = ON;
-    check_says("weight cache", &c,
-               "with --fp8-weight-cache off it needs 50.0 GiB, and a step on a GPU takes about 1% longer");
     c = case_of(1, 50), c.options.optimizer_state = MOMENTS_FP32;
     check_says("moments", &c, "with --optimizer-state bf16 it needs 50.0 GiB; or use 2 ranks");
     c.options.master_weights = STORAGE_FP32;
@@ -116,20 +112,19 @@ static void test_fp8_activations(void) {
 
 static void test_combinations(void) {
     Case c = case_of(1, 41);
-    c.options.fp8_weight_cache = ON, c.options.optimizer_state = MOMENTS_FP32, c.options.master_weights = STORAGE_FP32;
+    c.options.optimizer_state = MOMENTS_FP32, c.options.master_weights = STORAGE_FP32;
     check_says("all of them", &c,
-               "with --fp8-weight-cache off --optimizer-state bf16 --master-weights bf16 --recompute layer it needs "
-               "41.0 GiB, and a step on a GPU takes about 21% longer");
+               "with --optimizer-state bf16 --master-weights bf16 --recompute layer it needs 41.0 GiB, and a step on a "
+               "GPU takes about 20% longer");
     c.available = 30;
     check_says(
         "the last resort", &c,
         "--master-weights bf16 --recompute layer --offload moments it needs 30.0 GiB, and a step on a GPU takes about "
-        "24% longer, and each step copies the offloaded data to the GPU and back");
+        "23% longer, and each step copies the offloaded data to the GPU and back");
     c.available = 27;
     check_says("nothing fits", &c,
-               "with --fp8-weight-cache off --optimizer-state coat-stochastic --master-weights bf16 --recompute layer "
-               "--optimizer-in-backward --offload moments it still needs 28.0 GiB; use a shorter --sequence-length or "
-               "a smaller model");
+               "with --optimizer-state coat-stochastic --master-weights bf16 --recompute layer --optimizer-in-backward "
+               "--offload moments it still needs 28.0 GiB; use a shorter --sequence-length or a smaller model");
     c = case_of(1, 34);
     c.options.master_weights = STORAGE_FP32, c.options.offload = "master", c.options.recompute = RECOMPUTE_LAYER;
     c.options.grad_clip = 1, c.options.optimizer_state = MOMENTS_COAT_STOCHASTIC;
@@ -223,9 +218,6 @@ static void test_refused(void) {
     c.options.sequence_length = 1024, c.options.optimizer_in_backward = true, c.available = 40;
     check_lacks("--optimizer-in-backward allows one micro-step", &c, "--batch-size");
     c = case_of(1, 12);
-    c.options.fp8_weight_cache = ON;
-    check_lacks("an FP8 weight cache needs whole weights", &c, "ranks (mpirun");
-    c = case_of(1, 12);
     c.options.grad_accum_dtype = SUM_FP8, c.options.reduce_dtype = REDUCE_FP32;
     check_lacks("FP8 gradients are not reduced in fp32 over several ranks", &c, "ranks (mpirun");
 }
@@ -278,7 +270,6 @@ static void test_random_advice(void) {
                                         "--sharding none",
                                         "--sharding hybrid --shard-size 2",
                                         "--sharding grad_op",
-                                        "--fp8-weight-cache on",
                                         "--on-nonfinite skip",
                                         "--batch-size 4",
                                         "--sequence-length 1000",

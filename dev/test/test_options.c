@@ -154,7 +154,7 @@ static void test_refused(void) {
         {"tiny --learning_rate 1", "unknown option --learning_rate; the nearest is --learning-rate"},
         {"tiny --seq-len 1", "the nearest is --sequence-length"},
         {"tiny --max-steps 1", "the nearest is --num-steps"},
-        {"tiny --foo", "unknown option --foo (--help lists all)"},
+        {"tiny --foo", "unknown option --foo (--help all lists all)"},
         {"tiny --batchsize=3", "unknown option --batchsize; the nearest is --batch-size"},
         {"tiny -b 3", "unknown option -b; options have two dashes"},
         {"tiny -", "unknown option -"},
@@ -198,13 +198,12 @@ static void test_refused(void) {
         {"tiny --recompute all", "is not one of none|norm|attention|mlp|layer|auto"},
         {"tiny --on-nonfinite ignore", "is not one of stop|skip"},
         {"tiny --master-weights fp8", "is not one of auto|bf16|fp32"},
-        {"tiny --fp8-recipe row",
-         "--fp8-recipe: \"row\" is not one of tensorwise|delayed|rowwise|rowwise_with_gw_hp|blockwise|mxfp8"},
+        {"tiny --fp8-recipe row", "--fp8-recipe: \"row\" is not one of tensorwise|"},
         {"tiny --fp8-recipe MXFP8", "is not one of tensorwise|"},
         {"tiny --precision mxfp8", "\"mxfp8\" is not one of fp32|bf16|fp8; --fp8-recipe takes it"},
-        {"tiny --fp8-recipe e4m3", "mxfp8; --fp8-format takes it"},
-        {"tiny --fp8-recipe hybrid", "|mxfp8\n"},
-        {"tiny --fp8-recipe bf16", "|mxfp8\n"},
+        {"tiny --fp8-recipe e4m3", "; --fp8-format takes it"},
+        {"tiny --fp8-recipe bf16", "--fp8-recipe: \"bf16\" is not one of tensorwise|"},
+        {"tiny --precision hybrid", "is not one of fp32|bf16|fp8\n"},
         {"tiny --fp8-format e5m2", "is not one of auto|hybrid|e4m3"},
         {"tiny --fp8-fast-accum on", "is not one of fprop|all|none"},
         {"tiny --fp8-fast-accum dgrad", "is not one of fprop|all|none"},
@@ -217,6 +216,7 @@ static void test_refused(void) {
         {"tiny --fp8-audit -1", "is outside"},
         {"tiny --fp8-emulate=on", "--fp8-emulate takes no value"},
         {"tiny --fp8-filter", "--fp8-filter needs a value"},
+        {"tiny --help=short", "--help: \"short\" is not one of off|on|all"},
         {"tiny --fp8-filters first", "the nearest is --fp8-filter"},
         {"tiny --recipe rowwise", "unknown option --recipe; the nearest is --"}};
     char output[4096];
@@ -607,29 +607,67 @@ static char *printed_by(const char *arguments, int *status) {
     return text;
 }
 
+// --help prints the common options, at most 26 with --help itself, and says how many others --help all prints.
+static void test_help_levels(void) {
+    int status, common = 0, rare = 0, wrong = 0;
+    char *help = printed_by("--help", &status), name[64], line[128];
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "--help ends with exit status 0");
+    for (const OptionRow *row = option_rows(); row->name; row++) {
+        if (row->kind == OPTION_GROUP) continue;
+        format_checked(name, sizeof name, "\n  --%s ", row->name);
+        common += row->level == COMMON, rare += row->level == RARE;
+        wrong += (strstr(help, name) != NULL) != (row->level == COMMON);
+    }
+    CHECK(common <= 26 && rare > common && !wrong,
+          "--help has the common options, at most 26, and no other; found %d of %d, %d of them wrong: %s", common,
+          common + rare, wrong, help);
+    format_checked(line, sizeof line, "\n--help all prints the rest: %d more options", rare);
+    CHECK(strstr(help, line) && !strstr(help, "exit status\n"), "--help says what --help all adds: %s", help);
+    CHECK(strstr(help, " dtype of GEMMs [bf16]\n") && !strstr(help, "\nplan (--dry-run)\n"),
+          "--help prints a text up to its first semicolon, and no heading without options: %s", help);
+    free(help);
+    static const struct {
+        const char *line, *model;
+        int help;
+    } cases[] = {{"tiny", "tiny", HELP_OFF},
+                 {"tiny --help", "tiny", HELP_ON},
+                 {"--help tiny", "tiny", HELP_ON},
+                 {"--help --json", "", HELP_ON},
+                 {"--help all tiny", "tiny", HELP_ALL},
+                 {"tiny --help=all", "tiny", HELP_ALL},
+                 {"tiny --help on", "tiny", HELP_ON}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        CommandLine c = command_line(cases[i].line);
+        const Options o = options_parse(c.argc, c.argv);
+        CHECK(o.help == cases[i].help && strcmp(o.model, cases[i].model) == 0, "%s: found --help %d, model \"%s\"",
+              cases[i].line, o.help, o.model);
+    }
+}
+
 static void test_help_and_table(void) {
     int status;
-    char *help = printed_by("--help", &status);
+    char *help = printed_by("--help all", &status);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0 && strstr(help, "usage: train MODEL") &&
               strstr(help, "MODEL: tiny, small,"),
-          "--help prints usage and models, with exit status 0: %s", help);
+          "--help all prints usage and models, with exit status 0: %s", help);
     for (const OptionRow *row = option_rows(); row->name; row++) {
         char name[64];
         format_checked(name, sizeof name, row->kind == OPTION_GROUP ? "\n%s\n" : "  --%s ", row->name);
-        CHECK(strstr(help, name), "--help has %s", row->name);
+        CHECK(strstr(help, name), "--help all has %s", row->name);
     }
     const char *line = strstr(help, "\ndata\n");  // after the usage, which lists presets
     for (int n = 0; line && *line; line += strspn(line, "\n")) {
         n = (int)strcspn(line, "\n");
         CHECK(n <= HELP_WIDTH && (n == 0 || line[n - 1] != ' '),
-              "no line of --help is too long or ends with a blank; this one has %d columns: %.*s", n, n, line);
+              "no line of --help all is too long or ends with a blank; this one has %d columns: %.*s", n, n, line);
         line += n;
     }
-    CHECK(strstr(help, "\n  --fp8-recipe tensorwise|delayed|rowwise|rowwise_with_gw_hp|blockwise|mxfp8\n               "
-                       "                                  which values share"),
-          "--help shows the choices of --fp8-recipe: %s", help);
+    char recipes[256];
+    format_checked(recipes, sizeof recipes, "\n  --fp8-recipe %s\n%*swhich values share",
+                   option_find("fp8-recipe", strlen("fp8-recipe"))->text, HELP_INDENT, "");
+    CHECK(strstr(help, recipes), "--help all shows the choices of --fp8-recipe: %s", help);
     CHECK(strstr(help, "[1e-05]") && strstr(help, "--precision fp32|bf16|fp8") && strstr(help, "[bf16]"),
-          "--help shows defaults and choices");
+          "--help all shows defaults and choices");
     free(help);
     help = printed_by("", &status);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) != 0 && strstr(help, "usage: train MODEL"),
@@ -666,6 +704,7 @@ int main(void) {
     test_resolve_fp8();
     test_sharding();
     test_gradient_sums();
+    test_help_levels();
     test_help_and_table();
     return check_report();
 }

@@ -442,9 +442,7 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
             if (recipe < RECIPE_BF16) o.fp8_recipe = recipe, o.fp8_emulate = recipe == RECIPE_MXFP8;
             o.recompute = variant / 16;
             o.grad_accumulation_steps = variant & 1 ? 2 : 1;
-            const bool cache = variant & 2, whole = options_shard_group(&o, ranks.world) == 1;
-            if (cache && (!whole || recipe == RECIPE_BF16)) continue;
-            o.fp8_weight_cache = cache ? ON : OFF;
+            o.grad_clip = variant & 2 ? 1 : 0;
             if (variant & 4)
                 o.reduce_dtype = REDUCE_FP32, o.master_weights = STORAGE_FP32, o.optimizer_state = MOMENTS_FP32,
                 o.fp8_audit = 10, o.fp8_filter = recipe == RECIPE_BF16 ? "" : "first,down";
@@ -458,12 +456,11 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
             if (strcmp(o.offload, "none") == 0 && recipe % 2 == variant / 16 % 2) o.offload = "activations";
             char conflict[512];
             o.optimizer_in_backward = variant & 8 && o.grad_accum_dtype != SUM_FP8;
-            o.grad_clip = variant & 2 || recipe == RECIPE_BF16 ? 1 : 0;
             if (o.optimizer_in_backward && *options_conflict(&o, conflict, sizeof conflict)) continue;
             format_checked(label, sizeof label,
                            "%s, %lld x %lld, %s, %s, --recompute %d, --offload %s, %d micro-steps%s%s%s", name,
                            (long long)B, (long long)T, ranks.name, recipe_row(recipe)->name, o.recompute, o.offload,
-                           variant & 1 ? 2 : 1, cache ? ", --fp8-weight-cache on" : "",
+                           variant & 1 ? 2 : 1, variant & 2 ? ", --grad-clip 1" : "",
                            variant & 4 ? ", fp32 masters and moments" : "",
                            o.optimizer_in_backward ? ", --optimizer-in-backward"
                            : variant & 8           ? ", FP8 gradients"

@@ -21,10 +21,10 @@ check "a trainer with other words compiles" make -s -C "$tmp" train_fp8 CFLAGS="
 # These words are in the trainer's help and not in the other trainer's. A script that searches for them fails with the
 # other trainer, so the tests below find such a script.
 for words in '^MODEL: ' '^  --precision .*dtype of GEMMs' '^exit status'; do
-    check "the trainer's help has \"$words\"" grep -q -- "$words" <(./train_fp8 --help)
-    check "the other trainer's help lacks \"$words\"" eval '! grep -q -- "$words" <("$other" --help)'
+    check "the trainer's help has \"$words\"" grep -q -- "$words" <(./train_fp8 --help all)
+    check "the other trainer's help lacks \"$words\"" eval '! grep -q -- "$words" <("$other" --help all)'
 done
-message="unknown option --bogus (--help lists all)"
+message="unknown option --bogus (--help all lists all)"
 check "the trainer prints an error in its own words" equal "$(./train_fp8 --bogus 2>&1)" "error: $message"
 check "the other trainer prints the error in other words" \
     equal "$("$other" --bogus 2>&1)" "error: $($reword <<<"$message")"

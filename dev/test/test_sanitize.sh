@@ -12,7 +12,10 @@ mkdir -p "$tmp/dev/test" "$tmp/scripts" "$tmp/build" "$tmp/bin" "$tmp/running"
 cp dev/test/gpu_sanitize.sh "$tmp/dev/test"
 cp scripts/tally.sh "$tmp/scripts"
 
-printf '#!/bin/sh\nexit 0\n' >"$tmp/train_fp8cu"
+cat >"$tmp/train_fp8cu" <<'END'
+#!/bin/sh
+[ "$1" != --list ] || printf '%s\n' tensorwise delayed rowwise rowwise_with_gw_hp blockwise mxfp8
+END
 cp "$tmp/train_fp8cu" "$tmp/build/train_fp8cu_apart"
 cp "$tmp/train_fp8cu" "$tmp/build/synth_stories"
 printf '#!/bin/sh\necho "GPU 0: a"\necho "GPU 1: b"\n' >"$tmp/bin/nvidia-smi"

@@ -186,8 +186,6 @@ check "--offload moments,master is refused on the CPU" \
     --offload moments,master --master-weights fp32
 check "--offload activations is refused on the CPU" \
     refuses 4 "--offload activations needs the GPU trainer" tiny $data --offload activations
-check "--fp8-weight-cache on is refused on the CPU" refuses 4 "--fp8-weight-cache on needs the GPU trainer" tiny $data \
-    --precision fp8 --fp8-weight-cache on
 check "a run trains with less validation data than a batch" \
     trains tiny $data --val-data "$tmp/s_val.bin" --batch-size 512 --num-steps 1 \
     --val-steps 1000000

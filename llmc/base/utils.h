@@ -43,7 +43,7 @@
 #endif
 
 // The exit statuses of the trainers, on one rank and on several. Scripts go by these numbers, not by messages. X(name,
-// number, meaning); --help prints this list. Number 5 is free. If a signal kills the process (a second Ctrl-C), the
+// number, meaning); --help all prints this list. Number 5 is free. If a signal kills the process (a second Ctrl-C), the
 // shell reports 128 + the signal's number.
 #define EXIT_CODES(X)                                                                                       \
     X(EXIT_DONE, 0,                                                                                         \

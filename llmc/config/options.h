@@ -18,6 +18,14 @@ static inline bool option_choice_name(const char *choices, int index, char *out,
     return true;
 }
 
+// The number of the choice `word` in "a|b|c", counted from 0; -1 if it is none of them.
+static inline int option_choice_number(const char *choices, const char *word) {
+    char name[64];
+    for (int i = 0; option_choice_name(choices, i, name, sizeof name); i++)
+        if (strcmp(name, word) == 0) return i;
+    return -1;
+}
+
 // Writes the value of one option as the user would type it; a flag's value is "on" or "off".
 static inline void option_format(const Options *o, const OptionRow *row, char *out, size_t capacity) {
     const void *at = (const char *)o + row->field;
@@ -48,13 +56,11 @@ static inline Options options_default(void) {
 // The option that has `value` among its choices; NULL if no option has it, or several have.
 static inline const OptionRow *option_with_choice(const char *value) {
     const OptionRow *found = NULL;
-    char name[64];
-    for (const OptionRow *row = option_rows(); row->name; row++)
-        for (int i = 0; row->kind == OPTION_CHOICE && option_choice_name(row->text, i, name, sizeof name); i++)
-            if (strcmp(name, value) == 0) {
-                if (found) return NULL;
-                found = row;
-            }
+    for (const OptionRow *row = option_rows(); row->name; row++) {
+        if (row->kind != OPTION_CHOICE || option_choice_number(row->text, value) < 0) continue;
+        if (found) return NULL;
+        found = row;
+    }
     return found;
 }
 
@@ -79,12 +85,8 @@ static inline void option_set(Options *o, const OptionRow *row, const char *valu
     } else if (row->kind == OPTION_TEXT) {
         *(const char **)at = value;
     } else if (row->kind == OPTION_CHOICE) {
-        char name[64];
-        for (int i = 0; option_choice_name(row->text, i, name, sizeof name); i++)
-            if (strcmp(name, value) == 0) {
-                *(int *)at = i;
-                return;
-            }
+        *(int *)at = option_choice_number(row->text, value);
+        if (*(int *)at >= 0) return;
         const OptionRow *other = option_with_choice(value);
         die_with(EXIT_USAGE, "--%s: \"%s\" is not one of %s%s%s%s", row->name, value, row->text, other ? "; --" : "",
                  other ? other->name : "", other ? " takes it" : "");
@@ -109,31 +111,43 @@ static inline void options_help_text(const char *text) {
     }
 }
 
-static inline void options_help(const char *program, const char *presets) {
-    Options o = options_default();
+// Prints the row of --help of one option. `whole`: with the whole help, not only up to the first semicolon.
+static inline void options_help_row(const Options *o, const OptionRow *row, bool whole) {
+    char left[128], value[256], text[1024];
+    option_format(o, row, value, sizeof value);
+    format_checked(left, sizeof left, "--%s%s%s", row->name, row->kind == OPTION_FLAG ? "" : " ",
+                   row->kind == OPTION_CHOICE ? row->text
+                   : row->kind == OPTION_INT  ? "N"
+                   : row->kind == OPTION_REAL ? "X"
+                   : row->kind == OPTION_TEXT ? "TEXT"
+                                              : "");
+    const bool shown = *value && row->kind != OPTION_FLAG;
+    format_checked(text, sizeof text, "%.*s%s%s%s", (int)strcspn(row->help, whole ? "" : ";"), row->help,
+                   shown ? " [" : "", shown ? value : "", shown ? "]" : "");
+    printf("  %-*s%s", HELP_INDENT - 3, left, strlen(left) > HELP_INDENT - 3 ? "\n" : " ");
+    if (strlen(left) > HELP_INDENT - 3) printf("%*s", HELP_INDENT, "");
+    options_help_text(text);
+}
+
+// Prints the usage and the common options; if `all`, all options, their whole help, and the exit statuses.
+static inline void options_help(const char *program, const char *presets, bool all) {
+    const Options o = options_default();
+    const char *group = NULL;  // the heading that comes before the next option
+    int left_out = 0;
     printf("usage: %s MODEL [--option value ...]\n\nMODEL: %s,\n  or a folder with a Hugging Face config.json (Llama, "
            "Qwen2, Qwen3). Training starts from its weights if it has any:\n  model.safetensors, or the files that "
            "model.safetensors.index.json names\n",
            program, presets);
     for (const OptionRow *row = option_rows(); row->name; row++) {
-        if (row->kind == OPTION_GROUP) {
-            printf("\n%s\n", row->name);
-            continue;
-        }
-        char left[128], value[256], text[1024];
-        option_format(&o, row, value, sizeof value);
-        format_checked(left, sizeof left, "--%s%s%s", row->name, row->kind == OPTION_FLAG ? "" : " ",
-                       row->kind == OPTION_CHOICE ? row->text
-                       : row->kind == OPTION_INT  ? "N"
-                       : row->kind == OPTION_REAL ? "X"
-                       : row->kind == OPTION_TEXT ? "TEXT"
-                                                  : "");
-        const bool shown = *value && row->kind != OPTION_FLAG;
-        format_checked(text, sizeof text, "%s%s%s%s", row->help, shown ? " [" : "", shown ? value : "",
-                       shown ? "]" : "");
-        printf("  %-*s%s", HELP_INDENT - 3, left, strlen(left) > HELP_INDENT - 3 ? "\n" : " ");
-        if (strlen(left) > HELP_INDENT - 3) printf("%*s", HELP_INDENT, "");
-        options_help_text(text);
+        const bool heading = row->kind == OPTION_GROUP, shown = !heading && (all || row->level == COMMON);
+        left_out += !heading && !shown;
+        if (shown && group) printf("\n%s\n", group);
+        if (shown) options_help_row(&o, row, all);
+        group = heading ? row->name : shown ? NULL : group;
+    }
+    if (!all) {
+        printf("\n--help all prints the rest: %d more options, the texts in full, and the exit statuses\n", left_out);
+        return;
     }
     printf("\nexit status\n");
 #define EXIT_CODE_LINE(id, number, meaning) printf("  %d  %s\n", number, meaning);
@@ -186,7 +200,7 @@ static inline const OptionRow *option_find(const char *name, size_t length) {
         const int distance = elsewhere ? 0 : option_distance(word, row->name);
         if (distance < nearest_distance) nearest = row, nearest_distance = distance;
     }
-    die_with(EXIT_USAGE, "unknown option --%s%s%s (--help lists all)", given, nearest ? "; the nearest is --" : "",
+    die_with(EXIT_USAGE, "unknown option --%s%s%s (--help all lists all)", given, nearest ? "; the nearest is --" : "",
              nearest ? nearest->name : "");
 }
 
@@ -203,8 +217,17 @@ static inline void options_set_msamp(Options *o) {
         if (o->msamp >= rows[i].level) option_set(o, option_find(rows[i].name, strlen(rows[i].name)), rows[i].value);
 }
 
-// Reads the command line: at most one MODEL, and --name (flags), --name value or --name=value. Dies if it is wrong, but
-// a missing MODEL is found later, by options_require_model.
+// The value of an option that has none behind "=", if `next` follows on the command line (NULL: nothing does). NULL: it
+// takes no value from there. --help needs none.
+static inline const char *option_value(const OptionRow *row, const char *next) {
+    const bool help = row->field == offsetof(Options, help);
+    if (help && (!next || option_choice_number(row->text, next) < 0)) return NULL;
+    if (!next || strncmp(next, "--", 2) == 0) die_with(EXIT_USAGE, "--%s needs a value", row->name);
+    return next;
+}
+
+// Reads the command line: at most one MODEL, and --name (flags, --help), --name value or --name=value. Dies if it is
+// wrong, but a missing MODEL is found later, by options_require_model.
 static inline Options options_parse(int argc, char **argv) {
     Options o = options_default();
     const OptionRow *flag = NULL;  // the flag right before this argument, or NULL
@@ -219,7 +242,7 @@ static inline Options options_parse(int argc, char **argv) {
             continue;
         }
         if (argument[1] != '-')
-            die_with(EXIT_USAGE, "unknown option %s; options have two dashes and a long name (--help lists all)",
+            die_with(EXIT_USAGE, "unknown option %s; options have two dashes and a long name (--help all lists all)",
                      argument);
         const char *name = argument + 2, *equals = strchr(name, '=');
         const OptionRow *row = option_find(name, equals ? (size_t)(equals - name) : strlen(name));
@@ -228,9 +251,9 @@ static inline Options options_parse(int argc, char **argv) {
             if (equals) die_with(EXIT_USAGE, "--%s takes no value", row->name);
             option_set(&o, row, "");
         } else {
-            if (!equals && (i + 1 >= argc || strncmp(argv[i + 1], "--", 2) == 0))
-                die_with(EXIT_USAGE, "--%s needs a value", row->name);
-            option_set(&o, row, equals ? equals + 1 : argv[++i]);
+            const char *value = equals ? equals + 1 : option_value(row, i + 1 < argc ? argv[i + 1] : NULL);
+            i += !equals && value;
+            option_set(&o, row, value ? value : "on");
             if (row->field == offsetof(Options, msamp)) options_set_msamp(&o);
         }
     }
@@ -257,7 +280,7 @@ static inline void options_require_model(const Options *o, int argc, char **argv
         exit(EXIT_DONE);
     }
     if (o->help || argc == 1) {
-        options_help(argv[0], presets);
+        options_help(argv[0], presets, o->help == HELP_ALL);
         exit(o->help ? EXIT_DONE : EXIT_USAGE);
     }
     if (!*o->model) die_with(EXIT_USAGE, "no MODEL given; for example \"tiny\", or one of: %s", presets);

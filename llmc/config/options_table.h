@@ -38,6 +38,7 @@
 
 #define LISTS(X) \
     X(LIST_NOTHING, "nothing") X(LIST_MODELS, "models") X(LIST_RECIPES, "recipes") X(LIST_OPTIONS, "options")
+#define HELPS(X) X(HELP_OFF, "off") X(HELP_ON, "on") X(HELP_ALL, "all")
 
 #define CHOICE_ID(id, word) id,
 #define CHOICE_WORD(id, word) "|" word
@@ -59,6 +60,7 @@ enum { GPUS(CHOICE_ID) };
 enum { FP8_FORMATS(CHOICE_ID) };
 enum { FAST_ACCUMS(CHOICE_ID) };
 enum { LISTS(CHOICE_ID) };
+enum { HELPS(CHOICE_ID) };
 
 #define OPTION_MAX 1e15
 
@@ -66,71 +68,72 @@ enum { LISTS(CHOICE_ID) };
 // not, but its steps differ then, so it says so.
 enum { FREE, MUST_MATCH, TOLD };
 
-// INT(field, name, default, smallest, largest, match, help)           whole number
-// REAL(field, name, default, smallest, largest, match, help)          finite number
-// TEXT(field, name, default, match, help)                            any text
-// CHOICE(field, name, default, LIST, match, help)                    one of a list of choices (above)
-// FLAG(field, name, help)                                            given or not
-// GROUP(title)                                                       heading in --help
+// COMMON: most runs need the option, so --help prints it, with its help up to the first semicolon. RARE: only --help
+// all prints it. --help all prints each help in full.
+enum { RARE, COMMON };
+
+// INT(field, name, default, smallest, largest, match, level, help)    whole number
+// REAL(field, name, default, smallest, largest, match, level, help)   finite number
+// TEXT(field, name, default, match, level, help)                      any text
+// CHOICE(field, name, default, LIST, match, level, help)              one of a list of choices (above)
+// FLAG(field, name, level, help)                                      given or not
+// GROUP(title)                                                        heading in --help
 // clang-format off
 #define OPTIONS(GROUP, INT, REAL, TEXT, CHOICE, FLAG) \
     GROUP("data") \
-    TEXT(train_data, "train-data", "data/tinystories_llama3_train.bin", FREE, "training shards: a path or glob, or several with commas between") \
-    TEXT(val_data, "val-data", "", FREE, "validation shards, as for --train-data") \
-    CHOICE(shuffle, "shuffle", ON, SWITCHES, MUST_MATCH, \
+    TEXT(train_data, "train-data", "data/tinystories_llama3_train.bin", FREE, COMMON, "training shards: a path or glob, or several with commas between") \
+    TEXT(val_data, "val-data", "", FREE, COMMON, "validation shards, as for --train-data") \
+    CHOICE(shuffle, "shuffle", ON, SWITCHES, MUST_MATCH, RARE, \
          "order of training sequences; on: a new permutation in each epoch, from --seed; off: as in the files") \
-    INT(sequence_length, "sequence-length", 2048, 1, 1 << 20, MUST_MATCH, "tokens per sequence (T)") \
-    INT(batch_size, "batch-size", 1, 1, 65535, TOLD, "sequences per rank and micro-step (B)") \
-    INT(grad_accumulation_steps, "grad-accumulation-steps", 1, 1, 1 << 20, TOLD, "micro-steps per optimizer step") \
-    INT(num_steps, "num-steps", 100, 1, 1000000000, TOLD, "optimizer steps of the whole run, with those before a --resume") \
-    INT(seed, "seed", 42, 0, 4294967295.0, MUST_MATCH, \
+    INT(sequence_length, "sequence-length", 2048, 1, 1 << 20, MUST_MATCH, COMMON, "tokens per sequence (T)") \
+    INT(batch_size, "batch-size", 1, 1, 65535, TOLD, COMMON, "sequences per rank and micro-step (B)") \
+    INT(grad_accumulation_steps, "grad-accumulation-steps", 1, 1, 1 << 20, TOLD, COMMON, "micro-steps per optimizer step") \
+    INT(num_steps, "num-steps", 100, 1, 1000000000, TOLD, COMMON, "optimizer steps of the whole run, with those before a --resume") \
+    INT(seed, "seed", 42, 0, 4294967295.0, MUST_MATCH, COMMON, \
          "seed of initial weights, order of the data, generated text and, without --rounding-seed, stochastic " \
          "rounding") \
-    INT(rounding_seed, "rounding-seed", -1, -1, 4294967295.0, MUST_MATCH, \
+    INT(rounding_seed, "rounding-seed", -1, -1, 4294967295.0, MUST_MATCH, RARE, \
          "seed of stochastic rounding; runs that differ in it alone show how far rounding moves a loss; -1: the " \
          "value of --seed") \
     GROUP("precision") \
-    CHOICE(precision, "precision", PRECISION_BF16, PRECISIONS, MUST_MATCH, \
+    CHOICE(precision, "precision", PRECISION_BF16, PRECISIONS, MUST_MATCH, COMMON, \
          "dtype of GEMMs; fp8: by --fp8-recipe in the layers' linear layers, unless --fp8-filter or their sizes keep " \
          "them bf16, and bf16 in lm_head and attention; fp32: CPU trainer only") \
-    CHOICE(fp8_recipe, "fp8-recipe", RECIPE_TENSORWISE, RECIPES, MUST_MATCH, \
-         "which values share a scale; tensorwise: a tensor, scaled by its current amax; delayed: a tensor, scaled " \
-         "by its past amaxes; rowwise: a row; rowwise_with_gw_hp: a row, but dgrad reads weights with one scale for the " \
-         "tensor, and wgrad is in bf16; blockwise: 1x128, weights 128x128; mxfp8: 1x32; GPUs: without " \
-         "--fp8-emulate, rowwise, rowwise_with_gw_hp and blockwise need Hopper, mxfp8 needs Blackwell") \
-    CHOICE(fp8_format, "fp8-format", FP8_FORMAT_AUTO, FP8_FORMATS, MUST_MATCH, \
+    CHOICE(fp8_recipe, "fp8-recipe", RECIPE_TENSORWISE, RECIPES, MUST_MATCH, COMMON, \
+         "which values share a scale; " RECIPES_HELP) \
+    CHOICE(fp8_format, "fp8-format", FP8_FORMAT_AUTO, FP8_FORMATS, MUST_MATCH, RARE, \
          "FP8 format in which GEMMs read the gradients of outputs (dy); hybrid: E5M2; e4m3: E4M3, as for weights and " \
          "inputs; auto: the recipe's own") \
-    TEXT(fp8_filter, "fp8-filter", "", MUST_MATCH, \
+    TEXT(fp8_filter, "fp8-filter", "", MUST_MATCH, COMMON, \
          "linear layers that stay bf16, separated by commas: first, last, layers=A or layers=A-B (from 0), attention, " \
          "mlp, qkv, attn_out, gate_up, down; lm_head always stays bf16; auto: at the start, time qkv, attn_out, gate_up " \
          "and down in FP8 and bf16, and keep the faster in all layers (GPU trainer; a resumed run keeps its filter)") \
-    INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, MUST_MATCH, \
+    INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, MUST_MATCH, RARE, \
          "recipe delayed: length of a tensor's amax history; inputs and gradients add one amax per micro-step, " \
          "weights one per optimizer step (in Transformer Engine, by default, one per micro-step), except amaxes that " \
          "are 0 or NaN; the first cast of a tensor uses its current amax: for an input or gradient the rank's own, " \
          "for a weight that over all ranks that share it") \
-    INT(fp8_margin, "fp8-margin", 0, 0, 16, MUST_MATCH, "recipe delayed: scales are divided by 2 to this power") \
-    CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, FAST_ACCUMS, MUST_MATCH, \
+    INT(fp8_margin, "fp8-margin", 0, 0, 16, MUST_MATCH, RARE, "recipe delayed: scales are divided by 2 to this power") \
+    CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, FAST_ACCUMS, MUST_MATCH, RARE, \
          "FP8 GEMMs that use fast accumulation (Hopper), where cuBLASLt has it: fprop, all or none; recipes " \
          "blockwise and mxfp8, --fp8-emulate and the CPU trainer never use it") \
-    FLAG(fp8_emulate, "fp8-emulate", \
+    FLAG(fp8_emulate, "fp8-emulate", RARE, \
          "quantize to FP8, then multiply in bf16: the recipe's rounding without its speed, also on GPUs without FP8") \
-    INT(fp8_audit, "fp8-audit", 0, 0, 1000000000, FREE, \
+    INT(fp8_audit, "fp8-audit", 0, 0, 1000000000, FREE, RARE, \
          "steps between audits of every FP8 operand: amax, scale, share flushed to zero, share saturated, " \
          "SQNR; 0: none") \
-    CHOICE(master_weights, "master-weights", STORAGE_AUTO, WEIGHT_STORAGES, MUST_MATCH, \
+    CHOICE(master_weights, "master-weights", STORAGE_AUTO, WEIGHT_STORAGES, MUST_MATCH, RARE, \
          "dtype of the weights that AdamW updates; bf16: rounded stochastically, so that small updates count on " \
          "average; bf16-nearest: rounded to nearest, which loses small updates; fp16: FP16 with a scale for each tensor, " \
          "rounded to nearest as in MS-AMP, which loses small updates below a learning rate of about 3e-5; " \
          "fp16-stochastic: as fp16, but rounded stochastically (the GPU trainer needs --optimizer-state msamp or fp32 " \
          "with both); with recipe tensorwise and all linear layers in FP8, FP8 weights are cast from these FP16 weights; auto: bf16, or fp32 with --precision fp32") \
-    CHOICE(optimizer_state, "optimizer-state", MOMENTS_AUTO, MOMENTS, MUST_MATCH, \
+    CHOICE(optimizer_state, "optimizer-state", MOMENTS_AUTO, MOMENTS, MUST_MATCH, COMMON, \
          "dtype of AdamW's two moments; bf16: rounded stochastically; coat: FP8 (E4M3) in groups of 128 whose range " \
          "is expanded, about half the bytes of bf16; coat-stochastic: as coat, but rounded stochastically, which " \
          "--beta2 0.999 needs; msamp: MS-AMP's E4M3 and FP16 with a scale for each tensor; " \
          "auto: bf16, or fp32 with --precision fp32") \
-    CHOICE(grad_accum_dtype, "grad-accum-dtype", SUM_AUTO, SUM_STORAGES, TOLD, \
+    CHOICE(grad_accum_dtype, "grad-accum-dtype", SUM_AUTO, SUM_STORAGES, TOLD, RARE, \
          "dtype in which gradients of micro-steps are added up; bf16: each sum is rounded stochastically, which " \
          "makes the gradient norm up to 0.00014% too large per micro-step; fp32: on the GPU 2 more bytes per " \
          "gradient kept, with several micro-steps, or with several ranks and --reduce-dtype fp32; fp8: " \
@@ -139,96 +142,92 @@ enum { FREE, MUST_MATCH, TOLD };
          "256); on the GPU 1 byte less per gradient kept, also with one micro-step; auto: fp8 if --reduce-dtype is fp8; fp32 if " \
          "--grad-accumulation-steps is 256 or more, or if --master-weights, --reduce-dtype or --precision is fp32; " \
          "else bf16") \
-    CHOICE(msamp, "msamp", MSAMP_OFF, MSAMP_LEVELS, FREE, \
+    CHOICE(msamp, "msamp", MSAMP_OFF, MSAMP_LEVELS, FREE, RARE, \
          "a level of MS-AMP, short for several options; options after it on the command line may change them; O1: " \
          "--precision fp8 --master-weights fp16-stochastic --optimizer-state fp32 --grad-accum-dtype fp8 --reduce-dtype fp8 " \
          "(MS-AMP itself: --master-weights fp16); O2: " \
          "O1 and --optimizer-state msamp; O3: O2 and --sharding grad_op") \
     GROUP("memory") \
-    CHOICE(recompute, "recompute", RECOMPUTE_NONE, RECOMPUTES, FREE, \
+    CHOICE(recompute, "recompute", RECOMPUTE_NONE, RECOMPUTES, FREE, COMMON, \
          "what backward computes again, so that forward need not keep it; norm: the outputs of both norms; attention: " \
          "these, and q, k, v and attention's output; mlp: the norms' outputs, gate and up; layer: all but each layer's " \
          "input; the GPU trainer computes SwiGLU's output again in any case, also with none; auto: the first of none, " \
          "norm, attention, mlp, layer with which the run fits its memory") \
-    CHOICE(fp8_activations, "fp8-activations", OFF, SWITCHES, TOLD, \
+    CHOICE(fp8_activations, "fp8-activations", OFF, SWITCHES, TOLD, RARE, \
          "on: keep the outputs of gate and up for backward in FP8 (E4M3, a power-of-two scale for 128 values), which " \
          "on the GPU takes about half as many bytes; off: in bf16") \
-    FLAG(optimizer_in_backward, "optimizer-in-backward", \
+    FLAG(optimizer_in_backward, "optimizer-in-backward", RARE, \
          "update each layer's weights in the backward pass, as soon as its gradient is complete: gradients of one or " \
          "two layers, of the embedding and of lm_head take memory, not those of the whole model; the weights stay " \
          "the same, except with --grad-clip; not with --on-nonfinite skip, several micro-steps or FP8 gradients " \
          "(--grad-accum-dtype or --reduce-dtype fp8)") \
-    TEXT(offload, "offload", "none", FREE, \
+    TEXT(offload, "offload", "none", FREE, RARE, \
          "what to keep in pinned host memory, separated by commas: moments (AdamW's), master (fp32 master weights), " \
          "activations (what all layers but the last three keep for backward), or none; moments and master are copied to " \
          "the GPU and back in each step (with --optimizer-in-backward: while backward computes); activations are copied " \
          "to the host while forward computes, and back while backward does; the numbers stay the same; GPU trainer only") \
-    REAL(memory_limit, "memory-limit", 0, 0, 1e6, FREE, \
+    REAL(memory_limit, "memory-limit", 0, 0, 1e6, FREE, RARE, \
          "GiB of memory that each rank may use, on a GPU including CUDA's own memory: a run that needs more ends " \
          "before it starts, and says how it would need less; 0: all that the GPU has free (CPU trainer: the rank's " \
          "part of the machine's memory); a dry run with 0 has no limit") \
-    CHOICE(fp8_weight_cache, "fp8-weight-cache", OFF, SWITCHES, FREE, \
-         "for the GPU trainer where each rank has all weights (one rank, --sharding none, or hybrid with --shard-size 1); " \
-         "on: cast all FP8 weights once in a step and keep them, which takes about 2 more bytes per weight of all " \
-         "layers' linear layers; off: cast a layer's weights again in each forward and backward pass") \
     GROUP("optimizer") \
-    REAL(learning_rate, "learning-rate", 1e-5, 0, 1e3, TOLD, \
+    REAL(learning_rate, "learning-rate", 1e-5, 0, 1e3, TOLD, COMMON, \
          "learning rate after warm-up; --lr-schedule may lower it from there") \
-    CHOICE(lr_schedule, "lr-schedule", SCHEDULE_CONSTANT, SCHEDULES, TOLD, \
+    CHOICE(lr_schedule, "lr-schedule", SCHEDULE_CONSTANT, SCHEDULES, TOLD, COMMON, \
          "how the learning rate goes on after warm-up; cosine and linear fall, and reach 0 one step after the last; " \
          "wsd is constant, then falls linearly in the last fifth of the steps (rounded down; not before the end of " \
          "warm-up), to 0 one step after the last") \
-    INT(warmup_steps, "warmup-steps", 0, 0, 1000000000, TOLD, \
+    INT(warmup_steps, "warmup-steps", 0, 0, 1000000000, TOLD, COMMON, \
          "number of first steps in which the learning rate grows linearly: of N such steps, step k has k/N of " \
          "--learning-rate") \
-    REAL(weight_decay, "weight-decay", 0.01, 0, 1e3, TOLD, "decoupled weight decay, of matrices only") \
-    REAL(beta1, "beta1", 0.9, 0, 0.9999999, TOLD, "AdamW's decay of the first moment") \
-    REAL(beta2, "beta2", 0.999, 0, 0.9999999, TOLD, "AdamW's decay of the second moment") \
-    REAL(eps, "eps", 1e-8, 1e-30, 1, TOLD, "AdamW's epsilon, added to the square root of the second moment (after bias correction)") \
-    REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, TOLD, \
-         "largest norm of the whole gradient: a gradient with a larger norm is scaled down to it; with " \
+    REAL(weight_decay, "weight-decay", 0.01, 0, 1e3, TOLD, COMMON, "decoupled weight decay, of matrices only") \
+    REAL(beta1, "beta1", 0.9, 0, 0.9999999, TOLD, RARE, "AdamW's decay of the first moment") \
+    REAL(beta2, "beta2", 0.999, 0, 0.9999999, TOLD, RARE, "AdamW's decay of the second moment") \
+    REAL(eps, "eps", 1e-8, 1e-30, 1, TOLD, RARE, "AdamW's epsilon, added to the square root of the second moment (after bias correction)") \
+    REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, TOLD, COMMON, \
+         "largest norm of the whole gradient: a gradient with a larger norm is scaled down to it (0: off); with " \
          "--optimizer-in-backward each layer's gradient is scaled before the norm of the whole is known, by an estimate " \
-         "of it from the step's gradients so far and the last step's norms; 0: off") \
-    CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, NONFINITES, TOLD, \
+         "of it from the step's gradients so far and the last step's norms") \
+    CHOICE(on_nonfinite, "on-nonfinite", NONFINITE_STOP, NONFINITES, TOLD, RARE, \
          "what to do when loss or gradient norm is not finite, or the norm above 2^63; stop: end the run and save nothing " \
          "of this step; skip: change no weight and no optimizer state in this step, which does not count in AdamW's " \
          "bias corrections (10 skipped steps in a row end the run)") \
     GROUP("ranks (mpirun -np N)") \
-    CHOICE(sharding, "sharding", SHARDING_FULL, SHARDINGS, TOLD, \
+    CHOICE(sharding, "sharding", SHARDING_FULL, SHARDINGS, TOLD, COMMON, \
          "how weights, gradients and optimizer state are sharded over ranks, as PyTorch's FULL_SHARD, SHARD_GRAD_OP, " \
          "NO_SHARD (DDP) and HYBRID_SHARD; hybrid: full within --shard-size ranks, replicas across") \
-    INT(shard_size, "shard-size", 0, 0, 1 << 20, TOLD, \
+    INT(shard_size, "shard-size", 0, 0, 1 << 20, TOLD, RARE, \
          "with --sharding hybrid: ranks that share one replica of the model; must divide the number of ranks; 0: the " \
          "ranks of one host") \
-    CHOICE(reduce_dtype, "reduce-dtype", REDUCE_BF16, REDUCES, TOLD, \
+    CHOICE(reduce_dtype, "reduce-dtype", REDUCE_BF16, REDUCES, TOLD, RARE, \
          "dtype in which gradients are reduced over ranks; bf16: NCCL adds in bf16, copy engines and the CPU trainer " \
          "add more exactly; fp32: with several ranks and --grad-accum-dtype auto, gradients are also added up over " \
          "micro-steps and read by AdamW in fp32; fp8: gradients of the layers' weight matrices are sent in " \
          "E4M3, as in MS-AMP, but added in fp32 (needs --grad-accum-dtype auto or fp8); --precision fp32 always reduces in " \
          "fp32") \
-    CHOICE(fp8_all_gather, "fp8-all-gather", AUTO, AUTO_SWITCHES, FREE, \
+    CHOICE(fp8_all_gather, "fp8-all-gather", AUTO, AUTO_SWITCHES, FREE, RARE, \
          "all-gather weights in FP8, in layers whose linear layers are all FP8; except with FP16 master weights, " \
          "the bits are those of an all-gather in bf16 and a cast after it; auto: on if the recipe has one scale per " \
          "tensor") \
-    CHOICE(copy_engines, "copy-engines", AUTO, AUTO_SWITCHES, FREE, \
+    CHOICE(copy_engines, "copy-engines", AUTO, AUTO_SWITCHES, FREE, RARE, \
          "GPUs that share one replica of the model, on one host, read each other's weights and gradients with their " \
          "copy engines, which leaves SMs to GEMMs; off: NCCL moves them; auto: NCCL moves them if copy engines " \
          "cannot be used; on: a run on several GPUs ends if they cannot be used") \
-    FLAG(share_gpu, "share-gpu", \
+    FLAG(share_gpu, "share-gpu", RARE, \
          "let several ranks use one GPU, to test on one GPU how several train: slow, because NCCL then takes each " \
          "rank for a host of its own") \
-    TEXT(init_from, "init-from", "auto", FREE, \
+    TEXT(init_from, "init-from", "auto", FREE, RARE, \
          "how the ranks find each other; mpi: by mpirun or srun --mpi=pmix; slurm: srun without PMIx; file:PATH: rank 0 " \
          "writes its address to a file that all ranks can read; tcp:HOST:PORT: rank 0, on HOST, listens on PORT (with " \
          "file and tcp, the launcher's variables such as RANK and WORLD_SIZE number the ranks); auto: by what the " \
          "environment shows") \
-    INT(init_timeout, "init-timeout", 300, 1, 86400, FREE, \
+    INT(init_timeout, "init-timeout", 300, 1, 86400, FREE, RARE, \
          "without MPI (--init-from slurm, file or tcp): seconds until all ranks must have found each other") \
-    FLAG(check_links, "check-links", \
+    FLAG(check_links, "check-links", RARE, \
          "before the first step, measure the bandwidth of the collectives that the run uses (all-gather, " \
          "reduce-scatter, all-reduce), of pairs of ranks and of each GPU's copies, and the FLOP/s of its GEMMs; name " \
          "slow ranks and links") \
-    INT(stall_timeout, "stall-timeout", 300, 5, 86400, FREE, \
+    INT(stall_timeout, "stall-timeout", 300, 5, 86400, FREE, RARE, \
          "with several ranks: the run ends, and names the stuck rank if it can, if for this many seconds all ranks " \
          "wait for each other, or a rank's call on a file does not return (4 times as many while loading, saving or " \
          "exporting); a rank that does not respond at all is stuck sooner: after a sixth of this time, or after 10 " \
@@ -236,70 +235,72 @@ enum { FREE, MUST_MATCH, TOLD };
          "operation, is never stuck; if the MPI library allows calls from one thread alone (a warning says so), the " \
          "run ends once a rank has waited this long for others") \
     GROUP("plan (--dry-run)") \
-    INT(world_size, "world-size", 0, 0, 1 << 20, FREE, \
+    INT(world_size, "world-size", 0, 0, 1 << 20, FREE, RARE, \
          "with --dry-run: number of ranks to plan for, without mpirun; 0: the ranks that were started") \
-    INT(ranks_per_host, "ranks-per-host", 8, 1, 1 << 20, FREE, \
+    INT(ranks_per_host, "ranks-per-host", 8, 1, 1 << 20, FREE, RARE, \
          "with --dry-run and --world-size: ranks of one host, to tell traffic within hosts from traffic between " \
          "hosts") \
-    REAL(network_gbps, "network-gbps", 0, 0, 1e9, FREE, \
+    REAL(network_gbps, "network-gbps", 0, 0, 1e9, FREE, RARE, \
          "with --dry-run: Gbit/s of each host's network, each way, to estimate a step's time; 0: not known, so there is " \
          "no estimate if ranks exchange data between hosts") \
-    CHOICE(gpu, "gpu", GPU_H200, GPUS, FREE, "with --dry-run: the GPU for the estimate of a step's time") \
-    REAL(step_ms, "step-ms", 0, 0, 1e9, FREE, \
+    CHOICE(gpu, "gpu", GPU_H200, GPUS, FREE, RARE, "with --dry-run: the GPU for the estimate of a step's time") \
+    REAL(step_ms, "step-ms", 0, 0, 1e9, FREE, RARE, \
          "with --dry-run: milliseconds that a step takes on one rank alone, as a run measured it; 0: estimated for " \
          "--gpu (the CPU trainer has no such estimate)") \
     GROUP("output") \
-    INT(log_every, "log-every", 1, 1, 1000000000, FREE, \
+    INT(log_every, "log-every", 1, 1, 1000000000, FREE, RARE, \
          "steps between printed step lines; the first step of a run has one too, and the last one unless an error ends " \
          "the run; log.jsonl has the steps between") \
-    INT(val_every, "val-every", 0, 0, 1000000000, FREE, \
-         "steps between validations, with --val-data; the last step is always validated, unless a signal ends the run; " \
-         "0: only the last step") \
-    INT(val_steps, "val-steps", 10, 1, 1000000000, FREE, \
+    INT(val_every, "val-every", 0, 0, 1000000000, FREE, COMMON, \
+         "steps between validations, with --val-data (0: only the last step); the last step is always validated, unless " \
+         "a signal ends the run") \
+    INT(val_steps, "val-steps", 10, 1, 1000000000, FREE, RARE, \
          "number of validation sequences: the first N of --val-data (all if it has fewer), for any number of ranks and " \
          "any batch size; with --fp8-recipe tensorwise, whose scale of x spans the batch, a sequence's loss depends a " \
          "little on the others in its batch") \
-    INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, \
+    INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, RARE, \
          "steps between printed samples of text; the last step prints one too, unless a signal ends the run; 0: none") \
-    INT(sample_tokens, "sample-tokens", 64, 1, 65536, FREE, \
+    INT(sample_tokens, "sample-tokens", 64, 1, 65536, FREE, RARE, \
          "largest number of tokens that the model generates for a sample; a separator token ends it earlier") \
-    TEXT(log_dir, "log-dir", "", FREE, "folder for log.jsonl, which has every step") \
-    CHOICE(on_output_lost, "on-output-lost", OUTPUT_LOST_CONTINUE, OUTPUT_LOSSES, FREE, \
+    TEXT(log_dir, "log-dir", "", FREE, COMMON, "folder for log.jsonl, which has every step") \
+    CHOICE(on_output_lost, "on-output-lost", OUTPUT_LOST_CONTINUE, OUTPUT_LOSSES, FREE, RARE, \
          "what to do when stdout or stderr cannot be written any more (closed pipe, full disk); continue: train " \
          "on without it; stop: stop as for SIGINT, and save with --checkpoint-dir") \
-    FLAG(profile, "profile", "print where the time of step --num-steps went, by operation (GPU trainer)") \
-    REAL(peak_tflops, "peak-tflops", 0, 0, 1e9, FREE, \
+    FLAG(profile, "profile", RARE, "print where the time of step --num-steps went, by operation (GPU trainer)") \
+    REAL(peak_tflops, "peak-tflops", 0, 0, 1e9, FREE, RARE, \
          "the GPU's dense BF16 peak in TFLOP/s, for mfu and sol; 0: look it up by the GPU's name and compute " \
          "capability (CPU trainer: not known)") \
     GROUP("checkpoints") \
-    TEXT(checkpoint_dir, "checkpoint-dir", "", FREE, "folder for checkpoints") \
-    INT(checkpoint_every, "checkpoint-every", 0, 0, 1000000000, FREE, \
-         "steps between checkpoints, with --checkpoint-dir; the last step is always saved, also if a signal ends the run " \
-         "early; 0: only the last step") \
-    INT(keep_checkpoints, "keep-checkpoints", 2, 1, 1000000, FREE, "number of newest checkpoints to keep") \
-    FLAG(resume, "resume", \
+    TEXT(checkpoint_dir, "checkpoint-dir", "", FREE, COMMON, "folder for checkpoints") \
+    INT(checkpoint_every, "checkpoint-every", 0, 0, 1000000000, FREE, COMMON, \
+         "steps between checkpoints, with --checkpoint-dir (0: only the last step); the last step is always saved, also if " \
+         "a signal ends the run early") \
+    INT(keep_checkpoints, "keep-checkpoints", 2, 1, 1000000, FREE, RARE, "number of newest checkpoints to keep") \
+    FLAG(resume, "resume", COMMON, \
          "continue from the newest checkpoint in --checkpoint-dir that is not damaged, renamed or of another format " \
          "version; start at step 1 if there is no checkpoint; end with an error if there are checkpoints, but none " \
          "to continue from") \
-    CHOICE(on_save_error, "on-save-error", SAVE_ERROR_RETRY, SAVE_ERRORS, FREE, \
+    CHOICE(on_save_error, "on-save-error", SAVE_ERROR_RETRY, SAVE_ERRORS, FREE, RARE, \
          "what to do when a checkpoint cannot be saved; retry: try again once, at once; if that fails too, train on to " \
          "the next save; stop: end the run; the run ends with an error in any case if its last save fails, or if a value " \
          "to be saved is not finite") \
-    FLAG(no_verify, "no-verify", \
+    FLAG(no_verify, "no-verify", RARE, \
          "if MODEL is a checkpoint or export, do not compare its files with the hashes saved in it (--resume always " \
          "compares those of its checkpoint)") \
-    TEXT(export_hf, "export-hf", "", FREE, \
+    TEXT(export_hf, "export-hf", "", FREE, COMMON, \
          "folder for the final weights in Hugging Face's format; nothing is exported if a signal ends the run early") \
     GROUP("run") \
-    FLAG(dry_run, "dry-run", \
-         "print settings, memory plan, GEMM table, with several ranks the traffic of a step (or why it is not " \
-         "counted), and an estimate of its time or why there is none; then stop; needs no GPU") \
-    FLAG(json, "json", "with --dry-run: print one JSON object and nothing else, for programs") \
-    CHOICE(list, "list", LIST_NOTHING, LISTS, FREE, \
+    FLAG(dry_run, "dry-run", COMMON, \
+         "print settings, memory plan, GEMM table and an estimate of a step's time (or why there is none), then stop; " \
+         "needs no GPU; with several ranks it also prints the traffic of a step (or why it is not counted)") \
+    FLAG(json, "json", RARE, "with --dry-run: print one JSON object and nothing else, for programs") \
+    CHOICE(list, "list", LIST_NOTHING, LISTS, FREE, RARE, \
          "print the names of all models, FP8 recipes or options, one per line, then stop") \
-    FLAG(deterministic, "deterministic", \
+    FLAG(deterministic, "deterministic", RARE, \
          "give the same bits in every run with the same options, program, hardware and number of ranks") \
-    FLAG(help, "help", "print this text")
+    CHOICE(help, "help", HELP_OFF, HELPS, FREE, COMMON, \
+         "print the options that most runs need, then stop; all: print all options and exit statuses; --help alone means " \
+         "--help on")
 // clang-format on
 
 typedef struct {
@@ -327,24 +328,27 @@ typedef struct {
     size_t field;               // offset in Options
     double initial, low, high;  // a number's default and range; initial of a choice: the index of its default
     const char *text;           // a text's default; a choice's "a|b|c"
-    int match;                  // MUST_MATCH or FREE
+    int match;                  // FREE, MUST_MATCH or TOLD
+    int level;                  // COMMON or RARE
     const char *help;
 } OptionRow;
 
 // The table as rows; ends with a row whose name is NULL.
 static inline const OptionRow *option_rows(void) {
     static const OptionRow rows[] = {
-#define GROUP(title) {OPTION_GROUP, title, 0, 0, 0, 0, "", FREE, ""},
-#define INT(field, name, initial, low, high, match, help) \
-    {OPTION_INT, name, offsetof(Options, field), (double)(initial), (double)(low), (double)(high), "", match, help},
-#define REAL(field, name, initial, low, high, match, help) \
-    {OPTION_REAL, name, offsetof(Options, field), (double)(initial), (double)(low), (double)(high), "", match, help},
-#define TEXT(field, name, initial, match, help) \
-    {OPTION_TEXT, name, offsetof(Options, field), 0, 0, 0, initial, match, help},
-#define CHOICE(field, name, initial, choices, match, help)                                                  \
-    {OPTION_CHOICE, name, offsetof(Options, field), (double)(initial), 0, 0, &("" choices(CHOICE_WORD))[1], \
-     match,         help},
-#define FLAG(field, name, help) {OPTION_FLAG, name, offsetof(Options, field), 0, 0, 0, "", FREE, help},
+#define GROUP(title) {OPTION_GROUP, title, 0, 0, 0, 0, "", FREE, RARE, ""},
+#define INT(field, name, initial, low, high, match, level, help)                                              \
+    {OPTION_INT, name, offsetof(Options, field), (double)(initial), (double)(low), (double)(high), "", match, \
+     level,      help},
+#define REAL(field, name, initial, low, high, match, level, help)                                              \
+    {OPTION_REAL, name, offsetof(Options, field), (double)(initial), (double)(low), (double)(high), "", match, \
+     level,       help},
+#define TEXT(field, name, initial, match, level, help) \
+    {OPTION_TEXT, name, offsetof(Options, field), 0, 0, 0, initial, match, level, help},
+#define CHOICE(field, name, initial, choices, match, level, help)                                                  \
+    {OPTION_CHOICE, name, offsetof(Options, field), (double)(initial), 0, 0, &("" choices(CHOICE_WORD))[1], match, \
+     level,         help},
+#define FLAG(field, name, level, help) {OPTION_FLAG, name, offsetof(Options, field), 0, 0, 0, "", FREE, level, help},
         OPTIONS(GROUP, INT, REAL, TEXT, CHOICE, FLAG)
 #undef GROUP
 #undef INT
@@ -352,7 +356,7 @@ static inline const OptionRow *option_rows(void) {
 #undef TEXT
 #undef CHOICE
 #undef FLAG
-            {OPTION_GROUP, NULL, 0, 0, 0, 0, "", FREE, ""}};
+            {OPTION_GROUP, NULL, 0, 0, 0, 0, "", FREE, RARE, ""}};
     return rows;
 }
 

@@ -154,11 +154,9 @@ static inline Precision precision_plan(const Options *o, const char *filter, con
 }
 
 // True if each FP8 weight is cast once in an optimizer step of the GPU trainer, false if in each pass that reads it:
-// once if it is cached, gathered in FP8, or kept after its gather. shard_size: ranks that share one replica of the
-// weights.
+// once if it is gathered in FP8, or kept after its gather. shard_size: ranks that share one replica of the weights.
 static inline bool precision_casts_once(const Options *o, int64_t shard_size) {
-    if (shard_size == 1) return o->fp8_weight_cache == ON;
-    return o->fp8_all_gather == ON || o->sharding == SHARDING_GRAD_OP;
+    return shard_size > 1 && (o->fp8_all_gather == ON || o->sharding == SHARDING_GRAD_OP);
 }
 
 static inline void precision_free(Precision *p) {

@@ -88,6 +88,12 @@ typedef enum { ROWWISE, COLUMNWISE } TensorUsage;
     X(RECIPE_DELAYED, "delayed")       \
     X(RECIPE_ROWWISE, "rowwise")       \
     X(RECIPE_ROWWISE_GW_HP, "rowwise_with_gw_hp") X(RECIPE_BLOCKWISE, "blockwise") X(RECIPE_MXFP8, "mxfp8")
+// The help of --fp8-recipe.
+#define RECIPES_HELP                                                                                                   \
+    "tensorwise: a tensor, scaled by its current amax; delayed: a tensor, scaled by its past amaxes; rowwise: a row; " \
+    "rowwise_with_gw_hp: a row, but dgrad reads weights with one scale for the tensor, and wgrad is in bf16; "         \
+    "blockwise: 1x128, weights 128x128; mxfp8: 1x32; GPUs: without --fp8-emulate, rowwise, rowwise_with_gw_hp and "    \
+    "blockwise need Hopper, mxfp8 needs Blackwell"
 #define RECIPE_ID(id, name) id,
 enum { RECIPES(RECIPE_ID) NUM_RECIPES, RECIPE_BF16 = NUM_RECIPES };
 #undef RECIPE_ID

@@ -51,8 +51,8 @@ static inline void supported_gpu_model(const ModelConfig *m, char *message, size
 }
 
 // Writes the reason if the GPU trainer does not support the options or the model on any GPU.
-static inline void supported_gpu(const ModelConfig *m, const Options *o, int64_t world, int64_t shard_size,
-                                 char *message, size_t capacity) {
+static inline void supported_gpu(const ModelConfig *m, const Options *o, int64_t world, char *message,
+                                 size_t capacity) {
     const bool fp8 = options_fp8_gradients(o);
     if (o->precision == PRECISION_FP32)
         format_checked(message, capacity,
@@ -77,11 +77,6 @@ static inline void supported_gpu(const ModelConfig *m, const Options *o, int64_t
                        "--offload %s does not go with FP8 gradients (--grad-accum-dtype fp8 or --reduce-dtype fp8), "
                        "whose update takes vectors and matrices one after the other; leave out one of the two",
                        o->offload);
-    else if (o->fp8_weight_cache == ON && shard_size > 1)
-        format_checked(message, capacity,
-                       "--fp8-weight-cache on keeps the FP8 data of whole weights, but %lld ranks shard them here; "
-                       "leave it off, or use --sharding none",
-                       (long long)shard_size);
     else supported_gpu_model(m, message, capacity);
     if (!*message) supported_casts(m, o, message, capacity);
 }
@@ -99,8 +94,6 @@ static inline void supported_cpu(const Options *o, char *message, size_t capacit
     else if (options_offloads(o))
         format_checked(message, capacity, "--offload %s %s: this one keeps everything in host memory; leave it out",
                        o->offload, needs);
-    else if (o->fp8_weight_cache == ON)
-        format_checked(message, capacity, "--fp8-weight-cache on %s: this one has no such cache; leave it out", needs);
 }
 
 // Returns 0 if the trainer can run the model with these options on `world` ranks, before or after options_resolve; else
@@ -113,9 +106,7 @@ static inline int supported(TrainerKind kind, const ModelConfig *m, const Option
                        (long long)world);
         return EXIT_USAGE;
     }
-    const bool host = o->sharding == SHARDING_HYBRID && !o->shard_size;  // a group is one host
-    if (kind == GPU_TRAINER)
-        supported_gpu(m, o, world, host ? world : options_shard_group(o, world), message, capacity);
+    if (kind == GPU_TRAINER) supported_gpu(m, o, world, message, capacity);
     else supported_cpu(o, message, capacity);
     return *message ? EXIT_UNSUPPORTED : 0;
 }

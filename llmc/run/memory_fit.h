@@ -24,7 +24,6 @@ typedef struct {
 
 // The changes of options that may make a run fit, in the order in which a combination makes them.
 enum {
-    FIT_WEIGHT_CACHE_OFF,
     FIT_FULL_SHARDING,
     FIT_COAT,
     FIT_BF16_MOMENTS,
@@ -74,10 +73,6 @@ static inline const char *memory_fit_with_moments(Offloaded out) {
 // they would save nothing or change how --grad-clip acts. If the run can have them, supported() says.
 static inline bool memory_fit_change(Options *o, const Comm *c, int change, char *words, size_t capacity) {
     switch (change) {
-    case FIT_WEIGHT_CACHE_OFF:
-        if (o->fp8_weight_cache == OFF) return false;
-        o->fp8_weight_cache = OFF;
-        return format_checked(words, capacity, " --fp8-weight-cache off"), true;
     case FIT_FULL_SHARDING:
         if (c->world == 1 || o->sharding == SHARDING_FULL) return false;
         format_checked(words, capacity, " --sharding full%s", o->shard_size ? " --shard-size 0" : "");
@@ -109,17 +104,16 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
 }
 
 // The cost of each change. `percent` is an estimate of the time that the change adds to a step. Most of them come from
-// llama3.1-8b in FP8 on one H200 (docs/RESULTS.md): an FP8 weight cache gains 0.7% at most, batch 1 takes 28% more time
-// per token than batch 4, --recompute norm, attention, mlp and layer add 1%, 9%, 10% and 20% at T 8192 and 2%, 6%, 13%
-// and 17% at T 2048, --optimizer-in-backward adds 2% at most, and coat-stochastic 3% at T 8192. --fp8-activations adds
-// 3% at most on one H100. For --sharding full there is no measurement. Offloading has 0, because the time of its copies
-// depends on much. `price` orders the combinations. bf16 moments and weights cost no time but change how numbers are
-// rounded, so their price is above that of changes with 1%. FP8 moments have a high price, and offloading has the
-// highest. No change offloads master weights, because bf16 masters cost less time and need less memory.
+// llama3.1-8b in FP8 on one H200 (docs/RESULTS.md): batch 1 takes 28% more time per token than batch 4, --recompute
+// norm, attention, mlp and layer add 1%, 9%, 10% and 20% at T 8192 and 2%, 6%, 13% and 17% at T 2048,
+// --optimizer-in-backward adds 2% at most, and coat-stochastic 3% at T 8192. --fp8-activations adds 3% at most on one
+// H100. For --sharding full there is no measurement. Offloading has 0, because the time of its copies depends on much.
+// `price` orders the combinations. bf16 moments and weights cost no time but change how numbers are rounded, so their
+// price is above that of changes with 1%. FP8 moments have a high price, and offloading has the highest. No change
+// offloads master weights, because bf16 masters cost less time and need less memory.
 static const struct {
     int price, percent;
 } memory_fit_costs[FIT_CHANGES] = {
-    {1, 1},     // FIT_WEIGHT_CACHE_OFF
     {1, 1},     // FIT_FULL_SHARDING
     {100, 3},   // FIT_COAT
     {2, 0},     // FIT_BF16_MOMENTS

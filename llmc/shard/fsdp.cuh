@@ -3,12 +3,12 @@
 // Layers are numbered from 0; ROOT is the root unit (embedding, final norm, lm_head), which has no FP8 weights.
 //
 // With one rank in the shard group (for example a single GPU, or --sharding none), the shard is the whole model, and
-// units are views of the flat arrays. FP8 weights are cast in each pass; with --fp8-weight-cache on, once when the
-// weights change. Each unit's gradient is all-reduced over replicas after its last micro-step. If the sums of gradients
-// are bf16, the first micro-step of a step writes gradients directly into the sums. All later micro-steps, and the
-// first one too if the sums are fp32, write a unit's gradient into a buffer, which is then added to the sums
-// (gradient_sum.h). With FP8 gradients a layer's gradient always goes through the buffer. The embedding's gradient
-// never does: it is added directly to the sums at the end of backward.
+// units are views of the flat arrays. FP8 weights are cast in each pass. Each unit's gradient is all-reduced over
+// replicas after its last micro-step. If the sums of gradients are bf16, the first micro-step of a step writes
+// gradients directly into the sums. All later micro-steps, and the first one too if the sums are fp32, write a unit's
+// gradient into a buffer, which is then added to the sums (gradient_sum.h). With FP8 gradients a layer's gradient
+// always goes through the buffer. The embedding's gradient never does: it is added directly to the sums at the end of
+// backward.
 //
 // With several ranks in the shard group, a layer's matrices are gathered into one of `num_slots` slots while the pass
 // computes the layer before. There are 2 slots (1 if there is 1 layer), or one for each layer if slots keep their data
@@ -166,7 +166,7 @@ static inline void fsdp_unshard(Fsdp *f, int64_t l, bool backward) {
         fsdp_prefetch(f, l);
         compute_waits_event(&f->transport, f->weights.slot[l % f->weights.num_slots].arrived);
     }
-    if (f->plan.precision->any_fp8 && f->plan.weight_source != FSDP_WEIGHTS_CACHED) fsdp_make_casts(f, l, backward);
+    if (f->plan.precision->any_fp8) fsdp_make_casts(f, l, backward);
 }
 
 // Allows the memory of the layer's weights to be reused. Call it after enqueuing their last reader in this pass.
@@ -232,8 +232,6 @@ static inline void fsdp_publish_layers(Fsdp *f) {
     fsdp_invalidate(&f->weights);
     memset(f->weights.amaxes_known, 0, (size_t)L * sizeof *f->weights.amaxes_known);
     if (f->plan.weight_source == FSDP_WEIGHTS_GATHER_FP8) fsdp_cast_shard(f);
-    if (f->plan.weight_source == FSDP_WEIGHTS_CACHED && f->plan.precision->any_fp8)
-        for (int64_t l = 0; l < L; l++) fsdp_cast(f, l, true, true);
     if (!fsdp_is_sharded(f)) return;
     comm_waits_compute(&f->transport);
     fsdp_gather_vectors(f);

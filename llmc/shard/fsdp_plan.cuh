@@ -34,7 +34,6 @@ static_assert((int)NUM_LINEARS <= (int)SLICE_MAX_TENSORS, "quantize_slices takes
 // The source of the weights that a GEMM reads.
 typedef enum {
     FSDP_WEIGHTS_RESIDENT,     // this rank has all weights; FP8 weights are cast for each layer and pass
-    FSDP_WEIGHTS_CACHED,       // this rank has all weights; all FP8 weights are cast when the weights change
     FSDP_WEIGHTS_GATHER_BF16,  // all-gather in bf16 over the shard group; FP8 weights are cast after it
     FSDP_WEIGHTS_GATHER_FP8  // all-gather in FP8 over the shard group; in bf16 for layers that have a bf16 linear layer
 } FsdpWeightSource;
@@ -243,7 +242,7 @@ static inline void fsdp_describe_strategy(Fsdp *f, const Options *o) {
     FsdpPlan *plan = &f->plan;
     const bool sharded = fsdp_is_sharded(f), one_pass = o->grad_accumulation_steps == 1;
     const int64_t table = plan->table->root_segments[embedding_segment(plan->table)];
-    if (!sharded) plan->weight_source = o->fp8_weight_cache == ON ? FSDP_WEIGHTS_CACHED : FSDP_WEIGHTS_RESIDENT;
+    if (!sharded) plan->weight_source = FSDP_WEIGHTS_RESIDENT;
     else if (plan->precision->any_fp8 && o->fp8_all_gather == ON) plan->weight_source = FSDP_WEIGHTS_GATHER_FP8;
     else plan->weight_source = FSDP_WEIGHTS_GATHER_BF16;
     if (sharded) plan->gradient_place = FSDP_GRADIENTS_SCATTERED;
@@ -286,7 +285,7 @@ static inline void fsdp_describe_buffers(Fsdp *f) {
     const bool bf16_is_cast = all_fp8 && !gathers_fp8 && fsdp_tensor_scales(f),
                slots_are_rowwise = all_fp8 && gathers_fp8;
     w->num_slots = !sharded ? 0 : keep_gathered && !bf16_is_cast ? L : min_i64(2, L);
-    w->num_columnwise = !fp8 ? 0 : plan->weight_source == FSDP_WEIGHTS_CACHED || (sharded && keep_gathered) ? L : 1;
+    w->num_columnwise = !fp8 ? 0 : sharded && keep_gathered ? L : 1;
     w->num_rowwise = slots_are_rowwise ? 0 : w->num_columnwise;
     w->slot = (FsdpSlot *)xcalloc((size_t)w->num_slots, sizeof *w->slot);
     w->amaxes_known = (bool *)xcalloc((size_t)L, sizeof *w->amaxes_known);

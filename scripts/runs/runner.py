@@ -16,7 +16,7 @@ import time
 from runs.options import fail, say
 from sweep_folder import Damaged, clean, ran_in_fp8, read_line, show, why_missing
 
-STATUSES = {3: "memory", 4: "unsupported"}  # exit statuses of the trainer (its --help lists all) that are answers
+STATUSES = {3: "memory", 4: "unsupported"}  # exit statuses of the trainer (its --help all lists them) that are answers
 ANSWERS = ("done", "memory", "unsupported")
 STOP_SECONDS = 30  # between SIGTERM and SIGKILL
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

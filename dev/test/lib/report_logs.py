@@ -14,11 +14,14 @@ LAYERS = 16
 
 
 def settings(precision, seed, **changes):
-    """A settings record. A change replaces the record's field of that name; if there is none, it sets an option."""
+    """A settings record. A change replaces the record's field of that name; if there is none, it sets an option.
+
+    Like older logs it has fp8-weight-cache, an option that was removed since.
+    """
     options = {"train-data": "data.bin", "val-data": "val.bin", "sequence-length": 64, "batch-size": 2,
                "grad-accumulation-steps": 1, "num-steps": STEPS, "seed": seed, "rounding-seed": seed,
-               "precision": precision, "fp8-recipe": "tensorwise", "fp8-emulate": "off", "learning-rate": 0.001,
-               "log-dir": f"{precision}{seed}"}
+               "precision": precision, "fp8-recipe": "tensorwise", "fp8-emulate": "off", "fp8-weight-cache": "off",
+               "learning-rate": 0.001, "log-dir": f"{precision}{seed}"}
     record = {"type": "settings", "version": "0.1", "program": "train_fp8", "versions": "compiler 12",
               "device": "CPU, 1 threads", "world_size": 1, "model": "tiny", "parameters": 143680, "vocab_size": 320,
               "model_flops_per_token": 958464.0, "peak_bf16_flops": None, "fp8_gemms": 24 * (precision == "fp8"),
