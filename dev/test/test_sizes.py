@@ -18,7 +18,7 @@ LIMITS = {"train_fp8.c": 1000, "train_fp8.cu": 900, "llmc/shard/fsdp.cuh": 450}
 # a budget in a commit of its own, whose message says what the added lines buy a user.
 BUDGETS = {"llmc": (29700, "llmc/*/*.h", "llmc/*/*.cuh"),
            "dev/test": (25450, "dev/test/*.[chps]*", "dev/test/lib/*.[chps]*"),
-           "scripts": (5700, "scripts/*.py", "scripts/*.sh", "scripts/*/*.py", "scripts/*/*.sh"),
+           "scripts": (5400, "scripts/*.py", "scripts/*.sh", "scripts/*/*.py", "scripts/*/*.sh"),
            "README.md and docs": (1800, "README.md", "docs/*.md")}
 OPTIONS = 72
 FSDP_STRUCTS = ("FsdpPlan", "FsdpWeights", "FsdpGradients", "FsdpClip", "Fsdp")
@@ -164,8 +164,8 @@ def self_test():
         (dict(files={"llmc/config/options_table.h": "    INT(a)\n    TEXT(b)\n" * 37}),
          ["74 options, above the budget of 72"]),
         (dict(files={"dev/test/test_a.sh": "#\n" * 25451}), ["dev/test: 25451 lines, above the budget of 25450"]),
-        (dict(files={"scripts/a.py": "#\n" * 5700, "scripts/report/b.py": "#\n"}),
-         ["scripts: 5701 lines, above the budget of 5700"]),
+        (dict(files={"scripts/a.py": "#\n" * 5400, "scripts/report/b.py": "#\n"}),
+         ["scripts: 5401 lines, above the budget of 5400"]),
         (dict(files={"README.md": "a\n" * 1000, "docs/DESIGN.md": "a\n" * 801}),
          ["README.md and docs: 1801 lines, above the budget of 1800"]),
         (dict(files={f"llmc/base/b{i}.h": "//\n" * 550 for i in range(54)}),
