@@ -96,9 +96,11 @@ build/asan/test_%: dev/test/test_%.c build/deps/asan/test_%.d | $(FOLDERS)
 
 # ---- CUDA
 
-# Holds the CUDA_ARCH of the last compile. If CUDA_ARCH changes, all GPU programs are compiled again.
-build/cuda_arch: FORCE | $(FOLDERS)
-	@[ "$$(cat $@ 2>/dev/null)" = "$(CUDA_ARCH)" ] || echo "$(CUDA_ARCH)" >$@
+# Holds the CUDA_ARCH of the last compile. If CUDA_ARCH changes, all GPU programs are compiled again. Written while make
+# reads this file: as a target that is always made it would put off those that need it, the slowest ones, to the end.
+$(shell [ "$$(cat build/cuda_arch 2>/dev/null)" = "$(CUDA_ARCH)" ] || \
+	{ mkdir -p build && echo "$(CUDA_ARCH)" >build/cuda_arch; })
+build/cuda_arch: ;
 
 train_fp8cu: train_fp8.cu build/cuda_arch build/deps/train_fp8cu.d | $(FOLDERS)
 	$(CUDA_COMPILER) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(CUDA_LIBS)
