@@ -12,7 +12,7 @@ cd "$(dirname "$0")/../.."
 reads() { cat "$@" | grep -v '^ *#' | grep -oE '\$\{?[#!]?[a-z_][a-z_0-9]*' | tr -d '${#!' | sort -u; }
 sets() {
     local assigned='(^|[ ;(&|])([a-z_][a-z_0-9]*)(\[[^]]*\])?\+?='
-    local declared='(^|[ ;])(for|local|read|declare|export) +[-a-z_0-9 ]+|-v +[a-z]+|\(\([a-z_]+'
+    local declared='(^|[ ;])(for|local|read|declare|export|mapfile) +[-a-z_0-9 ]+|-v +[a-z]+|\(\([a-z_]+'
     cat "$@" | grep -oE "$assigned|$declared" | sed 's/\[.*//; s/+\{0,1\}=.*//' | grep -oE '[a-z_][a-z_0-9]*' | sort -u
 }
 unset_in() { comm -23 <(reads "$1") <(sets "$@"); }
