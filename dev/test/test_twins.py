@@ -61,8 +61,8 @@ def check(ok, message):
 
 
 def words(text):
-    """Returns the tokens of C code, without comments, preprocessor lines and whitespace."""
-    text = re.sub(r"^ *#.*", "", text, flags=re.M)
+    """Returns the tokens of C code, without comments, includes and whitespace."""
+    text = re.sub(r"^ *# *include .*", "", text, flags=re.M)
     text = re.sub(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', lambda m: m.group(1) or " ", text, flags=re.S)
     return re.findall(r'"(?:\\.|[^"\\])*"|\w+|[^\w\s]', text)
 
