@@ -401,6 +401,10 @@ for plan in "llama3.1-70b --world-size 64" "llama3.1-405b --world-size 512 --rec
     fi
 done
 
+CUDA_VISIBLE_DEVICES= ./train_fp8cu small --offload moments --dry-run >"$tmp/plan.log" 2>&1
+check "the estimate of a step with --offload says that its copies are not counted" \
+    grep -q '^estimate of a step: .*; the copies of --offload are not counted' "$tmp/plan.log"
+
 # After SIGTERM, SIGINT or SIGUSR1 a run finishes the step, saves once and exits with status 0.
 for signal in TERM INT USR1; do
     (trap - INT; exec ./train_fp8cu $common --num-steps 100000 --checkpoint-dir "$tmp/sig_$signal") >"$tmp/s.log" 2>&1 &

@@ -56,8 +56,9 @@ static inline void traffic_print_estimate(const TrafficFacts *f, const Traffic *
     char mfu[32] = "";
     if (peak > 0) format_checked(mfu, sizeof mfu, ", mfu %.1f%%", 100 * flops_mfu(flops, tokens, peak));
     printf("estimate of a step: %.1f ms, %.0f tok/s a rank%s: a rank's computation takes %.1f ms; communication takes "
-           "%.1f ms and adds %.1f ms\n",
-           e.total * 1e3, tokens, mfu, e.work * 1e3, e.exchange * 1e3, (e.total - e.work) * 1e3);
+           "%.1f ms and adds %.1f ms%s\n",
+           e.total * 1e3, tokens, mfu, e.work * 1e3, e.exchange * 1e3, (e.total - e.work) * 1e3,
+           strcmp(o->offload, "none") == 0 ? "" : "; the copies of --offload are not counted and can take longer");
 }
 
 // Prints the traffic, if there are several ranks, and the estimate of the step's time, or why there is none.
