@@ -395,6 +395,24 @@ def test_refused(tmp):
               f"{name}: the comparison has no number: {one}")
 
 
+    folder = two_runs(tmp / "refused_twice")
+    write(folder / "bf16_again", records_of("bf16", 42, difference=0.001))
+    out, _ = report(folder)
+    check("are BF16 runs of equal settings and seed 42" in out and "no verdict" in out, f"two runs of a seed: {out}")
+
+
+def test_energy(tmp):
+    """Joules that no GPU can have taken: the report gives the reason, and no energy, but the speed."""
+    for joules, reason in ((1e-4, "fp8 has 0.0099 W"), (-1.0, "fp8 has a step of -1.02 J"), (1e9, "fp8 has 9.9e+10 W")):
+        folder = tmp / f"energy_{joules}"
+        write(folder / "bf16", records_of("bf16", 42, joules=5.0))
+        write(folder / "fp8", records_of("fp8", 42, difference=0.01, joules=joules))
+        out, _ = report(folder)
+        one = numbers(folder / "report.json")["comparisons"][0]
+        check(reason in out and one["kwh_per_billion_tokens"] is None and one["tokens_per_second_ratio"] is not None,
+              f"{joules} J: \"{reason}\" and no energy expected: {out}")
+
+
 def test_broken(tmp):
     """Damaged and empty logs, logs that lack steps, and folders that are refused."""
     folder = two_runs(tmp / "broken")
@@ -538,7 +556,8 @@ def test_diverged(tmp):
 def main():
     with tempfile.TemporaryDirectory() as scratch:
         for test in (test_command_line, test_numbers, test_same, test_rounding, test_shared, test_gpu, test_sweep,
-                     test_markup, test_limit, test_refused, test_broken, test_fuzz, test_running, test_diverged):
+                     test_markup, test_limit, test_refused, test_energy, test_broken, test_fuzz, test_running,
+                     test_diverged):
             test(pathlib.Path(scratch))
     finish()
 

@@ -17,7 +17,7 @@ LIMITS = {"train_fp8.c": 1000, "train_fp8.cu": 900, "llmc/shard/fsdp.cuh": 450}
 # Lines of all files that the patterns match. To add lines to a full budget, first cut as many elsewhere under it. Raise
 # a budget in a commit of its own, whose message says what the added lines buy a user.
 BUDGETS = {"llmc": (29700, "llmc/*/*.h", "llmc/*/*.cuh"),
-           "dev/test": (25450, "dev/test/*.[chps]*", "dev/test/lib/*.[chps]*"),
+           "dev/test": (25460, "dev/test/*.[chps]*", "dev/test/lib/*.[chps]*"),
            "scripts": (5400, "scripts/*.py", "scripts/*.sh", "scripts/*/*.py", "scripts/*/*.sh"),
            "README.md and docs": (1800, "README.md", "docs/*.md")}
 OPTIONS = 72
@@ -163,7 +163,7 @@ def self_test():
         (dict(lines=1001), ["train_fp8.c: 1001 lines, above 1000", "train_fp8.cu: 1001 lines, above 900"]),
         (dict(files={"llmc/config/options_table.h": "    INT(a)\n    TEXT(b)\n" * 37}),
          ["74 options, above the budget of 72"]),
-        (dict(files={"dev/test/test_a.sh": "#\n" * 25451}), ["dev/test: 25451 lines, above the budget of 25450"]),
+        (dict(files={"dev/test/test_a.sh": "#\n" * 25461}), ["dev/test: 25461 lines, above the budget of 25460"]),
         (dict(files={"scripts/a.py": "#\n" * 5400, "scripts/report/b.py": "#\n"}),
          ["scripts: 5401 lines, above the budget of 5400"]),
         (dict(files={"README.md": "a\n" * 1000, "docs/DESIGN.md": "a\n" * 801}),

@@ -20,6 +20,8 @@ IGNORED = {"log-every", "val-every", "sample-every", "sample-tokens", "log-dir",
 FACTS = ("program", "version", "versions", "device", "model", "parameters", "vocab_size", "world_size")
 DATA = (("train-data", "training_fingerprint", ("training_tokens", "training_sequences")),
         ("val-data", "validation_fingerprint", ()))
+NO_JOULES = "not every step has its joules (the trainer reads them by NVML)"
+WATTS = (10, 3000)  # the mean power of a GPU lies between these; other joules are no measurement
 LEAST_SHARE = 0.5  # if no pair is done, a pair counts if it has at least this share of the longest pair's steps
 
 
@@ -165,6 +167,10 @@ def find_pair(run, candidates):
     texts, best = scored[0]
     if texts:
         return None, f"{best.name} and {run.name} are no pair (BF16 and FP8): " + "; ".join(texts[:3])
+    others = [c.name for texts, c in scored if not texts and c.column("loss") != best.column("loss")]
+    if others:
+        return None, (f"{best.name} and {others[0]} are BF16 runs of equal settings and seed {run.seed} with different "
+                      f"losses: which of them pairs with {run.name} would be chance; leave one in the folder")
     return best, None
 
 
@@ -336,6 +342,20 @@ def set_noise(comparison, runs, validation):
                 comparison.why["validation noise"] = "not every BF16 run has this validation"
 
 
+def energy_fault(run):
+    """Why a run's joules cannot be used, or None. A short step may have 0 J: NVML renews its counter some 10 to 50
+    times a second."""
+    joules = run.values("joules")
+    if joules is None:
+        return NO_JOULES
+    if min(joules) < 0:
+        return f"{run.name} has a step of {min(joules):g} J"
+    watts = sum(joules) / (sum(run.values("ms")) / 1000 * run.gpus)
+    if not WATTS[0] <= watts <= WATTS[1]:
+        return f"{run.name} has {watts:.3g} W for each GPU on average, outside {WATTS[0]} to {WATTS[1]} W"
+    return None
+
+
 def compare_costs(comparison):
     """Speed, loss-matched speed-up and energy."""
     def median(run):
@@ -350,9 +370,11 @@ def compare_costs(comparison):
     tokens = steps * comparison.pairs[0].fp8.tokens_per_step
     comparison.seconds_per_token = tuple(float(side.mean(axis=0).sum() / tokens) for side in seconds)
     attempt(comparison, "speedup", vs.loss_matched_speedup, *losses, *seconds)
-    members = [run for pair in comparison.pairs for run in (pair.bf16, pair.fp8)]
-    if any(run.values("joules") is None for run in members):
-        comparison.why["energy"] = "not every step has its joules (the trainer reads them by NVML)"
+    faults = [energy_fault(run) for pair in comparison.pairs for run in (pair.bf16, pair.fp8)]
+    if any(faults):
+        comparison.why["energy"] = next(filter(None, faults))
+        if comparison.why["energy"] != NO_JOULES:
+            comparison.notes.append(f"no energy: {comparison.why['energy']}")
         return
     joules = by_seed(comparison, steps_of("joules", steps))
     comparison.joules_per_token = tuple(float(side.mean(axis=0).sum() / tokens) for side in joules)
