@@ -401,7 +401,7 @@ for plan in "llama3.1-70b --world-size 64" "llama3.1-405b --world-size 512 --rec
     fi
 done
 
-CUDA_VISIBLE_DEVICES= ./train_fp8cu small --offload moments --dry-run >"$tmp/plan.log" 2>&1
+CUDA_VISIBLE_DEVICES= ./train_fp8cu small $data --offload moments --dry-run >"$tmp/plan.log" 2>&1
 check "the estimate of a step with --offload says that its copies are not counted" \
     grep -q '^estimate of a step: .*; the copies of --offload are not counted' "$tmp/plan.log"
 
