@@ -393,8 +393,6 @@ def test_refused(tmp):
         check(reason in out and "no verdict" in out, f"{name}: \"{reason}\" expected: {out}")
         check(one["pairs"] == [] and one["training"] is None and one["speedup"] is None,
               f"{name}: the comparison has no number: {one}")
-
-
     folder = two_runs(tmp / "refused_twice")
     write(folder / "bf16_again", records_of("bf16", 42, difference=0.001))
     out, _ = report(folder)

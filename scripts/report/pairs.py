@@ -343,8 +343,7 @@ def set_noise(comparison, runs, validation):
 
 
 def energy_fault(run):
-    """Why a run's joules cannot be used, or None. A short step may have 0 J: NVML renews its counter some 10 to 50
-    times a second."""
+    """Why a run's joules cannot be used, or None. One step may have 0 J: NVML's counter need not move in each step."""
     joules = run.values("joules")
     if joules is None:
         return NO_JOULES
