@@ -20,7 +20,7 @@ typedef struct {
 typedef struct {
     char name[128];
     ModelFamily family;
-    int64_t vocab_size;         // V; 0 until the shard's vocabulary is known (presets tiny and small)
+    int64_t vocab_size;         // V; 0 until the shard's vocabulary is known (presets tiny, small and medium)
     int64_t hidden_size;        // C
     int64_t intermediate_size;  // F
     int64_t num_layers;         // L
@@ -43,13 +43,15 @@ static inline int64_t model_qkv_size(const ModelConfig *m) {
     return (m->num_heads + 2 * m->num_kv_heads) * m->head_dim;
 }
 
-// The presets, one line a model: tiny and small, which take the shard's vocabulary, and published configurations. The
-// family decides qkv_bias and qk_norm. scale: factor of Llama 3's RoPE scaling; 0: none. bos, eos -1: no such token.
+// The presets, one line a model: tiny, small and medium, which take the shard's vocabulary, and published
+// configurations. The family decides qkv_bias and qk_norm. scale: factor of Llama 3's RoPE scaling; 0: none. bos, eos
+// -1: no such token.
 //    name              family  V       C      F      L    NH   NKV HD   tied  eps   theta     scale max_pos  bos eos
 // clang-format off
 #define MODEL_PRESETS(X) \
     X("tiny",           LLAMA, 0,      64,    192,   2,   2,   1,  64,  true,  1e-5, 10000.0,   0,  8192,   -1,     -1) \
     X("small",          LLAMA, 0,      256,   768,   4,   4,   2,  64,  true,  1e-5, 10000.0,   0,  8192,   -1,     -1) \
+    X("medium",         LLAMA, 0,      768,   2048,  12,  12,  12, 64,  true,  1e-5, 10000.0,   0,  8192,   -1,     -1) \
     X("llama3.2-1b",    LLAMA, 128256, 2048,  8192,  16,  32,  8,  64,  true,  1e-5, 500000.0,  32, 131072, 128000, 128001) \
     X("llama3.2-3b",    LLAMA, 128256, 3072,  8192,  28,  24,  8,  128, true,  1e-5, 500000.0,  32, 131072, 128000, 128001) \
     X("llama3.1-8b",    LLAMA, 128256, 4096,  14336, 32,  32,  8,  128, false, 1e-5, 500000.0,  8,  131072, 128000, 128001) \
@@ -123,7 +125,7 @@ static inline void model_config_preset_names(char *out, size_t capacity) {
 }
 
 // Writes the repository on the Hugging Face hub of the model that a preset is shaped like, "Qwen/Qwen3-0.6B", whose
-// tokenizer has the preset's vocabulary. Returns false for tiny and small: there is none.
+// tokenizer has the preset's vocabulary. Returns false for tiny, small and medium: there is none.
 static inline bool model_config_repository(const char *preset, char *out, size_t capacity) {
     static const char *const families[][2] = {{"llama", "meta-llama/Llama-"}, {"qwen", "Qwen/Qwen"}};
     for (size_t i = 0; i < sizeof families / sizeof families[0]; i++) {

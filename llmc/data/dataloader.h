@@ -423,8 +423,8 @@ static inline TokenPlace dataloader_scan(DataLoader *dl, int64_t limit) {
     return largest;
 }
 
-// Returns the largest token id of all shards, after a full read. Without a tokenizer table, the presets tiny and small
-// take their vocabulary size from it.
+// Returns the largest token id of all shards, after a full read. Without a tokenizer table, the presets tiny, small and
+// medium take their vocabulary size from it.
 static inline int64_t dataloader_max_token(DataLoader *dl) { return dataloader_scan(dl, INT64_MAX).token; }
 
 // Dies if a token id is >= vocabulary, with the position of the first one. Reads all tokens: call it once, before

@@ -268,8 +268,8 @@ static inline int64_t run_setup_largest_token(DataLoader *dl) {
         dl->shards[place.shard].path, (long long)place.position, (long long)place.token, VOCABULARY_LARGEST);
 }
 
-// Sets the vocabulary of the presets tiny and small, which comes from the data. Dies if the model's sizes are wrong, or
-// if data with a tokenizer table is open and its separator is not in the vocabulary.
+// Sets the vocabulary of the presets tiny, small and medium, which comes from the data. Dies if the model's sizes are
+// wrong, or if data with a tokenizer table is open and its separator is not in the vocabulary.
 static inline void run_setup_vocabulary(RunSetup *s) {
     if (s->model.vocab_size == 0)
         s->model.vocab_size = round_up(s->tokenizer.count ? s->tokenizer.count : run_setup_largest_token(&s->train) + 1,
