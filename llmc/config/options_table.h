@@ -175,8 +175,13 @@ enum { RARE, COMMON };
          "learning rate after warm-up; --lr-schedule may lower it from there") \
     CHOICE(lr_schedule, "lr-schedule", SCHEDULE_CONSTANT, SCHEDULES, TOLD, COMMON, \
          "how the learning rate goes on after warm-up; cosine and linear fall, and reach 0 one step after the last; " \
-         "wsd is constant, then falls linearly in the last fifth of the steps (rounded down; not before the end of " \
-         "warm-up), to 0 one step after the last") \
+         "wsd is constant, then falls linearly in the last steps (--decay-steps), to 0 one step after the last") \
+    INT(decay_steps, "decay-steps", 0, 0, 1000000000, TOLD, RARE, \
+         "with --lr-schedule wsd: number of last steps in which the learning rate falls; 0: the last fifth of the steps " \
+         "(rounded down; not before the end of warm-up); for a run without decay, to branch from, give --lr-schedule " \
+         "constant") \
+    REAL(min_lr_ratio, "min-lr-ratio", 0, 0, 1, TOLD, RARE, \
+         "share of --learning-rate to which cosine, linear and wsd fall, in place of 0") \
     INT(warmup_steps, "warmup-steps", 0, 0, 1000000000, TOLD, COMMON, \
          "number of first steps in which the learning rate grows linearly: of N such steps, step k has k/N of " \
          "--learning-rate") \

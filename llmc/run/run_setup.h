@@ -310,8 +310,8 @@ static inline void run_setup_warn_of_rounding(const RunSetup *s, const Options *
     const bool fp16 = options_fp16_weights(o);
     const double weight = s->model.initializer_range, distance = ldexp(1, ilogb(weight) - (fp16 ? 10 : 7));
     char name[2][32], where[64];
-    if (!options_nearest_weights(o) || (o->learning_rate >= 2 * distance && o->lr_schedule == SCHEDULE_CONSTANT))
-        return;
+    const double end = o->lr_schedule == SCHEDULE_CONSTANT ? o->learning_rate : o->learning_rate * o->min_lr_ratio;
+    if (!options_nearest_weights(o) || end >= 2 * distance) return;
     option_format(o, option_find("master-weights", strlen("master-weights")), name[0], sizeof name[0]);
     option_format(o, option_find("lr-schedule", strlen("lr-schedule")), name[1], sizeof name[1]);
     if (o->learning_rate < 2 * distance) format_checked(where, sizeof where, "--learning-rate %g is", o->learning_rate);
