@@ -32,13 +32,13 @@ static void trainer_run(const uint8_t *data, size_t size) {
         FUZZ_CHECK(!whole);
         return;
     }
-    JsonText differs = checkpoint_settings_mismatch(&json, &options);
+    JsonText differs = checkpoint_settings_mismatch(&json, &options, false);
     checkpoint_data_mismatch(&json, &identity, &differs);
     json_text_free(&differs);
     json_free(&json);
     checkpoint_read_setting(folder, "precision", setting, sizeof setting);
     hf_config_read(&model, folder);
-    const CheckpointRun run = {&model, &options, identity, NULL, NULL};
+    const CheckpointRun run = {.model = &model, .options = &options, .data = identity};
     const TrainerProgress progress = checkpoint_check(folder, &run);
     FUZZ_CHECK(progress.step >= 0 && progress.samples >= 0);
     fuzz_free(model.source);
@@ -58,7 +58,7 @@ static size_t trainer_seed(int i, uint8_t *out) {
     const char *separator = "";
     for (const OptionRow *row = option_rows(); row->name; row++) {
         char value[256];
-        if (row->kind == OPTION_GROUP || (i != 0 && row->match != MUST_MATCH)) continue;
+        if (row->kind == OPTION_GROUP || (i != 0 && row->match != MUST_MATCH && row->match != BRANCHES)) continue;
         option_format(&o, row, value, sizeof value);
         json_text_add(&text, "%s\"%s\": \"%s\"", separator, row->name, value);
         separator = ", ";

@@ -16,6 +16,36 @@ static void check_at(int schedule, int64_t warmup, int64_t steps, int64_t step, 
           (long long)warmup, (long long)steps, (long long)step, rate, expected);
 }
 
+// --decay-steps and --min-lr-ratio: where decay begins, and where it ends.
+static void check_settings(void) {
+    static const struct {
+        int schedule;
+        int64_t decay, step;
+        double ratio, expected;
+    } cases[] = {
+        {SCHEDULE_WSD, 50, 60, 0, 2e-3},      {SCHEDULE_WSD, 50, 85, 0, 1e-3},
+        {SCHEDULE_WSD, 50, 110, 0, 0},        {SCHEDULE_WSD, 100, 10, 0, 2e-3},
+        {SCHEDULE_WSD, 100, 11, 0, 1.98e-3},  {SCHEDULE_WSD, 1, 109, 0, 2e-3},
+        {SCHEDULE_WSD, 50, 85, 0.1, 1.1e-3},  {SCHEDULE_WSD, 50, 110, 0.1, 2e-4},
+        {SCHEDULE_WSD, 0, 99, 0.5, 1.5e-3},   {SCHEDULE_LINEAR, 0, 60, 0.5, 1.5e-3},
+        {SCHEDULE_LINEAR, 0, 110, 0.5, 1e-3}, {SCHEDULE_COSINE, 0, 60, 0.2, 1.2e-3},
+        {SCHEDULE_COSINE, 0, 10, 0.2, 2e-3},  {SCHEDULE_COSINE, 0, 500, 0.2, 4e-4},
+        {SCHEDULE_LINEAR, 0, 60, 1, 2e-3},    {SCHEDULE_LINEAR, 0, 4, 0.5, 1e-3},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        Options o = schedule_options(cases[i].schedule, 10, 110);
+        o.decay_steps = cases[i].decay, o.min_lr_ratio = cases[i].ratio;
+        const double rate = schedule_learning_rate(&o, cases[i].step);
+        CHECK(fabs(rate - cases[i].expected) < 1e-12, "case %zu: the rate is %.9g; expected %.9g", i, rate,
+              cases[i].expected);
+    }
+    Options o = schedule_options(SCHEDULE_WSD, 10, 110), same = o;
+    same.decay_steps = 22;
+    for (int64_t step = 0; step < 111; step++)
+        CHECK(schedule_learning_rate(&o, step) == schedule_learning_rate(&same, step),
+              "step %lld: a decay of a fifth has the rate of the default", (long long)step);
+}
+
 int main(void) {
     const int schedules[] = {SCHEDULE_CONSTANT, SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD};
     for (int i = 0; i < 4; i++) {
@@ -48,5 +78,6 @@ int main(void) {
     check_at(SCHEDULE_WSD, 10, 110, 110, 0);
     check_at(SCHEDULE_WSD, 100, 110, 105,
              1e-3);  // warm-up reaches into the last fifth: decay takes the remaining steps
+    check_settings();
     return check_report();
 }

@@ -13,6 +13,7 @@
 #include "../config/hf_config.h"
 #include "../config/schedule.h"
 #include "../data/dataloader.h"
+#include "lineage.h"
 #include "tokenizer_files.h"
 
 #define CHECKPOINT_FORMAT_VERSION 1
@@ -32,7 +33,8 @@ typedef struct {
 } CheckpointSteps;
 
 // A run, as far as checkpoints need to know it. A checkpoint stores the model and options of its run, and a fingerprint
-// of its training data. In a resumed run the model, the MUST_MATCH settings and the training data must be equal.
+// of its training data. In a resumed run the model, the MUST_MATCH and BRANCHES settings and the training data must be
+// equal; in a run that branches, the BRANCHES settings need not.
 typedef struct {
     const ModelConfig *model;
     const Options *options;  // with `auto` values resolved
@@ -41,6 +43,10 @@ typedef struct {
     // may be NULL; not stored
     CheckpointSteps *skipped;
     const TokenizerFiles *tokenizer;  // rank 0 writes them into each checkpoint; NULL: none
+    const Lineage *lineage;           // NULL: none
+    bool branches;                    // the checkpoint that the run continues from is that of --branch; not stored
+    // gets the settings that differ from the checkpoint's, with its values, as members of a JSON object; may be NULL
+    JsonText *told;
 } CheckpointRun;
 
 // ---- manifests: writing and checking
@@ -116,6 +122,10 @@ static inline bool checkpoint_write_trainer(const char *folder, const TrainerPro
                   "\"}",
                   (long long)run->data.tokens, (long long)run->data.shards, (unsigned long long)run->data.fingerprint);
     if (!checkpoint_add_clip_norms(&out, clip_norms, num_clip_norms, failure)) return json_text_free(&out), false;
+    if (run->lineage && run->lineage->count) {
+        json_text_add(&out, ",\n  \"branches\": ");
+        lineage_json(&out, run->lineage);
+    }
     json_text_add(&out, ",\n  \"settings\": {");
     const char *separator = "\n    ";
     for (const OptionRow *row = option_rows(); row->name; row++) {
@@ -255,25 +265,32 @@ static inline bool model_verify(const char *folder, int64_t largest, Failure *fa
     return true;
 }
 
-// ---- a resumed run against its checkpoint
+// ---- a run against the checkpoint that it continues from
 
-// Returns the MUST_MATCH settings that differ from the checkpoint, one per line "--name is A in the checkpoint, B now";
-// empty if none differs. If --precision differs, leaves out the options for FP8. A setting that the checkpoint lacks
-// did not exist when the checkpoint was written: that run worked as today's default does.
-static inline JsonText checkpoint_settings_mismatch(const Json *json, const Options *o) {
+// True if --precision differs from the checkpoint's. It has a line of its own then, and lines about FP8 options would
+// not help.
+static inline bool checkpoint_other_precision(const Json *json, const Options *o) {
+    const JsonNode *settings = json_member(json, json_root(json), "settings"),
+                   *node = settings ? json_member(json, settings, "precision") : NULL;
+    char now[64];
+    option_format(o, option_find("precision", strlen("precision")), now, sizeof now);
+    return node && strcmp(node->text, now) != 0;
+}
+
+// Returns the settings that must be the checkpoint's and differ, one per line "--name is A in the checkpoint, B now";
+// empty if none differs. A setting that the checkpoint lacks did not exist when the checkpoint was written: that run
+// worked as today's default does. `branches`: BRANCHES settings need not be the checkpoint's.
+static inline JsonText checkpoint_settings_mismatch(const Json *json, const Options *o, bool branches) {
     JsonText out = {NULL, 0, 0};
     json_text_add(&out, "%s", "");
     const JsonNode *settings = json_member(json, json_root(json), "settings");
-    const JsonNode *precision = settings ? json_member(json, settings, "precision") : NULL;
     Options initial = options_default();
     initial.precision = o->precision, initial.seed = o->seed;  // defaults of other options depend on these
     options_resolve(&initial);
-    char precision_now[64];
-    option_format(o, option_find("precision", strlen("precision")), precision_now, sizeof precision_now);
-    // if --precision differs, it has a line of its own, and lines about FP8 options would not help
-    const bool other_precision = precision && strcmp(precision->text, precision_now) != 0;
+    const bool other_precision = checkpoint_other_precision(json, o);
     for (const OptionRow *row = option_rows(); row->name; row++) {
-        if (row->kind == OPTION_GROUP || row->match != MUST_MATCH || (other_precision && option_is_fp8(row))) continue;
+        if (row->match != MUST_MATCH && (branches || row->match != BRANCHES)) continue;
+        if (other_precision && option_is_fp8(row)) continue;
         char now[PATH_CAPACITY], absent[PATH_CAPACITY];
         option_format(o, row, now, sizeof now);
         option_format(&initial, row, absent, sizeof absent);
@@ -286,24 +303,38 @@ static inline JsonText checkpoint_settings_mismatch(const Json *json, const Opti
     return out;
 }
 
-// Prints a line for each setting of this run that changes its steps and differs from the checkpoint (TOLD), and what
-// that does to the learning rate of the next step. `step`: how many steps are done.
-static inline void checkpoint_tell_settings(const Json *json, const Options *o, int64_t step) {
+// Adds a member to *out, the members of a JSON object.
+static inline void checkpoint_add_setting(JsonText *out, const char *name, const char *value) {
+    json_text_add(out, "%s\"%s\": ", out->size ? ", " : "", name);
+    json_text_add_string(out, value);
+}
+
+static inline const char *checkpoint_verb(const CheckpointRun *run) { return run->branches ? "branch" : "resume"; }
+
+// Prints a line for each setting of this run that changes its steps, may differ from the checkpoint's and does so (TOLD
+// and, in a run that branches, BRANCHES), and what that does to the learning rate of the next step. `step`: how many
+// steps are done.
+static inline void checkpoint_tell_settings(const Json *json, const CheckpointRun *run, int64_t step) {
     const JsonNode *settings = json_member(json, json_root(json), "settings");
+    const Options *o = run->options;
     Options then = *o;
+    const bool other_precision = checkpoint_other_precision(json, o);
     for (const OptionRow *row = option_rows(); settings && row->name; row++) {
-        const JsonNode *node = row->match == TOLD ? json_member(json, settings, row->name) : NULL;
+        const bool may_differ = row->match == TOLD || (row->match == BRANCHES && run->branches);
+        const JsonNode *node = may_differ ? json_member(json, settings, row->name) : NULL;
         char now[PATH_CAPACITY];
-        if (!node) continue;
+        if (!node || (other_precision && option_is_fp8(row))) continue;
         option_format(o, row, now, sizeof now);
         if (strcmp(node->text, now) == 0) continue;
-        printf("resume: --%s is %s in the checkpoint, %s now\n", row->name, node->text, now);
-        option_set(&then, row, node->text);
+        printf("%s: --%s is %s in the checkpoint, %s now\n", checkpoint_verb(run), row->name,
+               *node->text ? node->text : "\"\"", *now ? now : "\"\"");
+        if (run->told) checkpoint_add_setting(run->told, row->name, node->text);
+        if (row->match == TOLD) option_set(&then, row, node->text);
     }
     const double before = schedule_learning_rate(&then, step), after = schedule_learning_rate(o, step);
     if (before != after && step < o->num_steps)
-        printf("resume: the learning rate of step %lld is %.3e; the checkpoint's settings give %.3e\n",
-               (long long)step + 1, after, before);
+        printf("%s: the learning rate of step %lld is %.3e; the checkpoint's settings give %.3e\n",
+               checkpoint_verb(run), (long long)step + 1, after, before);
 }
 
 // Appends lines to *out if --train-data holds other data than in the checkpoint: the data cursor would be wrong. The
@@ -345,6 +376,41 @@ static inline void checkpoint_read_setting(const char *checkpoint, const char *n
     json_free(&json);
 }
 
+// True if a run that branches may take over the checkpoint's state of delayed scaling: that holds amaxes and scales of
+// the same casts.
+static inline bool checkpoint_has_scales(const char *checkpoint, const Options *o) {
+    static const char *const names[] = {"precision",  "fp8-recipe",       "fp8-format",
+                                        "fp8-filter", "fp8-amax-history", "fp8-margin"};
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        char then[PATH_CAPACITY], now[PATH_CAPACITY];
+        checkpoint_read_setting(checkpoint, names[i], then, sizeof then);
+        option_format(o, option_find(names[i], strlen(names[i])), now, sizeof now);
+        if (strcmp(then, now) != 0) return false;
+    }
+    return true;
+}
+
+// Reads the lineage of the checkpoint's run. A run that branches gets the stretch that ends in the checkpoint too. Dies
+// if trainer.json cannot be read. `step`: the checkpoint's.
+static inline void checkpoint_read_lineage(const char *checkpoint, int64_t step, bool branches, Lineage *out) {
+    Json json;
+    Failure failure;
+    char seed[64];
+    if (!checkpoint_open_trainer(checkpoint, &json, &failure) || !lineage_read(&json, out, &failure))
+        die("%s", failure.text);
+    json_free(&json);
+    if (!branches) return;
+    Stretch s;
+    memset(&s, 0, sizeof s);
+    s.step = step;
+    checkpoint_read_setting(checkpoint, "precision", s.precision, sizeof s.precision);
+    if (strcmp(s.precision, "fp8") == 0) checkpoint_read_setting(checkpoint, "fp8-recipe", s.recipe, sizeof s.recipe);
+    checkpoint_read_setting(checkpoint, "rounding-seed", seed, sizeof seed);
+    if (!*seed) checkpoint_read_setting(checkpoint, "seed", seed, sizeof seed);
+    s.rounding_seed = strtoll(seed, NULL, 10);
+    lineage_add(out, &s);
+}
+
 // Returns a line "\n  NAME is A in the checkpoint, B now" for each number of the model that must be equal and is not;
 // empty if there is none.
 static inline JsonText checkpoint_model_mismatch(const ModelConfig *then, const ModelConfig *now) {
@@ -378,8 +444,8 @@ static inline JsonText checkpoint_model_mismatch(const ModelConfig *then, const 
 }
 
 // Returns the progress of the checkpoint's run; one without "skipped" counted skipped steps like others. Dies if the
-// model, a MUST_MATCH setting or the training data differs, or if trainer.json or config.json cannot be read. Needs no
-// trainer state, so it can run before anything is allocated. Says which other settings differ.
+// model, a setting that must match or the training data differs, or if trainer.json or config.json cannot be read.
+// Needs no trainer state, so it can run before anything is allocated. Says which other settings differ.
 static inline TrainerProgress checkpoint_check(const char *checkpoint, const CheckpointRun *run) {
     Failure failure;
     Json json;
@@ -396,15 +462,16 @@ static inline TrainerProgress checkpoint_check(const char *checkpoint, const Che
     hf_config_read(&then, checkpoint);
     free(then.source);
     JsonText model = checkpoint_model_mismatch(&then, run->model),
-             settings = checkpoint_settings_mismatch(&json, run->options);
+             settings = checkpoint_settings_mismatch(&json, run->options, run->branches);
     checkpoint_data_mismatch(&json, &run->data, &settings);
-    if (!model.size && !settings.size) checkpoint_tell_settings(&json, run->options, progress.step);
+    if (!model.size && !settings.size) checkpoint_tell_settings(&json, run, progress.step);
     json_free(&json);
-    if (model.size) die("cannot resume from %s: it is a checkpoint of another model:%s", checkpoint, model.data);
+    const char *verb = checkpoint_verb(run);
+    if (model.size) die("cannot %s from %s: it is a checkpoint of another model:%s", verb, checkpoint, model.data);
     if (settings.size)
-        die("cannot resume from %s with other settings:%s\nuse the checkpoint's settings, or start a new run from its "
+        die("cannot %s from %s with other settings:%s\nuse the checkpoint's settings, or start a new run from its "
             "weights, with MODEL %s and another --checkpoint-dir",
-            checkpoint, settings.data, checkpoint);
+            verb, checkpoint, settings.data, checkpoint);
     json_text_free(&model);
     json_text_free(&settings);
     return progress;

@@ -269,33 +269,85 @@ static inline void checkpoint_check_shared(const Comm *c, const char *dir) {
 
 // Finds the checkpoint of the highest step in `dir` that is whole, by the hash of every file. Prints its name. Also
 // prints the name of each checkpoint of a higher step, which it skips, and the reason, such as damage, a wrong name or
-// another format version. Returns false if there is no checkpoint: the run then starts at its first step. Dies if there
-// are some but none is whole.
-static inline bool checkpoint_find_newest(const char *dir, char *path, size_t capacity) {
+// another format version. `verb`: the option's name. Returns false if none is whole. *count: how many there are.
+static inline bool checkpoint_find_whole(const char *dir, const char *verb, char *path, size_t capacity,
+                                         int64_t *count) {
     CheckpointSteps list;
     Failure failure;
     bool found = false;
-    if (!checkpoint_list(dir, &list, &failure)) die("--resume: %s", failure.text);
+    if (!checkpoint_list(dir, &list, &failure)) die("--%s: %s", verb, failure.text);
     for (int64_t i = 0; i < list.count && !found; i++) {
         checkpoint_name(dir, list.steps[i], "", path, capacity);
         found = checkpoint_is_whole(path, true, &failure);
-        if (!found) printf("resume: skipping %s: %s\n", path, failure.text);
+        if (!found) printf("%s: skipping %s: %s\n", verb, path, failure.text);
     }
     free(list.steps);
-    if (found) printf("resume: continuing from %s\n", path);
-    else if (list.count)
-        die("--resume: no checkpoint in %s can be resumed (%lld skipped, for the reasons above); move them away to "
-            "start at "
-            "step 1",
-            dir, (long long)list.count);
-    else printf("resume: no checkpoint in %s, starting at step 1\n", dir);
+    *count = list.count;
+    if (found) printf("%s: continuing from %s\n", verb, path);
     return found;
 }
 
-// checkpoint_find_newest for all ranks: rank 0 searches and broadcasts the result. `path` is "" if there is none.
-static inline bool checkpoint_find_together(const Comm *c, const char *dir, char *path, size_t capacity) {
+// checkpoint_find_whole for --resume. Returns false if there is no checkpoint: the run then starts at its first step.
+// Dies if there are some but none is whole.
+static inline bool checkpoint_find_newest(const char *dir, char *path, size_t capacity) {
+    int64_t count;
+    if (checkpoint_find_whole(dir, "resume", path, capacity, &count)) return true;
+    if (count)
+        die("--resume: no checkpoint in %s can be resumed (%lld skipped, for the reasons above); move them away to "
+            "start at "
+            "step 1",
+            dir, (long long)count);
+    printf("resume: no checkpoint in %s, starting at step 1\n", dir);
+    return false;
+}
+
+// True if the folder is a checkpoint, whole or not, and not a folder of checkpoints.
+static inline bool checkpoint_is_one(const char *folder) {
+    char manifest[PATH_CAPACITY];
+    const char *slash = strrchr(folder, '/');
+    format_checked(manifest, sizeof manifest, "%s/trainer.json", folder);
+    return path_exists(manifest) || checkpoint_step_of(slash ? slash + 1 : folder, "") >= 0;
+}
+
+// Finds the checkpoint that --branch names: it, or the newest whole one in it. Dies if there is none.
+static inline void checkpoint_find_branch(const char *branch, char *path, size_t capacity) {
+    Failure failure;
+    int64_t count = 0;
+    path_resolve(branch, path, capacity);
+    if (checkpoint_is_one(path)) {
+        if (!checkpoint_is_whole(path, true, &failure)) die("--branch %s: %s", branch, failure.text);
+        printf("branch: continuing from %s\n", path);
+        return;
+    }
+    char dir[PATH_CAPACITY];
+    format_checked(dir, sizeof dir, "%s", path);
+    if (!checkpoint_find_whole(dir, "branch", path, capacity, &count))
+        die("--branch %s: no checkpoint there can be used (%lld skipped%s); give a checkpoint, step-NNNNNNNN, or the "
+            "--checkpoint-dir that holds it",
+            branch, (long long)count, count ? ", for the reasons above" : "");
+}
+
+// Dies, before anything is read in it, if `branch` is no folder although the run is to `begin` there, or if the run's
+// own checkpoints would go where the run that it branches from keeps its own.
+static inline void checkpoint_check_branch(const char *branch, const char *own, bool begin) {
+    char from[PATH_CAPACITY], to[PATH_CAPACITY];
+    if (begin && !folder_exists(branch)) die("--branch %s: it is %s", branch, path_words(branch).text);
+    if (!*own) return;
+    path_resolve(branch, from, sizeof from), path_resolve(own, to, sizeof to);
+    if (path_within(from, to) || (checkpoint_is_one(from) && path_within(to, from)))
+        die_with(EXIT_USAGE,
+                 "--branch %s and --checkpoint-dir %s share a folder, where this run would remove checkpoints of the "
+                 "run that it branches from; give another --checkpoint-dir",
+                 branch, own);
+}
+
+// checkpoint_find_branch, or checkpoint_find_newest if `branch` is NULL, for all ranks: rank 0 searches and broadcasts
+// the result. `path` is "" if there is none.
+static inline bool checkpoint_find_together(const Comm *c, const char *dir, const char *branch, char *path,
+                                            size_t capacity) {
     path[0] = 0;
-    if (c->rank == 0 && !checkpoint_find_newest(dir, path, capacity)) path[0] = 0;
+    if (c->rank == 0 && branch) checkpoint_find_branch(branch, path, capacity);
+    else if (c->rank == 0 && !checkpoint_find_newest(dir, path, capacity)) path[0] = 0;
     comm_broadcast(c, COMM_WORLD, 0, path, (int64_t)capacity);
     return *path;
 }
@@ -334,8 +386,8 @@ static inline void checkpoint_load(const char *checkpoint, const ModelConfig *m,
                                    const TrainerState *s) {
     Failure failure;
     if (!checkpoint_read(checkpoint, m, t, s, &failure))
-        die("cannot resume from %s: %s; move this checkpoint away to resume from an earlier one, if any", checkpoint,
-            failure.text);
+        die("cannot continue from %s: %s; move this checkpoint away to continue from an earlier one, if any",
+            checkpoint, failure.text);
 }
 
 #endif

@@ -164,7 +164,7 @@ static inline const char *option_elsewhere(const char *word) {
                                            {"clip-grad", "grad-clip"},         {"max-grad-norm", "grad-clip"},
                                            {"output-dir", "checkpoint-dir"},   {"save-every", "checkpoint-every"},
                                            {"save-steps", "checkpoint-every"}, {"eval-steps", "val-every"},
-                                           {"min-lr", "lr-schedule"},          {"hf-export", "export-hf"}};
+                                           {"min-lr", "min-lr-ratio"},         {"hf-export", "export-hf"}};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
         if (strcmp(word, names[i][0]) == 0) return names[i][1];
     return NULL;

@@ -113,6 +113,26 @@ static inline void options_backward_conflict(const Options *o, char *message, si
                                                       : "--reduce-dtype bf16");
 }
 
+// Rules of the learning rate's schedule.
+static inline void options_schedule_conflict(const Options *o, char *message, size_t capacity) {
+    if (o->warmup_steps > o->num_steps)
+        format_checked(message, capacity, "--warmup-steps %lld is more than --num-steps %lld",
+                       (long long)o->warmup_steps, (long long)o->num_steps);
+    else if (o->decay_steps && o->lr_schedule != SCHEDULE_WSD)
+        format_checked(message, capacity,
+                       "--decay-steps is for --lr-schedule wsd; cosine and linear fall from the end of warm-up on");
+    else if (o->decay_steps > o->num_steps - o->warmup_steps)
+        format_checked(message, capacity,
+                       "--decay-steps %lld is more than the %lld steps that follow warm-up (--num-steps %lld, "
+                       "--warmup-steps %lld)",
+                       (long long)o->decay_steps, (long long)(o->num_steps - o->warmup_steps), (long long)o->num_steps,
+                       (long long)o->warmup_steps);
+    else if (o->min_lr_ratio > 0 && o->lr_schedule == SCHEDULE_CONSTANT)
+        format_checked(message, capacity,
+                       "--min-lr-ratio is the end of --lr-schedule cosine, linear or wsd, and a constant rate does not "
+                       "fall; add one of these or leave it out");
+}
+
 // Rules of --grad-accum-dtype and --reduce-dtype.
 static inline void options_gradient_conflict(const Options *o, char *message, size_t capacity) {
     if (o->precision == PRECISION_FP32 && o->grad_accum_dtype != SUM_AUTO && o->grad_accum_dtype != SUM_FP32)
@@ -163,10 +183,9 @@ static inline void options_precision_conflict(const Options *o, char *message, s
 // mostly a fix.
 static inline const char *options_conflict(const Options *o, char *message, size_t capacity) {
     message[0] = 0;
-    if (o->warmup_steps > o->num_steps)
-        format_checked(message, capacity, "--warmup-steps %lld is more than --num-steps %lld",
-                       (long long)o->warmup_steps, (long long)o->num_steps);
-    else if (o->checkpoint_every && !*o->checkpoint_dir)
+    options_schedule_conflict(o, message, capacity);
+    if (*message) return message;
+    if (o->checkpoint_every && !*o->checkpoint_dir)
         format_checked(message, capacity, "--checkpoint-every needs --checkpoint-dir");
     else if (o->resume && !*o->checkpoint_dir)
         format_checked(message, capacity, "--resume needs --checkpoint-dir, the folder to continue from");

@@ -65,8 +65,8 @@ enum { HELPS(CHOICE_ID) };
 #define OPTION_MAX 1e15
 
 // MUST_MATCH: a resumed run must have the value of the run that wrote the checkpoint. FREE: it need not. TOLD: it need
-// not, but its steps differ then, so it says so.
-enum { FREE, MUST_MATCH, TOLD };
+// not, but its steps differ then, so it says so. BRANCHES: MUST_MATCH with --resume, TOLD with --branch.
+enum { FREE, MUST_MATCH, TOLD, BRANCHES };
 
 // COMMON: most runs need the option, so --help prints it, with its help up to the first semicolon. RARE: only --help
 // all prints it. --help all prints each help in full.
@@ -92,29 +92,29 @@ enum { RARE, COMMON };
     INT(seed, "seed", 42, 0, 4294967295.0, MUST_MATCH, COMMON, \
          "seed of initial weights, order of the data, generated text and, without --rounding-seed, stochastic " \
          "rounding") \
-    INT(rounding_seed, "rounding-seed", -1, -1, 4294967295.0, MUST_MATCH, RARE, \
+    INT(rounding_seed, "rounding-seed", -1, -1, 4294967295.0, BRANCHES, RARE, \
          "seed of stochastic rounding; runs that differ in it alone show how far rounding moves a loss; -1: the " \
          "value of --seed") \
     GROUP("precision") \
-    CHOICE(precision, "precision", PRECISION_BF16, PRECISIONS, MUST_MATCH, COMMON, \
+    CHOICE(precision, "precision", PRECISION_BF16, PRECISIONS, BRANCHES, COMMON, \
          "dtype of GEMMs; fp8: by --fp8-recipe in the layers' linear layers, unless --fp8-filter or their sizes keep " \
          "them bf16, and bf16 in lm_head and attention; fp32: CPU trainer only") \
-    CHOICE(fp8_recipe, "fp8-recipe", RECIPE_TENSORWISE, RECIPES, MUST_MATCH, COMMON, \
+    CHOICE(fp8_recipe, "fp8-recipe", RECIPE_TENSORWISE, RECIPES, BRANCHES, COMMON, \
          "which values share a scale; " RECIPES_HELP) \
-    CHOICE(fp8_format, "fp8-format", FP8_FORMAT_AUTO, FP8_FORMATS, MUST_MATCH, RARE, \
+    CHOICE(fp8_format, "fp8-format", FP8_FORMAT_AUTO, FP8_FORMATS, BRANCHES, RARE, \
          "FP8 format in which GEMMs read the gradients of outputs (dy); hybrid: E5M2; e4m3: E4M3, as for weights and " \
          "inputs; auto: the recipe's own") \
-    TEXT(fp8_filter, "fp8-filter", "", MUST_MATCH, COMMON, \
+    TEXT(fp8_filter, "fp8-filter", "", BRANCHES, COMMON, \
          "linear layers that stay bf16, separated by commas: first, last, layers=A or layers=A-B (from 0), attention, " \
          "mlp, qkv, attn_out, gate_up, down; lm_head always stays bf16; auto: at the start, time qkv, attn_out, gate_up " \
          "and down in FP8 and bf16, and keep the faster in all layers (GPU trainer; a resumed run keeps its filter)") \
-    INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, MUST_MATCH, RARE, \
+    INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, BRANCHES, RARE, \
          "recipe delayed: length of a tensor's amax history; inputs and gradients add one amax per micro-step, " \
          "weights one per optimizer step (in Transformer Engine, by default, one per micro-step), except amaxes that " \
          "are 0 or NaN; the first cast of a tensor uses its current amax: for an input or gradient the rank's own, " \
          "for a weight that over all ranks that share it") \
-    INT(fp8_margin, "fp8-margin", 0, 0, 16, MUST_MATCH, RARE, "recipe delayed: scales are divided by 2 to this power") \
-    CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, FAST_ACCUMS, MUST_MATCH, RARE, \
+    INT(fp8_margin, "fp8-margin", 0, 0, 16, BRANCHES, RARE, "recipe delayed: scales are divided by 2 to this power") \
+    CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, FAST_ACCUMS, BRANCHES, RARE, \
          "FP8 GEMMs that use fast accumulation (Hopper), where cuBLASLt has it: fprop, all or none; recipes " \
          "blockwise and mxfp8, --fp8-emulate and the CPU trainer never use it") \
     FLAG(fp8_emulate, "fp8-emulate", RARE, \
@@ -175,8 +175,13 @@ enum { RARE, COMMON };
          "learning rate after warm-up; --lr-schedule may lower it from there") \
     CHOICE(lr_schedule, "lr-schedule", SCHEDULE_CONSTANT, SCHEDULES, TOLD, COMMON, \
          "how the learning rate goes on after warm-up; cosine and linear fall, and reach 0 one step after the last; " \
-         "wsd is constant, then falls linearly in the last fifth of the steps (rounded down; not before the end of " \
-         "warm-up), to 0 one step after the last") \
+         "wsd is constant, then falls linearly in the last steps (--decay-steps), to 0 one step after the last") \
+    INT(decay_steps, "decay-steps", 0, 0, 1000000000, TOLD, RARE, \
+         "with --lr-schedule wsd: number of last steps in which the learning rate falls; 0: the last fifth of the steps " \
+         "(rounded down; not before the end of warm-up); for a run without decay, to branch from, give --lr-schedule " \
+         "constant") \
+    REAL(min_lr_ratio, "min-lr-ratio", 0, 0, 1, TOLD, RARE, \
+         "share of --learning-rate to which cosine, linear and wsd fall, in place of 0") \
     INT(warmup_steps, "warmup-steps", 0, 0, 1000000000, TOLD, COMMON, \
          "number of first steps in which the learning rate grows linearly: of N such steps, step k has k/N of " \
          "--learning-rate") \
@@ -280,6 +285,11 @@ enum { RARE, COMMON };
          "continue from the newest checkpoint in --checkpoint-dir that is not damaged, renamed or of another format " \
          "version; start at step 1 if there is no checkpoint; end with an error if there are checkpoints, but none " \
          "to continue from") \
+    TEXT(branch, "branch", "", FREE, RARE, \
+         "a checkpoint (step-NNNNNNNN), or a folder of checkpoints, whose newest whole one is taken, of another run with " \
+         "the same data: go on from it as --resume would, but --precision, the FP8 options and --rounding-seed may " \
+         "differ too; its folder is only read; with --resume, and a checkpoint of its own in --checkpoint-dir, a run " \
+         "goes on from that one") \
     CHOICE(on_save_error, "on-save-error", SAVE_ERROR_RETRY, SAVE_ERRORS, FREE, RARE, \
          "what to do when a checkpoint cannot be saved; retry: try again once, at once; if that fails too, train on to " \
          "the next save; stop: end the run; the run ends with an error in any case if its last save fails, or if a value " \
@@ -328,7 +338,7 @@ typedef struct {
     size_t field;               // offset in Options
     double initial, low, high;  // a number's default and range; initial of a choice: the index of its default
     const char *text;           // a text's default; a choice's "a|b|c"
-    int match;                  // FREE, MUST_MATCH or TOLD
+    int match;                  // FREE, MUST_MATCH, TOLD or BRANCHES
     int level;                  // COMMON or RARE
     const char *help;
 } OptionRow;

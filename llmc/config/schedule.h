@@ -5,18 +5,21 @@
 #include "options.h"
 
 // Learning rate of optimizer step `step`, counted from 0. Linear warm-up reaches --learning-rate at its last step.
-// After warm-up, cosine and linear fall to 0 at step --num-steps. That is one after the last step, so that the last
-// step has a rate above 0. wsd stays constant, then falls linearly to 0 at the same step: over the last fifth of the
-// steps (rounded down to whole steps), or from the end of warm-up if that is later.
+// After warm-up, cosine and linear fall at step --num-steps to --min-lr-ratio of it. That is one after the last step,
+// so that the last step has a rate above 0. wsd stays constant, then falls linearly to the same rate at the same step:
+// over the last --decay-steps steps; if that is 0, over the last fifth of the steps (rounded down to whole steps), or
+// from the end of warm-up if that is later.
 static inline double schedule_learning_rate(const Options *o, int64_t step) {
     const double pi = 3.14159265358979323846;
     if (step < o->warmup_steps) return o->learning_rate * (double)(step + 1) / (double)o->warmup_steps;
     int64_t decay_start = o->warmup_steps;
-    if (o->lr_schedule == SCHEDULE_WSD) decay_start = max_i64(o->warmup_steps, o->num_steps - o->num_steps / 5);
+    const int64_t decay_steps = o->decay_steps ? o->decay_steps : o->num_steps / 5;
+    if (o->lr_schedule == SCHEDULE_WSD) decay_start = max_i64(o->warmup_steps, o->num_steps - decay_steps);
     if (o->lr_schedule == SCHEDULE_CONSTANT || step < decay_start) return o->learning_rate;
-    if (step >= o->num_steps) return 0;
-    const double progress = (double)(step - decay_start) / (double)(o->num_steps - decay_start);
-    return o->learning_rate * (o->lr_schedule == SCHEDULE_COSINE ? 0.5 * (1 + cos(pi * progress)) : 1 - progress);
+    if (step >= o->num_steps) return o->learning_rate * o->min_lr_ratio;
+    const double progress = (double)(step - decay_start) / (double)(o->num_steps - decay_start),
+                 share = o->lr_schedule == SCHEDULE_COSINE ? 0.5 * (1 + cos(pi * progress)) : 1 - progress;
+    return o->learning_rate * (o->min_lr_ratio + (1 - o->min_lr_ratio) * share);
 }
 
 // True if an event that comes every `every` steps (0: never) comes after `steps_done` steps.

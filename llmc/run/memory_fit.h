@@ -128,12 +128,13 @@ static const struct {
     {1000, 0},  // FIT_OFFLOAD
 };
 
-// True if the run can have these options: the trainer supports them, and --resume does not hold the run to those that
-// it has.
+// True if the run can have these options: the trainer supports them, and the checkpoint that the run continues from
+// does not hold it to those that it has.
 static inline bool memory_fit_allows(const MemoryFit *f, const Options *o, int64_t world) {
     char message[768], then[PATH_CAPACITY], now[PATH_CAPACITY];
-    for (const OptionRow *row = option_rows(); f->options->resume && row->name; row++) {
-        if (row->match != MUST_MATCH) continue;
+    const bool continues = f->options->resume || *f->options->branch;
+    for (const OptionRow *row = option_rows(); continues && row->name; row++) {
+        if (row->match != MUST_MATCH && row->match != BRANCHES) continue;
         option_format(f->options, row, then, sizeof then), option_format(o, row, now, sizeof now);
         if (strcmp(then, now)) return false;
     }

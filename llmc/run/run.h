@@ -67,7 +67,9 @@ static inline void run_save(RunSetup *s, const Options *o, const TrainerProgress
 // neither.
 static inline bool run_load(const RunSetup *s, const ParameterTable *t, const TrainerState *state) {
     if (*s->checkpoint || s->load_weights) activity_phase(PHASE_LOADING, s->start.step);
-    if (*s->checkpoint) checkpoint_load(s->checkpoint, &s->model, t, state);
+    TrainerState loaded = *state;
+    if (s->fresh_scales) loaded.delayed_tensors = 0;
+    if (*s->checkpoint) checkpoint_load(s->checkpoint, &s->model, t, &loaded);
     else if (s->load_weights) model_load_weights(s->model_folder, &s->model, t, state);
     return *s->checkpoint || s->load_weights;
 }

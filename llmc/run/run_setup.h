@@ -24,7 +24,8 @@
 
 typedef struct {
     ModelConfig model;
-    bool continues;  // --resume finds checkpoints: the run continues from one (or dies), not from MODEL's weights
+    bool continues;  // the run continues from a checkpoint (or dies), not from MODEL's weights: --resume or --branch
+    bool branches;   // that checkpoint is the one of --branch: --resume finds none, or is not given
     const char *model_folder;  // NULL: a preset
     bool load_weights;         // the folder has weights to start from
     DataLoader train, val;  // num_shards 0: not opened (val: no --val-data; both: a dry run that knows the vocabulary)
@@ -32,6 +33,9 @@ typedef struct {
     DataIdentity val_data;  // identity of `val`
     char checkpoint[PATH_CAPACITY];  // to continue from; "": none
     TrainerProgress start;           // that checkpoint's progress, or 0
+    bool fresh_scales;               // the state of delayed scaling in it is not that of this run
+    Lineage lineage;
+    JsonText told;  // settings of the checkpoint that differ from the run's, as members of a JSON object
     // checkpoints that checkpoint_prune keeps: those of higher steps that --resume skipped, and old ones that this
     // program may not remove
     CheckpointSteps passed_over;
@@ -52,6 +56,16 @@ static inline bool run_setup_continues(const Options *o) {
     if (!checkpoint_list(o->checkpoint_dir, &list, &failure)) die("--resume: %s", failure.text);
     free(list.steps);
     return list.count > 0;
+}
+
+// Decides if the run continues from a checkpoint, and if that is the one of --branch: on all ranks as on rank 0. Dies
+// if it cannot branch.
+static inline void run_setup_find_start(RunSetup *s, const Options *o, const Comm *c) {
+    s->continues = run_setup_continues(o);
+    if (!*o->branch) return;
+    s->branches = !s->continues, s->continues = true;
+    if (!o->dry_run && c->rank == 0) checkpoint_check_branch(o->branch, o->checkpoint_dir, s->branches);
+    comm_broadcast(c, COMM_WORLD, 0, &s->branches, sizeof s->branches);
 }
 
 __attribute__((noreturn)) static inline void run_setup_die_damaged(const Options *o, const Failure *failure) {
@@ -296,8 +310,8 @@ static inline void run_setup_warn_of_rounding(const RunSetup *s, const Options *
     const bool fp16 = options_fp16_weights(o);
     const double weight = s->model.initializer_range, distance = ldexp(1, ilogb(weight) - (fp16 ? 10 : 7));
     char name[2][32], where[64];
-    if (!options_nearest_weights(o) || (o->learning_rate >= 2 * distance && o->lr_schedule == SCHEDULE_CONSTANT))
-        return;
+    const double end = o->lr_schedule == SCHEDULE_CONSTANT ? o->learning_rate : o->learning_rate * o->min_lr_ratio;
+    if (!options_nearest_weights(o) || end >= 2 * distance) return;
     option_format(o, option_find("master-weights", strlen("master-weights")), name[0], sizeof name[0]);
     option_format(o, option_find("lr-schedule", strlen("lr-schedule")), name[1], sizeof name[1]);
     if (o->learning_rate < 2 * distance) format_checked(where, sizeof where, "--learning-rate %g is", o->learning_rate);
@@ -371,9 +385,9 @@ static inline RunSetup run_setup(Options *o, const Comm *c, TrainerKind kind) {
     run_setup_shard_size(o, c);
     if (c->rank > 0) o->log_dir = "";
     const int64_t world = o->world_size ? o->world_size : c->world;
-    s.continues = run_setup_continues(o);
+    run_setup_find_start(&s, o, c);
     run_setup_model(&s, o);
-    run_setup_same_model(&s, c, s.load_weights && !o->resume && !o->dry_run);
+    run_setup_same_model(&s, c, s.load_weights && !o->resume && !*o->branch && !o->dry_run);
     if (!o->dry_run || s.model.vocab_size == 0) run_setup_data(&s, o, c);
     run_setup_vocabulary(&s);
     supported_require(kind, &s.model, o, world);
@@ -401,7 +415,8 @@ static inline RunSetup run_setup(Options *o, const Comm *c, TrainerKind kind) {
 
 // Returns what the functions of checkpoints need to know of a run. The result points into both arguments.
 static inline CheckpointRun run_setup_checkpoint(RunSetup *s, const Options *o) {
-    const CheckpointRun run = {&s->model, o, s->data, &s->passed_over, &s->tokenizer_files};
+    const CheckpointRun run = {&s->model,           o,           s->data,     &s->passed_over,
+                               &s->tokenizer_files, &s->lineage, s->branches, &s->told};
     return run;
 }
 
@@ -411,26 +426,36 @@ static inline void run_setup_decide_filter(RunSetup *s, Options *o) {
     s->filter_decided = true;
 }
 
-// With --resume, after run_setup: finds the checkpoint to continue from, if there is one, and dies if the run that
-// wrote it does not match (checkpoint_check). Replaces --fp8-filter auto by that run's filter. Takes its tokenizer if
-// the run knows none yet. All ranks call.
+// Remembers the checkpoints that --resume skipped, and the step of the one that it took.
+static inline void run_setup_note_own(RunSetup *s, const Options *o) {
+    Failure failure;
+    s->saved_step = s->start.step;
+    if (!checkpoint_list(o->checkpoint_dir, &s->passed_over, &failure)) die("--resume: %s", failure.text);
+    while (s->passed_over.count && s->passed_over.steps[s->passed_over.count - 1] <= s->start.step)
+        s->passed_over.count--;
+}
+
+// With --resume or --branch, after run_setup: finds the checkpoint to continue from, if there is one, and dies if the
+// run that wrote it does not match (checkpoint_check). With --resume, replaces --fp8-filter auto by that run's filter.
+// Takes its tokenizer if the run knows none yet. All ranks call.
 static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
-    if (!o->resume || !checkpoint_find_together(c, o->checkpoint_dir, s->checkpoint, sizeof s->checkpoint)) return;
-    if (strcmp(o->fp8_filter, "auto") == 0) {
+    const char *branch = s->branches ? o->branch : NULL;
+    if (!branch && !o->resume) return;
+    if (!checkpoint_find_together(c, o->checkpoint_dir, branch, s->checkpoint, sizeof s->checkpoint)) return;
+    if (!branch && strcmp(o->fp8_filter, "auto") == 0) {
         checkpoint_read_setting(s->checkpoint, "fp8-filter", s->fp8_filter, sizeof s->fp8_filter);
         run_setup_decide_filter(s, o);
     }
     const CheckpointRun run = run_setup_checkpoint(s, o);
     s->start = checkpoint_check(s->checkpoint, &run);
-    s->saved_step = s->start.step;
+    s->fresh_scales = branch && !checkpoint_has_scales(s->checkpoint, o);
+    checkpoint_read_lineage(s->checkpoint, s->start.step, s->branches, &s->lineage);
+    lineage_print(&s->lineage);
+    if (!branch) run_setup_note_own(s, o);
     if (c->rank == 0 && !tokenizer_is_known(&s->tokenizer_files))
         tokenizer_files_read(&s->tokenizer_files, s->checkpoint);
-    Failure failure;
-    if (!checkpoint_list(o->checkpoint_dir, &s->passed_over, &failure)) die("--resume: %s", failure.text);
-    while (s->passed_over.count && s->passed_over.steps[s->passed_over.count - 1] <= s->start.step)
-        s->passed_over.count--;
     if (s->start.step >= o->num_steps)
-        printf("resume: %lld steps are done and --num-steps is %lld: nothing is left to train\n",
+        printf("%s: %lld steps are done and --num-steps is %lld: nothing is left to train\n", checkpoint_verb(&run),
                (long long)s->start.step, (long long)o->num_steps);
 }
 
@@ -469,6 +494,8 @@ static inline void run_setup_check_room(const RunSetup *s, const Options *o, con
 
 static inline void run_setup_close(RunSetup *s) {
     free(s->passed_over.steps);
+    lineage_free(&s->lineage);
+    json_text_free(&s->told);
     dataloader_close(&s->train);
     dataloader_close(&s->val);
     tokenizer_close(&s->tokenizer);

@@ -331,6 +331,15 @@ static inline void run_print_start(const Run *run) {
     fflush(stdout);
 }
 
+// Adds where the run comes from: the stretches before it, the checkpoint that it branches from, and which settings of
+// the checkpoint that it continues from differ from its own.
+static inline void run_add_branches(JsonText *out, const RunSetup *s) {
+    json_text_add(out, ", \"branches\": ");
+    lineage_json(out, &s->lineage);
+    if (s->branches) logger_add_text(out, "branched_from", s->checkpoint);
+    if (s->told.size) json_text_add(out, ", \"checkpoint_settings\": {%s}", s->told.data);
+}
+
 // Opens the log. Its settings record holds what --dry-run --json says of data, sizes, memory and GEMMs
 // (plan_json_derived), and the host's name.
 static inline Logger run_open_log(const Run *run) {
@@ -340,8 +349,10 @@ static inline Logger run_open_log(const Run *run) {
     JsonText plan = {NULL, 0, 0};
     plan_json_derived(&plan, &facts);
     logger_add_text(&plan, "host", run->comm.host);
-    const RunInfo info = {run->ops->program,         d->name,        d->versions, run->comm.world, d->peak_bf16,
-                          run->setup.start.step > 0, p->memory.used, plan.data};
+    run_add_branches(&plan, &run->setup);
+    const RunInfo info = {run->ops->program, d->name,      d->versions,
+                          run->comm.world,   d->peak_bf16, run->setup.start.step > 0 && !run->setup.branches,
+                          p->memory.used,    plan.data};
     Logger logger = logger_open(&run->options, &run->setup.model, p->table, p->precision, info);
     json_text_free(&plan);
     logger.run.plan = NULL;
