@@ -1,24 +1,36 @@
 """usage: scripts/verdict.sh MODEL... [options] [-- trainer options]
 
 Answers what FP8 costs in loss, and gives in speed and energy, for each MODEL (a preset, or a folder with config.json).
-Trains it in BF16 and by each FP8 recipe, from equal weights on equal data in equal order, with several seeds. Then
-makes a report with intervals: FOLDER/report.html. Paths are relative to the repository's root. Lists are separated by
-commas. Defaults are in parentheses.
+Trains one BF16 run for each seed, the trunk. From its checkpoint after step B, soon after warm-up, every arm branches:
+each FP8 recipe, and BF16 again with another rounding seed, which shows how far chance alone moves a loss. Trunk and
+arms end after N/4, N/2 and N steps, each time with a decay of the rate (wsd). Then makes a report with intervals:
+FOLDER/report.html. Paths are relative to the repository's root. Lists are separated by commas. Defaults are in
+parentheses.
 
-  --recipes LIST          FP8 recipes: fp8 (tensorwise), fp8:RECIPE, fp8:RECIPE:emulate (fp8,fp8:rowwise)
-  --seeds LIST            seeds of initial weights, data order and stochastic rounding; two are too few for a narrow
-                          interval (42,43,44)
-  --rounding-seeds LIST   seeds of stochastic rounding; each is run with every seed of --seeds; several show the noise
-                          of rounding alone (each run's seed is also its rounding seed)
+  --recipes LIST          FP8 recipes: fp8 (tensorwise), fp8:RECIPE, fp8:RECIPE:emulate, each also with options of its
+                          own, as in fp8+fp8-filter=first/last (/ for a comma); none: a pilot, which shows how small a
+                          cost a verdict can see (fp8,fp8:rowwise)
+  --seeds LIST            seeds of trunks: of initial weights, data order and stochastic rounding; two are too few for a
+                          narrow interval (42,43,44)
+  --margin X%             the largest cost in loss that is acceptable: the report's first line says if FP8 keeps it
+  --looks LIST            numbers of trunks after which you will read the verdict; the intervals allow for all of them
+                          (the number of --seeds)
+  --branch-step B         the step after which arms branch (N/10)
+  --tokens-per-step LIST  tokens of an optimizer step of all GPUs (batch size x T x accumulation x GPUs); with several,
+                          each is trained on as many tokens as the first, with --lr times the root of its ratio to it
+  --whole                 pairs that differ from step 0 on, with a cosine schedule, instead of branches: they say what
+                          the first steps cost, and differ by chance about ten times more
+  --rounding-seeds LIST   with --whole: seeds of stochastic rounding; each is run with every seed of --seeds (each run's
+                          seed is also its rounding seed)
   --train-data GLOB       training shards (data/tinystories_llama3_train.bin or ..._qwen_train.bin for models named
                           llama* or qwen*; other models need it)
   --val-data GLOB         validation shards (the training shards' name with _val or _valid in place of _train)
   --sequence-length T     tokens in a sequence (2048)
   --num-steps N           steps of each run (one pass over the data, at most 2000; with --repeat 1000)
   --lr RATE               learning rate after warm-up (3e-4; with --repeat 1e-5)
-  --repeat                the regime of the B200 benchmark in docs/CLAIMS.md: the data may repeat, constant learning
-                          rate, no clipping. Without it each sequence is read at most once, with a warm-up of 5% of
-                          the steps, a cosine schedule and --grad-clip 1, as in pre-training
+  --repeat                the regime of the B200 benchmark in docs/CLAIMS.md: --whole, and the data may repeat, constant
+                          learning rate, no clipping. Without it each sequence is read at most once, with a warm-up of
+                          5% of the steps and --grad-clip 1, as in pre-training
   --gpus N                GPUs, or ranks of the CPU trainer, of each run (1)
   --parallel N            runs side by side, each on GPUs of its own (as many as fit; 1 on the CPU)
   --price X               price of a GPU hour, for the cost
@@ -36,12 +48,14 @@ every run finished, or the GPU cannot do it. 1: a run failed, there is no report
 wrong, or FOLDER cannot be used. 128 plus the signal's number: a signal stopped the verdict.
 """
 import datetime
+import functools
 import glob
 import importlib.util
 import itertools
 import json
 import math
 import os
+import re
 import shlex
 import struct
 import subprocess
@@ -49,23 +63,27 @@ import sys
 import time
 
 from report import venv
+from runs import branches
 from runs.options import check_extra, end, fail, number, parse, say, split
-from runs.runner import ANSWERS, Pool, Run, refuse_other_settings, write_text
+from runs.runner import ANSWERS, CHECKPOINTS, Pool, Run, refuse_other_settings, write_text
 from runs.trainer import NO_GPU, SHARDS, Trainer, data_of, folder_names, nvidia_smi, precision_words, visible_gpus
 
-DEFAULTS = {"recipes": "fp8,fp8:rowwise", "seeds": "42,43,44", "rounding-seeds": "", "train-data": "", "val-data": "",
-            "sequence-length": "2048", "num-steps": "", "lr": "", "gpus": "1", "parallel": "", "price": "",
-            "trainer": "./train_fp8cu", "out": "log/verdict"}
+DEFAULTS = {"recipes": "fp8,fp8:rowwise", "seeds": "42,43,44", "margin": "", "looks": "", "branch-step": "",
+            "tokens-per-step": "", "rounding-seeds": "", "train-data": "", "val-data": "", "sequence-length": "2048",
+            "num-steps": "", "lr": "", "gpus": "1", "parallel": "", "price": "", "trainer": "./train_fp8cu",
+            "out": "log/verdict"}
 SET_HERE = ("train-data", "val-data", "sequence-length", "num-steps", "precision", "fp8-recipe", "fp8-emulate", "seed",
-            "rounding-seed", "learning-rate", "lr-schedule", "warmup-steps", "log-dir")
+            "rounding-seed", "learning-rate", "lr-schedule", "decay-steps", "warmup-steps", "tokens-per-step",
+            "grad-accumulation-steps", "checkpoint-every", "branch", "log-dir")
 LIBRARIES = ("arch", "jinja2", "matplotlib", "scipy")  # of scripts/report.py
 VALIDATION_SEQUENCES = 256  # enough for an interval
 TRIAL_STEPS = 4
+PER_CASE = ("num-steps", "branch-step")  # settings of which a folder has one for each case
 SHARD_MAGICS = (20240520, 20240801)  # tokens of 2 and of 4 bytes
 
 
-def number_list(option, text):
-    values = [number(option, word, low=0) for word in text.replace(",", " ").split()]
+def number_list(option, text, low=0):
+    values = [number(option, word, low=low) for word in text.replace(",", " ").split()]
     if len(set(values)) < len(values):
         fail(f"{option}: \"{text}\" must name different numbers, with commas between")
     return values
@@ -96,16 +114,116 @@ def validation_of(train, given):
     return given or found[0]
 
 
-def schedule(o, steps):
-    """Returns the trainer's options for the learning rate and clipping of a run of `steps` steps."""
-    if o.repeat:
-        return ["--learning-rate", o.lr or "1e-5", "--lr-schedule", "constant", "--warmup-steps", "0"]
-    return ["--learning-rate", o.lr or "3e-4", "--lr-schedule", "cosine", "--warmup-steps",
-            str(max(1, steps // 20)), "--grad-clip", "1"]
+class Case:
+    """A model, its tokens per step (None: what the trainer makes of its options) and what follows from them."""
+
+    def __init__(self, plan, model, batch):
+        self.plan, self.model, self.batch = plan, model, batch
+        self.name = plan.names[model] + (f".b{batch}" if len(plan.batches) > 1 else "")
+        self.title = model + (f", {batch} tokens per step" if len(plan.batches) > 1 else "")
+        self.words = ["--tokens-per-step", str(batch)] if batch else []
+        self.described = self.describe()
+        settings = self.described["settings"]
+        self.tokens = (plan.gpus * plan.length * settings["batch-size"] * settings["grad-accumulation-steps"])
+        first = plan.batches[0]
+        self.rate = float(plan.rate) * math.sqrt(batch / first) if len(plan.batches) > 1 else plan.rate
+        self.steps = self.steps_of(plan.first_steps(model) * first // batch if first not in (None, batch) else None)
+        self.warmup = max(1, self.steps // 20)
+        self.branch = 0 if plan.whole else self.branch_of(plan.o.branch_step)
+
+    def describe(self):
+        """Returns the trainer's --dry-run --json of the BF16 run. Dies if that of BF16 or of a recipe is an error."""
+        plan, described = self.plan, None
+        for recipe in reversed(plan.recipes):
+            command = [plan.trainer.program, self.model, "--train-data", plan.train[self.model], "--val-data",
+                       plan.val[self.model], "--sequence-length", str(plan.length), "--world-size", str(plan.gpus),
+                       "--dry-run", "--json", *self.words, *precision_words(recipe, plan.extra)]
+            result = subprocess.run(command, capture_output=True, text=True)
+            if result.returncode:
+                fail(f"{self.title}, {recipe}: " + result.stderr.strip().removeprefix("error: "))
+            described = json.loads(result.stdout)
+        return described
+
+    def steps_of(self, steps):
+        """The steps of this case: `steps`, or --num-steps, or one pass. Dies if there is not enough data."""
+        o, train = self.plan.o, self.plan.train[self.model]
+        sequences, per_step = count_sequences(train, self.plan.length), self.tokens // self.plan.length
+        one_pass, least = sequences // per_step, 40 if self.plan.whole else 80
+        if steps is None and o.num_steps:
+            steps = number("--num-steps", o.num_steps)
+        elif steps is None:
+            steps = 1000 if o.repeat else min(2000, one_pass)
+        if not o.repeat and steps > one_pass:
+            fail(f"{train} has {sequences} sequences of {self.plan.length} tokens, enough for {one_pass} steps of "
+                 f"{per_step}, not for {steps}; take fewer --num-steps or more data, or let data repeat with --repeat")
+        if steps < least:
+            fail(f"{steps} steps are too few for an interval; at least {least} are needed")
+        return steps
+
+    def branch_of(self, given):
+        last = branches.saved_steps(self.steps)[0]
+        step = number("--branch-step", given) if given else self.steps // 10
+        if not self.warmup <= step < last:
+            fail(f"--branch-step {step}: arms branch after the {self.warmup} steps of warm-up, and before step {last}, "
+                 f"where the rate of the run to step {self.steps // 4} begins to decay")
+        return step
+
+    def val_every(self):
+        return max(1, self.steps // 6)
+
+    def schedule(self, horizon):
+        """The trainer's options for the learning rate and clipping of a run of so many steps."""
+        words = ["--learning-rate", f"{self.rate:.6g}" if self.batch else str(self.rate)]
+        if self.plan.o.repeat:
+            return words + ["--lr-schedule", "constant", "--warmup-steps", "0"]
+        words += ["--warmup-steps", str(self.warmup), "--grad-clip", "1", "--lr-schedule"]
+        return words + (["cosine"] if self.plan.whole else
+                        ["wsd", "--decay-steps", str(branches.decay_steps(horizon))])
+
+    def command(self, recipe, seed, rounding, folder, horizon=None, more=()):
+        """The command of a run; without a horizon that of a trial of TRIAL_STEPS."""
+        plan, steps = self.plan, horizon or TRIAL_STEPS
+        words = [plan.trainer.program, self.model, "--train-data", plan.train[self.model], "--val-data",
+                 plan.val[self.model], "--sequence-length", str(plan.length), *self.words, "--num-steps", str(steps),
+                 "--seed", str(seed)]
+        words += ["--rounding-seed", str(rounding)] if rounding is not None else []
+        words += self.schedule(steps) if horizon else []
+        words += ["--val-steps", str(VALIDATION_SEQUENCES)]
+        words += ["--val-every", str(self.val_every())] if horizon == self.steps else []
+        return (plan.trainer.launch(plan.gpus) + words + ["--log-every", "100", "--log-dir", folder, *more] +
+                precision_words(recipe, plan.extra))
+
+    def run(self, seed, recipe, rounding, horizon, parent, saves):
+        """A run that ends at step `horizon`, from step 0 or from (run, step). It is saved after the steps `saves`."""
+        name, title = f"{self.name}.{re.sub('[:+=/]', '-', recipe)}.s{seed}", f"{self.title}, {recipe}, seed {seed}"
+        if rounding is not None:
+            name, title = f"{name}.r{rounding}", f"{title}, rounding seed {rounding}"
+        if horizon < self.steps:
+            name, title = f"{name}.to{horizon}", f"{title}, to step {horizon}"
+        folder = os.path.join(self.plan.o.out, name)
+        start = branches.checkpoint(*parent) if parent else None
+        more = ["--branch", start] if parent else []
+        if saves:
+            more += ["--checkpoint-dir", os.path.join(folder, CHECKPOINTS), "--checkpoint-every",
+                     ",".join(map(str, saves))]
+        command = self.command(recipe, seed, rounding, folder, horizon, more)
+        run = Run(folder, command, title, self.model, recipe, self.plan.gpus, horizon - (parent[1] if parent else 0))
+        run.name, run.case, run.seed, run.rounding, run.horizon = name, self, seed, rounding, horizon
+        run.parent, run.start = parent and parent[0], start
+        return run
+
+    def runs(self, seed):
+        """The runs of a seed, BF16 first, so that pairs are complete early."""
+        plan = self.plan
+        make = functools.partial(self.run, seed)
+        if not plan.whole:
+            return branches.trunk_runs(make, self.steps, self.branch, seed, plan.recipes[1:])
+        return [make(recipe, rounding, self.steps, None, [])
+                for rounding, recipe in itertools.product(plan.roundings, plan.recipes)]
 
 
 class Plan:
-    """The checked options, and what follows from them for each model."""
+    """The checked options, and the cases to run."""
 
     def __init__(self, models, o, extra):
         self.models, self.o, self.extra = models, o, extra
@@ -115,84 +233,46 @@ class Plan:
         self.length = number("--sequence-length", o.sequence_length)
         self.gpus = number("--gpus", o.gpus)
         self.price = number("--price", o.price, float, 0.001) if o.price else None
-        self.seeds = number_list("--seeds", o.seeds)
-        self.roundings = number_list("--rounding-seeds", o.rounding_seeds) if o.rounding_seeds else [None]
-        self.recipes = ["bf16"] + split(o.recipes)
-        self.trainer.check_precisions("--recipes", self.recipes[1:])
+        self.margin = number("--margin", o.margin.removesuffix("%"), float, 0.001) if o.margin else None
+        self.whole = o.whole or o.repeat
+        self.read_lists(o)
         check_extra(extra, SET_HERE, "verdict")
-        if o.lr:
-            number("--lr", o.lr, float, 0)
+        self.rate = o.lr or ("1e-5" if o.repeat else "3e-4")
+        number("--lr", self.rate, float, 0)
         self.train = {m: data_of(m, {**SHARDS, "": o.train_data}, "--train-data") for m in models}
         self.val = {m: validation_of(self.train[m], o.val_data) for m in models}
         self.names = folder_names(models)
-        self.described = {m: self.describe(m) for m in models}
-        self.steps = {m: self.steps_of(m) for m in models}
+        self.cases = []
+        for model, batch in itertools.product(models, self.batches):
+            self.cases.append(Case(self, model, batch))
 
-    def describe(self, model):
-        """Returns the trainer's --dry-run --json of the BF16 run. Dies if that of BF16 or of a recipe is an error."""
-        described = None
-        for recipe in reversed(self.recipes):
-            command = ([self.trainer.program, model, "--train-data", self.train[model], "--val-data", self.val[model],
-                        "--sequence-length", str(self.length), "--world-size", str(self.gpus), "--dry-run", "--json"] +
-                       precision_words(recipe, self.extra))
-            result = subprocess.run(command, capture_output=True, text=True)
-            if result.returncode:
-                fail(f"{model}, {recipe}: " + result.stderr.strip().removeprefix("error: "))
-            described = json.loads(result.stdout)
-        return described
+    def read_lists(self, o):
+        self.seeds = number_list("--seeds", o.seeds)
+        self.looks = sorted(number_list("--looks", o.looks, 1)) if o.looks else [len(self.seeds)]
+        self.batches = number_list("--tokens-per-step", o.tokens_per_step, 1) if o.tokens_per_step else [None]
+        if o.rounding_seeds and not self.whole:
+            fail("--rounding-seeds is for --whole; the null arm of every trunk has a rounding seed of its own")
+        if o.branch_step and self.whole:
+            fail("--branch-step is for branches; with --whole or --repeat pairs differ from step 0 on")
+        self.roundings = number_list("--rounding-seeds", o.rounding_seeds) if o.rounding_seeds else [None]
+        recipes = [] if o.recipes == "none" else split(o.recipes)
+        if self.whole and not recipes:
+            fail("--recipes none is a pilot of branches; with --whole or --repeat name a recipe")
+        self.recipes = ["bf16"] + recipes
+        self.trainer.check_precisions("--recipes", recipes)
 
-    def steps_of(self, model):
-        settings, sequences = self.described[model]["settings"], count_sequences(self.train[model], self.length)
-        per_step = self.gpus * settings["batch-size"] * settings["grad-accumulation-steps"]
-        one_pass = sequences // per_step
-        if self.o.num_steps:
-            steps = number("--num-steps", self.o.num_steps)
-        else:
-            steps = 1000 if self.o.repeat else min(2000, one_pass)
-        if not self.o.repeat and steps > one_pass:
-            fail(f"{self.train[model]} has {sequences} sequences of {self.length} tokens, enough for {one_pass} steps "
-                 f"of {per_step}, not for {steps}; take fewer --num-steps or more data, or let data repeat with "
-                 "--repeat")
-        if steps < 40:
-            fail(f"{steps} steps are too few for an interval; at least 40 are needed")
-        return steps
-
-    def val_every(self, model):
-        return max(1, self.steps[model] // 6)
-
-    def tokens(self, model):
-        s = self.described[model]["settings"]
-        return self.steps[model] * self.gpus * self.length * s["batch-size"] * s["grad-accumulation-steps"]
-
-    def command(self, model, recipe, seed, rounding, folder, steps=None):
-        words = [self.trainer.program, model, "--train-data", self.train[model], "--val-data", self.val[model],
-                 "--sequence-length", str(self.length), "--num-steps", str(steps or self.steps[model]), "--seed",
-                 str(seed)]
-        words += ["--rounding-seed", str(rounding)] if rounding is not None else []
-        words += schedule(self.o, steps or self.steps[model]) + ["--val-steps", str(VALIDATION_SEQUENCES)]
-        words += ["--val-every", str(self.val_every(model))] if steps is None else []
-        return (self.trainer.launch(self.gpus) + words + ["--log-every", "100", "--log-dir", folder] +
-                precision_words(recipe, self.extra))
+    def first_steps(self, model):
+        return next(case.steps for case in self.cases if case.model == model)
 
     def runs(self):
-        """All runs; the runs of one seed stand together, BF16 first, so that pairs are complete early."""
-        runs = []
-        for model, seed, rounding, recipe in itertools.product(self.models, self.seeds, self.roundings, self.recipes):
-            name = f"{self.names[model]}.{recipe.replace(':', '-')}.s{seed}"
-            title = f"{model}, {recipe}, seed {seed}"
-            if rounding is not None:
-                name, title = f"{name}.r{rounding}", f"{title}, rounding seed {rounding}"
-            folder = os.path.join(self.o.out, name)
-            command = self.command(model, recipe, seed, rounding, folder)
-            runs.append(Run(folder, command, title, model, recipe, self.gpus, self.steps[model]))
-            runs[-1].name, runs[-1].seed, runs[-1].rounding = name, seed, rounding
-        return runs
+        return [run for case in self.cases for seed in self.seeds for run in case.runs(seed)]
 
     def fixed(self):
         """The settings that runs of one folder share."""
-        keys = ("train-data", "val-data", "lr", "repeat", "trainer")
+        keys = ("train-data", "val-data", "lr", "repeat", "whole", "trainer")
         return {**{key: vars(self.o)[key.replace("-", "_")] for key in keys}, "sequence-length": self.length,
-                "gpus": self.gpus, "num-steps": {self.names[m]: n for m, n in self.steps.items()},
+                "gpus": self.gpus, "looks": self.looks, "num-steps": {case.name: case.steps for case in self.cases},
+                "branch-step": {case.name: case.branch for case in self.cases},
                 "trainer options": " ".join(self.extra)}
 
 
@@ -240,14 +320,15 @@ def check_folder(plan, runs):
         others = [entry for entry in entries if entry["folder"] not in models]
         shared = [entry["folder"] for entry in entries
                   if models.get(entry["folder"], entry["model"]) != entry["model"]]
-        steps = {entry["num_steps"] for entry in entries}
-        now["num-steps"] = {**fixed["num-steps"], **now["num-steps"]}
+        steps = {entry.get("trained_steps", entry["num_steps"]) for entry in entries}
+        for key in PER_CASE:
+            now[key] = {**fixed.get(key, {}), **now[key]}
     except (ValueError, KeyError, TypeError, AttributeError):
         fail(f"{path} is damaged; remove this one file to go on with the finished runs, or give another --out")
     if shared:
         fail(f"two models would share the folder {shared[0]} in {plan.o.out}; give another --out")
     different = [f"{key}: {fixed.get(key)!r} there, {value!r} now" for key, value in now.items()
-                 if fixed.get(key) != value and not (key == "num-steps" and value.items() >= fixed[key].items())]
+                 if fixed.get(key) != value and not (key in PER_CASE and value.items() >= fixed.get(key, {}).items())]
     refuse_other_settings(plan.o.out, different, steps)
     return [] if different else others, different
 
@@ -255,47 +336,60 @@ def check_folder(plan, runs):
 def receipt(plan, runs, others):
     words = ["scripts/verdict.sh"] + sys.argv[1:]
     entries = [{"folder": r.name, "model": r.model, "recipe": r.precision, "seed": r.seed,
-                "rounding_seed": r.seed if r.rounding is None else r.rounding, "num_steps": r.steps} for r in runs]
+                "rounding_seed": r.seed if r.rounding is None else r.rounding, "num_steps": r.horizon,
+                "trained_steps": r.steps} for r in runs]
     return {"command": shlex.join(words), "commit": git("rev-parse", "--short", "HEAD"),
             "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"), "models": plan.models,
             "recipes": plan.recipes, "seeds": plan.seeds,
-            "rounding_seeds": ["same" if r is None else r for r in plan.roundings], "num_steps": plan.steps,
-            "sequence_length": plan.length, "gpus": plan.gpus, "price": plan.price,
+            "rounding_seeds": ["same" if r is None else r for r in plan.roundings],
+            "num_steps": {case.name: case.steps for case in plan.cases}, "looks": plan.looks, "margin": plan.margin,
+            "design": "whole" if plan.whole else "branches",
+            "branch_step": {case.name: case.branch for case in plan.cases}, "sequence_length": plan.length,
+            "gpus": plan.gpus, "price": plan.price,
             "regime": "repeat" if plan.o.repeat else "fresh", "driver": "".join(nvidia_smi("driver_version")[:1]),
             "gpu_names": nvidia_smi("name"), "fixed": plan.fixed(), "runs": entries + others}
 
 
 def time_steps(plan, pool):
-    """Sets the expected seconds of each run, from a finished run of its model, or else from a trial in BF16.
+    """Sets the expected seconds of each run, from a finished run of its case, or else from a trial in BF16.
 
-    They are 0 if a run of the model is known to be out of memory and none has finished, or if the trial fails.
+    They are 0 if a run of the case is known to be out of memory and none has finished, or if the trial fails.
     """
-    for model in plan.models:
-        own = [run for run in pool.runs if run.model == model]
-        finished = [run.summary() for run in own if run.kind == "done"]
-        expected = finished[0]["seconds"]["wall"] if finished else 0.0
-        if not finished and not any(run.kind == "memory" for run in own):
-            say(f"{model}: timing {TRIAL_STEPS} steps and a validation in BF16")
-            folder = os.path.join(plan.o.out, "trial." + plan.names[model])
-            command = plan.command(model, "bf16", plan.seeds[0], None, folder, TRIAL_STEPS)
-            trial = Run(folder, command, "trial", model, "bf16", plan.gpus, TRIAL_STEPS)
-            pool.train([trial])
-            if trial.kind == "done":
-                s = trial.summary()
-                validations = math.ceil(plan.steps[model] / plan.val_every(model))
-                expected = (s["seconds"]["start"] + plan.steps[model] * s["median_ms"] / 1e3 +
-                            validations * s["seconds"]["validation"])
+    for case in plan.cases:
+        own = [run for run in pool.runs if run.case is case]
+        finished = [run for run in own if run.kind == "done"]
+        if finished:
+            start, step, validation = 0.0, finished[0].summary()["seconds"]["wall"] / finished[0].steps, 0.0
+        elif any(run.kind == "memory" for run in own) or not (trial := time_trial(plan, case, pool)):
+            continue
+        else:
+            start, step, validation = (trial["seconds"]["start"], trial["median_ms"] / 1e3,
+                                       trial["seconds"]["validation"])
         for run in own:
-            run.expected = expected
+            validations = math.ceil(run.steps / case.val_every()) if run.horizon == case.steps else 1
+            run.expected = start + run.steps * step + validations * validation
+
+
+def time_trial(plan, case, pool):
+    """The summary of TRIAL_STEPS steps and a validation in BF16, or None if they fail."""
+    say(f"{case.title}: timing {TRIAL_STEPS} steps and a validation in BF16")
+    folder = os.path.join(plan.o.out, "trial." + case.name)
+    trial = Run(folder, case.command("bf16", plan.seeds[0], None, folder), "trial", case.model, "bf16", plan.gpus,
+                TRIAL_STEPS)
+    pool.train([trial])
+    return trial.summary() if trial.kind == "done" else None
 
 
 def announce(plan, pool):
     left = [run for run in pool.runs if run.kind not in ANSWERS]
-    for model in plan.models:
+    for case in plan.cases:
         roundings = f" x {len(plan.roundings)} rounding seeds" if len(plan.roundings) > 1 else ""
-        say(f"{model}: {len(plan.recipes)} precisions x {len(plan.seeds)} seeds{roundings}, each run "
-            f"{plan.steps[model]} steps of {plan.tokens(model) // plan.steps[model]} tokens")
+        what = f"{len(plan.recipes)} precisions x {len(plan.seeds)} seeds{roundings}, each run"
+        if not plan.whole:
+            what = (f"{len(plan.seeds)} trunks, from which {len(plan.recipes)} arms branch after step {case.branch}, "
+                    "each")
+        say(f"{case.title}: {what} {case.steps} steps of {case.tokens} tokens")
     seconds = sum(run.expected for run in left) / pool.parallel
     text = f"{len(left)} of {len(pool.runs)} runs to do, {pool.parallel} side by side"
     if seconds:
@@ -313,7 +407,7 @@ def make_report(plan):
 
 
 def main(words):
-    o, models, extra = parse(words, __doc__, DEFAULTS, ("repeat", "no-report", "dry-run"), takes_words=True)
+    o, models, extra = parse(words, __doc__, DEFAULTS, ("whole", "repeat", "no-report", "dry-run"), takes_words=True)
     plan = Plan(list(dict.fromkeys(model.rstrip("/") for model in models)), o, extra)
     runs = plan.runs()
     if o.dry_run:
@@ -332,6 +426,7 @@ def main(words):
             pool.forget(different)
         text = json.dumps(receipt(plan, runs, others), indent=1) + "\n"
         write_text(os.path.join(o.out, "verdict.json"), text)
+        branches.require_checkpoints(runs)
         time_steps(plan, pool)
         announce(plan, pool)
         pool.train()

@@ -9,6 +9,7 @@ import fcntl
 import glob
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -20,6 +21,7 @@ STATUSES = {3: "memory", 4: "unsupported"}  # exit statuses of the trainer (its 
 ANSWERS = ("done", "memory", "unsupported")
 STOP_SECONDS = 30  # between SIGTERM and SIGKILL
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+CHECKPOINTS = "checkpoints"  # the folder of a run's checkpoints in its own
 FULL_BYTES = 16384  # a disk with less room than this is full: no run can write its log
 
 
@@ -66,11 +68,13 @@ def duration(seconds):
 
 
 class Run:
-    """`title` names the run in printed lines, `expected` is in proportion to its time."""
+    """`title` names the run in printed lines, `expected` is in proportion to its time. `parent`: the run from whose
+    checkpoint it branches, or None; `kept`: the step whose checkpoint stays when no run needs it any more."""
 
     def __init__(self, folder, command, title, model, precision, gpus, steps, expected=0.0):
         self.folder, self.command, self.title, self.model, self.precision = folder, command, title, model, precision
         self.gpus, self.steps, self.expected, self.process = gpus, steps, expected, None
+        self.parent, self.kept, self.taken = None, 0, []
         self.recall()
 
     def path(self, name):
@@ -104,6 +108,7 @@ class Run:
         for name in ("log.jsonl", "result"):  # in this order: the log of a failed run may end with its summary
             if os.path.exists(self.path(name)):
                 os.remove(self.path(name))
+        shutil.rmtree(self.path(CHECKPOINTS), ignore_errors=True)
         with open(self.path("stdout.txt"), "w") as out:
             self.process = subprocess.Popen(self.command, stdout=out, stderr=out, stdin=subprocess.DEVNULL,
                                             env={**os.environ, **environment}, start_new_session=True,
@@ -143,6 +148,14 @@ class Run:
         text += f"loss {show('%.4f', s['last_loss'])}, median step {show('%.2f', s['median_ms'])} ms, "
         text += f"{show('%.0f', s['tokens_per_second_per_gpu'])} tok/s/GPU"
         return text + (f", {s['joules_per_token']:.3g} J/token" if s.get("joules_per_token") else "")
+
+    def drop_checkpoints(self, runs):
+        """Removes the checkpoints that no run needs any more, if the GPU can do or has done all that branch from it."""
+        if any(run.parent is self and run.kind not in ANSWERS for run in runs):
+            return
+        for path in glob.glob(os.path.join(glob.escape(self.path(CHECKPOINTS)), "step-*")):
+            if os.path.basename(path) != f"step-{self.kept:08d}":
+                shutil.rmtree(path, ignore_errors=True)
 
     def signal_group(self, number):
         try:
@@ -239,10 +252,17 @@ class Pool:
             f"{'' if run.earlier else self.left(waiting)}")
 
     def fits(self, run):
-        return len(self.busy) < self.parallel and (self.gpus is None or run.gpus <= len(self.free))
+        return (len(self.busy) < self.parallel and (self.gpus is None or run.gpus <= len(self.free)) and
+                (not run.parent or run.parent.kind == "done"))
+
+    def near(self, run):
+        """True if the GPUs of the run that it branches from are free: GPUs of one kind differ a little in speed."""
+        return bool(run.parent and run.parent.taken) and set(run.parent.taken) <= set(self.free)
 
     def begin(self, run):
-        taken = [self.free.pop(0) for _ in range(run.gpus)] if self.gpus else []
+        taken = (run.parent.taken if self.near(run) else self.free[:run.gpus]) if self.gpus else []
+        self.free = [gpu for gpu in self.free if gpu not in taken]
+        run.taken = taken
         run.begin({"CUDA_VISIBLE_DEVICES": ",".join(taken)} if taken else {}, self.lock.fileno())
         self.busy[run] = taken
 
@@ -251,6 +271,12 @@ class Pool:
         run.end(status)
         if run in self.runs:
             self.say(run, waiting)
+            (run.parent or run).drop_checkpoints(self.runs)
+            run.drop_checkpoints(self.runs)
+        for child in [child for child in waiting if child.parent is run and run.kind != "done"]:
+            waiting.remove(child)
+            child.record(run.kind, 0.0, f"{run.title}, from which it branches: {run.message or run.kind}")
+            self.say(child, waiting)
         room = os.statvfs(self.folder)
         if run.kind == "failed" and room.f_bavail * room.f_frsize < FULL_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.folder)
@@ -268,7 +294,8 @@ class Pool:
                 run.kind = ""
                 waiting.append(run)
         while waiting or self.busy:
-            while run := next(filter(self.fits, waiting), None):
+            while fitting := list(filter(self.fits, waiting)):
+                run = max(fitting, key=self.near)
                 waiting.remove(run)
                 self.begin(run)
             time.sleep(0.05)

@@ -56,13 +56,15 @@ def folder_names(models):
 
 
 def precision_words(precision, extra):
-    """The trainer's options of a precision such as fp8:rowwise:emulate, then those of `extra` that apply to it: options
-    that begin with --fp8 are for FP8 runs only."""
-    parts = precision.split(":")
+    """The trainer's options of a precision such as fp8:rowwise:emulate or fp8+fp8-filter=first/last, then those of
+    `extra` that apply to it: options that begin with --fp8 are for FP8 runs only."""
+    recipe, *options = precision.split("+")
+    parts = recipe.split(":")
     words = ["--precision", parts[0]] + (["--fp8-recipe", parts[1]] if len(parts) > 1 else [])
     words += ["--fp8-emulate"] if len(parts) > 2 else []
     if parts[0] == "fp8":
-        return words + extra
+        own = [word for option in options for word in split_option(option)]
+        return words + extra + own
     skips_value = False
     for word in extra:
         is_option = word.startswith("--")
@@ -70,6 +72,12 @@ def precision_words(precision, extra):
             words.append(word)
         skips_value = word.startswith("--fp8") and "=" not in word
     return words
+
+
+def split_option(text):
+    """["--fp8-filter", "first,last"] from fp8-filter=first/last."""
+    name, _, value = text.partition("=")
+    return [f"--{name}", value.replace("/", ",")]
 
 
 class Trainer:
@@ -84,10 +92,11 @@ class Trainer:
         return subprocess.run([self.program, "--list", what], capture_output=True, text=True).stdout.split()
 
     def check_precisions(self, option, precisions, plain=()):
-        """Dies unless all are of `plain`, fp8, fp8:RECIPE or fp8:RECIPE:emulate with a recipe that the trainer has."""
+        """Dies unless all are of `plain`, fp8, fp8:RECIPE or fp8:RECIPE:emulate with a recipe that the trainer has, the
+        last three also with +fp8-OPTION=VALUE."""
         known = None
         for word in precisions:
-            match = re.fullmatch(r"fp8(:([a-z0-9_]+)(:emulate)?)?", word)
+            match = re.fullmatch(r"fp8(:([a-z0-9_]+)(:emulate)?)?(\+fp8-[a-z0-9-]+=[\w./-]+)*", word)
             if not match and word not in plain:
                 fail(f"{option} takes {', '.join(plain + ('fp8', 'fp8:RECIPE'))} and fp8:RECIPE:emulate, not "
                      f"\"{word}\"")
