@@ -25,7 +25,7 @@ SEEDS, RECIPES = (42, 43, 44), ("fp8", "fp8:rowwise")
 
 def options(folder, *more):
     return ["tiny", "--trainer", "./train_fp8", "--train-data", f"{folder}/s_train.bin", "--sequence-length",
-            str(LENGTH), "--num-steps", str(STEPS), "--out", f"{folder}/verdict", *more]
+            str(LENGTH), "--num-steps", str(STEPS), "--whole", "--out", f"{folder}/verdict", *more]
 
 
 def verdict(*words):
@@ -58,7 +58,15 @@ def test_bad_options(folder):
                            ("not a token shard", ["tiny", *shards, "--train-data", "README.md", "--val-data",
                                                   f"{folder}/s_val.bin"]),
                            ("or let data repeat with --repeat", ["tiny", *shards, "--num-steps", "999999"]),
-                           ("39 steps are too few", ["tiny", *shards, "--num-steps", "39"]),
+                           ("39 steps are too few", ["tiny", *shards, "--whole", "--num-steps", "39"]),
+                           ("79 steps are too few", ["tiny", *shards, "--num-steps", "79"]),
+                           ("arms branch after the 4 steps of warm-up", ["tiny", *shards, "--num-steps", "80",
+                                                                         "--branch-step", "3"]),
+                           ("and before step 16", ["tiny", *shards, "--num-steps", "80", "--branch-step", "16"]),
+                           ("--rounding-seeds is for --whole", ["tiny", *shards, "--rounding-seeds", "1"]),
+                           ("--branch-step is for branches", ["tiny", *shards, "--whole", "--branch-step", "9"]),
+                           ("is a pilot of branches", ["tiny", *shards, "--whole", "--recipes", "none"]),
+                           ('not "fp8+lr=1"', ["tiny", *shards, "--recipes", "fp8+lr=1"]),
                            ("--seed is set by the verdict", ["tiny", *shards, "--", "--seed", "3"]),
                            ("--msamp sets --precision", ["tiny", *shards, "--", "--msamp", "O1"]),
                            ("--resume makes no sense", ["tiny", *shards, "--", "--resume"])):
@@ -84,6 +92,42 @@ def test_commands(folder):
           f"with --repeat the learning rate is constant: {repeated[0]}")
     check("--grad-clip" not in repeated[0], f"with --repeat gradients are not clipped: {repeated[0]}")
     check(not (pathlib.Path(folder) / "verdict").exists(), "--dry-run writes nothing")
+
+
+def test_branches(folder):
+    """Arms branch from the trunk's checkpoint, runs to N/4 and N/2 from their arm's; what no run needs is removed."""
+    out = pathlib.Path(folder) / "branches"
+    words = ["tiny", "--trainer", "./train_fp8", "--train-data", f"{folder}/s_train.bin", "--sequence-length",
+             str(LENGTH), "--num-steps", "80", "--out", str(out), "--seeds", "7", "--looks", "1", "--no-report"]
+    pilot = verdict(*words, "--recipes", "none")
+    check(pilot.returncode == 0 and pilot.stdout.count(": done in") == 6,
+          f"a pilot has a trunk and a null arm, each to 20, 40 and 80 steps: {pilot.stdout}{pilot.stderr}")
+    kept = sorted(path.name for path in out.glob("tiny.bf16.s7/checkpoints/step-*"))
+    check(kept == ["step-00000008"], f"the trunk keeps its checkpoint of step 8, from which recipes branch: {kept}")
+    result = verdict(*words, "--recipes", "fp8+fp8-filter=first/last")
+    check(result.returncode == 0 and result.stdout.count("from before") == 6 and result.stdout.count(": done in") == 9,
+          f"a recipe is added to the pilot: {result.stdout}{result.stderr}")
+    check(sorted(out.glob("*/checkpoints/step-*")) == [out / "tiny.bf16.s7/checkpoints/step-00000008"],
+          f"no arm keeps a checkpoint: {sorted(out.glob('*/checkpoints/*'))}")
+    for name, first, last, filters in (("bf16.s7", 1, 80, ""), ("bf16.s7.to20", 17, 20, ""),
+                                       ("bf16.s7.r1007", 9, 80, ""), ("bf16.s7.r1007.to40", 33, 40, ""),
+                                       ("fp8-fp8-filter-first-last.s7", 9, 80, "first,last"),
+                                       ("fp8-fp8-filter-first-last.s7.to40", 33, 40, "first,last")):
+        log = [json.loads(line) for line in (out / f"tiny.{name}" / "log.jsonl").open()]
+        steps = [record["step"] for record in log if record["type"] == "step"]
+        check(steps == list(range(first, last + 1)) and log[0]["settings"]["fp8-filter"] == filters,
+              f"{name} has the steps {first} to {last} and --fp8-filter {filters!r}: {steps[:1]} to {steps[-1:]}")
+    trunk, null = ([json.loads(line) for line in (out / f"tiny.bf16.s7{end}" / "log.jsonl").open()]
+                   for end in ("", ".r1007"))
+    check(null[0]["branches"][0]["step"] == 8 and "branches" not in trunk[0],
+          f"the null arm's log says where it branched: {null[0].get('branches')}")
+    shutil.rmtree(out / "tiny.bf16.s7" / "checkpoints")
+    gone = verdict(*words, "--recipes", "fp8")
+    check(gone.returncode == 1 and "which is gone; remove the folders of this seed" in gone.stderr,
+          f"without the trunk's checkpoint a new arm is refused: {gone.stdout}{gone.stderr}")
+    looks = verdict(*words[:-3], "--seeds", "7,8", "--no-report")
+    check(looks.returncode == 1 and "looks: [1] there, [2] now" in looks.stderr,
+          f"other looks than planned are refused: {looks.stdout}{looks.stderr}")
 
 
 def finished(folder):
@@ -295,6 +339,7 @@ def main():
                        check=True, stdout=subprocess.DEVNULL)
         test_bad_options(folder)
         test_commands(folder)
+        test_branches(folder)
         libraries = subprocess.run(["scripts/setup_report.sh"], cwd=ROOT, capture_output=True, text=True)
         words = options(folder, "--recipes", ",".join(RECIPES), "--price", "3",
                         *["--no-report"] * bool(libraries.returncode), "--", "--val-steps", "6")
