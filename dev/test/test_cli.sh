@@ -246,6 +246,14 @@ check "the JSON plan of a recipe that does not suit tiny's sizes has no FP8 GEMM
     --batch-size 4
 check "the JSON plan of 512 ranks equals the printed plan" plans "fp8_gemms 384" 512 llama3.1-8b $data --precision fp8
 
+tokens="--sequence-length 32 --tokens-per-step 1024"
+check "--tokens-per-step sets the micro-steps of 4 ranks" \
+    eval '$trainer llama3.1-8b $tokens --world-size 4 --dry-run --json | grep -Fq "\"grad-accumulation-steps\": 8,"'
+$trainer tiny $data $tokens --num-steps 1 >"$tmp/tokens"
+check "a run prints the micro-steps of --tokens-per-step" holds "$tmp/tokens" "derived   --grad-accumulation-steps 32"
+check "--tokens-per-step with other --grad-accumulation-steps is refused" \
+    says_one_line tiny $data $tokens --grad-accumulation-steps 1
+
 sources=$(ls train_fp8.c train_fp8.cu llmc/*/*.h llmc/*/*.cuh | xargs cat | sha256sum | cut -c1-12)
 check "make names the sources" equal "$(make -Bn train_fp8 | grep -o 'TRAINER_BUILD="[^"]*"')" "TRAINER_BUILD=\"$sources\""
 check "the JSON plan has a name of the sources" \

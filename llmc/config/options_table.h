@@ -63,6 +63,7 @@ enum { LISTS(CHOICE_ID) };
 enum { HELPS(CHOICE_ID) };
 
 #define OPTION_MAX 1e15
+#define ACCUMULATION_MAX (1 << 20)
 
 // MUST_MATCH: a resumed run must have the value of the run that wrote the checkpoint. FREE: it need not. TOLD: it need
 // not, but its steps differ then, so it says so. BRANCHES: MUST_MATCH with --resume, TOLD with --branch.
@@ -87,7 +88,9 @@ enum { RARE, COMMON };
          "order of training sequences; on: a new permutation in each epoch, from --seed; off: as in the files") \
     INT(sequence_length, "sequence-length", 2048, 1, 1 << 20, MUST_MATCH, COMMON, "tokens per sequence (T)") \
     INT(batch_size, "batch-size", 1, 1, 65535, TOLD, COMMON, "sequences per rank and micro-step (B)") \
-    INT(grad_accumulation_steps, "grad-accumulation-steps", 1, 1, 1 << 20, TOLD, COMMON, "micro-steps per optimizer step") \
+    INT(grad_accumulation_steps, "grad-accumulation-steps", 1, 1, ACCUMULATION_MAX, TOLD, COMMON, "micro-steps per optimizer step") \
+    INT(tokens_per_step, "tokens-per-step", 0, 0, OPTION_MAX, FREE, RARE, \
+         "tokens of an optimizer step, over all ranks: sets --grad-accumulation-steps; 0: does not set it") \
     INT(num_steps, "num-steps", 100, 1, 1000000000, TOLD, COMMON, "optimizer steps of the whole run, with those before a --resume") \
     INT(seed, "seed", 42, 0, 4294967295.0, MUST_MATCH, COMMON, \
          "seed of initial weights, order of the data, generated text and, without --rounding-seed, stochastic " \
