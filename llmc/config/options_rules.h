@@ -213,8 +213,12 @@ static inline const char *options_conflict(const Options *o, char *message, size
     message[0] = 0;
     options_schedule_conflict(o, message, capacity);
     if (*message) return message;
-    if (o->checkpoint_every && !*o->checkpoint_dir)
+    const int64_t last_save = options_last_save(o);
+    if (last_save && !*o->checkpoint_dir)
         format_checked(message, capacity, "--checkpoint-every needs --checkpoint-dir");
+    else if (checkpoint_every(o).list && last_save > o->num_steps)
+        format_checked(message, capacity, "--checkpoint-every names step %lld, after --num-steps %lld",
+                       (long long)last_save, (long long)o->num_steps);
     else if (o->resume && !*o->checkpoint_dir)
         format_checked(message, capacity, "--resume needs --checkpoint-dir, the folder to continue from");
     else if (o->val_every && !*o->val_data) format_checked(message, capacity, "--val-every needs --val-data");

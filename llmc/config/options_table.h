@@ -280,9 +280,10 @@ enum { RARE, COMMON };
          "capability (CPU trainer: not known)") \
     GROUP("checkpoints") \
     TEXT(checkpoint_dir, "checkpoint-dir", "", FREE, COMMON, "folder for checkpoints") \
-    INT(checkpoint_every, "checkpoint-every", 0, 0, 1000000000, FREE, COMMON, \
-         "steps between checkpoints, with --checkpoint-dir (0: only the last step); the last step is always saved, also if " \
-         "a signal ends the run early") \
+    TEXT(checkpoint_every, "checkpoint-every", "0", FREE, COMMON, \
+         "steps between checkpoints, with --checkpoint-dir (0: only the last step); or the steps themselves, with commas " \
+         "between (32,64,128; 32, with a comma behind it is one step): their checkpoints are never removed; the last step " \
+         "is always saved, also if a signal ends the run early") \
     INT(keep_checkpoints, "keep-checkpoints", 2, 1, 1000000, FREE, RARE, "number of newest checkpoints to keep") \
     FLAG(resume, "resume", COMMON, \
          "continue from the newest checkpoint in --checkpoint-dir that is not damaged, renamed or of another format " \
