@@ -165,7 +165,7 @@ static inline void run_settle(Run *run) {
     if (run->ops->settle) run->ops->settle(run->trainer);
 }
 
-// Computes the loss of each of the first `sequences` validation sequences into losses [sequences], equal on all ranks.
+// Computes the loss of each of the `sequences` validation sequences into losses [sequences], equal on all ranks.
 // Some ranks may have fewer sequences than others in the last batch, or none: they compute a whole batch all the same.
 // `losses` must be zero at first. Returns false if a stop was requested meanwhile.
 static inline bool run_validation_losses(Run *run, int64_t sequences, double *losses) {
@@ -181,10 +181,10 @@ static inline bool run_validation_losses(Run *run, int64_t sequences, double *lo
     return true;
 }
 
-// Validates on the first --val-steps sequences, or on all if there are fewer, and logs their losses. Returns a stop
+// Validates on --val-steps sequences, or on all if there are fewer, and logs their losses. Returns a stop
 // signal that came meanwhile, or 0. A validation that a signal interrupts is not logged.
 static inline int run_validate(Run *run, int64_t done) {
-    const int64_t sequences = min_i64(run->options.val_steps, run->setup.val.num_sequences);
+    const int64_t sequences = run->setup.val.spread;
     const double start = seconds_now();
     double *losses = (double *)xcalloc((size_t)sequences, sizeof *losses);
     activity_phase(PHASE_VALIDATION, done);
