@@ -77,10 +77,15 @@ help:
 	@echo "make format        clang-format over all C and CUDA code; make check-format changes nothing"
 	@echo "dev/README.md says what each test needs and how long it takes."
 
+# Names the sources of a trainer in its logs: equal sources have equal names on all machines. make compiles nothing
+# because the name has changed: a program has the name of the sources as they were when it was compiled.
+BUILD = $(shell cat $(sort $(HEADERS) $(CUDA_HEADERS) train_fp8.c train_fp8.cu) | sha256sum | cut -c1-12)
+NAMED = '-DTRAINER_BUILD="$(BUILD)"'
+
 # ---- C
 
 train_fp8: train_fp8.c build/deps/train_fp8.d | $(FOLDERS)
-	$(CC) $(CFLAGS) $(DEPENDENCIES) -o $@ $< $(LIBS)
+	$(CC) $(CFLAGS) $(NAMED) $(DEPENDENCIES) -o $@ $< $(LIBS)
 
 build/synth_stories: data/synth_stories.c build/deps/synth_stories.d | $(FOLDERS)
 	$(CC) $(CFLAGS) $(DEPENDENCIES) -o $@ $< $(LIBS)
@@ -103,11 +108,11 @@ $(shell [ "$$(cat build/cuda_arch 2>/dev/null)" = "$(CUDA_ARCH)" ] || \
 build/cuda_arch: ;
 
 train_fp8cu: train_fp8.cu build/cuda_arch build/deps/train_fp8cu.d | $(FOLDERS)
-	$(CUDA_COMPILER) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(CUDA_LIBS)
+	$(CUDA_COMPILER) $(NVCCFLAGS) $(NAMED) $(DEPENDENCIES) -o $@ $< $(CUDA_LIBS)
 
 # In this program each range of GPU memory is an allocation of its own, so that memcheck finds overruns (arena.h).
 build/train_fp8cu_apart: train_fp8.cu build/cuda_arch build/deps/train_fp8cu_apart.d | $(FOLDERS)
-	$(CUDA_COMPILER) $(NVCCFLAGS) -DARENA_APART $(DEPENDENCIES) -o $@ $< $(CUDA_LIBS)
+	$(CUDA_COMPILER) $(NVCCFLAGS) $(NAMED) -DARENA_APART $(DEPENDENCIES) -o $@ $< $(CUDA_LIBS)
 
 build/test_%: dev/test/test_%.cu build/cuda_arch build/deps/test_%.d | $(FOLDERS)
 	$(CUDA_COMPILER) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(STAND_INS:%=-Xlinker --wrap=%) $(CUDA_LIBS)

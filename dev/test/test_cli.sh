@@ -210,7 +210,7 @@ assert plan["fp8_gemms"] == fp8 and plan["world_size"] == world, (plan["fp8_gemm
 log = json.loads(open(folder + "/log.jsonl").readline()) if world < 3 else None
 if log:
     assert log["fp8_gemms"] == fp8 and log["memory_plan_bytes"] == memory["total_bytes"] - memory["other_bytes"]
-    for key in ("memory", "gemms", "checkpoint_bytes", "ranks_per_replica", "fp8_filter_decided"):
+    for key in ("build", "memory", "gemms", "checkpoint_bytes", "ranks_per_replica", "fp8_filter_decided"):
         assert log[key] == plan[key], key
     assert {**log["settings"], "dry-run": "on", "log-dir": ""} == {**plan["settings"], "log-dir": ""}
 print("fp8_gemms", fp8)
@@ -245,6 +245,19 @@ check "the JSON plan of a recipe that does not suit tiny's sizes has no FP8 GEMM
     plans "fp8_gemms 0" 1 tiny $data --precision fp8 --fp8-recipe blockwise \
     --batch-size 4
 check "the JSON plan of 512 ranks equals the printed plan" plans "fp8_gemms 384" 512 llama3.1-8b $data --precision fp8
+
+tokens="--sequence-length 32 --tokens-per-step 1024"
+check "--tokens-per-step sets the micro-steps of 4 ranks" \
+    eval '$trainer llama3.1-8b $tokens --world-size 4 --dry-run --json | grep -Fq "\"grad-accumulation-steps\": 8,"'
+$trainer tiny $data $tokens --num-steps 1 >"$tmp/tokens"
+check "a run prints the micro-steps of --tokens-per-step" holds "$tmp/tokens" "derived   --grad-accumulation-steps 32"
+check "--tokens-per-step with other --grad-accumulation-steps is refused" \
+    says_one_line tiny $data $tokens --grad-accumulation-steps 1
+
+sources=$(ls train_fp8.c train_fp8.cu llmc/*/*.h llmc/*/*.cuh | xargs cat | sha256sum | cut -c1-12)
+check "make names the sources" equal "$(make -Bn train_fp8 | grep -o 'TRAINER_BUILD="[^"]*"')" "TRAINER_BUILD=\"$sources\""
+check "the JSON plan has a name of the sources" \
+    eval '$trainer tiny $data --dry-run --json | grep -Eq "\"build\": \"[0-9a-f]{12}\""'
 
 # ---- what a run prints before its first step, on stdout and stderr: at most 25 lines; --dry-run prints more
 

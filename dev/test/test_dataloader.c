@@ -245,6 +245,21 @@ static void mark_step(const DataLoader *dl, int64_t step, int64_t accumulation, 
                     dl, dataloader_sample_index(step * accumulation * world * B, micro, world, rank, B) + b)]++;
 }
 
+// `spread`: sample i of N is sequence i * num_sequences / N; all of them if N is their number.
+static void test_spread(void) {
+    DataLoader dl;
+    memset(&dl, 0, sizeof dl);
+    for (dl.num_sequences = 1; dl.num_sequences < 40; dl.num_sequences++)
+        for (dl.spread = 1; dl.spread <= dl.num_sequences; dl.spread++)
+            for (int64_t i = 0; i < 2 * dl.spread; i++)
+                if (dataloader_sequence(&dl, i) != i % dl.spread * dl.num_sequences / dl.spread)
+                    CHECK(false, "sample %lld of %lld of %lld is sequence %lld", (long long)i, (long long)dl.spread,
+                          (long long)dl.num_sequences, (long long)dataloader_sequence(&dl, i));
+    dl.num_sequences = (int64_t)1 << 50, dl.spread = 1000000000;
+    CHECK(dataloader_sequence(&dl, 999999999) == 1125899905716724, "a product above 2^63: %lld",
+          (long long)dataloader_sequence(&dl, 999999999));
+}
+
 static void test_ranks(void) {
     static const int64_t splits[][3] = {{8, 1, 1}, {4, 2, 1}, {2, 4, 1},
                                         {1, 4, 2}, {1, 1, 8}, {2, 2, 2}};  // accumulation, world, B
@@ -571,6 +586,7 @@ int main(void) {
     test_permutation();
     test_permutation_is_even();
     test_huge_count();
+    test_spread();
     test_ranks();
     test_resume();
     test_scan();

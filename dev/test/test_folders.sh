@@ -48,6 +48,10 @@ check "the linked checkpoint keeps all its files" equal "$(ls -A "$tmp/archive")
 check "other old checkpoints are removed" equal "$(ls "$tmp/ck")" "step-00000001
 step-00000001.tmp
 step-00000006"
+check "a run that names steps trains" trains $run --num-steps 6 --checkpoint-every 1,2,4 --keep-checkpoints 1 \
+    --checkpoint-dir "$tmp/named"
+check "the checkpoints of named steps are kept" \
+    equal "$(echo $(ls "$tmp/named"))" "step-00000001 step-00000002 step-00000004 step-00000006"
 saves="$run --checkpoint-every 1 --keep-checkpoints 1 --checkpoint-dir $tmp/noted"
 trains $saves --num-steps 1
 mkdir "$tmp/noted/step-00000001/notes"

@@ -181,6 +181,14 @@ static void test_refused(void) {
         {"tiny --sequence-length 0", "is outside"},
         {"tiny --num-steps 0", "is outside"},
         {"tiny --keep-checkpoints 0", "is outside"},
+        {"tiny --checkpoint-every x", "--checkpoint-every: \"x\" cannot be read as a whole number"},
+        {"tiny --checkpoint-every ~", "\"\" cannot be read as a whole number"},
+        {"tiny --checkpoint-every 2e9", "--checkpoint-every: 2e9 is outside 0..1000000000"},
+        {"tiny --checkpoint-every 0,5", "--checkpoint-every: 0 is outside 1..1000000000"},
+        {"tiny --checkpoint-every 5,,7", "\"\" cannot be read as a whole number"},
+        {"tiny --checkpoint-every 5,7.5", "\"7.5\" cannot be read as a whole number"},
+        {"tiny --checkpoint-every 5,9,7", "--checkpoint-every: 7 comes after 9; give the steps in rising order"},
+        {"tiny --checkpoint-every 5,5", "5 comes after 5"},
         {"tiny --min-lr-ratio 1.1", "is outside"},
         {"tiny --decay-steps -1", "is outside"},
         {"tiny --learning-rate nan", "\"nan\" cannot be read as a number"},
@@ -393,6 +401,37 @@ static void test_stray_fp8(void) {
     free(filter);
 }
 
+// --tokens-per-step sets the number of micro-steps, or names tokens that would do.
+static void test_tokens_per_step(void) {
+    static const struct {
+        const char *line;
+        int64_t world;
+        bool given;
+        int64_t steps;  // 0: refused
+        const char *message;
+    } cases[] = {
+        {"tiny", 3, false, 1, ""},
+        {"tiny --grad-accumulation-steps 5", 3, true, 5, ""},
+        {"tiny --tokens-per-step 49152 --batch-size 2", 3, false, 4, ""},
+        {"tiny --tokens-per-step 49152 --batch-size 2 --grad-accumulation-steps 4", 3, true, 4, ""},
+        {"tiny --tokens-per-step 49152 --grad-accumulation-steps 4", 3, true, 0,
+         "needs --grad-accumulation-steps 8 here, not 4"},
+        {"tiny --tokens-per-step 49152 --grad-accumulation-steps 1", 3, true, 0, "here, not 1"},
+        {"tiny --tokens-per-step 50000 --batch-size 2", 3, false, 0,
+         "--tokens-per-step 50000 is no multiple of the 12288 tokens of a micro-step (3 ranks x --batch-size 2 x "
+         "--sequence-length 2048); 49152 or 61440 would do"},
+        {"tiny --tokens-per-step 1", 1, false, 0, "--sequence-length 2048); 2048 would do"},
+        {"tiny --tokens-per-step 1e12 --sequence-length 1", 1, false, 0, "micro-steps, more than 1048576; give fewer"}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        Options o = parse(cases[i].line);
+        char message[512];
+        options_set_accumulation(&o, cases[i].world, cases[i].given, message, sizeof message);
+        CHECK(strstr(message, cases[i].message) && !*message == (cases[i].steps > 0), "%s: %s", cases[i].line, message);
+        CHECK(!cases[i].steps || o.grad_accumulation_steps == cases[i].steps, "%s: %lld micro-steps", cases[i].line,
+              (long long)o.grad_accumulation_steps);
+    }
+}
+
 static void test_conflicts(void) {
     static const char *const cases[][2] = {
         {"tiny", ""},
@@ -406,6 +445,10 @@ static void test_conflicts(void) {
         {"tiny --min-lr-ratio 0.1", "a constant rate does not fall"},
         {"tiny --checkpoint-every 5", "--checkpoint-every needs --checkpoint-dir"},
         {"tiny --checkpoint-every 5 --checkpoint-dir c", ""},
+        {"tiny --checkpoint-every 5,7", "--checkpoint-every needs --checkpoint-dir"},
+        {"tiny --checkpoint-every 500 --checkpoint-dir c", ""},
+        {"tiny --checkpoint-every 5,100 --checkpoint-dir c", ""},
+        {"tiny --checkpoint-every 5,101 --checkpoint-dir c", "names step 101, after --num-steps 100"},
         {"tiny --resume", "--resume needs --checkpoint-dir"},
         {"tiny --resume --checkpoint-dir c", ""},
         {"tiny --val-every 5", "--val-every needs --val-data"},
@@ -704,6 +747,7 @@ int main(void) {
     test_accepted();
     test_refused();
     test_conflicts();
+    test_tokens_per_step();
     test_fp8_conflicts();
     test_backward_conflicts();
     test_offload();

@@ -46,7 +46,20 @@ static void check_settings(void) {
               "step %lld: a decay of a fifth has the rate of the default", (long long)step);
 }
 
+// Steps of 1 to 6 after which --checkpoint-every saves; the last step always has a save.
+static void check_saves(const char *every, const char *expected) {
+    Options o = schedule_options(SCHEDULE_CONSTANT, 0, 6);
+    char saves[32] = "";
+    o.checkpoint_every = every, o.checkpoint_dir = "c";
+    for (int step = 1; step <= 6; step++)
+        if (schedule_due(&o, step).save) sprintf(saves + strlen(saves), "%d", step);
+    CHECK(strcmp(saves, expected) == 0, "--checkpoint-every %s saves after steps %s; expected %s", every, saves,
+          expected);
+}
+
 int main(void) {
+    check_saves("0", "6"), check_saves("2", "246"), check_saves("4", "46"), check_saves("9", "6");
+    check_saves("1,2,4", "1246"), check_saves("4,", "46"), check_saves("2,6", "26");
     const int schedules[] = {SCHEDULE_CONSTANT, SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD};
     for (int i = 0; i < 4; i++) {
         check_at(schedules[i], 10, 110, 0, 2e-4);  // warm-up: from a tenth to the full rate

@@ -145,10 +145,11 @@ static inline void checkpoint_leave(const char *path, int64_t step, CheckpointSt
 
 // Keeps checkpoint `newest`, which was just saved, and the keep - 1 complete ones before it, and removes older ones.
 // Incomplete checkpoints do not count, and stay until `keep` complete ones are newer. Checkpoints of higher steps,
-// checkpoints that the run skipped when it resumed, and those that this program may not remove are kept too.
-static inline bool checkpoint_prune(const char *dir, int64_t newest, int64_t keep, CheckpointSteps *skipped,
+// checkpoints that --checkpoint-every names, that the run skipped when it resumed, and that this program may not
+// remove are kept too.
+static inline bool checkpoint_prune(const char *dir, int64_t newest, int64_t keep, const CheckpointRun *run,
                                     Failure *failure) {
-    CheckpointSteps list;
+    CheckpointSteps list, *skipped = run->skipped;
     Failure ignored;
     for (int64_t i = 0; skipped && i < skipped->count; i++)
         if (skipped->steps[i] == newest) skipped->steps[i] = -1;  // the new checkpoint replaced it
@@ -158,7 +159,9 @@ static inline bool checkpoint_prune(const char *dir, int64_t newest, int64_t kee
     for (int64_t i = 0; ok && i < list.count; i++) {
         char path[PATH_CAPACITY];
         checkpoint_name(dir, list.steps[i], "", path, sizeof path);
-        if (list.steps[i] >= newest || checkpoint_was_skipped(skipped, list.steps[i])) continue;
+        if (list.steps[i] >= newest || checkpoint_was_skipped(skipped, list.steps[i]) ||
+            options_names_save(run->options, list.steps[i]))
+            continue;
         if (kept < keep) kept += checkpoint_is_whole(path, false, &ignored);
         else if (checkpoint_is_own(path) && !*folder_nested_words(path).text)
             ok = checkpoint_remove(dir, list.steps[i], failure);
@@ -218,7 +221,7 @@ static inline bool checkpoint_save_sharded(const char *dir, int64_t keep, const 
     ok = ok && (!leader || (checkpoint_make_way(path, &cause) && folder_replace(temporary, path, &cause) &&
                             folder_sync(dir, &cause)));
     if (checkpoint_agree(s->comm, ok, &cause)) {
-        if (leader && !checkpoint_prune(dir, progress->step, keep, run->skipped, &cause))
+        if (leader && !checkpoint_prune(dir, progress->step, keep, run, &cause))
             warn("checkpoint %s is saved, but the removal of older ones failed: %s", path, cause.text);
         // rank 0 may take minutes to remove folders: the other ranks wait here, not in an NCCL kernel
         if (s->comm) comm_barrier(s->comm, COMM_WORLD);

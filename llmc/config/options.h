@@ -64,24 +64,70 @@ static inline const OptionRow *option_with_choice(const char *value) {
     return found;
 }
 
-// Sets one option from text; a flag becomes true. Dies if the text of a number option is no number (or not a whole one,
-// where one is needed) or is out of range, or if the value of a choice is not in its list.
+// Reads the number of an option. Dies if the text is no number, or not a whole one if `whole`, or is out of range.
+static inline double option_number(const char *name, const char *value, bool whole, double low, double high) {
+    char *end;
+    errno = 0;
+    double real = strtod(value, &end);
+    bool decimal =
+        value[strspn(value, "0123456789+-.eE")] == 0;  // strtod also takes spaces, hexadecimal, "inf" and "nan"
+    if (end == value || *end || !decimal || !isfinite(real) || (whole && real != floor(real)) ||
+        (real == 0 && errno == ERANGE))
+        die_with(EXIT_USAGE, "--%s: \"%s\" cannot be read as a %s", name, value, whole ? "whole number" : "number");
+    if (real < low || real > high) die_with(EXIT_USAGE, "--%s: %s is outside %.10g..%.10g", name, value, low, high);
+    return real;
+}
+
+// Reads the numbers of --checkpoint-every: one number of steps between saves or, with commas, a list of steps.
+typedef struct {
+    const char *at;  // the rest of the text; NULL: all is read
+    bool list;
+    int64_t step;  // the latest number
+} CheckpointEvery;
+
+static inline CheckpointEvery checkpoint_every(const Options *o) {
+    const CheckpointEvery e = {o->checkpoint_every, strchr(o->checkpoint_every, ',') != NULL, 0};
+    return e;
+}
+
+// Reads the next number; false if there is none. Dies if the text is no number of steps, or if a list does not rise.
+static inline bool checkpoint_every_next(CheckpointEvery *e) {
+    char item[32];
+    if (!e->at) return false;
+    const size_t n = strcspn(e->at, ",");
+    format_checked(item, sizeof item, "%.*s", (int)(n < 31 ? n : 31), e->at);
+    const int64_t step = (int64_t)option_number("checkpoint-every", item, true, e->list, 1e9);
+    if (e->step && step <= e->step)
+        die_with(EXIT_USAGE, "--checkpoint-every: %lld comes after %lld; give the steps in rising order",
+                 (long long)step, (long long)e->step);
+    e->step = step;
+    e->at = e->at[n] && e->at[n + 1] ? e->at + n + 1 : NULL;
+    return true;
+}
+
+// Returns the number of steps between saves, or the last step of the list.
+static inline int64_t options_last_save(const Options *o) {
+    CheckpointEvery e = checkpoint_every(o);
+    while (checkpoint_every_next(&e)) continue;
+    return e.step;
+}
+
+// True if --checkpoint-every is a list that has the step.
+static inline bool options_names_save(const Options *o, int64_t step) {
+    CheckpointEvery e = checkpoint_every(o);
+    while (e.list && checkpoint_every_next(&e))
+        if (e.step == step) return true;
+    return false;
+}
+
+// Sets one option from text; a flag becomes true. Dies if the text of a number option is no number (option_number), or
+// if the value of a choice is not in its list.
 static inline void option_set(Options *o, const OptionRow *row, const char *value) {
     void *at = (char *)o + row->field;
-    if (row->kind == OPTION_INT || row->kind == OPTION_REAL) {
-        char *end;
-        errno = 0;
-        double real = strtod(value, &end);
-        bool whole = row->kind == OPTION_REAL || real == floor(real);
-        bool decimal =
-            value[strspn(value, "0123456789+-.eE")] == 0;  // strtod also takes spaces, hexadecimal, "inf" and "nan"
-        if (end == value || *end || !decimal || !isfinite(real) || !whole || (real == 0 && errno == ERANGE))
-            die_with(EXIT_USAGE, "--%s: \"%s\" cannot be read as a %s", row->name, value,
-                     row->kind == OPTION_INT ? "whole number" : "number");
-        if (real < row->low || real > row->high)
-            die_with(EXIT_USAGE, "--%s: %s is outside %.10g..%.10g", row->name, value, row->low, row->high);
-        if (row->kind == OPTION_INT) *(int64_t *)at = (int64_t)real;
-        else *(double *)at = real;
+    if (row->kind == OPTION_INT) {
+        *(int64_t *)at = (int64_t)option_number(row->name, value, true, row->low, row->high);
+    } else if (row->kind == OPTION_REAL) {
+        *(double *)at = option_number(row->name, value, false, row->low, row->high);
     } else if (row->kind == OPTION_TEXT) {
         *(const char **)at = value;
     } else if (row->kind == OPTION_CHOICE) {
@@ -257,6 +303,7 @@ static inline Options options_parse(int argc, char **argv) {
             if (row->field == offsetof(Options, msamp)) options_set_msamp(&o);
         }
     }
+    options_last_save(&o);  // dies if --checkpoint-every cannot be read
     return o;
 }
 

@@ -179,14 +179,46 @@ static inline void options_precision_conflict(const Options *o, char *message, s
             stray->name, o->precision == PRECISION_FP32 ? "fp32" : "bf16", stray->name);
 }
 
+// Sets --grad-accumulation-steps by --tokens-per-step. `given`: the command line has --grad-accumulation-steps too.
+// Returns `message`: "" if there is such a number of micro-steps, else the reason and what would do.
+static inline const char *options_set_accumulation(Options *o, int64_t world, bool given, char *message,
+                                                   size_t capacity) {
+    const int64_t micro = world * o->batch_size * o->sequence_length, steps = o->tokens_per_step / micro;
+    char lower[64] = "";
+    message[0] = 0;
+    if (!o->tokens_per_step) return message;
+    if (steps) format_checked(lower, sizeof lower, "%lld or ", (long long)(steps * micro));
+    if (o->tokens_per_step % micro)
+        format_checked(message, capacity,
+                       "--tokens-per-step %lld is no multiple of the %lld tokens of a micro-step (%lld ranks x "
+                       "--batch-size %lld x --sequence-length %lld); %s%lld would do",
+                       (long long)o->tokens_per_step, (long long)micro, (long long)world, (long long)o->batch_size,
+                       (long long)o->sequence_length, lower, (long long)((steps + 1) * micro));
+    else if (steps > ACCUMULATION_MAX)
+        format_checked(message, capacity, "--tokens-per-step %lld needs %lld micro-steps, more than %d; give fewer",
+                       (long long)o->tokens_per_step, (long long)steps, ACCUMULATION_MAX);
+    else if (given && o->grad_accumulation_steps != steps)
+        format_checked(
+            message, capacity,
+            "--tokens-per-step %lld needs --grad-accumulation-steps %lld here, not %lld; leave one of the two "
+            "out",
+            (long long)o->tokens_per_step, (long long)steps, (long long)o->grad_accumulation_steps);
+    else o->grad_accumulation_steps = steps;
+    return message;
+}
+
 // Checks rules between options, before options_resolve. Returns `message`: "" if the rules hold, else the reason and
 // mostly a fix.
 static inline const char *options_conflict(const Options *o, char *message, size_t capacity) {
     message[0] = 0;
     options_schedule_conflict(o, message, capacity);
     if (*message) return message;
-    if (o->checkpoint_every && !*o->checkpoint_dir)
+    const int64_t last_save = options_last_save(o);
+    if (last_save && !*o->checkpoint_dir)
         format_checked(message, capacity, "--checkpoint-every needs --checkpoint-dir");
+    else if (checkpoint_every(o).list && last_save > o->num_steps)
+        format_checked(message, capacity, "--checkpoint-every names step %lld, after --num-steps %lld",
+                       (long long)last_save, (long long)o->num_steps);
     else if (o->resume && !*o->checkpoint_dir)
         format_checked(message, capacity, "--resume needs --checkpoint-dir, the folder to continue from");
     else if (o->val_every && !*o->val_data) format_checked(message, capacity, "--val-every needs --val-data");

@@ -63,6 +63,7 @@ enum { LISTS(CHOICE_ID) };
 enum { HELPS(CHOICE_ID) };
 
 #define OPTION_MAX 1e15
+#define ACCUMULATION_MAX (1 << 20)
 
 // MUST_MATCH: a resumed run must have the value of the run that wrote the checkpoint. FREE: it need not. TOLD: it need
 // not, but its steps differ then, so it says so. BRANCHES: MUST_MATCH with --resume, TOLD with --branch.
@@ -87,7 +88,9 @@ enum { RARE, COMMON };
          "order of training sequences; on: a new permutation in each epoch, from --seed; off: as in the files") \
     INT(sequence_length, "sequence-length", 2048, 1, 1 << 20, MUST_MATCH, COMMON, "tokens per sequence (T)") \
     INT(batch_size, "batch-size", 1, 1, 65535, TOLD, COMMON, "sequences per rank and micro-step (B)") \
-    INT(grad_accumulation_steps, "grad-accumulation-steps", 1, 1, 1 << 20, TOLD, COMMON, "micro-steps per optimizer step") \
+    INT(grad_accumulation_steps, "grad-accumulation-steps", 1, 1, ACCUMULATION_MAX, TOLD, COMMON, "micro-steps per optimizer step") \
+    INT(tokens_per_step, "tokens-per-step", 0, 0, OPTION_MAX, FREE, RARE, \
+         "tokens of an optimizer step, over all ranks: sets --grad-accumulation-steps; 0: does not set it") \
     INT(num_steps, "num-steps", 100, 1, 1000000000, TOLD, COMMON, "optimizer steps of the whole run, with those before a --resume") \
     INT(seed, "seed", 42, 0, 4294967295.0, MUST_MATCH, COMMON, \
          "seed of initial weights, order of the data, generated text and, without --rounding-seed, stochastic " \
@@ -260,8 +263,8 @@ enum { RARE, COMMON };
          "steps between validations, with --val-data (0: only the last step); the last step is always validated, unless " \
          "a signal ends the run") \
     INT(val_steps, "val-steps", 10, 1, 1000000000, FREE, RARE, \
-         "number of validation sequences: the first N of --val-data (all if it has fewer), for any number of ranks and " \
-         "any batch size; with --fp8-recipe tensorwise, whose scale of x spans the batch, a sequence's loss depends a " \
+         "number of validation sequences, spread evenly over --val-data (all if it has fewer), for any number of ranks " \
+         "and any batch size; with --fp8-recipe tensorwise, whose scale of x spans the batch, a sequence's loss depends a " \
          "little on the others in its batch") \
     INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, RARE, \
          "steps between printed samples of text; the last step prints one too, unless a signal ends the run; 0: none") \
@@ -277,9 +280,10 @@ enum { RARE, COMMON };
          "capability (CPU trainer: not known)") \
     GROUP("checkpoints") \
     TEXT(checkpoint_dir, "checkpoint-dir", "", FREE, COMMON, "folder for checkpoints") \
-    INT(checkpoint_every, "checkpoint-every", 0, 0, 1000000000, FREE, COMMON, \
-         "steps between checkpoints, with --checkpoint-dir (0: only the last step); the last step is always saved, also if " \
-         "a signal ends the run early") \
+    TEXT(checkpoint_every, "checkpoint-every", "0", FREE, COMMON, \
+         "steps between checkpoints, with --checkpoint-dir (0: only the last step); or the steps themselves, with commas " \
+         "between (32,64,128; 32, with a comma behind it is one step): their checkpoints are never removed; the last step " \
+         "is always saved, also if a signal ends the run early") \
     INT(keep_checkpoints, "keep-checkpoints", 2, 1, 1000000, FREE, RARE, "number of newest checkpoints to keep") \
     FLAG(resume, "resume", COMMON, \
          "continue from the newest checkpoint in --checkpoint-dir that is not damaged, renamed or of another format " \

@@ -25,6 +25,12 @@ static inline double schedule_learning_rate(const Options *o, int64_t step) {
 // True if an event that comes every `every` steps (0: never) comes after `steps_done` steps.
 static inline bool is_due(int64_t every, int64_t steps_done) { return every && steps_done % every == 0; }
 
+// True if --checkpoint-every asks for a save.
+static inline bool schedule_saves(const Options *o, int64_t steps_done) {
+    if (checkpoint_every(o).list) return options_names_save(o, steps_done);
+    return is_due(options_last_save(o), steps_done);
+}
+
 // Events that belong to the step just done. Validation, samples and saves come after the step. They also come after the
 // last step: validation with --val-data, samples with --sample-every, a save with --checkpoint-dir. An audit reads the
 // step's casts while the step runs; the last step is audited only if its number is a multiple of --fp8-audit.
@@ -36,7 +42,7 @@ static inline Due schedule_due(const Options *o, int64_t steps_done) {
     const bool last = steps_done == o->num_steps;
     const Due d = {last, is_due(o->fp8_audit, steps_done), *o->val_data && (last || is_due(o->val_every, steps_done)),
                    o->sample_every && (last || is_due(o->sample_every, steps_done)),
-                   *o->checkpoint_dir && (last || is_due(o->checkpoint_every, steps_done))};
+                   *o->checkpoint_dir && (last || schedule_saves(o, steps_done))};
     return d;
 }
 

@@ -11,7 +11,8 @@
 //
 // Order: sample g of a run (g = 0, 1, 2, ...) lies in epoch g / num_sequences, rounded down. The order of an epoch is a
 // permutation of all sequences of all shards, keyed by seed and epoch. So it depends on the seed, T and the shards
-// alone: not on ranks, batch size or where the run was resumed. Without shuffling it is the order of the files.
+// alone: not on ranks, batch size or where the run was resumed. Without shuffling it is the order of the files. With
+// `spread`, the samples are so many sequences, which lie evenly over all shards.
 #ifndef LLMC_DATALOADER_H
 #define LLMC_DATALOADER_H
 
@@ -56,6 +57,7 @@ typedef struct {
     int64_t vocabulary;  // a token with an id that is not below it ends the run; the caller sets it when it is known
     bool shuffle;
     uint64_t seed;
+    int64_t spread;    // not with shuffle; the caller sets it; 0: the samples are all sequences
     uint32_t *buffer;  // holds max(T + 1, SHARD_SCAN_TOKENS) tokens
 } DataLoader;
 
@@ -349,8 +351,13 @@ static inline int64_t dataloader_permute(int64_t index, int64_t n, uint64_t key)
     return (int64_t)x;
 }
 
-// The sequence (0 ... num_sequences - 1, in file order) that sample g reads.
+// The sequence (0 ... num_sequences - 1, in file order) that sample g reads. With `spread` N that is sequence
+// g * num_sequences / N, rounded down; in two parts, because the product may not fit 64 bits.
 static inline int64_t dataloader_sequence(const DataLoader *dl, int64_t sample) {
+    if (dl->spread) {
+        const int64_t i = sample % dl->spread;
+        return i * (dl->num_sequences / dl->spread) + i * (dl->num_sequences % dl->spread) / dl->spread;
+    }
     int64_t epoch = sample / dl->num_sequences, position = sample % dl->num_sequences;
     if (!dl->shuffle) return position;
     const uint64_t order_stream = 0x6f72646572ull;  // "order": apart from the streams that the weights draw from

@@ -13,6 +13,11 @@
 
 #define TRAINER_VERSION "0.2"
 
+// A name of the trainers' sources, which the Makefile makes.
+#ifndef TRAINER_BUILD
+#define TRAINER_BUILD "unknown"
+#endif
+
 // The summary's speed and joules per token leave out this many first steps of the process, in which clocks and caches
 // settle. With fewer than twice as many steps, they leave out half of the steps, rounded down.
 #define SUMMARY_WARMUP_STEPS 10
@@ -127,6 +132,7 @@ static inline void logger_write_settings(Logger *l, const Options *o, const Mode
     JsonText line = {NULL, 0, 0};
     json_text_add(&line, "{\"type\": \"settings\"");
     logger_add_text(&line, "version", TRAINER_VERSION);
+    logger_add_text(&line, "build", TRAINER_BUILD);
     logger_add_text(&line, "program", l->run.program);
     logger_add_text(&line, "versions", l->run.versions);
     logger_add_text(&line, "device", l->run.device);

@@ -129,6 +129,7 @@ static inline void plan_json_print(const PlanFacts *f) {
     JsonText out = {NULL, 0, 0};
     json_text_add(&out, "{\"program\": \"%s\"", f->program);
     logger_add_text(&out, "version", TRAINER_VERSION);
+    logger_add_text(&out, "build", TRAINER_BUILD);
     logger_add_text(&out, "model", m->name);
     logger_add_int(&out, "parameters", f->table->num_parameters);
     logger_add_int(&out, "vocab_size", m->vocab_size);

@@ -262,6 +262,7 @@ static inline void run_setup_data(RunSetup *s, const Options *o, const Comm *c) 
     if (c->rank == 0) dataloader_warn(&s->train, "--train-data");
     if (*o->val_data) {
         s->val = dataloader_open(o->val_data, o->sequence_length, false, (uint64_t)o->seed);
+        s->val.spread = min_i64(o->val_steps, s->val.num_sequences);
         s->val_data = dataloader_identity(&s->val);
         run_setup_same_data(&s->val, "--val-data", &s->val_data, c);
         if (c->rank == 0) dataloader_warn(&s->val, "--val-data");

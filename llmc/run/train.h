@@ -165,7 +165,7 @@ static inline void run_settle(Run *run) {
     if (run->ops->settle) run->ops->settle(run->trainer);
 }
 
-// Computes the loss of each of the first `sequences` validation sequences into losses [sequences], equal on all ranks.
+// Computes the loss of each of the `sequences` validation sequences into losses [sequences], equal on all ranks.
 // Some ranks may have fewer sequences than others in the last batch, or none: they compute a whole batch all the same.
 // `losses` must be zero at first. Returns false if a stop was requested meanwhile.
 static inline bool run_validation_losses(Run *run, int64_t sequences, double *losses) {
@@ -181,10 +181,10 @@ static inline bool run_validation_losses(Run *run, int64_t sequences, double *lo
     return true;
 }
 
-// Validates on the first --val-steps sequences, or on all if there are fewer, and logs their losses. Returns a stop
+// Validates on --val-steps sequences, or on all if there are fewer, and logs their losses. Returns a stop
 // signal that came meanwhile, or 0. A validation that a signal interrupts is not logged.
 static inline int run_validate(Run *run, int64_t done) {
-    const int64_t sequences = min_i64(run->options.val_steps, run->setup.val.num_sequences);
+    const int64_t sequences = run->setup.val.spread;
     const double start = seconds_now();
     double *losses = (double *)xcalloc((size_t)sequences, sizeof *losses);
     activity_phase(PHASE_VALIDATION, done);
@@ -266,6 +266,15 @@ static inline void run_find_filter(Run *run) {
     if (s->filter_decided) supported_require(run->ops->kind, &s->model, o, run->comm.world);
 }
 
+static inline void run_set_accumulation(Run *run) {
+    Options *o = &run->options;
+    char message[512];
+    const char *const name = "grad-accumulation-steps";
+    const bool given = start_is_given(option_find(name, strlen(name)), run->argc, run->argv);
+    const int64_t world = o->world_size ? o->world_size : run->comm.world;
+    if (*options_set_accumulation(o, world, given, message, sizeof message)) die_with(EXIT_USAGE, "%s", message);
+}
+
 // Joins the other ranks, reads the command line, and sets up the run (run_setup). Unless it is a dry run, also opens
 // the device, finds the checkpoint to continue from, and resolves --fp8-filter auto.
 static inline void run_begin(Run *run, int argc, char **argv) {
@@ -280,6 +289,7 @@ static inline void run_begin(Run *run, int argc, char **argv) {
     run_setup_same_options(c, o, run->ops->program);
     model_config_preset_names(presets, sizeof presets);
     options_require_model(o, argc, argv, presets);
+    run_set_accumulation(run);
     run->setup = run_setup(o, c, run->ops->kind);
     if (o->world_size) comm_assume(c, o->world_size);
     comm_split(c, options_shard_group(o, c->world));

@@ -16,7 +16,7 @@ import verdict_stats as vs
 IGNORED = {"log-every", "val-every", "sample-every", "sample-tokens", "log-dir", "on-output-lost", "profile",
            "peak-tflops", "check-links", "checkpoint-dir", "checkpoint-every", "keep-checkpoints", "resume",
            "on-save-error", "no-verify", "export-hf", "dry-run", "json", "list", "stall-timeout", "world-size",
-           "ranks-per-host", "network-gbps", "step-ms", "init-from", "init-timeout", "gpu"}
+           "ranks-per-host", "tokens-per-step", "network-gbps", "step-ms", "init-from", "init-timeout", "gpu"}
 FACTS = ("program", "version", "versions", "device", "model", "parameters", "vocab_size", "world_size")
 DATA = (("train-data", "training_fingerprint", ("training_tokens", "training_sequences")),
         ("val-data", "validation_fingerprint", ()))
