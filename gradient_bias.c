@@ -4,32 +4,35 @@
 
 #include "llmc/cpu/quantize.h"
 
-// gemm() of llmc/cpu/quantize.h, with what --only and --plant change.
+// gemm() of llmc/cpu/quantize.h, with what --only and --plant change. In the null arm wgrad rounds its results
+// stochastically: the CPU has only one order of sums. fprop and dgrad stay as they are: they read equal values in many
+// micro-batches (embeddings of frequent tokens), so other roundings there would be a bias.
 static void hooked_gemm(Trainer *t, Real *c, const QTensor *a, TensorUsage copy_a, const QTensor *b, TensorUsage copy_b,
                         int64_t M, int64_t N, int64_t depth, const Real *bias) {
+    BiasHooks *h = bias_hooks();
     const GemmKind kind = b->role == TENSOR_X ? GEMM_WGRAD : a->role == TENSOR_X ? GEMM_FPROP : GEMM_DGRAD;
     bool *bf16 = &t->precision.keeps_bf16[a->layer * NUM_LINEARS + a->linear];
-    const bool before = *bf16;
+    const bool before = *bf16, null_arm = h->active && kind == GEMM_WGRAD && !precision_is_fp8(&t->precision);
     const float factor = bias_planted(a->layer, a->linear, kind);
+    const Rounding rounding = t->rounding;
     *bf16 = before || bias_keeps_bf16(a->layer, a->linear, kind);
+    if (null_arm || factor != 1) t->rounding = ROUND_NONE;
     gemm(t, c, a, copy_a, b, copy_b, M, N, depth, bias);
     *bf16 = before;
-    for (int64_t i = 0; factor != 1 && i < M * N; i++) c[i] = round_to(c[i] * factor, t->rounding);
+    h->random = rng_key(h->random, 0);
+    for (int64_t i = 0; t->rounding != rounding && i < M * N; i++) {
+        const uint32_t bits = (uint32_t)(rng_u64(h->random, (uint64_t)i) >> 48);
+        c[i] = null_arm ? bf16_to_float(bf16_from_float_stochastic(c[i] * factor, bits)) : bf16_round(c[i] * factor);
+    }
+    t->rounding = rounding;
 }
 #define gemm hooked_gemm
 #include "train_fp8.c"
 #undef gemm
 
-// In the null arm, the sequences change their places in the batch: weight gradients then sum over tokens in another
-// order. The CPU has only one algorithm for a GEMM.
 static void gradients(void *context, DataLoader *data, int64_t first_sample) {
     Trainer *t = (Trainer *)context;
-    const int64_t T = t->d.T;
-    const bool moves = bias_hooks()->active && t->o->precision == PRECISION_BF16;
-    for (int64_t row = 0; row < t->d.B; row++) {
-        const int64_t to = (row + moves) % t->d.B;
-        dataloader_batch(data, first_sample + row, 1, t->batch.inputs + to * T, t->batch.targets + to * T);
-    }
+    read_batch(t, data, first_sample, 0);
     micro_step(t, 1.0f / (float)t->d.R, 0, 0);
 }
 
@@ -50,6 +53,6 @@ static void join(void *plain, void *other, const BiasWork *w) {
 int main(int argc, char **argv) {
     static Trainer plain, other;
     openmp_spin_briefly(argv);
-    const BiasOps ops = {&trainer_ops, &plain, &other, 2, NULL, gradients, sum_memory, shared_memory, join};
+    const BiasOps ops = {&trainer_ops, &plain, &other, NULL, gradients, sum_memory, shared_memory, join};
     return bias_main(argc, argv, &ops);
 }

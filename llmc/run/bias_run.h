@@ -15,7 +15,7 @@ enum { BIAS_CHUNK = 1 << 18, BIAS_LEAST = 8, BIAS_CHECKPOINTS = 16 };
 static const char *const BIAS_USAGE =
     "usage: gradient_bias MODEL --bias-out FILE [options] [trainer options]\n"
     "Compares gradients by --precision and its options with those in BF16, and writes FILE, as JSON. With --precision\n"
-    "bf16 both are BF16, but other GEMMs sum in another order: the null arm, whose bias is zero.\n"
+    "bf16 both are BF16, but wgrad of one sums in another order (on the CPU: rounds at random): the null arm.\n"
     "  --micro-batches N   micro-batches of --batch-size sequences (64)\n"
     "  --checkpoints LIST  folders of more checkpoints, with commas between, to compare their biases with MODEL's\n"
     "  --only PLACE        FP8 in this linear layer or GEMM alone: LAYER.LINEAR or LAYER.LINEAR.GEMM, such as 3.down.dgrad\n"
@@ -33,10 +33,11 @@ typedef struct {
     BiasPlace only, plant;
     float factor;
     bool active;
+    uint64_t random;  // key of random bits; a function of the micro-batch and of how many GEMMs it has had
 } BiasHooks;
 
 static inline BiasHooks *bias_hooks(void) {
-    static BiasHooks hooks = {{-1, 0, -1}, {-1, 0, -1}, 1, false};
+    static BiasHooks hooks = {{-1, 0, -1}, {-1, 0, -1}, 1, false, 0};
     return &hooks;
 }
 
@@ -74,8 +75,7 @@ typedef struct {
 typedef struct {
     const TrainerOps *trainer;
     void *plain, *other;
-    int64_t null_batch;           // the smallest batch of the null arm
-    void (*sum_otherwise)(void *t);  // lets the GEMMs of trainer t sum in another order; may be NULL
+    void (*sum_otherwise)(void *t);  // for the null arm: lets wgrad of trainer t sum in another order; may be NULL
     // Computes the gradients of the mean loss over the micro-batch that begins with first_sample, and waits for them.
     void (*gradients)(void *t, DataLoader *data, int64_t first_sample);
     float *(*sum_memory)(int64_t elements);  // where gradients are
@@ -173,9 +173,6 @@ static inline void bias_check(BiasRun *b) {
                  (long long)max_i64(h->only.layer, h->plant.layer), (long long)L - 1);
     if (h->only.layer >= 0 && (*o->fp8_filter || o->precision != PRECISION_FP8 || (h->only.gemm >= 0 && L == 1)))
         die_with(EXIT_USAGE, "--only needs --precision fp8 without --fp8-filter, and for one GEMM a model of 2 layers");
-    if (o->precision == PRECISION_BF16 && B < b->ops->null_batch)
-        die_with(EXIT_USAGE, "--precision bf16: this program's null arm needs --batch-size %lld or more",
-                 (long long)b->ops->null_batch);
     if (b->run.setup.train.num_sequences < needed)
         die_with(EXIT_USAGE, "--train-data has %lld sequences, but %lld micro-batches of %lld need %lld: each checkpoint "
                              "reads other data", (long long)b->run.setup.train.num_sequences,
@@ -270,7 +267,7 @@ static inline void bias_pass(BiasRun *b, int64_t c, bool first, double *terms) {
         const int64_t sample = (c * b->micro_batches + i) * B;
         activity_phase(PHASE_TRAINING, i + 1);
         ops->gradients(ops->plain, &b->run.setup.train, sample);
-        bias_hooks()->active = true;
+        bias_hooks()->active = true, bias_hooks()->random = (uint64_t)sample;
         ops->gradients(ops->other, &b->run.setup.train, sample);
         bias_hooks()->active = false;
         b->work.join = !first ? BIAS_READ : i ? BIAS_ADD : BIAS_STORE;
