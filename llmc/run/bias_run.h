@@ -151,7 +151,6 @@ static inline char **bias_options(BiasRun *b, int *argc, char **argv) {
         if (is_own) bias_option(b, argv[i], argv[i + 1]), i++;
         else rest[n++] = argv[i];
     }
-    if (!b->out) die_with(EXIT_USAGE, "--bias-out FILE is missing; --help prints the options");
     static char deterministic[] = "--deterministic";
     rest[n++] = deterministic;
     *argc = n;
@@ -164,6 +163,7 @@ static inline void bias_check(BiasRun *b) {
     const BiasHooks *h = bias_hooks();
     const int64_t L = b->run.setup.model.num_layers, B = o->batch_size,
                   needed = (1 + b->num_checkpoints) * b->micro_batches * B;
+    if (!b->out) die_with(EXIT_USAGE, "--bias-out FILE is missing; --help prints the options");
     if (b->run.comm.world > 1 || o->grad_accumulation_steps > 1 || o->optimizer_in_backward || o->resume || o->dry_run ||
         options_fp8_gradients(o) || options_fp16_weights(o) || o->precision == PRECISION_FP32)
         die_with(EXIT_USAGE, "gradient_bias runs on one rank, in bf16 or fp8, and takes no --grad-accumulation-steps, "
