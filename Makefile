@@ -46,7 +46,8 @@ GPU_TESTS := $(patsubst dev/test/%.cu,build/%,$(wildcard dev/test/test_*.cu))
 BENCHES := $(patsubst dev/cuda/%.cu,build/bench_%,$(wildcard dev/cuda/*.cu))
 HEADER_CHECKS := $(HEADERS:llmc/%=build/headers/%.ok)
 CUDA_HEADER_CHECKS := $(CUDA_HEADERS:llmc/%=build/headers/%.ok)
-BENCH_CHECKS := $(patsubst dev/cuda/%.cu,build/headers/bench_%.ok,$(wildcard dev/cuda/*.cu)) build/headers/test_gpu.ok
+BENCH_CHECKS := $(patsubst dev/cuda/%.cu,build/headers/bench_%.ok,$(wildcard dev/cuda/*.cu)) build/headers/test_gpu.ok \
+	build/headers/gradient_bias.ok
 # GPU tests that need no GPU: they run host code alone.
 HOST_TESTS := build/test_fsdp_order build/test_placement
 FUZZ_TARGETS := $(patsubst dev/fault/%.c,build/fault/%,$(wildcard dev/fault/fuzz_*.c))
@@ -158,6 +159,8 @@ PARSE = $(CUDA_COMPILER) $(NVCCFLAGS) --fdevice-syntax-only $(DEPENDENCIES) -c -
 build/headers/bench_%.ok: dev/cuda/%.cu build/cuda_arch build/deps/headers/bench_%.ok.d | $(FOLDERS)
 	@$(PARSE)
 build/headers/test_gpu.ok: dev/test/test_gpu.cu build/cuda_arch build/deps/headers/test_gpu.ok.d | $(FOLDERS)
+	@$(PARSE)
+build/headers/gradient_bias.ok: gradient_bias.cu build/cuda_arch build/deps/headers/gradient_bias.ok.d | $(FOLDERS)
 	@$(PARSE)
 
 # ---- faults and hostile input

@@ -60,8 +60,8 @@ static void other_algorithm(const Gemm *g, GemmPlan *p) {
     }
 }
 
-// Changes wgrad alone: fprop and dgrad read equal values in many micro-batches (embeddings of frequent tokens), so other
-// sums there would be a bias.
+// Changes wgrad alone: fprop and dgrad read equal values in many micro-batches (embeddings of frequent tokens), so
+// other sums there would be a bias.
 static void sum_otherwise(void *context) {
     Linears *ln = &((Trainer *)context)->linears;
     for (int id = 0; id < NUM_LINEARS; id++) other_algorithm(&ln->gemm, &ln->plans[id].bf16[GEMM_WGRAD]);
@@ -113,7 +113,6 @@ static void join(void *plain, void *other, const BiasWork *w) {
 
 int main(int argc, char **argv) {
     static Trainer plain, other;
-    const BiasOps ops = {&trainer_ops, &plain,        &other, sum_otherwise, gradients,
-                         sum_memory,   pinned_memory, join};
+    const BiasOps ops = {&trainer_ops, &plain, &other, sum_otherwise, gradients, sum_memory, pinned_memory, join};
     return bias_main(argc, argv, &ops);
 }

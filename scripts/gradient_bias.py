@@ -15,7 +15,8 @@ build/gradient_bias. Paths are relative to the repository's root. Defaults are i
                          qwen*; other models need it)
   --checkpoints LIST     several checkpoints of one run in place of MODEL, with commas between: also prints which share
                          of the bias persists between neighbours. Each reads other data
-  --only PLACE           FP8 in one linear layer or one GEMM alone: LAYER.LINEAR or LAYER.LINEAR.GEMM, such as 3.down.dgrad
+  --only PLACE           FP8 in one linear layer or one GEMM alone: LAYER.LINEAR or LAYER.LINEAR.GEMM, for example
+                         3.down.dgrad
   --plant PLACE=X        for tests: multiplies the result of the GEMM LAYER.LINEAR.GEMM by X
   --program PROGRAM      build/gradient_biascu or build/gradient_bias (build/gradient_biascu)
   --out FOLDER           where the JSON files go (log/gradient_bias)
@@ -73,14 +74,14 @@ def headline(whole, micro_batch):
     """Says at which batch the gradient's sampling noise is as large as the bias."""
     ratio, bias = whole["bias_to_noise"], whole["squared_bias"]
     if ratio is None or bias[1] <= 0 or ratio[1] <= 0:
-        bound = "" if ratio is None or ratio[2] <= 0 else f"; if there is one, B is above {tokens(micro_batch / ratio[2])}"
+        bound = f"; if there is one, B is above {tokens(micro_batch / ratio[2])}" if ratio and ratio[2] > 0 else ""
         return f"No B found: the interval of the squared bias holds zero{bound}."
     estimate, low, high = (tokens(micro_batch / ratio[i]) for i in (0, 2, 1))
     return f"The bias equals the sampling noise from about B = {estimate} tokens per step on [{low}, {high}]."
 
 
 def show(result):
-    """Prints a recipe's result. Returns True if its self-checks hold."""
+    """Prints a recipe's result."""
     micro_batch = result["batch_size"] * result["sequence_length"]
     for at in result["checkpoints"]:
         whole = at["tensors"][-1]

@@ -1,6 +1,6 @@
 // Tests the estimates of a gradient's bias (reference/gradient_bias.h) on random vectors: against their definitions, as
-// plain loops over pairs of micro-batches; their means over many trials against the truth; and how often the jackknife's
-// intervals hold the truth.
+// plain loops over pairs of micro-batches; their means over many trials against the truth; and how often the
+// jackknife's intervals hold the truth.
 #include "../../llmc/reference/gradient_bias.h"
 
 #include "../../llmc/base/rng.h"
@@ -34,7 +34,9 @@ static void pass(Trial *t, bool first) {
     for (int i = 0; i < N; i++)
         for (int d = 0; d < D; d++)
             bias_join(t->terms[i], t->plain[i][d], t->other[i][d], &t->errors[d], &t->gradients[d], t->before[d],
-                      !first ? BIAS_READ : i ? BIAS_ADD : BIAS_STORE);
+                      !first ? BIAS_READ
+                      : i    ? BIAS_ADD
+                             : BIAS_STORE);
 }
 
 static void estimate(BiasInterval x[BIAS_STATISTICS], Trial *t, uint64_t seed, double along, double across) {
@@ -98,8 +100,8 @@ static void test_definitions(void) {
 static void test_trials(double along, double across) {
     static Trial t;
     const int tested[] = {BIAS_SQUARED, BIAS_GRADIENT, BIAS_ALONG, BIAS_ACROSS, BIAS_NOISE};
-    const double squared = along * along + across * across, truth[BIAS_STATISTICS] = {squared, 1, along, across * across,
-                                                                                      squared / (0.09 * D)};
+    const double squared = along * along + across * across,
+                 truth[BIAS_STATISTICS] = {squared, 1, along, across * across, squared / (0.09 * D)};
     for (size_t k = 0; k < sizeof tested / sizeof *tested; k++) {
         double sum = 0, squares = 0, covered = 0;
         for (int trial = 0; trial < TRIALS; trial++) {
@@ -112,8 +114,9 @@ static void test_trials(double along, double across) {
         const double mean = sum / TRIALS, error = sqrt((squares / TRIALS - mean * mean) / TRIALS);
         CHECK(fabs(mean - truth[tested[k]]) < 5 * error, "statistic %d, bias %g and %g: mean %g +- %g, truth %g",
               tested[k], along, across, mean, error, truth[tested[k]]);
-        CHECK(covered / TRIALS > (SANITIZED ? 0.8 : 0.935), "statistic %d, bias %g and %g: %.3f of the intervals hold it",
-              tested[k], along, across, covered / TRIALS);
+        CHECK(covered / TRIALS > (SANITIZED ? 0.8 : 0.935),
+              "statistic %d, bias %g and %g: %.3f of the intervals hold it", tested[k], along, across,
+              covered / TRIALS);
     }
 }
 

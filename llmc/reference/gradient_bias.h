@@ -21,7 +21,8 @@ enum { BIAS_EE, BIAS_GG, BIAS_EG, BIAS_OWN, BIAS_E_SUM = BIAS_OWN, BIAS_G_SUM, B
 // How a micro-batch joins the sums E and G: it replaces them, is added, or leaves them as they are.
 typedef enum { BIAS_STORE, BIAS_ADD, BIAS_READ } BiasJoin;
 
-// Joins one element, and adds its products to `terms`. *E and *G are the sums with this micro-batch. BIAS_CROSS is e_i G
+// Joins one element, and adds its products to `terms`. *E and *G are the sums with this micro-batch. BIAS_CROSS is e_i
+// G
 // + g_i E. `before` is the element of the E of the checkpoint before, or 0.
 HOST_DEVICE static inline void bias_join(double terms[BIAS_TERMS], float plain, float other, float *E, float *G,
                                          float before, BiasJoin join) {
@@ -92,7 +93,7 @@ static inline double bias_t_quantile(double degrees) {
 // taken to be as large.
 static inline void bias_jackknife(BiasInterval out[BIAS_STATISTICS], const double *terms, int64_t n, int64_t stride) {
     double sums[BIAS_TERMS] = {0}, all[BIAS_STATISTICS], mean[BIAS_STATISTICS] = {0}, square[BIAS_STATISTICS] = {0};
-    double(*without)[BIAS_STATISTICS] = (double(*)[BIAS_STATISTICS])xcalloc((size_t)n, sizeof *without);
+    double (*without)[BIAS_STATISTICS] = (double (*)[BIAS_STATISTICS])xcalloc((size_t)n, sizeof *without);
     for (int64_t i = 0; i < n; i++)
         for (int k = 0; k < BIAS_TERMS; k++) sums[k] += terms[i * stride + k];
     bias_statistics(all, sums, (double)n);

@@ -2,8 +2,8 @@
 //
 // Two trainers with equal weights compute the gradients of the same micro-batches: one in BF16, the other by the
 // precision on the command line. A first pass sums the gradients and their errors over micro-batches. A second pass
-// computes all of them again and takes their inner products with these sums (gradient_bias.h), since no memory holds the
-// gradients of all micro-batches. Both passes must give equal bits.
+// computes all of them again and takes their inner products with these sums (gradient_bias.h), since no memory holds
+// the gradients of all micro-batches. Both passes must give equal bits.
 #ifndef LLMC_BIAS_RUN_H
 #define LLMC_BIAS_RUN_H
 
@@ -18,7 +18,8 @@ static const char *const BIAS_USAGE =
     "bf16 both are BF16, but wgrad of one sums in another order (on the CPU: rounds at random): the null arm.\n"
     "  --micro-batches N   micro-batches of --batch-size sequences (64)\n"
     "  --checkpoints LIST  folders of more checkpoints, with commas between, to compare their biases with MODEL's\n"
-    "  --only PLACE        FP8 in this linear layer or GEMM alone: LAYER.LINEAR or LAYER.LINEAR.GEMM, such as 3.down.dgrad\n"
+    "  --only PLACE        FP8 in this linear layer or GEMM alone: LAYER.LINEAR or LAYER.LINEAR.GEMM, such as "
+    "3.down.dgrad\n"
     "  --plant PLACE=X     for tests: multiplies the result of the GEMM LAYER.LINEAR.GEMM by X\n"
     "scripts/gradient_bias.sh runs this program for each recipe and prints a table.\n";
 
@@ -71,26 +72,26 @@ typedef struct {
     double *terms;  // [count][BIAS_TERMS] of one micro-batch
 } BiasWork;
 
-// What the program needs of a trainer beside TrainerOps.
+// The operations of a trainer that the program needs beside TrainerOps.
 typedef struct {
     const TrainerOps *trainer;
     void *plain, *other;
     void (*sum_otherwise)(void *t);  // for the null arm: lets wgrad of trainer t sum in another order; may be NULL
     // Computes the gradients of the mean loss over the micro-batch that begins with first_sample, and waits for them.
     void (*gradients)(void *t, DataLoader *data, int64_t first_sample);
-    float *(*sum_memory)(int64_t elements);  // where gradients are
-    void *(*shared_memory)(int64_t bytes);        // zeroed, and seen from there
+    float *(*sum_memory)(int64_t elements);  // uninitialized, in the memory of gradients
+    void *(*shared_memory)(int64_t bytes);   // zeroed; the host and `join` read it
     void (*join)(void *plain, void *other, const BiasWork *w);
 } BiasOps;
 
 typedef struct {
     const BiasOps *ops;
-    Run run;                  // that of the second trainer
+    Run run;  // that of the second trainer
     Options plain_options;
-    TrainerParts parts[2];    // of ops->plain and ops->other
+    TrainerParts parts[2];  // ops->plain's and ops->other's
     BiasWork work;
     int64_t micro_batches, tensors, rows;  // rows: tensors, then each linear layer over all layers, and the whole
-    double *terms, *again;    // [micro_batches][rows][BIAS_TERMS] of both passes
+    double *terms, *again;                 // [micro_batches][rows][BIAS_TERMS] of both passes
     const char *out, *more;
     const char *checkpoints[BIAS_CHECKPOINTS];
     int64_t num_checkpoints;
@@ -112,8 +113,10 @@ static inline BiasPlace bias_place(const char *option, const char *text, const c
     for (int i = 0; i < NUM_LINEARS; i++) p.linear = strcmp(linear, linears[i]) ? p.linear : i;
     for (int i = 0; i < NUM_GEMMS; i++) p.gemm = strcmp(gemm, gemm_kind_name((GemmKind)i)) ? p.gemm : i;
     if (found < 2 || layer < 0 || p.linear < 0 || (found == 3) != (p.gemm >= 0) || word[found == 3 ? m : n])
-        die_with(EXIT_USAGE, "%s: \"%s\" is no place such as 3.down or 3.down.dgrad; linear layers are qkv, attn_out, "
-                             "gate_up and down, GEMMs fprop, dgrad and wgrad", option, word);
+        die_with(EXIT_USAGE,
+                 "%s: \"%s\" is no place such as 3.down or 3.down.dgrad; linear layers are qkv, attn_out, "
+                 "gate_up and down, GEMMs fprop, dgrad and wgrad",
+                 option, word);
     p.layer = layer;
     return p;
 }
@@ -164,8 +167,8 @@ static inline void bias_check(BiasRun *b) {
     const int64_t L = b->run.setup.model.num_layers, B = o->batch_size,
                   needed = (1 + b->num_checkpoints) * b->micro_batches * B;
     if (!b->out) die_with(EXIT_USAGE, "--bias-out FILE is missing; --help prints the options");
-    if (b->run.comm.world > 1 || o->grad_accumulation_steps > 1 || o->optimizer_in_backward || o->resume || o->dry_run ||
-        options_fp8_gradients(o) || options_fp16_weights(o) || o->precision == PRECISION_FP32)
+    if (b->run.comm.world > 1 || o->grad_accumulation_steps > 1 || o->optimizer_in_backward || o->resume ||
+        o->dry_run || options_fp8_gradients(o) || options_fp16_weights(o) || o->precision == PRECISION_FP32)
         die_with(EXIT_USAGE, "gradient_bias runs on one rank, in bf16 or fp8, and takes no --grad-accumulation-steps, "
                              "--optimizer-in-backward, --resume, --dry-run, FP8 gradients or FP16 weights");
     if (max_i64(h->only.layer, h->plant.layer) >= L)
@@ -174,9 +177,11 @@ static inline void bias_check(BiasRun *b) {
     if (h->only.layer >= 0 && (*o->fp8_filter || o->precision != PRECISION_FP8 || (h->only.gemm >= 0 && L == 1)))
         die_with(EXIT_USAGE, "--only needs --precision fp8 without --fp8-filter, and for one GEMM a model of 2 layers");
     if (b->run.setup.train.num_sequences < needed)
-        die_with(EXIT_USAGE, "--train-data has %lld sequences, but %lld micro-batches of %lld need %lld: each checkpoint "
-                             "reads other data", (long long)b->run.setup.train.num_sequences,
-                 (long long)b->micro_batches, (long long)B, (long long)needed);
+        die_with(EXIT_USAGE,
+                 "--train-data has %lld sequences, but %lld micro-batches of %lld need %lld: each checkpoint "
+                 "reads other data",
+                 (long long)b->run.setup.train.num_sequences, (long long)b->micro_batches, (long long)B,
+                 (long long)needed);
 }
 
 // Splits --checkpoints, and dies if one does not fit MODEL.
@@ -184,9 +189,10 @@ static inline void bias_find_checkpoints(BiasRun *b) {
     ParameterTable table = parameter_table(&b->run.setup.model);
     Failure failure;
     for (char *at = b->more ? strtok(xstrdup(b->more), ",") : NULL; at; at = strtok(NULL, ",")) {
-        if (b->num_checkpoints == BIAS_CHECKPOINTS) die_with(EXIT_USAGE, "--checkpoints names more than %d folders",
-                                                             BIAS_CHECKPOINTS);
-        if (!folder_exists(at) || !model_has_weights(at)) die_with(EXIT_USAGE, "--checkpoints: %s holds no weights", at);
+        if (b->num_checkpoints == BIAS_CHECKPOINTS)
+            die_with(EXIT_USAGE, "--checkpoints names more than %d folders", BIAS_CHECKPOINTS);
+        if (!folder_exists(at) || !model_has_weights(at))
+            die_with(EXIT_USAGE, "--checkpoints: %s holds no weights", at);
         if (!model_verify(at, INT64_MAX, &failure)) die("--checkpoints %s: %s", at, failure.text);
         model_check_weights(at, &b->run.setup.model, &table);
         b->checkpoints[b->num_checkpoints++] = at;
