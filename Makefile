@@ -46,11 +46,13 @@ GPU_TESTS := $(patsubst dev/test/%.cu,build/%,$(wildcard dev/test/test_*.cu))
 BENCHES := $(patsubst dev/cuda/%.cu,build/bench_%,$(wildcard dev/cuda/*.cu))
 HEADER_CHECKS := $(HEADERS:llmc/%=build/headers/%.ok)
 CUDA_HEADER_CHECKS := $(CUDA_HEADERS:llmc/%=build/headers/%.ok)
-BENCH_CHECKS := $(patsubst dev/cuda/%.cu,build/headers/bench_%.ok,$(wildcard dev/cuda/*.cu)) build/headers/test_gpu.ok
+BENCH_CHECKS := $(patsubst dev/cuda/%.cu,build/headers/bench_%.ok,$(wildcard dev/cuda/*.cu)) build/headers/test_gpu.ok \
+	build/headers/gradient_bias.ok
 # GPU tests that need no GPU: they run host code alone.
 HOST_TESTS := build/test_fsdp_order build/test_placement
 FUZZ_TARGETS := $(patsubst dev/fault/%.c,build/fault/%,$(wildcard dev/fault/fuzz_*.c))
-COMPILED := train_fp8 train_fp8cu build/train_fp8cu_apart build/synth_stories build/compare_checkpoints $(UNIT_TESTS) \
+COMPILED := train_fp8 train_fp8cu build/train_fp8cu_apart build/gradient_bias build/gradient_biascu \
+	build/synth_stories build/compare_checkpoints $(UNIT_TESTS) \
 	$(SANITIZED) $(GPU_TESTS) $(BENCHES) $(BENCH_CHECKS) $(HEADER_CHECKS) $(CUDA_HEADER_CHECKS) build/fault/replay \
 	$(FUZZ_TARGETS)
 DEPENDENCY_FILES := $(patsubst build/%,build/deps/%.d,$(filter build/%,$(COMPILED))) \
@@ -69,6 +71,7 @@ help:
 	@echo "make check-all     make test with all cases, then make check-faults: an hour"
 	@echo "make test-X        one test: dev/test/test_X.c, .cu, .sh or .py, for example make test-options"
 	@echo "make check-gpu     every GPU test and bench (scripts/check_gpu.sh)"
+	@echo "make build/gradient_bias, build/gradient_biascu  what scripts/gradient_bias.sh runs, on the CPU and on the GPU"
 	@echo "make build/bench_X the check and bench dev/cuda/X.cu; build/bench_X runs it on a GPU"
 	@echo "make check-faults  crashes, bad disks, damage, hostile input (dev/fault): 35 minutes; with QUICK=1 one minute"
 	@echo "make asan          builds the unit tests with address and undefined-behaviour sanitizers: build/asan/test_X"
@@ -86,6 +89,9 @@ NAMED = '-DTRAINER_BUILD="$(BUILD)"'
 
 train_fp8: train_fp8.c build/deps/train_fp8.d | $(FOLDERS)
 	$(CC) $(CFLAGS) $(NAMED) $(DEPENDENCIES) -o $@ $< $(LIBS)
+
+build/gradient_bias: gradient_bias.c build/deps/gradient_bias.d | $(FOLDERS)
+	$(CC) $(CFLAGS) $(DEPENDENCIES) -o $@ $< $(LIBS)
 
 build/synth_stories: data/synth_stories.c build/deps/synth_stories.d | $(FOLDERS)
 	$(CC) $(CFLAGS) $(DEPENDENCIES) -o $@ $< $(LIBS)
@@ -109,6 +115,9 @@ build/cuda_arch: ;
 
 train_fp8cu: train_fp8.cu build/cuda_arch build/deps/train_fp8cu.d | $(FOLDERS)
 	$(CUDA_COMPILER) $(NVCCFLAGS) $(NAMED) $(DEPENDENCIES) -o $@ $< $(CUDA_LIBS)
+
+build/gradient_biascu: gradient_bias.cu build/cuda_arch build/deps/gradient_biascu.d | $(FOLDERS)
+	$(CUDA_COMPILER) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(CUDA_LIBS)
 
 # In this program each range of GPU memory is an allocation of its own, so that memcheck finds overruns (arena.h).
 build/train_fp8cu_apart: train_fp8.cu build/cuda_arch build/deps/train_fp8cu_apart.d | $(FOLDERS)
@@ -155,6 +164,8 @@ PARSE = $(CUDA_COMPILER) $(NVCCFLAGS) --fdevice-syntax-only $(DEPENDENCIES) -c -
 build/headers/bench_%.ok: dev/cuda/%.cu build/cuda_arch build/deps/headers/bench_%.ok.d | $(FOLDERS)
 	@$(PARSE)
 build/headers/test_gpu.ok: dev/test/test_gpu.cu build/cuda_arch build/deps/headers/test_gpu.ok.d | $(FOLDERS)
+	@$(PARSE)
+build/headers/gradient_bias.ok: gradient_bias.cu build/cuda_arch build/deps/headers/gradient_bias.ok.d | $(FOLDERS)
 	@$(PARSE)
 
 # ---- faults and hostile input

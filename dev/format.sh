@@ -29,6 +29,6 @@ if ! is_pinned "$program"; then
         exit 1
     }
 fi
-find train_fp8.c train_fp8.cu llmc data dev -name .venv -prune -o \
+find train_fp8.c train_fp8.cu gradient_bias.c gradient_bias.cu llmc data dev -name .venv -prune -o \
     \( -name '*.c' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print0 |
     xargs -0 "$program" -i "${check[@]}"

@@ -53,7 +53,8 @@ if [ -n "$quick" ]; then
     # tests of at most some 10 seconds; the others are named
     slow=" test_train_fp8.c test_ranks.sh test_hosts.sh test_stall.sh test_rendezvous.sh test_sweep.sh test_faults.sh \
 test_setup.sh test_cli.sh test_prose.sh test_same_options.sh test_streams.sh test_run_recipes.sh test_folders.sh \
-test_verdict.py test_report.py test_export_logs.py test_data.py test_mpijob.py test_runner.py test_scripts.sh "
+test_verdict.py test_report.py test_export_logs.py test_data.py test_mpijob.py test_runner.py test_scripts.sh \
+test_bias_run.py "
     programs=()
     for source in dev/test/test_*.c dev/test/test_*.py dev/test/test_*.sh; do
         name=${source##*/}
@@ -71,7 +72,7 @@ fi
 say "build"
 # tests of arithmetic, which is compiled to other instructions without sanitizers
 optimized=(build/test_{train_fp8,reference,fp8,coat,msamp,adamw,gradient_sum,gradient_fp8})
-targets=(train_fp8 build/synth_stories build/compare_checkpoints headers asan "${optimized[@]}")
+targets=(train_fp8 build/gradient_bias build/synth_stories build/compare_checkpoints headers asan "${optimized[@]}")
 gpu_tests=()
 if find_nvcc && find_nccl; then
     gpu_tests=(build/test_fsdp_order build/test_placement)
