@@ -126,7 +126,7 @@ class Case:
         settings = self.described["settings"]
         self.tokens = (plan.gpus * plan.length * settings["batch-size"] * settings["grad-accumulation-steps"])
         first = plan.batches[0]
-        self.rate = float(plan.rate) * math.sqrt(batch / first) if len(plan.batches) > 1 else plan.rate
+        self.rate = f"{float(plan.rate) * math.sqrt(batch / first):.6g}" if len(plan.batches) > 1 else plan.rate
         self.steps = self.steps_of(plan.first_steps(model) * first // batch if first not in (None, batch) else None)
         self.warmup = max(1, self.steps // 20)
         self.branch = 0 if plan.whole else self.branch_of(plan.o.branch_step)
@@ -173,7 +173,7 @@ class Case:
 
     def schedule(self, horizon):
         """The trainer's options for the learning rate and clipping of a run of so many steps."""
-        words = ["--learning-rate", f"{self.rate:.6g}" if self.batch else str(self.rate)]
+        words = ["--learning-rate", self.rate]
         if self.plan.o.repeat:
             return words + ["--lr-schedule", "constant", "--warmup-steps", "0"]
         words += ["--warmup-steps", str(self.warmup), "--grad-clip", "1", "--lr-schedule"]

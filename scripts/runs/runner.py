@@ -295,7 +295,7 @@ class Pool:
                 waiting.append(run)
         while waiting or self.busy:
             while fitting := list(filter(self.fits, waiting)):
-                run = max(fitting, key=self.near)
+                run = max(fitting, key=lambda run: (run.kept > 0, self.near(run)))  # trunks first: arms wait for them
                 waiting.remove(run)
                 self.begin(run)
             time.sleep(0.05)
