@@ -19,7 +19,9 @@ trains() {
         --checkpoint-every 3 --keep-checkpoints 9 "$@" >"$out" 2>&1 || { tail -n 3 "$out"; false; }
 }
 # Steps, losses, norms and rates of run $1, from step $2 on.
-steps() { sed -n 's/{"type": "step", \(.*\), "ms".*/\1/p' "$tmp/$1/log.jsonl" | sed -n "/\"step\": $2,/,\$p"; }
+steps() {
+    sed -n 's/{"type": "step", \(.*\), "ms".*/\1/p' "$tmp/$1/log.jsonl" | awk -F'[:,]' -v first="$2" '$2 >= first'
+}
 # True if two runs have equal steps from step $3 on, finite, and equal checkpoints after step 8.
 same() {
     local lines file

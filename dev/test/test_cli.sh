@@ -255,7 +255,8 @@ check "--tokens-per-step with other --grad-accumulation-steps is refused" \
     says_one_line tiny $data $tokens --grad-accumulation-steps 1
 
 sources=$(ls train_fp8.c train_fp8.cu llmc/*/*.h llmc/*/*.cuh | xargs cat | sha256sum | cut -c1-12)
-check "make names the sources" equal "$(make -Bn train_fp8 | grep -o 'TRAINER_BUILD="[^"]*"')" "TRAINER_BUILD=\"$sources\""
+check "make names the sources" \
+    equal "$(make -Bn train_fp8 | grep -o 'TRAINER_BUILD="[^"]*"')" "TRAINER_BUILD=\"$sources\""
 check "the JSON plan has a name of the sources" \
     eval '$trainer tiny $data --dry-run --json | grep -Eq "\"build\": \"[0-9a-f]{12}\""'
 

@@ -12,7 +12,7 @@ trap 'rm -rf "$tmp"' EXIT
 reword="python3 dev/test/reword.py"
 other=$tmp/train_fp8
 
-cp -r Makefile train_fp8.c llmc "$tmp"
+cp -r Makefile train_fp8.c train_fp8.cu llmc "$tmp"
 changed=$($reword "$tmp/train_fp8.c" "$tmp"/llmc/*/*.h)
 check "at least 400 string literals have other words ($changed)" [ "${changed:-0}" -ge 400 ]
 flags='-std=gnu11 -O2 -march=native -fopenmp -pthread -ffp-contract=off -Wall -Wextra -Werror $(MPI_CFLAGS)'
@@ -30,12 +30,12 @@ check "the other trainer prints the error in other words" \
     equal "$("$other" --bogus 2>&1)" "error: $($reword <<<"$message")"
 check "words that are reversed twice are unchanged" equal "$($reword <<<"$message" | $reword)" "$message"
 
-# Output for programs is equal, but for the names of memory groups in --dry-run --json.
+# Output for programs is equal, but for the names of memory groups and of the sources in --dry-run --json.
 for list in models recipes options; do
     check "--list $list is equal in both trainers" equal "$("$other" --list $list)" "$(./train_fp8 --list $list)"
 done
-plan() { "$1" llama3.1-8b --precision fp8 --dry-run --json | sed 's/"name": "[^"]*"/"name": ""/g'; }
-check "--dry-run --json is equal in both trainers, but for the names of memory groups" \
+plan() { "$1" llama3.1-8b --precision fp8 --dry-run --json | sed 's/"\(name\|build\)": "[^"]*"/"\1": ""/g'; }
+check "--dry-run --json is equal in both trainers, but for names" \
     equal "$(plan "$other")" "$(plan ./train_fp8)"
 
 # The scripts work with the other trainer.
