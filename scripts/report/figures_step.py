@@ -84,12 +84,12 @@ def times_of(run):
         for one in run.summaries:
             seconds.update({kind: one["seconds"].get(kind) or 0.0 for kind in TIMES})
         return seconds
-    fields = {key: run.values(key) for key in STEP_TIMES}
+    fields = {key: run.costs(key) for key in STEP_TIMES}
     if any(values is None for values in fields.values()):
         return None
     for key, values in fields.items():
         seconds[key.removesuffix("_ms")] = sum(values) / 1000
-    seconds["compute"] = max(sum(run.values("ms")) / 1000 - sum(seconds.values()), 0.0)
+    seconds["compute"] = max(sum(run.costs("ms")) / 1000 - sum(seconds.values()), 0.0)
     seconds["validation"] = sum(v.get("seconds") or 0.0 for v in run.validations)
     seconds["saving"] = sum(s.get("seconds") or 0.0 for s in run.saves)
     return seconds

@@ -46,6 +46,8 @@ def new(height=3.0, rows=1, **options):
 def colour(recipe):
     """The colour of a recipe, also of its emulated form and with other options. line_styles() tells these apart."""
     base = recipe.split(" ")[0].removesuffix(":emulate")
+    if "rounding seed" in recipe:
+        return GREY
     return COLOURS.get(base, YELLOW)
 
 
@@ -105,6 +107,8 @@ def shorten(svg, name):
     svg = re.sub(r"translate\([^)]*\)", lambda m: re.sub(r"(\.\d\d)\d+", r"\1", m[0]), svg)
     svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", svg)
     svg = re.sub(r"\n\s*", "\n", svg).replace("\n\n", "\n")
+    for colour, of_page in (("#000000", "currentColor"), ("#dddddd", "var(--grid)"), ("#ffffff", "var(--page)")):
+        svg = re.sub(colour, of_page, svg, flags=re.I)  # so that the figure follows the page into the dark
     return re.sub(r'<svg width="[^"]*" height="[^"]*"', "<svg", svg, count=1)
 
 
@@ -113,7 +117,8 @@ def finish(figure, part, name, title, caption):
     files = {}
     for kind in ("svg", "png"):
         buffer = io.BytesIO()
-        figure.savefig(buffer, format=kind, dpi=PNG_DPI, metadata={"Date": None} if kind == "svg" else None)
+        figure.savefig(buffer, format=kind, dpi=PNG_DPI, transparent=kind == "svg",
+                       metadata={"Date": None} if kind == "svg" else None)
         files[kind] = buffer.getvalue()
         figure.set_layout_engine("none")  # the layout is done, and slow
     svg = shorten(files["svg"].decode("utf-8"), name)
