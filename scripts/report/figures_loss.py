@@ -189,18 +189,18 @@ def smooth(values, width):
 def mean_curve(members, first, key=None, value="loss"):
     """(cost since step `first`, value) of the mean of runs, over the steps that all of them have. The cost is the field
     `key`, added up over steps, or the step's number without `key`. None if a step of a run lacks the field."""
-    steps = min(run.last_step for run in members)
-    if steps < first:
+    steps = {run.name: np.array(run.column("step")) for run in members}
+    common = sorted(set.intersection(*(set(of[of >= first].tolist()) for of in steps.values())))
+    if not common:
         return None
-    cut = {run.name: slice(first - run.first_step, steps - run.first_step + 1) for run in members}
-    with np.errstate(all="ignore"):
-        values = np.array([run.column(value)[cut[run.name]] for run in members], dtype=np.float64).mean(axis=0)
+    kept = {name: np.isin(of, common) for name, of in steps.items()}
+    values = np.mean([np.array(run.column(value), dtype=np.float64)[kept[run.name]] for run in members], axis=0)
     if key is None:
-        return np.arange(first, steps + 1), values
+        return np.array(common), values
     costs = [run.costs(key) for run in members]
     if any(cost is None for cost in costs):
         return None
-    return np.mean([np.cumsum(cost[cut[run.name]]) for run, cost in zip(members, costs)], axis=0), values
+    return np.mean([np.cumsum(np.array(cost)[kept[run.name]]) for run, cost in zip(members, costs)], axis=0), values
 
 
 def unit_of(seconds):

@@ -210,7 +210,7 @@ def draw_strip(run, names):
     heights = [1.0] * (len(panels) - bool(events)) + [0.2 + 0.17 * len(events)] * bool(events)
     figure, grid = style.new(0.9 + 1.05 * sum(heights), len(panels), squeeze=False, sharex=True, height_ratios=heights)
     number = run.column("step")
-    most = max(40, 240 // run.gpus)
+    most = max(40, 160 // run.gpus)
     for axes, (key, label) in zip(grid[:, 0], panels):
         axes.set_ylabel(label, fontsize=9)
         if key == "events":

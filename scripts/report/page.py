@@ -174,7 +174,7 @@ def render(data, parts, drawings, title):
         title=title, verdict=verdict_lines(data), tags=TAGS, problems=data["problems"], parts=parts, notes=data["notes"],
         lacking=len(data["runs_without_numbers"]), total=len(data["runs"]) + len(data["runs_without_numbers"]),
         left_out=data["left_out"], receipt=shown, made=data["made"], sources=data["sources"],
-        numbers=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
+        numbers=json.dumps({**data, "runs": [{k: v for k, v in run.items() if k != "curve"} for run in data["runs"]]}, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
 
 
 def runs_text(runs, total):

@@ -14,6 +14,11 @@ COLOURS = {"bf16": BLACK, "fp32": GREY, "fp8:tensorwise": BLUE, "fp8:rowwise": O
            "fp8:delayed": VERMILLION, "fp8:rowwise_with_gw_hp": SKY, "fp8:mxfp8": PURPLE}
 STYLES = ("-", "--", ":", "-.")
 SEQUENCE = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, YELLOW, GREY)
+# Styles of which a page has hundreds, and their classes in page.html.j2.
+CLASSES = (("fill: none; stroke: var(--grid); stroke-width: 0.6; stroke-linecap: square", "g"),
+           ("stroke: currentColor; stroke-width: 0.8", "t"), ("font-size: 10px; text-anchor: middle", "m"),
+           ("fill: none; stroke: currentColor; stroke-width: 0.8; stroke-linejoin: miter; stroke-linecap: square", "s"),
+           ("font-size: 10px; text-anchor: end", "e"))
 WIDTH = 4.5           # inches: text of 9 points stays readable where the figure is 360 pixels wide
 PNG_DPI = 160
 
@@ -103,12 +108,15 @@ def shorten(svg, name):
     svg = without_plain_groups(re.sub(r'<g id="[^"]*"', "<g", svg))
     svg = re.sub(r"; font-family: [^;\"]*", "", svg)  # the page's style has it
     svg = re.sub(r' (d|x|y|points)="([^"]*)"',
-                 lambda m: f' {m[1]}="' + re.sub(r"(\.\d\d)\d+", r"\1", m[2]).replace("\n", "") + '"', svg)
+                 lambda m: f' {m[1]}="' + re.sub(r"(\.\d)\d+", r"\1", m[2]).replace("\n", "") + '"', svg)
     svg = re.sub(r"translate\([^)]*\)", lambda m: re.sub(r"(\.\d\d)\d+", r"\1", m[0]), svg)
     svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", svg)
     svg = re.sub(r"\n\s*", "\n", svg).replace("\n\n", "\n")
     for colour, of_page in (("#000000", "currentColor"), ("#dddddd", "var(--grid)"), ("#ffffff", "var(--page)")):
         svg = re.sub(colour, of_page, svg, flags=re.I)  # so that the figure follows the page into the dark
+    for style, name in CLASSES:
+        svg = svg.replace(f'style="{style}"', f'class="{name}"')
+    svg = re.sub(r' transform="rotate\(-0 [^)]*\)"', "", svg)
     return re.sub(r'<svg width="[^"]*" height="[^"]*"', "<svg", svg, count=1)
 
 
