@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""usage: scripts/report.py FOLDER... [--out FILE.html] [--price X]
+"""usage: scripts/report.py FOLDER... [--out FILE.html] [--price X] [--margin P%]
 
 Makes one page from runs: what FP8 gives and what it costs in loss, with figures. FOLDER is the --out folder of
 scripts/verdict.sh or scripts/sweep.sh, the --log-dir of a run, or a folder of such folders. A run need not have ended.
@@ -7,6 +7,8 @@ scripts/verdict.sh or scripts/sweep.sh, the --log-dir of a run, or a folder of s
   --out FILE.html  the page (report.html in FOLDER; needed with several folders). Beside it are FILE.json with the
                    numbers of comparisons and runs, FILE.md, and FILE_figures with a PNG of each figure
   --price X        price of one GPU hour, for costs in money (the price in verdict.json, if it has one)
+  --margin P%      the cost in loss that you can accept, as 0.5%: each recipe is then acceptable, not acceptable or
+                   undecided (the margin in verdict.json, if it has one)
 
 Needs the libraries that scripts/setup_report.sh installs. docs/REPORT.md says how to read the page.
 """
@@ -22,7 +24,6 @@ from report import venv
 
 def need_libraries():
     try:
-        import arch.bootstrap  # noqa: F401
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
         import scipy  # noqa: F401
@@ -40,11 +41,19 @@ def price_of(text):
     return value
 
 
+def margin_of(text):
+    value = price_of(text.removesuffix("%"))
+    if value >= 100:
+        raise argparse.ArgumentTypeError(f"{text} is not a part of the loss in percent")
+    return value
+
+
 def parse(arguments):
     parser = argparse.ArgumentParser(usage=__doc__.split("\n")[0].removeprefix("usage: "), add_help=False)
     parser.add_argument("folders", nargs="*", metavar="FOLDER")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--price", type=price_of)
+    parser.add_argument("--margin", type=margin_of)
     parser.add_argument("--help", "-h", action="store_true")
     options = parser.parse_args(arguments)
     if options.help:
@@ -69,27 +78,30 @@ def title_of(found, names):
 
 
 def make(options):
-    from report import figures, folders, numbers, page, pairs, words
-    from sweep_folder import NUMBER, is_a
+    from report import compare, figures, folders, numbers, page, pairs, words
+    from sweep_folder import NUMBER, clean, is_a
 
     found = folders.read_folders(options.folders)
     names = pairs.name_recipes(found.runs + [run for run, _ in found.failed])
     prices = [options.price] + [verdict.get("price") for verdict in found.verdicts]
     price = next((one for one in prices if is_a(NUMBER, one) and one > 0), None)
-    comparisons = pairs.compare(found.runs, found.failed, names)
+    plan = compare.plan_of(found.verdicts, options.margin)
+    comparisons = compare.compare(found.runs, found.failed, names, plan)
     made = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    data = numbers.everything(found, names, comparisons, price, options.folders, made)
+    data = numbers.everything(found, names, comparisons, price, plan.margin, options.folders, made)
     drawings, tables, data["left_out"] = figures.draw_all(found, names, comparisons, data, price)
     data["figures"] = [{"name": d.name, "title": d.title, "caption": d.caption} for d in drawings]
-    singles = found.runs if not comparisons else []
+    singles = found.runs if not data["verdict"] else []
     data["singles"] = [{"name": run.name, "words": words.run_sentence(run, names[run.name])} for run in singles]
     parts = page.make_parts(data, found, comparisons, price, tables)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     page.write_all(options.out, data, parts, drawings, title_of(found, names))
     for line in data["verdict"] or data["singles"]:
-        print(line["words"])
+        print(clean(line["words"]))
+    for text in data["notes"]:
+        print(f"note: {clean(text)}")
     for problem in found.problems:
-        print(f"warning: {problem}", file=sys.stderr)
+        print(f"warning: {clean(problem)}", file=sys.stderr)
     print(f"{options.out}: {len(drawings)} figures, {options.out.stat().st_size / 1000:.0f} kB")
 
 

@@ -1,86 +1,52 @@
 """Statistics of the FP8 verdict: functions on arrays, without files or options. Needs scripts/setup_report.sh.
 
-A pair is a BF16 run and an FP8 run with equal seed, rounding seed, data and data order. Every difference is FP8 minus
-BF16, so a positive difference is a cost. Intervals are two-sided, with 95% confidence. Four questions are answered:
+A trunk is a seed: one BF16 run, and an FP8 run of each recipe that shares its data and begins with its weights, at step
+0 (a whole pair) or at a step after warm-up (a branch). Every difference is FP8 minus BF16, so a positive one is a cost.
+Trunks are the only unit that repeats, so every interval is a t-interval over trunks. All functions but `trunks_needed`
+take more axes before [trunks, ...] and then return arrays, which lets the simulations of
+dev/test/test_verdict_stats.py run thousands of verdicts at once. One trunk gives an estimate without an interval: real
+pairs that differed in the rounding seed alone always looked different over their steps and sequences.
 
-1. validation_difference: the difference in validation loss, from losses per sequence.
-   Seeds and sequences are two crossed random factors: every pair reads the same sequences. The variance of the mean
-   is the sum of both parts, each estimated from its mean square in the two-way table (Cornfield and Tukey 1956), with
-   Satterthwaite's degrees of freedom (1946). With two or three pairs this interval is too narrow if seeds dominate, so
-   it is never narrower than the t-interval over the means of the pairs. Simulated over a grid of variances, the wider
-   of these two intervals covers 94 to 96% from three pairs on, and up to 98% with two pairs. With one pair: the
-   t-interval over sequences, which does not cover the noise of seeds.
+Intervals have 95% for themselves. A verdict is read from simultaneous ones, whose level is divided by the recipes of
+the page and by the looks that were planned (`level`), so that a page on which nothing differs says so in 95% of cases.
+Variances are not pooled over recipes: a test with 1 to 4 degrees of freedom cannot show that they are equal. Pooled
+behind Bartlett's test at 5%, with Dunnett's factor, three recipes of 1, 3 and 10 times the noise that differ in nothing
+else make 15% of pages false with 2 trunks, 13% with 3 and 7% with 5; without pooling it is 5% (40,000 pages each).
 
-2. training_difference: the difference in training loss over the last steps.
-   With two pairs or more: the t-interval over the means of the pairs. It covers everything in which pairs differ:
-   initial weights, data order, rounding, and the noise of batches, however autocorrelated. With three pairs the
-   t-factor is 4.3 instead of 2. That is the price of three pairs; a bootstrap over them would hide it, since it cannot
-   draw a variance that three values do not show (Cameron, Gelbach and Miller 2008). In simulations like those of
-   dev/test/test_verdict_stats.py the hierarchical bootstrap covers 73 to 98%, least where runs differ by more
-   than the noise of batches moves a run's mean.
-   With one pair: the moving-block bootstrap over steps (Kuensch 1989). It covers the noise of batches alone, and
-   verdict() says so; runs with several rounding seeds add the noise of rounding (see 3). Percentiles of a moving-block
-   bootstrap cover 81 to 95% on 40 to 400 steps, least on few of them. Therefore the interval is a t-interval with steps
-   / block - 1 degrees of freedom (as for batch means, Schmeiser 1982), and its standard error is corrected for the
-   number of blocks. The block is the longer of sqrt(steps) and twice the optimal block length of Politis and White
-   (2004; corrected by Patton, Politis and White 2009), but at most a fifth of the steps. Simulated on 40 to 400 steps:
-   93 to 96% at lag-1 correlations from 0 to 0.55. Real paired differences have 0 to 0.56. Noise whose memory is longer
-   than a tenth of the steps is covered less: average over as many steps as the loss stays level.
+Validation: every pair reads the same sequences, so that trunks and sequences are crossed random factors. The variance
+of the mean is the sum of both parts, from the mean squares of the two-way table (Cornfield and Tukey 1956), with
+Satterthwaite's degrees of freedom (1946), and never less than that of the trunks alone. Neighbouring sequences may be
+of one document, so that the columns of the table are means of blocks of neighbours, not sequences.
 
-3. noise_band: how far two BF16 runs are apart that differ only in the rounding seed, or only in the seed.
-   A t-interval from the standard deviation within groups of such runs, pooled over groups. If there is only one seed,
-   its difference does not show how much runs vary. with_rounding() then adds the variance of such runs to that of
-   batches or sequences.
-
-4. loss_matched_speedup: t_BF16(L) / t_FP8(L), with t the time until the smoothed loss is L, and L the smoothed loss at
-   the end of BF16. A smoothed curve is a parabola in log(step), fitted to the last three quarters of the steps. The
-   noise of batches is far larger than what a curve falls in 100 steps, so a narrow window would find noise; on curves
-   of a power law and of a cosine schedule (Tissue and others 2024, arXiv 2408.11029) the slope of this parabola at its
-   end is within 4% of the curve's. Pairs share batches, so most of the noise moves both curves alike and cancels.
-   If FP8 ends above L, it never reached L: then L is where FP8 ended, the lowest loss that both runs reached, and
-   `reached` is False. Nothing is extrapolated. With two pairs or more the interval is the jackknife over pairs (Tukey
-   1958) with a t-factor, in log(speed-up); with one pair the moving-block bootstrap of both curves' residuals, drawn
-   together. Seconds may be joules or money instead.
-
-The smallest detectable difference is the true difference for which such an interval excludes 0 in 80% of repetitions
-(power of the t-test, noncentral t). The paired design, trailing means and matched losses follow issue 7271 of
-marin-community/marin.
+Speed-up at equal loss: a cost d is priced by how much a longer run lowers the last loss of BF16, m = d(loss) /
+d(log steps) over lengths of runs. log speed-up = log(time of a BF16 step / time of an FP8 step) - d / |m|, a ratio of
+means over trunks, with Fieller's interval (1954). The slope of a run's own curve is no price: at the end of a decay it
+is nearly 0.
 """
 import dataclasses
 import math
 
 import numpy as np
-from arch.bootstrap import MovingBlockBootstrap, optimal_block_length
 from scipy import optimize, stats
 
-CONFIDENCE, POWER = 0.95, 0.80
-REPLICATES = 1000  # resamples of each bootstrap
-MIN_STEPS = 40     # with fewer, too few blocks remain
-ROUNDING = "rounding"  # in Difference.covers
+ALPHA, POWER = 0.05, 0.80
+# Blocks of 16 neighbours, but at least 4 and at most 16 blocks. EDGE: documents of 8 sequences that lie in two blocks
+# make the variance between blocks too small by up to a sixth. Simulated with 2, 3 and 5 trunks and documents of 8
+# sequences, this rule covers 94 to 98%; blocks of 8 sequences, or EDGE 1, cover 89 to 93%.
+BLOCK, FEWEST_BLOCKS, MOST_BLOCKS, EDGE = 16, 4, 16, 1.25
+LEAST_SEQUENCES = BLOCK * FEWEST_BLOCKS  # with fewer, blocks are shorter than documents may be
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """FP8 minus BF16 with its 95% interval. `detectable`: the smallest true difference found in 80% of repetitions."""
+    """FP8 minus BF16 with its interval; from one trunk the estimate alone."""
     estimate: float
-    low: float
-    high: float
-    standard_error: float
+    low: float | None
+    high: float | None
+    standard_error: float | None
     degrees: float
-    detectable: float
-    pairs: int
-    covers: str  # sources of noise that the interval covers, in words
-
-
-@dataclasses.dataclass(frozen=True)
-class NoiseBand:
-    """Differences between BF16 runs: 95% are within +-half_width, which has the shape of one run's losses.
-
-    If noise_band() got `pairs` above 1, this holds for the mean of that many differences.
-    """
-    deviation: np.ndarray  # standard deviation of one run
-    half_width: np.ndarray
-    degrees: int
+    trunks: int
+    sequence_variance: float = 0.0  # the part of the variance that is of validation sequences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,299 +54,195 @@ class Curve:
     """A paired difference over steps: one interval for each window of steps, at the window's middle (from 0)."""
     steps: np.ndarray
     estimate: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
+    low: np.ndarray | None
+    high: np.ndarray | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Speedup:
-    """t_BF16 / t_FP8 at equal loss. Without an estimate, `reason` says why, and low or high may still bound it."""
+    """What BF16 takes over what FP8 takes: to equal loss, and for equal steps. Without an estimate, see `reason`."""
     estimate: float | None
     low: float | None
     high: float | None
-    loss: float | None           # the loss at which both are compared
-    reached: bool                # FP8 reached the loss at the end of BF16
-    equal_steps: float           # t_BF16 / t_FP8 over all steps: the speed-up before losses are matched
-    step_ratio: float | None     # steps of BF16 / steps of FP8 until that loss
-    pairs: int
+    equal_steps: float
     reason: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    kind: str  # "same", "costs" or "gains"
-    words: str
+def level(recipes, looks, alpha=ALPHA):
+    """The level of each of `recipes` two-sided intervals at each of `looks` that hold together with 1 - alpha."""
+    return alpha / (max(recipes, 1) * max(looks, 1))
 
 
 def _paired(bf16, fp8, what):
-    """Returns both as [pairs, n] in float64. ValueError if shapes differ or a value is not finite."""
+    """Both as [..., trunks, n] in float64. ValueError if shapes differ or a value is not finite."""
     bf16, fp8 = (np.atleast_2d(np.asarray(x, dtype=np.float64)) for x in (bf16, fp8))
-    if bf16.shape != fp8.shape or bf16.ndim != 2 or bf16.size == 0:
-        raise ValueError(f"{what}: BF16 has shape {bf16.shape}, FP8 {fp8.shape}; both need the same [pairs, n]")
+    if bf16.shape != fp8.shape or bf16.size == 0:
+        raise ValueError(f"{what}: BF16 has shape {bf16.shape}, FP8 {fp8.shape}; both need the same [trunks, n]")
     for name, values in (("BF16", bf16), ("FP8", fp8)):
         if not np.isfinite(values).all():
             raise ValueError(f"{what}: {name} holds a value that is not finite")
     return bf16, fp8
 
 
-def _t_factor(degrees):
-    return stats.t.ppf((1 + CONFIDENCE) / 2, degrees)
+def _factor(degrees, alpha):
+    return stats.t.ppf(1 - alpha / 2, degrees)
 
 
-def detectable_difference(standard_error, degrees):
-    """The smallest true difference for which a t-interval with this standard error excludes 0 in 80% of cases."""
-    if standard_error == 0:
-        return 0.0
-    factor = _t_factor(degrees)
-
-    # Intervals that exclude 0 on the other side are too rare to count. The bracket holds the root for all degrees >= 1.
-    shift = optimize.brentq(lambda shift: stats.nct.sf(factor, degrees, shift) - POWER, 0, 1.4 * factor + 1)
-    return float(standard_error * shift)
-
-
-def _difference(estimate, standard_error, degrees, pairs, covers):
-    half = _t_factor(degrees) * standard_error
-    return Difference(float(estimate), float(estimate - half), float(estimate + half), float(standard_error),
-                      float(degrees), detectable_difference(standard_error, degrees), pairs, covers)
+def trunk_interval(values, alpha=ALPHA):
+    """The t-interval of the mean of values [..., trunks]."""
+    values = np.asarray(values, dtype=np.float64)
+    trunks, mean = values.shape[-1], values.mean(axis=-1)
+    if trunks == 1:
+        return Difference(mean, None, None, None, 0, 1)
+    error = values.std(axis=-1, ddof=1) / math.sqrt(trunks)
+    half = _factor(trunks - 1, alpha) * error
+    return Difference(mean, mean - half, mean + half, error, trunks - 1, trunks)
 
 
-def validation_difference(bf16, fp8):
-    """Difference in validation loss. bf16, fp8: losses [pairs, sequences]; every pair reads the same sequences."""
+def training_gaps(bf16, fp8, last):
+    """Mean difference of each trunk over the last `last` steps. bf16, fp8: training losses [..., trunks, steps]."""
+    bf16, fp8 = _paired(bf16, fp8, "training losses")
+    if not 1 <= last <= bf16.shape[-1]:
+        raise ValueError(f"training losses: the last {last} of {bf16.shape[-1]} steps do not exist")
+    return (fp8 - bf16)[..., -last:].mean(axis=-1)
+
+
+def block_means(table):
+    """Means of blocks of neighbours along the last axis; single values if there are fewer than FEWEST_BLOCKS."""
+    count = table.shape[-1]
+    edges = np.linspace(0, count, min(count, MOST_BLOCKS, max(count // BLOCK, FEWEST_BLOCKS)) + 1).astype(int)
+    return np.add.reduceat(table, edges[:-1], axis=-1) / np.diff(edges)
+
+
+def validation_difference(bf16, fp8, alpha=ALPHA):
+    """Difference in validation loss. bf16, fp8: losses [..., trunks, sequences] of the same sequences in all runs."""
     bf16, fp8 = _paired(bf16, fp8, "validation losses")
-    table = fp8 - bf16
-    pairs, sequences = table.shape
-    if sequences < 2:
-        raise ValueError("validation losses: one sequence gives no interval; at least 2 are needed")
-    mean, of_pair, of_sequence = table.mean(), table.mean(axis=1), table.mean(axis=0)
-    variance_sequences = of_sequence.var(ddof=1) / sequences
-    if pairs == 1:
-        return _difference(mean, math.sqrt(variance_sequences), sequences - 1, 1, "sequences")
-
-    variance_pairs = of_pair.var(ddof=1) / pairs
-    rest = table - of_pair[:, None] - of_sequence + mean
-    variance_rest = (rest**2).sum() / ((pairs - 1) * (sequences - 1)) / (pairs * sequences)
-    # variance_pairs and variance_sequences both contain variance_rest, but the variance of the mean contains it once.
-    variance_sequences = max(variance_sequences - variance_rest, 0.0)
-    variance = variance_pairs + variance_sequences
-    if variance == 0:
-        return _difference(mean, 0.0, pairs - 1, pairs, "seeds and sequences")
-    degrees = variance**2 / (variance_pairs**2 / (pairs - 1) + variance_sequences**2 / (sequences - 1))
-    candidates = [(math.sqrt(variance), degrees), (math.sqrt(variance_pairs), pairs - 1)]
-    error, degrees = max(candidates, key=lambda c: c[0] * _t_factor(c[1]))
-    return _difference(mean, error, degrees, pairs, "seeds and sequences")
-
-
-def block_length(series):
-    """Returns the block length of the moving-block bootstrap, in steps. series: [steps], or [steps, k], which gives
-    the longest block length of the k columns."""
-    steps = len(series)
-    with np.errstate(all="ignore"):
-        optimal = np.asarray(optimal_block_length(series)["circular"], dtype=np.float64)
-    optimal = optimal[np.isfinite(optimal)]  # a constant series has none
-    return int(np.clip(math.ceil(max(2 * optimal.max(initial=0), math.sqrt(steps))), 1, steps // 5))
+    of_trunk, trunks = (fp8 - bf16).mean(axis=-1), bf16.shape[-2]
+    plain = trunk_interval(of_trunk, alpha)
+    if trunks == 1 or bf16.shape[-1] == 1:
+        return plain
+    table = block_means(fp8 - bf16)
+    blocks = table.shape[-1]
+    mean, of_block = table.mean(axis=(-2, -1), keepdims=True), table.mean(axis=-2, keepdims=True)
+    rest = table - table.mean(axis=-1, keepdims=True) - of_block + mean
+    rest = (rest**2).sum(axis=(-2, -1)) / ((trunks - 1) * (blocks - 1)) / (trunks * blocks)
+    # Both parts contain `rest`, but the variance of the mean contains it once.
+    of_sequences = EDGE * np.maximum(of_block[..., 0, :].var(axis=-1, ddof=1) / blocks - rest, 0.0)
+    of_trunks = plain.standard_error**2
+    variance = np.maximum(of_trunks + of_sequences, 1e-300)
+    degrees = variance**2 / np.maximum(of_trunks**2 / (trunks - 1) + of_sequences**2 / (blocks - 1), 1e-300)
+    degrees = np.clip(degrees, 1, None)
+    wider = np.sqrt(variance) * _factor(degrees, alpha) > plain.standard_error * _factor(trunks - 1, alpha)
+    error = np.where(wider, np.sqrt(variance), plain.standard_error)
+    degrees = np.where(wider, degrees, trunks - 1)
+    half = _factor(degrees, alpha) * error
+    return Difference(plain.estimate, plain.estimate - half, plain.estimate + half, error, degrees, trunks,
+                      of_sequences)
 
 
-def _block_error(series, statistic, parameters, seed):
-    """(standard error, degrees of freedom) of a statistic of [steps] or [steps, k] that estimates `parameters`.
-
-    The error is that of a normal distribution with the percentiles of the replicates: a ratio may have outliers.
-    It is nan if the statistic is nan in over 1% of the replicates.
-    """
-    steps, block = len(series), block_length(series)
-    bootstrap = MovingBlockBootstrap(block, series, seed=seed)
-    values = bootstrap.apply(statistic, REPLICATES)[:, 0]
-    degrees = steps / block - parameters
-    if np.isnan(values).mean() > 0.01:
-        return math.nan, degrees
-    tails = 100 * (1 - CONFIDENCE) / 2
-    error = stats.iqr(values, rng=(tails, 100 - tails), nan_policy="omit") / (2 * stats.norm.ppf(1 - tails / 100))
-    return float(error * math.sqrt(steps / block / degrees)), degrees
-
-
-def _mean_of_steps(series, seed):
-    if len(series) < MIN_STEPS:
-        raise ValueError(f"{len(series)} steps are too few for an interval; at least {MIN_STEPS} are needed")
-    if np.ptp(series) == 0:
-        return _difference(series[0], 0.0, len(series) - 1, 1, "batches")
-    error, degrees = _block_error(series, np.mean, 1, seed)
-    return _difference(series.mean(), error, degrees, 1, "batches")
-
-
-def training_difference(bf16, fp8, last, seed=0):
-    """Mean difference in training loss over the last `last` steps. bf16, fp8: losses [pairs, steps].
-
-    seed: the bootstrap's, which one pair needs.
-    """
+def difference_over_steps(bf16, fp8, window, alpha=ALPHA):
+    """The paired difference in windows of `window` steps, of which the last ends the run, each with its interval."""
     bf16, fp8 = _paired(bf16, fp8, "training losses")
-    pairs, steps = bf16.shape
-    if not 1 <= last <= steps:
-        raise ValueError(f"training losses: the last {last} of {steps} steps do not exist")
-    differences = (fp8 - bf16)[:, steps - last:]
-    if pairs == 1:
-        return _mean_of_steps(differences[0], seed)
-    means = differences.mean(axis=1)
-    return _difference(means.mean(), stats.sem(means), pairs - 1, pairs, "seeds and batches")
+    first = bf16.shape[-1] % window
+    if bf16.shape[-1] < window:
+        raise ValueError(f"{bf16.shape[-1]} steps are too few for a curve of windows of {window}")
+    parts = (fp8 - bf16)[:, first:].reshape(len(bf16), -1, window).mean(axis=2)
+    got = trunk_interval(parts.T, alpha)
+    return Curve(first + window * np.arange(parts.shape[1]) + (window - 1) / 2, got.estimate, got.low, got.high)
 
 
-def difference_over_steps(bf16, fp8, window, seed=0):
-    """The paired difference, averaged over pairs, in windows of `window` steps, of which the last ends the run.
-
-    Its band covers the noise of batches alone, by the moving-block bootstrap. Show a NoiseBand beside it.
-    """
-    bf16, fp8 = _paired(bf16, fp8, "training losses")
-    mean = (fp8 - bf16).mean(axis=0)
-    first = len(mean) % window
-    parts = [_mean_of_steps(part, seed) for part in mean[first:].reshape(-1, window)]
-    columns = (np.array([getattr(part, name) for part in parts]) for name in ("estimate", "low", "high"))
-    return Curve(first + window * np.arange(len(parts)) + (window - 1) / 2, *columns)
+# ---- cost at equal loss, and over lengths
 
 
-def noise_band(losses, groups, pairs=1):
-    """Returns the NoiseBand of BF16 runs. losses: [runs] or [runs, n]; runs of equal `groups` differ in noise alone.
-
-    Give each run's seed as its group if runs differ in the rounding seed, or one group if they differ in the seed.
-    pairs: the band holds for the mean of this many differences. Raises ValueError if no group has two runs.
-    """
-    losses, groups = np.asarray(losses, dtype=np.float64), np.asarray(groups)
-    if len(losses) != len(groups) or not np.isfinite(losses).all():
-        raise ValueError("noise band: a finite loss and a group are needed for each run")
-    squares, degrees = np.zeros(losses.shape[1:]), 0
-    for group in np.unique(groups):
-        runs = losses[groups == group]
-        squares = squares + ((runs - runs.mean(axis=0))**2).sum(axis=0)
-        degrees += len(runs) - 1
-    if degrees == 0:
-        raise ValueError("noise band: no group has two BF16 runs")
-    deviation = np.sqrt(squares / degrees)
-    return NoiseBand(deviation, _t_factor(degrees) * deviation * math.sqrt(2 / pairs), degrees)
+def ratio_interval(top, bottom, extra=0.0, alpha=ALPHA):
+    """(estimate, low, high) of mean(top) / mean(bottom), [..., trunks] each, by Fieller; all nan where the interval of
+    mean(bottom) holds 0 or what is below. extra: more variance of mean(top), which no trunk shows."""
+    top, bottom = np.asarray(top, dtype=np.float64), np.asarray(bottom, dtype=np.float64)
+    trunks, a, b = top.shape[-1], top.mean(axis=-1), bottom.mean(axis=-1)
+    scale = _factor(trunks - 1, alpha)**2 / (trunks * (trunks - 1))
+    da, db = top - a[..., None], bottom - b[..., None]
+    square = b**2 - scale * (db**2).sum(axis=-1)
+    middle = a * b - scale * (da * db).sum(axis=-1)
+    rest = a**2 - scale * ((da**2).sum(axis=-1) + extra * trunks * (trunks - 1))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        square = np.where((square > 0) & (b > 0), square, np.nan)
+        root = np.sqrt(np.maximum(middle**2 - square * rest, 0))
+        return a / b + 0 * square, (middle - root) / square, (middle + root) / square
 
 
-def with_rounding(difference, noise):
-    """The difference of one seed, with an interval that also covers the noise of rounding.
+def last_slope(steps, losses):
+    """d(last loss) / d(log steps) at the longest of runs of these lengths. losses: [..., trunks, lengths], two or more.
 
-    noise: the NoiseBand of this loss between BF16 runs that differ in the rounding seed. Variances add up, with
-    Satterthwaite's degrees of freedom; the interval is never narrower than that of rounding alone.
-    """
-    rounding = float(noise.half_width) / _t_factor(noise.degrees)
-    variance = difference.standard_error**2 + rounding**2
-    if rounding == 0:
-        return difference
-    degrees = variance**2 / (difference.standard_error**4 / difference.degrees + rounding**4 / noise.degrees)
-    error, degrees = max([(math.sqrt(variance), degrees), (rounding, noise.degrees)],
-                         key=lambda c: c[0] * _t_factor(c[1]))
-    return _difference(difference.estimate, error, degrees, difference.pairs, f"{difference.covers} and {ROUNDING}")
-
-
-def _match(curves, steps):
-    """(steps of BF16, steps of FP8, loss, reached) at the lowest loss that both reached.
-
-    curves: [3, 2], BF16 and FP8 in columns: the coefficients of 1, x and x**2 with x = log(step / steps).
-    """
-    loss = curves[0].max()
-    with np.errstate(invalid="ignore"):  # a parabola below the loss has no root: take step 1, before the fitted steps
-        x = 2 * (curves[0] - loss) / (np.sqrt(curves[1]**2 - 4 * curves[2] * (curves[0] - loss)) - curves[1])
-    at = np.maximum(steps * np.exp(np.nan_to_num(x, nan=-np.inf)), 1.0)
-    return float(at[0]), float(at[1]), float(loss), bool(curves[0, 1] <= curves[0, 0])
+    Between two lengths a curve is steeper than at the longer one, which would price a cost too low: with 10% of it on a
+    power law of exponent 0.3, where intervals at a cost of 1% then cover 88%. With three lengths the slope is carried
+    on from the middles of both spans to the end, as a power law does it; steps in which it rises are noise."""
+    x, losses = np.log(np.asarray(steps, dtype=np.float64)), np.asarray(losses, dtype=np.float64)
+    slopes = np.diff(losses, axis=-1) / np.diff(x)
+    if len(x) == 2:
+        return slopes[..., -1]
+    before, last = slopes[..., -2], slopes[..., -1]
+    flatter = np.clip(np.where((before < 0) & (last < 0), last / np.minimum(before, -1e-12), 1), 0.25, 1)
+    return last * flatter**((x[-1] - x[-2]) / (x[-1] - x[-3]))
 
 
-def _time_until(cost, step):
-    """The time that the first `step` steps took. cost: [steps], of each step; step need not be a whole number."""
-    return float(np.interp(step, np.arange(len(cost) + 1), np.concatenate([[0.0], np.cumsum(cost)])))
+def equal_loss_speedup(log_ratio, gap, slope, gap_variance=0.0, alpha=ALPHA):
+    """The speed-up at equal loss, of each trunk [..., trunks]: log_ratio: log(time, or joules, of a BF16 step / of an
+    FP8 step); gap: FP8's loss minus BF16's; slope: d(last loss of BF16) / d(log steps). gap_variance: variance of the
+    mean gap beside that of trunks."""
+    log_ratio, gap, slope = (np.asarray(x, dtype=np.float64) for x in (log_ratio, gap, slope))
+    ratio, fall = log_ratio.mean(axis=-1, keepdims=True), -slope
+    equal = np.exp(ratio[..., 0])
+    if log_ratio.shape[-1] == 1:
+        return Speedup(None, None, None, equal, "one trunk gives no interval")
+    # mean(ratio) - mean(gap) / mean(fall) is mean(top) / mean(fall); to first order each trunk's part is this:
+    top = fall * ratio + fall.mean(axis=-1, keepdims=True) * (log_ratio - ratio) - gap
+    logs = ratio_interval(top, fall, gap_variance, alpha)
+    if equal.ndim == 0 and not np.isfinite(logs[1]):
+        return Speedup(None, None, None, equal, "the interval of the fall of BF16's loss with more steps holds 0")
+    return Speedup(*map(np.exp, logs), equal)
 
 
-def _log_speedup(curves, costs):
-    """log(t_BF16 / t_FP8) at equal loss; nan if a curve does not fall at its end. costs: [2, steps]."""
-    if curves[1].max() >= 0:
-        return math.nan
-    at = _match(curves, costs.shape[1])
-    return math.log(_time_until(costs[0], at[0]) / _time_until(costs[1], at[1]))
+def trend(x, values, at=None, alpha=ALPHA):
+    """The slope of values [..., trunks, points] over x [points]: a line for each trunk, then the interval over trunks.
+    With `at`, instead the value of these lines at x = at."""
+    x, values = np.asarray(x, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    weights = (x - x.mean()) / ((x - x.mean())**2).sum()
+    slopes = values @ weights
+    return trunk_interval(slopes if at is None else values.mean(axis=-1) + slopes * (at - x.mean()), alpha)
 
 
-def _bound(curves, costs, start, equal, pairs):
-    """The answer if the matched step is before the fitted steps, so that only a bound is known; None if it is not."""
-    steps = costs.shape[1]
-    at_bf16, at_fp8, loss, reached = _match(curves, steps)
-    if min(at_bf16, at_fp8) >= start:
-        return None
-    if reached:
-        low = _time_until(costs[0], steps) / _time_until(costs[1], start)
-        return Speedup(None, low, None, loss, True, equal, None, pairs, f"FP8 reached the loss before step {start}")
-    high = _time_until(costs[0], start) / _time_until(costs[1], steps)
-    return Speedup(None, None, high, loss, False, equal, None, pairs,
-                   f"FP8 ended at a loss that BF16 reached before step {start}")
+# ---- what a number of trunks can see
 
 
-def _speedup_error(losses, costs, design, seed):
-    """(standard error, degrees of freedom) of _log_speedup.
-
-    losses: [pairs, fitted steps, 2]; costs: [pairs, 2, steps]; design: [fitted steps, 3].
-    """
-    least_squares, pairs = np.linalg.pinv(design), len(losses)
-    if pairs == 1:
-        fitted = design @ (least_squares @ losses[0])  # a matrix [steps, steps] would fill memory
-        return _block_error(losses[0] - fitted,
-                            lambda residuals: _log_speedup(least_squares @ (fitted + residuals), costs[0]), 3, seed)
-    values = [_log_speedup(least_squares @ losses[others].mean(axis=0), costs[others].mean(axis=0))
-              for others in ~np.eye(pairs, dtype=bool)]
-    return math.sqrt((pairs - 1) * np.var(values)), pairs - 1
+def null_deviation(gaps, confidence=0.9):
+    """(deviation, its upper limit) of a trunk's gap where nothing differs: of null pairs, whose mean gap is 0."""
+    gaps = np.asarray(gaps, dtype=np.float64)
+    squares = float((gaps**2).sum())
+    return math.sqrt(squares / len(gaps)), math.sqrt(squares / stats.chi2.ppf(1 - confidence, len(gaps)))
 
 
-def loss_matched_speedup(bf16, fp8, bf16_seconds, fp8_seconds, share=0.75, seed=0):
-    """Speed-up at equal loss. bf16, fp8: losses [pairs, steps]; the others: seconds or joules of these steps.
-
-    share: parabolas are fitted to this share of the steps, at the end; seed: the bootstrap's, which one pair needs.
-    """
-    losses = np.stack(_paired(bf16, fp8, "training losses"), axis=2)                    # [pairs, steps, 2]
-    costs = np.stack(_paired(bf16_seconds, fp8_seconds, "seconds of steps"), axis=1)    # [pairs, 2, steps]
-    pairs, steps = losses.shape[:2]
-    if costs.shape != (pairs, 2, steps) or costs.min() <= 0:
-        raise ValueError("seconds of steps: one positive value for each loss is needed")
-    start = steps - int(share * steps)
-    if steps - start < MIN_STEPS:
-        raise ValueError(f"{steps - start} fitted steps are too few for an interval; at least {MIN_STEPS} are needed")
-    step = np.arange(start + 1, steps + 1)
-    design = np.vander(np.log(step / steps), 3, increasing=True)
-
-    mean_cost, mean_loss = costs.mean(axis=0), losses[:, start:].mean(axis=0)
-    curves = np.linalg.pinv(design) @ mean_loss
-    equal = float(mean_cost[0].sum() / mean_cost[1].sum())
-    error, degrees = _speedup_error(losses[:, start:], costs, design, seed)
-    if not math.isfinite(error):
-        return Speedup(None, None, None, None, bool(curves[0, 1] <= curves[0, 0]), equal, None, pairs,
-                       "a loss curve does not fall clearly enough at its end to match losses")
-    bound = _bound(curves, mean_cost, start, equal, pairs)
-    if bound:
-        return bound
-    at_bf16, at_fp8, loss, reached = _match(curves, steps)
-    middle, half = _log_speedup(curves, mean_cost), _t_factor(degrees) * error
-    return Speedup(math.exp(middle), math.exp(middle - half), math.exp(middle + half), loss, reached, equal,
-                   at_bf16 / at_fp8, pairs)
+def smallest_cost(deviation, trunks, alpha=ALPHA, power=POWER):
+    """The smallest true cost, in the unit of `deviation`, that the two-sided interval at level alpha over `trunks`
+    trunks tells from 0 in a share `power` of verdicts. It is also how far the true cost must be from a margin for the
+    verdict to say on which side it is. deviation: of a trunk's gap. inf for one trunk."""
+    if trunks < 2:
+        return math.inf
+    factor = _factor(trunks - 1, alpha)
+    # Intervals that exclude 0 on the other side are too rare to count. The bracket holds the root for all degrees.
+    shift = optimize.brentq(lambda shift: stats.nct.sf(factor, trunks - 1, shift) - power, 0, 1.4 * factor + 1)
+    return float(deviation * shift / math.sqrt(trunks))
 
 
-def covers_runs(difference):
-    """False for one pair without the noise of rounding: the interval does not cover the noise from run to run."""
-    return difference.pairs > 1 or ROUNDING in difference.covers
+def trunks_needed(deviation, cost, alpha=ALPHA, power=POWER, most=1000):
+    """The smallest number of trunks, from 2, whose smallest_cost is at most `cost`; None if it is above `most`.
 
-
-def verdict(difference):
-    """The verdict in words."""
-    estimate, low, high = difference.estimate, difference.low, difference.high
-    note = "" if covers_runs(difference) else "; one pair of runs, so the noise from run to run is not covered"
-    if low <= 0 <= high:
-        return Verdict("same", f"cannot be told apart from BF16: {estimate:+.4f} [{low:+.4f}, {high:+.4f}] in loss, "
-                               f"where {difference.detectable:.4f} would have been seen{note}")
-    if low > 0:
-        return Verdict("costs", f"costs {estimate:.4f} [{low:.4f}, {high:.4f}] in loss{note}")
-    return Verdict("gains", f"gains {-estimate:.4f} [{-high:.4f}, {-low:.4f}] in loss{note}")
-
-
-def speedup_words(speedup):
-    """The loss-matched speed-up in words."""
-    if speedup.estimate is None:
-        bound = (f"above {speedup.low:.2f}x" if speedup.low is not None else
-                 f"below {speedup.high:.2f}x" if speedup.high is not None else "unknown")
-        return f"loss-matched speed-up {bound}: {speedup.reason}"
-    words = f"loss-matched speed-up {speedup.estimate:.3f}x [{speedup.low:.3f}, {speedup.high:.3f}]"
-    if not speedup.reached:
-        words += f"; FP8 did not reach the last loss of BF16, so both are compared at {speedup.loss:.4f}"
-    return words
+    For a margin, cost is its distance from the true cost: the margin itself if FP8 costs nothing."""
+    low, high = 1, 2
+    while smallest_cost(deviation, high, alpha, power) > cost:
+        low, high = high, 2 * high
+        if low >= most:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if smallest_cost(deviation, middle, alpha, power) <= cost else (middle, high)
+    return high if high <= most else None

@@ -2,6 +2,7 @@
 import collections
 
 from report import style, words
+from report.pairs import NULL
 
 MODELS = 8  # panels of one figure
 METRICS = (  # name, title, axis, caption
@@ -99,7 +100,13 @@ def short_reason(reason):
 def draw(data, found):
     """Returns (drawings, words on what is left out). data: the numbers of report.json."""
     cells = collections.defaultdict(lambda: collections.defaultdict(list))
+    most = {}  # tokens per step: with other numbers of them the speed is another
     for run in data["runs"]:
+        place = run["model"], run["sequence_length"], run["gpus"]
+        most[place] = max(most.get(place, 0), run["tokens_per_step"])
+    for run in data["runs"]:
+        if run["recipe"] == NULL or run["tokens_per_step"] < most[run["model"], run["sequence_length"], run["gpus"]]:
+            continue
         cells[run["model"], run["sequence_length"], run["gpus"]][run["recipe"]].append(run)
     order = {recipe: i for i, recipe in enumerate(["bf16", "fp32", *style.COLOURS])}
     recipes = sorted({recipe for of in cells.values() for recipe in of}, key=lambda r: (order.get(r, 99), r))

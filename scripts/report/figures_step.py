@@ -84,12 +84,12 @@ def times_of(run):
         for one in run.summaries:
             seconds.update({kind: one["seconds"].get(kind) or 0.0 for kind in TIMES})
         return seconds
-    fields = {key: run.values(key) for key in STEP_TIMES}
+    fields = {key: run.costs(key) for key in STEP_TIMES}
     if any(values is None for values in fields.values()):
         return None
     for key, values in fields.items():
         seconds[key.removesuffix("_ms")] = sum(values) / 1000
-    seconds["compute"] = max(sum(run.values("ms")) / 1000 - sum(seconds.values()), 0.0)
+    seconds["compute"] = max(sum(run.costs("ms")) / 1000 - sum(seconds.values()), 0.0)
     seconds["validation"] = sum(v.get("seconds") or 0.0 for v in run.validations)
     seconds["saving"] = sum(s.get("seconds") or 0.0 for s in run.saves)
     return seconds
@@ -210,7 +210,7 @@ def draw_strip(run, names):
     heights = [1.0] * (len(panels) - bool(events)) + [0.2 + 0.17 * len(events)] * bool(events)
     figure, grid = style.new(0.9 + 1.05 * sum(heights), len(panels), squeeze=False, sharex=True, height_ratios=heights)
     number = run.column("step")
-    most = max(40, 240 // run.gpus)
+    most = max(40, 160 // run.gpus)
     for axes, (key, label) in zip(grid[:, 0], panels):
         axes.set_ylabel(label, fontsize=9)
         if key == "events":

@@ -26,15 +26,16 @@ def read_verdict(path, found):
     """Adds FOLDER/verdict.json. Returns the folders of its runs; none if it is damaged."""
     try:
         verdict = json.loads(path.read_text(encoding="utf-8"))
-        names = [run["folder"] for run in verdict["runs"]]
-        if not all(isinstance(name, str) and name and not Path(name).is_absolute() for name in names):
+        folders = [run["folder"] for run in verdict["runs"]]  # as the file system has them
+        verdict = logs.clean_all(verdict)
+        if not all(isinstance(name, str) and name and not Path(name).is_absolute() for name in folders):
             raise ValueError
     except (ValueError, KeyError, TypeError, RecursionError):
         found.problems.append(f"{path} is damaged: it is not the JSON that scripts/verdict.sh writes. The runs are "
                               "read from their folders.")
         return []
     found.verdicts.append(verdict)
-    return names
+    return folders
 
 
 def result_of(folder):

@@ -9,15 +9,20 @@ import bisect
 import collections.abc
 import dataclasses
 import fcntl
+import functools
 import json
 import math
 import os
 from pathlib import Path
 
+import numpy as np
+
 import sweep_folder
 from sweep_folder import NUMBER, NUMBER_OR_NULL, OBJECT, TEXT, Damaged, check_fields, clean
 
 WARMUP_STEPS = 10  # SUMMARY_WARMUP_STEPS of llmc/run/logger.h
+STALL = 5          # a step that takes more than this many medians was stopped from outside: it has no time of its own
+LARGEST = {"loss": 1e6, "ms": 1e9}  # larger ones are damage: a loss starts near 12, and 1e9 ms are 11 days
 
 # Fields that every record of a type has, in addition to those of sweep_folder.FIELDS.
 FIELDS = {
@@ -42,6 +47,15 @@ OPTIONAL = {
                 "joules_per_token": NUMBER_OR_NULL},
 }
 PER_GPU = ("watts", "sm_mhz", "celsius")
+
+
+def clean_all(value):
+    """The value of a JSON text with sweep_folder.clean's "?" for characters that a terminal or page might obey."""
+    if isinstance(value, dict):
+        return {clean(key): clean_all(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [clean_all(item) for item in value]
+    return clean(value) if isinstance(value, str) else value
 
 
 class Steps(collections.abc.Sequence):
@@ -120,6 +134,19 @@ class Run:
         return int(self.steps.numbers["step"][-1]) if self.steps else 0
 
     @property
+    def first_step(self):
+        return int(self.steps.numbers["step"][0]) if self.steps else 0
+
+    @property
+    def stretches(self):
+        """[(last step, precision, FP8 recipe, rounding seed)] of a run, oldest first: as a branched run's settings
+        record tells it, and at last what the run has trained with itself."""
+        fp8 = self.option("precision") == "fp8"
+        own = (self.num_steps, self.option("precision"), self.option("fp8-recipe") if fp8 else None, self.rounding_seed)
+        return [(int(b["step"]), b["precision"], b.get("fp8_recipe") if b["precision"] == "fp8" else None,
+                 b["rounding_seed"]) for b in self.starts[0].get("branches") or []] + [own]
+
+    @property
     def num_steps(self):
         return int(self.option("num-steps"))
 
@@ -140,8 +167,10 @@ class Run:
 
     @property
     def missing(self):
-        """The first step that the log lacks although it has a later one, or None."""
-        return next((i for i, step in enumerate(self.column("step"), 1) if step != i), None)
+        """The first step that the log lacks although it has a later one, or None. That of a branched run begins after
+        the last step of the stretch before it."""
+        first = 1 + (self.stretches[-2][0] if len(self.stretches) > 1 else 0)
+        return next((i for i, step in enumerate(self.column("step"), first) if step != i), None)
 
     @property
     def seed(self):
@@ -199,6 +228,30 @@ class Run:
         values = self.column(key)
         return None if not values or any(value is None for value in values) else values
 
+    @functools.cached_property
+    def stalls(self):
+        """{place in the list of steps: ms} of steps above STALL medians."""
+        times = np.array(self.column("ms"), dtype=np.float64)
+        return {int(i): float(times[i]) for i in np.flatnonzero(times > STALL * np.median(times))}
+
+    def costs(self, key):
+        """The values of a field ("ms", "joules" or a part of ms), a number each step, with the median instead of those
+        of stalled steps; None if a step lacks it."""
+        values = self.values(key)
+        if values is not None and self.stalls:
+            values, median = list(values), float(np.median(values))
+            for i in self.stalls:
+                values[i] = median
+        return values
+
+    def stall_words(self):
+        """What is left out of time and energy, in words; "" if nothing is."""
+        if not self.stalls:
+            return ""
+        most = f"{'' if len(self.stalls) == 1 else 'up to '}{max(self.stalls.values()) / 1000:.3g} s"
+        return (f"{len(self.stalls)} step{'s' * (len(self.stalls) > 1)} of {self.name} took {most}, above {STALL} times "
+                "the median; left out of time and energy")
+
     def after_warmup(self, key):
         """The values of a field without those of the first WARMUP_STEPS, or of the first half of a short run."""
         return self.column(key, min(WARMUP_STEPS, len(self.steps) // 2))
@@ -224,6 +277,8 @@ def check_lists(record):
         each(record["throttle"], TEXT, "throttle")
     if "losses" in record:
         each(record["losses"], NUMBER_OR_NULL, "losses")
+        if any(abs(value or 0) > LARGEST["loss"] for value in record["losses"]):
+            raise Damaged(f"one of \"losses\" is above {LARGEST['loss']:g}")
     if record["type"] == "summary":
         each(list(record.get("seconds", {}).values()), NUMBER_OR_NULL, "seconds")
     if record["type"] == "profile":
@@ -238,12 +293,18 @@ def check_lists(record):
 
 def check_settings(record):
     check_fields(record["settings"], {"precision": TEXT, "seed": NUMBER})
+    branches = record.get("branches") or []
+    if not isinstance(branches, list) or not all(isinstance(branch, dict) for branch in branches):
+        raise Damaged("\"branches\" is not a list of objects")
+    for branch in branches:
+        check_fields(branch, {"step": NUMBER, "precision": TEXT, "rounding_seed": NUMBER})
+    steps = [branch["step"] for branch in branches]
+    if steps != sorted(set(steps)) or any(step < 1 or step != int(step) for step in steps):
+        raise Damaged("the steps of \"branches\" are not whole numbers that grow")
     counts = {key: record["settings"][key] for key in sweep_folder.OPTIONS} | {"world_size": record["world_size"]}
     for key, value in counts.items():
         if value != int(value) or value < 1:
             raise Damaged(f"\"{key}\" is not a whole number above 0")
-    record["settings"] = {clean(key): clean(value) if isinstance(value, str) else value
-                          for key, value in record["settings"].items()}
     if "memory" in record:
         check_fields({"other_bytes": None, **record["memory"]}, {"other_bytes": NUMBER_OR_NULL})
     groups = record.get("memory", {}).get("groups", [])
@@ -262,6 +323,8 @@ def check_settings(record):
 
 def read_record(line):
     record = sweep_folder.read_line(line)
+    if b"\\" in line or b"\x7f" in line or not line.isascii():  # no other line can hold a control character
+        record = clean_all(record)
     kind = record["type"]
     check_fields(record, FIELDS.get(kind, {}))
     if "step" in FIELDS.get(kind, {}):
@@ -269,6 +332,9 @@ def read_record(line):
     check_fields(record, {key: of for key, of in OPTIONAL.get(kind, {}).items() if key in record})
     if kind == "step" and record["ms"] <= 0:
         raise Damaged("\"ms\" is not above 0")
+    for key, most in LARGEST.items() if kind in ("step", "validation") else ():
+        if abs(record.get(key) or 0) > most:
+            raise Damaged(f"\"{key}\" is {record[key]:.3g}, above {most:g}")
     if kind == "fp8_audit" and (record["layer"] != int(record["layer"]) or record["layer"] < 0):
         raise Damaged("\"layer\" is not a layer's number")
     check_lists(record)

@@ -23,28 +23,53 @@ def clean(value):
         return [clean(item) for item in value]
     if isinstance(value, (np.integer, np.floating)):
         value = value.item()
+    if isinstance(value, str):
+        return sweep_folder.clean(value)
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 
 
-def comparison_numbers(c, price):
+def in_percent(c, difference):
+    """A difference of the primary loss in percent of BF16's; None without one."""
+    if difference is None:
+        return None
+    return {key: None if getattr(difference, key) is None else c.percent(getattr(difference, key))
+            for key in ("estimate", "low", "high")}
+
+
+def horizon_numbers(c, primary):
+    """The gap after the runs of one length."""
+    single = getattr(c, primary)
+    return {"steps": c.horizon, "done_steps": c.steps, "tokens": c.tokens, "tokens_since_branch": c.tokens_since,
+            "trunks": len(c.seeds), "gap_percent": in_percent(c, single)}
+
+
+def comparison_numbers(c, price, margin):
     """A comparison as a dictionary."""
     kwh = [joules * words.PER_GIGA / 3.6e6 for joules in c.joules_per_token] if c.joules_per_token else None
     money = words.money_per_giga(c, price) if price is not None and c.seconds_per_token else None
     return {
-        "model": c.model, "sequence_length": c.length, "gpus": c.gpus, "recipe": c.recipe, "verdict": words.kind_of(c),
-        "words": words.sentence(c, price), "seeds": c.seeds if c.pairs else [], "steps": c.steps,
+        "model": c.model, "sequence_length": c.length, "gpus": c.gpus, "tokens_per_step": c.batch,
+        "branch_step": c.branch, "design": "branches" if c.branch else "whole", "num_steps": c.horizon,
+        "recipe": c.recipe, "null": c.null, "verdict": words.kind_of(c), "undecided": c.undecided,
+        "decision": words.decision_of(c, margin) if margin and not c.null else None,
+        "words": "".join(words.sentence(c, margin)), "seeds": c.seeds if c.pairs else [], "steps": c.steps,
+        "planned_trunks": c.planned, "tokens": c.tokens, "parameters": c.parameters,
         "pairs": [{"bf16": p.bf16.name, "fp8": p.fp8.name, "seed": p.fp8.seed, "rounding_seed": p.fp8.rounding_seed}
                   for p in c.pairs],
         "refused": c.refused, "diverged": c.diverged, "notes": c.notes, "missing": c.why,
         "tokens_per_second_ratio": c.speed, "tokens_per_second_ratio_range": c.speed_range,
-        "training": c.training, "training_last_steps": c.last, "training_noise": c.training_noise,
-        "validation": c.validation, "validation_step": c.validation_step, "validation_noise": c.validation_noise,
-        "difference_over_steps": c.curve, "window": c.window, "noise_over_steps": c.curve_noise,
-        "noise_of": c.noise_of, "speedup": c.speedup, "energy_speedup": c.energy_speedup,
-        "kwh_per_billion_tokens": kwh,
-        "money_per_billion_tokens": money,
+        "primary": c.primary, "level": c.alpha, "bounds": c.bounds,
+        "bounds_percent": in_percent(c, c.bounds) if c.bounds else None,
+        "training": c.training, "training_last_steps": c.last,
+        "validation": c.validation, "validation_step": c.validation_step,
+        "difference_over_steps": c.curve, "window": c.window, "null_differences_over_steps": c.null_curves,
+        "over_tokens": [horizon_numbers(h, c.primary) for h in c.horizons], "trend_percent": c.trend,
+        "extrapolated_percent": c.extrapolated, "batch_trend_percent": c.batch_trend,
+        "null_deviation_percent": c.deviation, "smallest_cost_percent": c.smallest,
+        "speedup": c.speedup, "energy_speedup": c.energy_speedup, "gpu_hours_per_trunk": c.hours,
+        "kwh_per_billion_tokens": kwh, "money_per_billion_tokens": money,
     }
 
 
@@ -56,14 +81,15 @@ def run_numbers(run, recipe):
     flops = run.settings.get("model_flops_per_token")
     peak = run.settings.get("peak_bf16_flops")
     tflops = flops * tokens / run.gpus * 1e-12 if flops else None
-    joules = run.values("joules")
+    joules = run.costs("joules")
     return {
         "name": run.name, "place": run.place, "model": run.settings["model"], "sequence_length": run.length,
-        "gpus": run.gpus, "recipe": recipe, "seed": run.seed, "rounding_seed": run.rounding_seed,
+        "gpus": run.gpus, "tokens_per_step": run.tokens_per_step, "recipe": recipe, "seed": run.seed, "rounding_seed": run.rounding_seed,
         "state": run.state(),
         "steps": run.last_step, "num_steps": run.num_steps, "complete": run.complete, "running": run.running,
         "half_written": run.half_written, "repeated_steps": run.repeated, "starts": len(run.starts),
         "diverged_at": run.diverged, "skipped": sum(map(bool, run.column("skipped"))),
+        "stalled": len(run.stalls), "first_step": run.first_step,
         "last_loss": sum(finite[-20:]) / len(finite[-20:]) if finite else None,
         "validation_loss": run.validations[-1]["loss"] if run.validations else None,
         "tokens_per_second": tokens, "tokens_per_second_per_gpu": tokens / run.gpus, "tflops_per_gpu": tflops,
@@ -100,7 +126,7 @@ def differing_settings(runs):
     return common, differing
 
 
-def facts(runs, keys=("program", "version", "versions", "device", "host", "model", "parameters", "world_size",
+def facts(runs, keys=("program", "build", "version", "versions", "device", "host", "model", "parameters", "world_size",
                       "training_tokens", "training_sequences", "training_fingerprint", "validation_fingerprint")):
     """[(fact, its values)] of the settings records of all starts."""
     rows = []
@@ -125,13 +151,14 @@ def receipt(found, runs):
     return {"facts": rows + facts(runs), "common": common, "differing": differing}
 
 
-def everything(found, names, comparisons, price, sources, made):
+def everything(found, names, comparisons, price, margin, sources, made):
     """The whole of report.json, except `figures`, `left_out` and `singles`."""
     return clean({
-        "made": made, "sources": sources, "price_of_a_gpu_hour": price,
-        "verdict": [{"kind": kind, "name": name, "words": text}
-                    for kind, name, text in words.verdict(comparisons, price)],
-        "comparisons": [comparison_numbers(c, price) for c in comparisons],
+        "made": made, "sources": sources, "price_of_a_gpu_hour": price, "margin_percent": margin,
+        "verdict": [{"kind": kind, "name": begin, "words": begin + rest}
+                    for kind, begin, rest in words.verdict(comparisons, margin)],
+        "notes": words.notes(comparisons),
+        "comparisons": [comparison_numbers(c, price, margin) for c in comparisons],
         "runs": [{**run_numbers(run, names[run.name]), "curve": loss_curve(run, CURVES // len(found.runs))}
                  for run in found.runs],
         "runs_without_numbers": [{"name": name, "reason": reason} for name, reason in found.without],

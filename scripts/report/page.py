@@ -7,14 +7,17 @@ from pathlib import Path
 
 import jinja2
 
-from report import pairs, words
+from report import compare, pairs, words
 from report.words import number
 
-LIMIT = 1_000_000  # bytes at which a page is too large
+LIMIT = 600_000  # bytes at which a page is too large
+FIRST = 12        # figures outside of <details>
 TAGS = {"same": "No difference seen.", "costs": "Higher loss.", "gains": "Lower loss.", "diverged": "Diverged.",
         "mixed": "Mixed.", "none": ""}
+# Figures of each part in the first view.
+SHOWN = {"verdict": 1, "tokens": 3, "cost": 2, "gemms": 1, "numerics": 2, "loss": 3}
 # A page that is too large leaves out figures of these parts, in this order.
-DROPPED = ("strip", "gemms", "step", "loss", "difference", "memory", "cost", "speed", "verdict")
+DROPPED = ("strip", "memory", "step", "speed", "gemms", "loss", "numerics", "cost", "tokens", "verdict")
 
 
 @dataclasses.dataclass
@@ -31,35 +34,69 @@ class Part:
     intro: str = ""
     tables: list = dataclasses.field(default_factory=list)
     shown: bool = True
+    open: list = dataclasses.field(default_factory=list)
+    folded: list = dataclasses.field(default_factory=list)
+
+
+def interval(d, form="{:+.2f}", scale=1.0):
+    """A Difference in words; of one trunk the estimate alone."""
+    if d is None:
+        return "n/a"
+    middle = form.format(scale * d.estimate)
+    return middle if d.low is None else f"{middle} [{form.format(scale * d.low)}, {form.format(scale * d.high)}]"
 
 
 def difference_table(comparisons):
-    """All numbers of the differences in loss."""
+    """All numbers of the differences in loss. Only the primary loss has simultaneous bounds and a tag."""
     rows = []
     for c in comparisons:
-        for name in ("validation", "training"):
-            d = getattr(c, name)
+        for name in ("validation", "training") if c.pairs else ():
+            d, primary = getattr(c, name), name == c.primary
             if d is None:
                 continue
-            where = f"after step {c.validation_step}" if name == "validation" else f"last {c.last} steps"
-            rows.append([c.name, f"{name}, {where}", f"{d.estimate:+.5f}", f"{d.low:+.5f} to {d.high:+.5f}",
-                         f"{d.detectable:.5f}", d.pairs, d.covers])
-    return Table(["comparison", "loss", "FP8 - BF16", "95% interval", "detectable", "seeds", "covers"], rows, 2)
+            where = f"step {c.validation_step}" if name == "validation" else f"last {c.last} of {c.steps} steps"
+            tag = "noise" if c.null else TAGS[words.kind_of(c)] or c.undecided or "one pair cannot tell"
+            bounds = interval(c.bounds, "{:+.2f}%", 100 / c.base) if primary and not c.null else ""
+            scale = 100 / float(c.ends[name][0].mean())
+            rows.append([c.name, f"{name}, {where}", interval(d, "{:+.5f}"), interval(d, "{:+.2f}%", scale), bounds,
+                         len(c.seeds), tag if primary else ""])
+    return Table(["comparison", "loss", "FP8 - BF16 [95%]", "of BF16's loss [95%]", "bounds for all recipes and looks",
+                  "trunks", "reads"], rows, 2)
+
+
+def token_tables(comparisons):
+    """The gap after runs of each length, and its trends."""
+    shown = [c for c in comparisons if c.pairs and not c.null]
+    gaps = [[c.name, f"{h.horizon:,}", words.tokens(h.tokens), words.per_parameter(h), f"{h.batch:,}",
+             words.tokens(h.tokens_since), interval(getattr(h, c.primary), "{:+.2f}%", 100 / h.base), len(h.seeds)]
+            for c in shown for h in c.horizons]
+    trends = [[c.name, interval(c.trend), interval(c.extrapolated), interval(c.batch_trend),
+               "n/a" if c.deviation is None else f"{c.deviation[0]:.2f} (at most {c.deviation[1]:.2f})",
+               "n/a" if c.smallest is None else f"{c.smallest:.2f} with {c.planned}"] for c in shown]
+    tables = [Table(["comparison", "steps", "tokens", "per parameter", "tokens per step", "since they parted",
+                     "gap [95%]", "trunks"], gaps)] if gaps else []
+    if any(set(row[1:]) != {"n/a"} for row in trends):
+        tables.append(Table(["comparison, % of BF16's loss", "trend per doubling of tokens [95%]",
+                             f"extrapolated to {compare.FAR} tokens per parameter [95%]",
+                             "trend per doubling of tokens per step [95%]", "deviation of a null pair (upper 90%)",
+                             "smallest cost that the planned trunks see"], trends))
+    return tables
 
 
 def cost_table(comparisons, price):
     """Speed, energy and money of all comparisons."""
     rows = []
     for c in comparisons:
-        if not c.pairs:
+        if not c.pairs or c.null:
             continue
-        s = c.speedup
-        matched = f"{s.estimate:.3f}x ({s.low:.3f} to {s.high:.3f})" if s and s.estimate is not None else "unknown"
+        matched = [f"{s.estimate:.3f}x [{s.low:.3f}, {s.high:.3f}]" if s and s.estimate is not None else
+                   "not determined" for s in (c.speedup, c.energy_speedup)]
         kwh = [number(j * words.PER_GIGA / 3.6e6, 3) for j in c.joules_per_token] if c.joules_per_token else []
         money = [number(m, 3) for m in words.money_per_giga(c, price)] if price is not None else []
-        rows.append([c.name, f"{c.speed:.3f}x", matched, " / ".join(kwh) or "n/a", " / ".join(money) or "n/a"])
-    return Table(["comparison", "tok/s, FP8 / BF16", "speed-up at equal loss", "kWh a billion tokens, BF16 / FP8",
-                  "price of a billion tokens, BF16 / FP8"], rows)
+        speed = f"{c.speed:.3f}x" + (f" ({words.span(c.speed_range, '{:.2f}')})" if len(c.pairs) > 1 else "")
+        rows.append([c.name, speed, *matched, " / ".join(kwh) or "n/a", " / ".join(money) or "n/a"])
+    return Table(["comparison", "tok/s, FP8 / BF16", "speed-up at equal loss [95%]", "energy at equal loss [95%]",
+                  "kWh a billion tokens, BF16 / FP8", "price of a billion tokens, BF16 / FP8"], rows)
 
 
 def run_table(data):
@@ -70,6 +107,7 @@ def run_table(data):
         state = run["state"] + (f", {run['starts']} starts" if run["starts"] > 1 else "")
         state += f", {run['skipped']} skipped" if run["skipped"] else ""
         state += ", last line half-written" if run["half_written"] else ""
+        state += f", {run['stalled']} stalled" if run["stalled"] else ""
         rows.append([run["name"], run["recipe"], state, number(run["last_loss"], 5), number(run["validation_loss"], 5),
                      number(run["tokens_per_second_per_gpu"], 4), number(run["tflops_per_gpu"], 4),
                      "n/a" if run["mfu"] is None else f"{100 * run['mfu']:.1f}%", number(gib, 3),
@@ -83,13 +121,14 @@ def make_parts(data, found, comparisons, price, tables):
     """The parts of the page in their order. `tables`: more tables, by the part's name."""
     differences = difference_table(comparisons)
     parts = [
-        Part("verdict", "The differences in loss", "", [differences] if differences.rows else []),
-        Part("difference", "Loss difference over steps, beside the noise of BF16"),
-        Part("cost", "What it takes at equal loss", "", [cost_table(comparisons, price)] if differences.rows else []),
-        Part("loss", "Loss over steps, time, energy and money"),
+        Part("verdict", "What FP8 costs in loss", "", [differences] if differences.rows else []),
+        Part("tokens", "The gap over tokens and steps", "", token_tables(comparisons)),
+        Part("cost", "Time, energy and money", "", [cost_table(comparisons, price)] if differences.rows else []),
+        Part("gemms", "Which GEMM runs in FP8"),
+        Part("numerics", "Numerics over time"),
+        Part("loss", "Loss, gradient norm, rate and speed over steps"),
         Part("speed", "Speed"),
         Part("step", "One step, and where the time went"),
-        Part("gemms", "Which GEMM runs in FP8"),
         Part("memory", "Memory of a GPU"),
         Part("strip", "Clock, power, temperature and events"),
         Part("runs", "All runs", "Loss: mean of the last 20 finite losses (of all, if fewer). Speeds: of the median "
@@ -103,16 +142,26 @@ def make_parts(data, found, comparisons, price, tables):
     return parts
 
 
+def place_figures(parts, drawings):
+    """Sets which figures of a part stand in the first view, FIRST of them on the page, and which in <details>."""
+    left = FIRST
+    for i, part in enumerate(parts):
+        members = [drawing for drawing in drawings if drawing.part == part.name]
+        most = min(left, max(SHOWN.get(part.name, 0), 3 * (i == 0)))
+        part.open, part.folded = members[:most], members[most:]
+        left -= len(part.open)
+        part.shown = bool(part.tables or members)
+
+
 def verdict_lines(data):
-    """[(kind, name, the rest of the sentence)] of the first lines; of single runs if nothing is compared."""
+    """[(kind, beginning, the rest of the sentence)] of the first lines; of single runs if nothing is compared."""
     lines = data["verdict"] or [{"kind": "none", **single} for single in data["singles"]]
     return [(line["kind"], line["name"], line["words"].removeprefix(line["name"])) for line in lines]
 
 
 def render(data, parts, drawings, title):
     """The page as text."""
-    for part in parts:
-        part.shown = bool(part.tables or any(drawing.part == part.name for drawing in drawings))
+    place_figures(parts, drawings)
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
                                      undefined=jinja2.StrictUndefined, trim_blocks=True)
     receipt = data["receipt"]
@@ -122,10 +171,10 @@ def render(data, parts, drawings, title):
                       for name, values in receipt["differing"]],
     }
     return environment.get_template("page.html.j2").render(
-        title=title, verdict=verdict_lines(data), tags=TAGS, problems=data["problems"], parts=parts, drawings=drawings,
+        title=title, verdict=verdict_lines(data), tags=TAGS, problems=data["problems"], parts=parts, notes=data["notes"],
         lacking=len(data["runs_without_numbers"]), total=len(data["runs"]) + len(data["runs_without_numbers"]),
         left_out=data["left_out"], receipt=shown, made=data["made"], sources=data["sources"],
-        numbers=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
+        numbers=json.dumps({**data, "runs": [{k: v for k, v in run.items() if k != "curve"} for run in data["runs"]]}, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
 
 
 def runs_text(runs, total):
@@ -154,7 +203,7 @@ def markdown_table(table):
 def markdown(data, parts, drawings, title, figures):
     """The main parts of the page as Markdown, with links to the PNG files in the folder `figures`."""
     blocks = [f"# {title}"] + [f"{TAGS[kind]} **{name}**{rest}".strip() for kind, name, rest in verdict_lines(data)]
-    blocks += [f"Note: {problem}" for problem in data["problems"]]
+    blocks += [f"Note: {note}" for note in data["notes"] + data["problems"]]
     for part in parts:
         members = [drawing for drawing in drawings if drawing.part == part.name]
         if not part.tables and not members:

@@ -14,6 +14,11 @@ COLOURS = {"bf16": BLACK, "fp32": GREY, "fp8:tensorwise": BLUE, "fp8:rowwise": O
            "fp8:delayed": VERMILLION, "fp8:rowwise_with_gw_hp": SKY, "fp8:mxfp8": PURPLE}
 STYLES = ("-", "--", ":", "-.")
 SEQUENCE = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, YELLOW, GREY)
+# Styles of which a page has hundreds, and their classes in page.html.j2.
+CLASSES = (("fill: none; stroke: var(--grid); stroke-width: 0.6; stroke-linecap: square", "g"),
+           ("stroke: currentColor; stroke-width: 0.8", "t"), ("font-size: 10px; text-anchor: middle", "m"),
+           ("fill: none; stroke: currentColor; stroke-width: 0.8; stroke-linejoin: miter; stroke-linecap: square", "s"),
+           ("font-size: 10px; text-anchor: end", "e"))
 WIDTH = 4.5           # inches: text of 9 points stays readable where the figure is 360 pixels wide
 PNG_DPI = 160
 
@@ -43,9 +48,18 @@ def new(height=3.0, rows=1, **options):
     return figure, figure.subplots(rows, 1, **options)
 
 
+def legend_above(figure, axes):
+    """A legend above the figure, in one column if a name is long."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside upper center", ncols=2 if max(map(len, labels)) <= 24 else 1)
+
+
 def colour(recipe):
     """The colour of a recipe, also of its emulated form and with other options. line_styles() tells these apart."""
     base = recipe.split(" ")[0].removesuffix(":emulate")
+    if "rounding seed" in recipe:
+        return GREY
     return COLOURS.get(base, YELLOW)
 
 
@@ -101,10 +115,15 @@ def shorten(svg, name):
     svg = without_plain_groups(re.sub(r'<g id="[^"]*"', "<g", svg))
     svg = re.sub(r"; font-family: [^;\"]*", "", svg)  # the page's style has it
     svg = re.sub(r' (d|x|y|points)="([^"]*)"',
-                 lambda m: f' {m[1]}="' + re.sub(r"(\.\d\d)\d+", r"\1", m[2]).replace("\n", "") + '"', svg)
+                 lambda m: f' {m[1]}="' + re.sub(r"(\.\d)\d+", r"\1", m[2]).replace("\n", "") + '"', svg)
     svg = re.sub(r"translate\([^)]*\)", lambda m: re.sub(r"(\.\d\d)\d+", r"\1", m[0]), svg)
     svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", svg)
     svg = re.sub(r"\n\s*", "\n", svg).replace("\n\n", "\n")
+    for colour, of_page in (("#000000", "currentColor"), ("#dddddd", "var(--grid)"), ("#ffffff", "var(--page)")):
+        svg = re.sub(colour, of_page, svg, flags=re.I)  # so that the figure follows the page into the dark
+    for style, name in CLASSES:
+        svg = svg.replace(f'style="{style}"', f'class="{name}"')
+    svg = re.sub(r' transform="rotate\(-0 [^)]*\)"', "", svg)
     return re.sub(r'<svg width="[^"]*" height="[^"]*"', "<svg", svg, count=1)
 
 
@@ -113,7 +132,8 @@ def finish(figure, part, name, title, caption):
     files = {}
     for kind in ("svg", "png"):
         buffer = io.BytesIO()
-        figure.savefig(buffer, format=kind, dpi=PNG_DPI, metadata={"Date": None} if kind == "svg" else None)
+        figure.savefig(buffer, format=kind, dpi=PNG_DPI, transparent=kind == "svg",
+                       metadata={"Date": None} if kind == "svg" else None)
         files[kind] = buffer.getvalue()
         figure.set_layout_engine("none")  # the layout is done, and slow
     svg = shorten(files["svg"].decode("utf-8"), name)

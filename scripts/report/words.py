@@ -1,10 +1,12 @@
-"""What the page says: the verdict in sentences, and numbers as text."""
-import collections
+"""What the page says: the decision in a sentence, notes, and numbers as text."""
+import math
 
 import verdict_stats as vs
 
 PER_GIGA = 1e9
-SENTENCES = 8  # with more comparisons, those of one model and recipe share a sentence
+SENTENCES = 8        # with more comparisons, those of one model and recipe share a sentence
+FEW_TOKENS = 100_000  # of a step: pre-training takes more
+ORDER = ("acceptable", "diverged", "undecided", "refused")  # of decisions, with the useful ones first
 
 
 def number(value, digits=4):
@@ -19,97 +21,24 @@ def count(n, noun):
     return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
-def bracket(difference):
-    return f"{difference.estimate:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]"
+def tokens(n):
+    """A number of tokens: 51,200, 89 M or 1.2 billion."""
+    if n < 1e6:
+        return f"{n:,}"
+    return f"{n / 1e9:.3g} billion" if n >= 999.5e6 else f"{n / 1e6:.3g} M"
 
 
-def loss_words(comparison, name):
-    """The verdict on one loss, as a part of a sentence; "" if there is no number."""
-    difference = getattr(comparison, name)
-    if difference is None:
-        return ""
-    said = vs.verdict(difference)
-    where = f"in {name} loss" + (f" over the last {comparison.last} steps" if name == "training" else "")
-    text = said.words.replace(" in loss", "", 1)
-    for kind, clearer in (("costs", "is higher by"), ("gains", "is lower by")):
-        text = text.replace(f"{kind} ", f"{clearer} ", 1) if said.kind == kind else text
-    return f"{where} it {text}"
+def per_parameter(c, steps=None):
+    return number((steps or c.steps) * c.batch / c.parameters, 2) if c.parameters else "n/a"
 
 
-def kinds_of(comparison):
-    """{validation or training: same, costs or gains}, as far as there are numbers."""
-    return {name: vs.verdict(getattr(comparison, name)).kind
-            for name in ("validation", "training") if getattr(comparison, name) is not None}
+def up(value):
+    """Percent that is not below the value, and `down` not above it."""
+    return f"{math.ceil(100 * value - 1e-9) / 100 + 0:.2f}%"
 
 
-def common_kind(kinds):
-    """One word for several verdicts: diverged if one diverged; mixed if one is mixed, or if some cost and some gain;
-    else costs or gains if one does; else same if one is the same; else none."""
-    kinds = set(kinds)
-    if "diverged" in kinds:
-        return "diverged"
-    seen = kinds - {"same", "none"}
-    return seen.pop() if len(seen) == 1 else "mixed" if seen else "same" if "same" in kinds else "none"
-
-
-def kind_of(comparison):
-    """diverged, same, costs, gains, mixed; none without a number."""
-    return "diverged" if comparison.diverged else common_kind(kinds_of(comparison).values())
-
-
-def speed_words(comparison):
-    words = f"{comparison.speed:.2f}x the tokens per second of BF16"
-    pairs = len(comparison.pairs)
-    return words + (f" ({span(comparison.speed_range, '{:.2f}')} in {pairs} pairs)" if pairs > 1 else "")
-
-
-def energy_words(comparison):
-    """How much energy FP8 saves or takes for a billion tokens, as a part of a sentence; "" if it is not known."""
-    if not comparison.joules_per_token:
-        return ""
-    bf16, fp8 = (joules * PER_GIGA / 3.6e6 for joules in comparison.joules_per_token)
-    verb, amount = ("saves", bf16 - fp8) if fp8 <= bf16 else ("takes", fp8 - bf16)
-    return f"{verb} {number(amount, 2)}{'' if fp8 <= bf16 else ' more'} of {number(bf16, 2)} kWh a billion tokens " \
-           f"({100 * amount / bf16:.0f}% of the energy)"
-
-
-def money_words(comparison, price):
-    if price is None or not comparison.seconds_per_token:
-        return ""
-    bf16, fp8 = (money_per_giga(comparison, price))
-    return f"a billion tokens cost {number(fp8, 3)} instead of {number(bf16, 3)}"
-
-
-def money_per_giga(comparison, price):
-    """(BF16, FP8): the price of a billion tokens at this price of a GPU hour."""
-    return tuple(seconds * PER_GIGA / 3600 * comparison.gpus * price for seconds in comparison.seconds_per_token)
-
-
-def seen_words(comparison):
-    """The smallest difference that these runs could have seen, where the words on a loss do not have it."""
-    parts = [f"{getattr(comparison, name).detectable:.4f} in {name} loss"
-             for name, kind in kinds_of(comparison).items() if kind != "same"]
-    return f"the smallest difference that these runs could have seen is {' and '.join(parts)}" if parts else ""
-
-
-def sentence(comparison, price=None):
-    """The verdict on one comparison, as one sentence that begins with its name."""
-    parts, total = [], len(comparison.pairs) + len(comparison.refused)
-    reasons = [reason for reason in comparison.refused if reason not in comparison.diverged]
-    if comparison.diverged:
-        parts.append(f"DIVERGED in {len(comparison.diverged)} of {count(total, 'pair')} "
-                     f"({'; '.join(comparison.diverged)})")
-    if comparison.pairs and reasons:
-        parts.append(f"{len(reasons)} of {count(total, 'pair')} left out ({'; '.join(reasons)})")
-    parts += comparison.notes
-    if not comparison.pairs:
-        return f"{comparison.name}: no verdict; " + "; ".join(parts + reasons) + "."
-    parts += [speed_words(comparison), loss_words(comparison, "validation"), loss_words(comparison, "training"),
-              seen_words(comparison), vs.speedup_words(comparison.speedup) if comparison.speedup else "",
-              energy_words(comparison), money_words(comparison, price)]
-    if comparison.training is None:
-        parts.append("no difference in training loss: " + comparison.why.get("training", ""))
-    return f"{comparison.name}, {count(len(comparison.seeds), 'seed')}: " + "; ".join(filter(None, parts)) + "."
+def down(value):
+    return f"{math.floor(100 * value + 1e-9) / 100 + 0:.2f}%"
 
 
 def span(values, form):
@@ -117,43 +46,167 @@ def span(values, form):
     return low if low == high else f"{low} to {high}"
 
 
-def shared_sentence(comparisons):
-    """One sentence on all lengths and numbers of GPUs of one model and recipe."""
-    first, paired = comparisons[0], [c for c in comparisons if c.pairs]
+# ---- the verdict
+
+
+def percents(c):
+    """The simultaneous bounds of the cost in percent of BF16's loss."""
+    return c.percent(c.bounds.low), c.percent(c.bounds.high)
+
+
+def kind_of(c):
+    """diverged; costs, gains or same by the simultaneous bounds; none if no verdict is read."""
+    if c.diverged:
+        return "diverged"
+    if not c.pairs or c.undecided or c.null or len(c.seeds) == 1:
+        return "none"
+    low, high = percents(c)
+    return "costs" if low > 0 else "gains" if high < 0 else "same"
+
+
+def decision_of(c, margin):
+    """acceptable, refused, diverged or undecided at this margin in percent."""
+    kind = kind_of(c)
+    if kind in ("diverged", "none"):
+        return "undecided" if kind == "none" else kind
+    low, high = percents(c)
+    return "acceptable" if high < margin else "refused" if low > margin else "undecided"
+
+
+def title(c, several):
+    """FP8 RECIPE after step b, with the place where several are on the page."""
+    recipe = c.recipe.removeprefix("fp8:").replace(":emulate", " (emulated)")
+    place = f" of {c.name.split(', fp8')[0]}" if several else ""
+    batch = f", {c.batch:,} tokens per step," if several and "tokens per step" in c.name else ""
+    return f"FP8 {recipe}{place}{batch} " + (f"after step {c.branch}" if c.branch else "from step 0")
+
+
+def measured(c):
+    return (f"measured at {tokens(c.tokens)} tokens ({per_parameter(c)} per parameter), {c.batch:,} tokens per step")
+
+
+def saving(c):
+    """What FP8 saves at equal loss, as the end of a sentence; emulated FP8 has no speed of its own."""
+    if c.emulated:
+        return ""
+    if c.speedup is None or c.speedup.estimate is None:
+        return "; saving not determined"
+    saved = [100 * (1 - 1 / limit) for limit in (c.speedup.low, c.speedup.high)]
+    if max(saved) < 0:
+        return f"; it takes {span([100 / c.speedup.low - 100, 100 / c.speedup.high - 100], '{:.0f}')}% more of the " \
+               "time and the money at equal loss"
+    return f"; it saves {span(saved, '{:.0f}')}% of the time and the money at equal loss"
+
+
+def hours_needed(c, margin):
+    """How many more GPU hours a decision probably takes, as the end of a sentence; "" if nothing tells."""
+    have, need = len(c.seeds), c.planned
+    if have > 1:
+        distance = abs(margin - c.percent(c.bounds.estimate))
+        need = vs.trunks_needed(c.percent(c.bounds.standard_error) * math.sqrt(have), max(distance, 1e-9), c.alpha)
+    elif c.deviation:
+        need = vs.trunks_needed(c.deviation[1], margin, c.alpha)
+    if need is None:
+        return f"; a decision is likely to need more than {number(1000 * c.hours, 2)} GPU-hours"
+    need = max(need, c.planned, have + (have == c.planned))
+    return f"; a decision is likely to need {number((need - have) * c.hours, 2)} GPU-hours"
+
+
+def sentence(c, margin=None, several=False):
+    """(beginning, rest) of the sentence on one comparison."""
+    name, decision = title(c, several), decision_of(c, margin) if margin else ""
+    heads = {"acceptable": "Acceptable: ", "refused": "Not acceptable: ", "undecided": "Undecided: ",
+             "diverged": "Not acceptable: "}
+    head = heads.get(decision, "")
+    if c.diverged:
+        total = len(c.pairs) + len(c.refused)
+        return head + name, f" DIVERGED in {len(c.diverged)} of {count(total, 'pair')} ({'; '.join(c.diverged)})."
+    if not c.pairs:
+        return name, f": no verdict; {'; '.join(c.refused + c.notes)}."
+    so_far = f"{c.undecided}: " if c.undecided else ""
+    so_far = so_far if head else so_far.capitalize()
+    if len(c.seeds) == 1:
+        end = hours_needed(c, margin) if margin else \
+            "" if c.emulated else f"; {c.speed:.2f}x the tokens per second of BF16"
+        return f"{head}{so_far}{name}", f": one pair cannot tell what it costs in loss, {measured(c)}{end}."
+    low, high = percents(c)
+    cost = {"acceptable": f"at most {up(high)} in loss (97.5%)", "refused": f"at least {down(low)} in loss (97.5%)"}
+    cost = cost.get(decision, f"between {down(low)} and {up(high)} in loss (95%)")
+    end = hours_needed(c, margin) if decision == "undecided" else saving(c)
+    return f"{head}{so_far}{name}", f" costs {cost}, {measured(c)}{end}."
+
+
+def shared_sentence(members):
+    """(beginning, rest) of one sentence on all lengths and numbers of GPUs of one model and recipe."""
+    first, paired = members[0], [c for c in members if c.pairs]
     name = f"{first.model}, {first.recipe}"
     if not paired:
-        return f"{name}: no verdict; {'; '.join(c.refused[0] for c in comparisons if c.refused)}."
-    kinds = collections.Counter(kind_of(c) for c in paired)
-    says = {"same": "it cannot be told apart from BF16", "costs": "its loss is higher", "gains": "its loss is lower",
-            "mixed": "one loss is higher and one lower", "diverged": "it diverged", "none": "no loss is compared"}
+        return name, f": no verdict; {'; '.join(c.refused[0] for c in members if c.refused)}."
     parts = [f"{span([c.speed for c in paired], '{:.2f}x')} the tokens per second of BF16 in "
              f"{count(len(paired), 'combination')} of T ({span([c.length for c in paired], '{}')}) and GPUs "
              f"({span([c.gpus for c in paired], '{}')})"]
-    parts += [f"{says[kind]} in {n}" for kind, n in kinds.items()]
-    if len(paired) < len(comparisons):
-        refused = [c.refused[0] for c in comparisons if not c.pairs]
-        parts.append(f"{len(refused)} without a verdict ({refused[0]})")
-    single = sum(any(difference and not vs.covers_runs(difference) for difference in (c.validation, c.training))
-                 for c in paired)
+    kinds = [kind_of(c) for c in members]
+    parts += [f"{text} in {kinds.count(kind)}" for kind, text in (
+        ("costs", "its loss is higher"), ("gains", "its loss is lower"), ("same", "no difference in loss is seen"),
+        ("diverged", "it diverged")) if kind in kinds]
+    single = sum(len(c.seeds) == 1 for c in paired)
     if single:
-        where = "each, so" if single == len(paired) else f"in {single}, where"
-        parts.append(f"one pair of runs {where} the noise from run to run is not covered")
-    seen = [getattr(c, n).detectable for c in paired for n in ("validation", "training") if getattr(c, n)]
-    if seen:
-        parts.append(f"the smallest differences in loss that these runs could have seen are {span(seen, '{:.4f}')}")
-    return f"{name}: " + "; ".join(parts) + "."
+        parts.append(f"one pair {'each' if single == len(paired) else f'in {single}'} cannot tell what it costs in loss")
+    refused = [c.refused[0] for c in members if not c.pairs and c.refused]
+    if refused:
+        parts.append(f"{len(refused)} without a verdict ({refused[0]})")
+    return name, ": " + "; ".join(parts) + "."
 
 
-def verdict(comparisons, price=None):
-    """[(kind, name, sentence)]: one for each comparison, or for each model and recipe if there are many. A sentence
-    begins with the name."""
-    if len(comparisons) <= SENTENCES:
-        return [(kind_of(c), c.name, sentence(c, price)) for c in comparisons]
-    groups = {}
-    for comparison in comparisons:
-        groups.setdefault((comparison.model, comparison.recipe), []).append(comparison)
-    return [(common_kind(map(kind_of, members)), ", ".join(key), shared_sentence(members))
-            for key, members in groups.items()]
+def common_kind(kinds):
+    """One word for several verdicts: mixed if some cost and some gain."""
+    kinds = set(kinds)
+    seen = kinds - {"same", "none"}
+    return "diverged" if "diverged" in kinds else seen.pop() if len(seen) == 1 else "mixed" if seen else \
+        "same" if "same" in kinds else "none"
+
+
+def verdict(comparisons, margin=None):
+    """[(kind, beginning, rest)]: a sentence for each comparison, or for each model and recipe if there are many."""
+    shown = [c for c in comparisons if not c.null]
+    if len(shown) > SENTENCES:
+        groups = {}
+        for c in shown:
+            groups.setdefault((c.model, c.recipe), []).append(c)
+        return [(common_kind(map(kind_of, members)), *shared_sentence(members)) for members in groups.values()]
+    several = len({c.place[:4] for c in shown}) > 1
+    if margin:
+        shown.sort(key=lambda c: ORDER.index(decision_of(c, margin)))
+    return [(kind_of(c), *sentence(c, margin, several)) for c in shown]
+
+
+def notes(comparisons):
+    """What a reader of the sentences must know too."""
+    texts = []
+    for c in comparisons:
+        total = len(c.pairs) + len(c.refused)
+        reasons = [reason for reason in c.refused if reason not in c.diverged] if c.pairs else []
+        left_out = [f"{len(reasons)} of {count(total, 'pair')} left out ({'; '.join(reasons)})"] if reasons else []
+        texts += [f"{c.recipe}{f', after step {c.branch}' if c.branch else ''}: {text}"
+                  for text in left_out + (c.notes if c.pairs else [])]
+    small = sorted({c.batch for c in comparisons if c.batch < FEW_TOKENS})
+    if small:
+        texts.append(f"steps of {span(small, '{:,}')} tokens are small: pre-training takes {FEW_TOKENS:,} or more, where "
+                     "the cost may be another")
+    if any(c.emulated for c in comparisons):
+        texts.append("emulated FP8 computes the losses of FP8, but not with its speed or energy")
+    shared = {}
+    for text in texts:  # what all recipes share is said once
+        shared.setdefault(text.split(": ", 1)[-1] if "took" in text else text, text)
+    return [text.split(": ", 1)[-1] if "took" in text else text for text in shared.values()]
+
+
+# ---- energy and money
+
+
+def money_per_giga(c, price):
+    """(BF16, FP8): the price of a billion tokens at this price of a GPU hour."""
+    return tuple(seconds * PER_GIGA / 3600 * c.gpus * price for seconds in c.seconds_per_token)
 
 
 def run_sentence(run, recipe):

@@ -1,6 +1,6 @@
 """Makes logs of runs with known differences, for dev/test/test_report.py: like a CPU run's, and like a GPU run's.
 
-usage: report_logs.py FOLDER: makes FOLDER/verdict and FOLDER/sweep, to look at their reports.
+usage: report_logs.py FOLDER: makes FOLDER/verdict, FOLDER/branches and FOLDER/sweep, to look at their reports.
 """
 import json
 import pathlib
@@ -71,6 +71,56 @@ def records_of(precision, seed, rounding=None, difference=0.0, ms=10.0, joules=N
 def write(folder, records, tail=""):
     folder.mkdir(parents=True)
     (folder / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + tail)
+
+
+# ---- branches: arms that leave a BF16 trunk at step BRANCH, and runs of three lengths
+
+BRANCH, HORIZONS = 40, (100, 200, 400)
+ARMS = {"bf16": 0.0, "null": 0.0, "fp8:tensorwise": 0.006, "fp8:rowwise": 0.03}  # cost in loss
+
+
+def branch_losses(seed, arm, horizon, noise=0.001):
+    """(training losses of steps 1 to horizon, validation losses) of an arm; until BRANCH they are those of the trunk."""
+    rng, own = np.random.default_rng([seed, 1]), np.random.default_rng([seed, list(ARMS).index(arm), horizon])
+    batches, level = 0.05 * rng.standard_normal(max(HORIZONS)), 0.02 * rng.standard_normal()
+    away = np.arange(1, horizon + 1) > BRANCH
+    ends = 3 + 3 * np.arange(1, horizon + 1)**-0.3 + level
+    shift = ARMS[arm] + noise * own.standard_normal()
+    sequences = 0.3 * np.random.default_rng(7).standard_normal(64) + 0.004 * own.standard_normal(64)
+    return (ends + batches[:horizon] + away * (shift + 0.001 * own.standard_normal(horizon)),
+            ends[-1] + shift + sequences)
+
+
+def branch_records(seed, arm, horizon, ms=10.0, norm=1.0, **changes):
+    """All records of a run: the trunk's and the arms' own log is the longest, and the others begin with their decay."""
+    rounding, fp8 = seed + 1000 * (arm == "null"), arm.startswith("fp8")
+    own = {"precision": "fp8" if fp8 else "bf16", "fp8_recipe": arm[4:] if fp8 else None, "rounding_seed": rounding}
+    trunk = {"precision": "bf16", "fp8_recipe": None, "rounding_seed": seed}
+    branches = [] if arm == "bf16" else [{"step": BRANCH, **trunk}]
+    branches += [{"step": horizon * 3 // 4, **own}] * (horizon < max(HORIZONS))
+    training, validation = branch_losses(seed, arm, horizon)
+    first = settings(own["precision"], seed, **{
+        "rounding-seed": rounding, "num-steps": horizon, "decay-steps": horizon // 4, "branch": "x" * bool(branches),
+        "lr-schedule": "wsd", "fp8-recipe": arm[4:] if fp8 else "tensorwise", **changes})
+    yield {**first, "branches": branches, "build": "0123456789ab"}
+    for step in range(branches[-1]["step"] + 1 if branches else 1, horizon + 1):
+        yield step_record(step, float(training[step - 1]), ms / (1.25 if fp8 else 1) * (1 + 0.01 * (step % 5)),
+                          joules=5.0 / (1.1 if fp8 else 1), norm=norm * (1 + 0.1 * (step % 3)))
+    yield {"type": "validation", "step": horizon, "loss": float(validation.mean()), "losses": validation.tolist()}
+    yield summary(horizon)
+
+
+def branches_folder(folder, trunks=(42, 43, 44), arms=ARMS, lengths=HORIZONS, **verdict):
+    """Makes a verdict of branches. verdict: entries of verdict.json beside `runs`; without any there is none."""
+    runs = []
+    for seed in trunks:
+        for arm in arms:
+            for horizon in lengths:
+                runs.append({"folder": f"tiny.{arm.replace(':', '-')}.s{seed}.n{horizon}"})
+                write(folder / runs[-1]["folder"], branch_records(seed, arm, horizon))
+    if verdict:
+        (folder / "verdict.json").write_text(json.dumps({"runs": runs, **verdict}))
+    return folder
 
 
 # ---- logs as the GPU trainer writes them
@@ -228,4 +278,5 @@ def sweep_folder(folder, steps=100, models=("llama3.2-1b", "llama3.2-3b", "llama
 
 if __name__ == "__main__":
     verdict_folder(pathlib.Path(sys.argv[1]) / "verdict")
+    branches_folder(pathlib.Path(sys.argv[1]) / "branches")
     sweep_folder(pathlib.Path(sys.argv[1]) / "sweep")
