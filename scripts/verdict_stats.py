@@ -221,6 +221,18 @@ def null_deviation(gaps, confidence=0.9):
     return math.sqrt(squares / len(gaps)), math.sqrt(squares / stats.chi2.ppf(1 - confidence, len(gaps)))
 
 
+def no_quieter(difference, null_gaps, alpha=ALPHA):
+    """The difference, with an interval at least as wide as null pairs make it: an arm's gap has the noise of two runs, as
+    a null pair's has, so trunks that agree better do so by luck. null_gaps: [pairs]."""
+    deviation = null_deviation(null_gaps)[0]
+    error, degrees = deviation / math.sqrt(difference.trunks), len(null_gaps)
+    half = _factor(degrees, alpha) * error
+    if difference.trunks == 1 or difference.high - difference.estimate >= half:
+        return difference
+    return dataclasses.replace(difference, low=difference.estimate - half, high=difference.estimate + half,
+                               standard_error=error, degrees=degrees)
+
+
 def smallest_cost(deviation, trunks, alpha=ALPHA, power=POWER):
     """The smallest true cost, in the unit of `deviation`, that the two-sided interval at level alpha over `trunks`
     trunks tells from 0 in a share `power` of verdicts. It is also how far the true cost must be from a margin for the

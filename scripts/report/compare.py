@@ -168,6 +168,9 @@ def use(c, primary, alpha):
     c.gaps, c.base = fp8 - bf16, float(bf16.mean())
     c.bounds = vs.validation_difference(*c.sequences, alpha) if primary == "validation" else \
         vs.trunk_interval(c.gaps, alpha)
+    null = next((n for null in c.nulls for n in null.horizons if n.horizon == c.horizon and primary in n.ends), None)
+    if null and not c.null:
+        c.bounds = vs.no_quieter(c.bounds, np.subtract(*null.ends[primary][::-1]), alpha)
 
 
 def in_windows(c, values):
@@ -288,7 +291,7 @@ def compare_over_batches(found):
 
 def look_at_nulls(c):
     """The noise of a pair, and the smallest cost that the planned trunks see."""
-    for null in c.nulls[:1]:
+    for null in [c] if c.null else c.nulls[:1]:
         ends = null.ends.get(c.primary)
         if ends is not None and null.horizon == c.horizon:
             c.deviation = vs.null_deviation(c.percent(ends[1] - ends[0]))
@@ -306,14 +309,16 @@ def compare_one(c, alpha):
     c.notes += [f"runs of {h.horizon} steps are left out: they differ in more than their length" for h in c.horizons
                 if h not in lengths]
     c.horizons = lengths
+    for h in lengths:
+        h.nulls = c.nulls
     primary = "validation" if all("validation" in h.ends for h in lengths) else "training"
     for h in lengths:
         use(h, primary, alpha)
     c.hours = gpu_hours([run for h in lengths for p in h.pairs for run in (p.bf16, p.fp8)]) / len(c.seeds)
     compare_over_steps(c)
     compare_costs(c)
+    look_at_nulls(c)
     if not c.null:
-        look_at_nulls(c)
         compare_over_tokens(c)
         compare_at_equal_loss(c)
     stalls = {run.name: run.stall_words() for h in lengths for p in h.pairs for run in (p.bf16, p.fp8)}

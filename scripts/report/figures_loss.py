@@ -47,7 +47,7 @@ def draw_intervals(comparisons, margin):
                   alpha=1 if primary else 0.45)
         axes.plot([scale * d.estimate], [y], "o", color=colour, markersize=7, markerfacecolor="white")
     label_rows(axes, [(c, "" if c.null else name) for c, name in rows])
-    axes.set_xlabel("FP8 minus BF16, % of the loss")
+    axes.set_xlabel("cost, % of the loss")
     axes.axvline(0, color=style.BLACK, linewidth=0.8)
     if margin:
         axes.axvline(margin, color=style.VERMILLION, linewidth=1, linestyle="--", label=f"margin {margin:g}%")
@@ -74,13 +74,14 @@ def draw_gap(members, margin):
     """The gap over tokens since the pairs parted, of all recipes of a place, with its extrapolation."""
     figure, axes = style.new(3.2)
     shown, far = members[0].tokens_since, False
+    styles = style.line_styles(c.recipe for c in members)
     for i, c in enumerate(members):
         colour, shift = style.colour(c.recipe), 1.03**(i - (len(members) - 1) / 2)
         x = [h.tokens_since * shift for h in c.horizons]
         gaps = [in_percent(h, getattr(h, c.primary)) for h in c.horizons]
         for at, gap in zip(x, gaps):
             with_bars(axes, at, gap, colour, marker="o")
-        axes.plot(x, [gap.estimate for gap in gaps], color=colour, label=c.recipe)
+        axes.plot(x, [gap.estimate for gap in gaps], styles[c.recipe], color=colour, label=c.recipe)
         shown = max(shown, c.tokens_since)
         if c.extrapolated is not None:
             at, far = FAR * c.parameters - c.branch * c.batch, True

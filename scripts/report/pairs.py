@@ -40,7 +40,8 @@ def recipe_of(run):
 
 
 def name_recipes(runs):
-    """{run's name: recipe}. Runs of one recipe whose fp8 options differ have these options in the name."""
+    """{run's name: recipe}. Of runs of one recipe whose fp8 options differ, the name has the values that are not those
+    of most runs."""
     groups = collections.defaultdict(list)
     for run in runs:
         groups[recipe_of(run)].append(run)
@@ -48,9 +49,11 @@ def name_recipes(runs):
     for recipe, members in groups.items():
         options = [{k: v for k, v in run.settings["settings"].items() if k.startswith("fp8-")} for run in members]
         keys = sorted({key for of in options for key in of} - {"fp8-recipe", "fp8-emulate", "fp8-audit"})
-        differing = [key for key in keys if len({str(of.get(key)) for of in options}) > 1]
+        counts = {key: collections.Counter(str(of.get(key)) for of in options) for key in keys}
+        usual = {key: value for key in keys for value, n in counts[key].items() if 2 * n > len(members)}
         for run in members if recipe.startswith("fp8") else ():
-            names[run.name] = " ".join([recipe] + [f"{key[4:]}={run.option(key) or 'none'}" for key in differing])
+            names[run.name] = " ".join([recipe] + [f"{key[4:]}={run.option(key) or 'none'}" for key in keys
+                                                   if str(run.option(key)) != usual.get(key)])
         for run in members if not recipe.startswith("fp8") else ():
             names[run.name] = recipe
     return names

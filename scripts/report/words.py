@@ -130,7 +130,8 @@ def sentence(c, margin=None, several=False):
             "" if c.emulated else f"; {c.speed:.2f}x the tokens per second of BF16"
         return f"{head}{so_far}{name}", f": one pair cannot tell what it costs in loss, {measured(c)}{end}."
     low, high = percents(c)
-    cost = {"acceptable": f"at most {up(high)} in loss (97.5%)", "refused": f"at least {down(low)} in loss (97.5%)"}
+    cost = {"acceptable": f"at most {up(high)} in loss (97.5%)" if high > 0 else
+            f"nothing: its loss is at least {down(-high)} lower (97.5%)", "refused": f"at least {down(low)} in loss (97.5%)"}
     cost = cost.get(decision, f"between {down(low)} and {up(high)} in loss (95%)")
     end = hours_needed(c, margin) if decision == "undecided" else saving(c)
     return f"{head}{so_far}{name}", f" costs {cost}, {measured(c)}{end}."
@@ -180,7 +181,18 @@ def verdict(comparisons, margin=None):
     return [(kind_of(c), *sentence(c, margin, several)) for c in shown]
 
 
-def notes(comparisons):
+def null_words(c, margin):
+    """How small a cost so many trunks see, and what the margin takes."""
+    text = f"{c.recipe}: pairs that differ in chance alone are {c.deviation[0]:.2f}% apart (at most " \
+           f"{c.deviation[1]:.2f}%), so {count(c.planned, 'trunk')} see a cost of {c.smallest:.2f}% or more"
+    if not margin or c.smallest <= margin:
+        return text
+    need = vs.trunks_needed(c.deviation[1], margin, c.alpha)
+    return (f"{text}; {margin:g}% takes {f'{need} trunks' if need else 'more than 1000 trunks'} of "
+            f"{number(c.hours / 2, 2)} GPU-hours for each arm, or calmer pairs: a later --branch-step, a lower rate")
+
+
+def notes(comparisons, margin=None):
     """What a reader of the sentences must know too."""
     texts = []
     for c in comparisons:
@@ -189,6 +201,7 @@ def notes(comparisons):
         left_out = [f"{len(reasons)} of {count(total, 'pair')} left out ({'; '.join(reasons)})"] if reasons else []
         texts += [f"{c.recipe}{f', after step {c.branch}' if c.branch else ''}: {text}"
                   for text in left_out + (c.notes if c.pairs else [])]
+    texts += [null_words(c, margin) for c in comparisons if c.null and c.smallest and math.isfinite(c.smallest)]
     small = sorted({c.batch for c in comparisons if c.batch < FEW_TOKENS})
     if small:
         texts.append(f"steps of {span(small, '{:,}')} tokens are small: pre-training takes {FEW_TOKENS:,} or more, where "
