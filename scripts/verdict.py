@@ -321,8 +321,8 @@ def check_folder(plan, runs):
         shared = [entry["folder"] for entry in entries
                   if models.get(entry["folder"], entry["model"]) != entry["model"]]
         steps = {entry.get("trained_steps", entry["num_steps"]) for entry in entries}
-        for key in PER_CASE:
-            now[key] = {**fixed.get(key, {}), **now[key]}
+        now["num-steps"] = {**fixed["num-steps"], **now["num-steps"]}
+        now["branch-step"] = {**fixed.get("branch-step", {}), **now["branch-step"]}
     except (ValueError, KeyError, TypeError, AttributeError):
         fail(f"{path} is damaged; remove this one file to go on with the finished runs, or give another --out")
     if shared:

@@ -222,8 +222,8 @@ def null_deviation(gaps, confidence=0.9):
 
 
 def no_quieter(difference, null_gaps, alpha=ALPHA):
-    """The difference, with an interval at least as wide as null pairs make it: an arm's gap has the noise of two runs, as
-    a null pair's has, so trunks that agree better do so by luck. null_gaps: [pairs]."""
+    """The difference, with an interval at least as wide as null pairs make it: an arm's gap has the noise of two runs,
+    as a null pair's has, so trunks that agree better do so by luck. null_gaps: [pairs]."""
     deviation = null_deviation(null_gaps)[0]
     error, degrees = deviation / math.sqrt(difference.trunks), len(null_gaps)
     half = _factor(degrees, alpha) * error

@@ -246,13 +246,14 @@ def test_branches(tmp):
     for recipe in ("fp8:tensorwise", "fp8:rowwise"):
         one = by[recipe]
         check([h["trunks"] for h in one["over_tokens"]] == [3, 3, 3] and one["branch_step"] == BRANCH and
-              one["primary"] == "validation" and one["level"] == 0.025, f"{recipe} has its lengths: {one['over_tokens']}")
+              one["primary"] == "validation" and one["level"] == 0.025,
+              f"{recipe} has its lengths: {one['over_tokens']}")
         percent = []
         for h, horizon in zip(one["over_tokens"], HORIZONS):
             gaps, bf16 = branch_gaps(recipe, horizon)
             percent.append(100 * gaps / bf16.mean())
-            close([h["gap_percent"]["estimate"], h["tokens_since_branch"]], [percent[-1].mean(), 128 * (horizon - BRANCH)],
-                  f"{recipe}, {horizon} steps")
+            close([h["gap_percent"]["estimate"], h["tokens_since_branch"]],
+                  [percent[-1].mean(), 128 * (horizon - BRANCH)], f"{recipe}, {horizon} steps")
         bounds = one["bounds"]
         check(bounds["high"] - bounds["estimate"] >= (t_interval(gaps, 0.025)[2] - gaps.mean()) * (1 - 1e-9),
               f"the bounds have the level of two recipes: {bounds}")
@@ -272,9 +273,10 @@ def test_branches(tmp):
     close(one["null_deviation_percent"], [deviation, deviation * math.sqrt(3 / stats.chi2.ppf(0.1, 3))], "null pairs")
     check(null["decision"] is None and len(null["pairs"]) == 3 and one["smallest_cost_percent"] > 0, "null pairs")
     lines = out.splitlines()
-    check(re.fullmatch(r"Acceptable: FP8 tensorwise after step 40 costs at most 0\.\d\d% in loss \(97\.5%\), measured at "
-                       r"51,200 tokens \(0\.36 per parameter\), 128 tokens per step; it saves \d+ to \d+% of the time and "
-                       r"the money at equal loss\.", lines[0]), f"the decision comes first: {lines[0]}")
+    check(re.fullmatch(r"Acceptable: FP8 tensorwise after step 40 costs at most 0\.\d\d% in loss \(97\.5%\), "
+                       r"measured at 51,200 tokens \(0\.36 per parameter\), 128 tokens per step; it saves \d+ to "
+                       r"\d+% of the time and the money at equal loss\.", lines[0]),
+          f"the decision comes first: {lines[0]}")
     check(lines[1].startswith("Not acceptable: FP8 rowwise after step 40 costs at least 0."), f"then this: {lines[1]}")
     check_page(folder / "report.html", data, ("loss-intervals", "gap-", "difference-", "speedups", "norms-"))
 
@@ -292,8 +294,8 @@ def test_looks(tmp):
         check(one["seeds"] == counted and text in out and one["level"] == 0.05 / len(looks),
               f"looks at {looks}: {one['seeds']}, {one['level']}, {out}")
         check((one["verdict"] == "none") == ("so far" in text), f"looks at {looks}: {one['verdict']}")
-    folder = branches_folder(tmp / "long", arms=("bf16", "fp8:rowwise"), lengths=HORIZONS[:1], seeds=[42, 43], looks=[2],
-                             horizons=list(HORIZONS))
+    folder = branches_folder(tmp / "long", arms=("bf16", "fp8:rowwise"), lengths=HORIZONS[:1], seeds=[42, 43],
+                             looks=[2], horizons=list(HORIZONS))
     check("So far, runs of 100 of 400 steps" in report(folder)[0], "a shorter length gives no verdict")
 
 
@@ -382,8 +384,8 @@ def test_gpu(tmp):
     check(not error and len(data["comparisons"]) == 3 and data["price_of_a_gpu_hour"] == 3.5,
           f"the report of a verdict has three comparisons and the price: {error}")
     check_page(folder / "report.html", data, (
-        "loss-intervals", "difference-", "loss-money", "audit-", "loss-energy", "speed-tokens", "speed-tflops", "speed-mfu",
-        "speed-aggregate", "waterfall-", "time", "memory", "gemms-", "strip-"))
+        "loss-intervals", "difference-", "loss-money", "audit-", "loss-energy", "speed-tokens", "speed-tflops",
+        "speed-mfu", "speed-aggregate", "waterfall-", "time", "memory", "gemms-", "strip-"))
     text = html.unescape((folder / "report.html").read_text())
     for word in ("abc1234", "580.65", "scripts/verdict.sh llama3.2-1b", "power cap in ", "fp8:mxfp8:emulate", "goodput",
                  "2 starts", "training fingerprint", "0123456789abcdef", "--fp8-filter is first"):
@@ -634,9 +636,9 @@ def test_diverged(tmp):
 
 def main():
     with tempfile.TemporaryDirectory() as scratch:
-        for test in (test_command_line, test_numbers, test_same, test_rounding, test_branches, test_looks, test_stall, test_gpu, test_sweep,
-                     test_markup, test_limit, test_refused, test_energy, test_broken, test_fuzz, test_running,
-                     test_diverged):
+        for test in (test_command_line, test_numbers, test_same, test_rounding, test_branches, test_looks,
+                     test_stall, test_gpu, test_sweep, test_markup, test_limit, test_refused, test_energy,
+                     test_broken, test_fuzz, test_running, test_diverged):
             test(pathlib.Path(scratch))
     finish()
 

@@ -230,8 +230,8 @@ def cover_validation(rng, trials):
             def hits(*a):
                 (table,) = validation_verdicts(*a, tails, single)
                 return covers(vs.validation_difference(np.zeros_like(table), table), 0)
-            coverage(f"validation, {trunks} trunks, documents of 8, noise x{scale}, sequences x{single}{', t3' * tails}",
-                     chunked(hits, rng, trials, trunks, (scale,)))
+            what = f"documents of 8, noise x{scale}, sequences x{single}{', t3' * tails}"
+            coverage(f"validation, {trunks} trunks, {what}", chunked(hits, rng, trials, trunks, (scale,)))
 
 
 def tagged(got):

@@ -13,7 +13,7 @@ NO_JOULES = "not every step has its joules (the trainer reads them by NVML)"
 WATTS = (10, 3000)  # the mean power of a GPU lies between these; other joules are no measurement
 LEAST_SHARE = 0.5   # if no pair is done, a pair counts if it has at least this share of the longest pair's steps
 FAR = 20            # tokens per parameter of the extrapolation
-MOST_WINDOWS = 30   # of a difference over steps
+MOST_WINDOWS = 30   # windows of a difference over steps
 
 
 @dataclasses.dataclass
@@ -29,7 +29,8 @@ class Plan:
 def whole_numbers(value):
     """The whole numbers of a list, or of the lists and numbers of an object; [] of anything else."""
     if isinstance(value, dict):
-        return [number for item in value.values() for number in whole_numbers(item if isinstance(item, list) else [item])]
+        lists = [item if isinstance(item, list) else [item] for item in value.values()]
+        return [number for numbers in lists for number in whole_numbers(numbers)]
     return [n for n in value if type(n) is int and 0 <= n < 2**63] if isinstance(value, list) else []
 
 

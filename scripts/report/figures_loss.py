@@ -93,7 +93,8 @@ def draw_gap(members, margin):
     axes.set_xscale("log")
     axes.set(xlabel="tokens since the pairs parted", ylabel="FP8 minus BF16 (% of the loss)")
     ticks = sorted({x for c in members for x in [h.tokens_since for h in c.horizons][-1:]} |
-                   ({FAR * members[0].parameters} if far else set()) | {min(h.tokens_since for h in members[0].horizons)})
+                   ({FAR * members[0].parameters} if far else set()) |
+                   {min(h.tokens_since for h in members[0].horizons)})
     axes.set_xticks(ticks, [words.tokens(x).replace(" billion", " G") for x in ticks])
     axes.minorticks_off()
     style.legend_above(figure, axes)

@@ -43,8 +43,8 @@ def draw_norms(members):
     skipped = sum(map(bool, sum((p.fp8.column("skipped") for c in members for p in c.pairs), [])))
     steps = sum(len(p.fp8.steps) for c in members for p in c.pairs)
     return style.finish(figure, "numerics", style.slug("norms", *members[0].place), "Ratio of gradient norms",
-                        "A line for each pair, medians of neighbouring steps. A ratio that leaves 1 late in the runs is "
-                        f"an early sign of a failure. {skipped} of {steps} steps of these FP8 runs were skipped.")
+                        "A line for each pair, medians of neighbouring steps. A ratio that leaves 1 late in the runs "
+                        f"is an early sign of a failure. {skipped} of {steps} steps of these FP8 runs were skipped.")
 
 
 def draw_audits(run, names):

@@ -249,8 +249,8 @@ class Run:
         if not self.stalls:
             return ""
         most = f"{'' if len(self.stalls) == 1 else 'up to '}{max(self.stalls.values()) / 1000:.3g} s"
-        return (f"{len(self.stalls)} step{'s' * (len(self.stalls) > 1)} of {self.name} took {most}, above {STALL} times "
-                "the median; left out of time and energy")
+        return (f"{len(self.stalls)} step{'s' * (len(self.stalls) > 1)} of {self.name} took {most}, above {STALL} "
+                "times the median; left out of time and energy")
 
     def after_warmup(self, key):
         """The values of a field without those of the first WARMUP_STEPS, or of the first half of a short run."""

@@ -84,7 +84,8 @@ def run_numbers(run, recipe):
     joules = run.costs("joules")
     return {
         "name": run.name, "place": run.place, "model": run.settings["model"], "sequence_length": run.length,
-        "gpus": run.gpus, "tokens_per_step": run.tokens_per_step, "recipe": recipe, "seed": run.seed, "rounding_seed": run.rounding_seed,
+        "gpus": run.gpus, "tokens_per_step": run.tokens_per_step, "recipe": recipe, "seed": run.seed,
+        "rounding_seed": run.rounding_seed,
         "state": run.state(),
         "steps": run.last_step, "num_steps": run.num_steps, "complete": run.complete, "running": run.running,
         "half_written": run.half_written, "repeated_steps": run.repeated, "starts": len(run.starts),

@@ -170,11 +170,13 @@ def render(data, parts, drawings, title):
         "differing": [(name, [(value, runs_text(runs, len(data["runs"]))) for value, runs in values.items()])
                       for name, values in receipt["differing"]],
     }
+    runs = [{key: value for key, value in run.items() if key != "curve"} for run in data["runs"]]
     return environment.get_template("page.html.j2").render(
-        title=title, verdict=verdict_lines(data), tags=TAGS, problems=data["problems"], parts=parts, notes=data["notes"],
+        title=title, verdict=verdict_lines(data), tags=TAGS, problems=data["problems"], parts=parts,
+        notes=data["notes"],
         lacking=len(data["runs_without_numbers"]), total=len(data["runs"]) + len(data["runs_without_numbers"]),
         left_out=data["left_out"], receipt=shown, made=data["made"], sources=data["sources"],
-        numbers=json.dumps({**data, "runs": [{k: v for k, v in run.items() if k != "curve"} for run in data["runs"]]}, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
+        numbers=json.dumps({**data, "runs": runs}, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
 
 
 def runs_text(runs, total):

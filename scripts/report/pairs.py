@@ -164,7 +164,7 @@ class Comparison:
     ends: dict = dataclasses.field(default_factory=dict)    # loss: its value in each trunk, (BF16, FP8)
     costs: dict = dataclasses.field(default_factory=dict)   # time or energy: that of each trunk, (BF16, FP8)
     sequences: tuple = ()            # validation losses of trunks and sequences, (BF16, FP8)
-    gaps: object = None              # of each trunk, in the primary loss
+    gaps: object = None              # each trunk's, in the primary loss
     base: float = 0.0                # mean primary loss of BF16
     bounds: object = None            # Difference of the primary loss with simultaneous bounds
     primary: str = ""                # validation or training
@@ -172,11 +172,11 @@ class Comparison:
     window: int = 0
     nulls: list = dataclasses.field(default_factory=list)  # null comparisons of this place, with the most steps first
     null_curves: object = None       # differences over steps of null pairs
-    deviation: tuple | None = None   # of a null pair's gap in percent, and its upper limit
+    deviation: tuple | None = None   # a null pair's gap in percent, and its upper limit
     smallest: float | None = None    # the smallest cost in percent that the planned trunks see
-    trend: object = None             # of the gap in percent, for each doubling of tokens since b
+    trend: object = None             # the gap's, in percent, for each doubling of tokens since b
     extrapolated: object = None      # the gap in percent at 20 tokens per parameter
-    batch_trend: object = None       # of the gap in percent, for each doubling of tokens per step
+    batch_trend: object = None       # the gap's, in percent, for each doubling of tokens per step
     speedup: object = None           # at equal loss, in seconds
     energy_speedup: object = None    # at equal loss, in joules
     hours: float = 0.0               # GPU hours of a trunk with this recipe

@@ -5,7 +5,7 @@ import verdict_stats as vs
 
 PER_GIGA = 1e9
 SENTENCES = 8        # with more comparisons, those of one model and recipe share a sentence
-FEW_TOKENS = 100_000  # of a step: pre-training takes more
+FEW_TOKENS = 100_000  # tokens of a step: pre-training takes more
 ORDER = ("acceptable", "diverged", "undecided", "refused")  # of decisions, with the useful ones first
 
 
@@ -130,8 +130,8 @@ def sentence(c, margin=None, several=False):
             "" if c.emulated else f"; {c.speed:.2f}x the tokens per second of BF16"
         return f"{head}{so_far}{name}", f": one pair cannot tell what it costs in loss, {measured(c)}{end}."
     low, high = percents(c)
-    cost = {"acceptable": f"at most {up(high)} in loss (97.5%)" if high > 0 else
-            f"nothing: its loss is at least {down(-high)} lower (97.5%)", "refused": f"at least {down(low)} in loss (97.5%)"}
+    most = f"at most {up(high)} in loss" if high > 0 else f"nothing: its loss is at least {down(-high)} lower"
+    cost = {"acceptable": f"{most} (97.5%)", "refused": f"at least {down(low)} in loss (97.5%)"}
     cost = cost.get(decision, f"between {down(low)} and {up(high)} in loss (95%)")
     end = hours_needed(c, margin) if decision == "undecided" else saving(c)
     return f"{head}{so_far}{name}", f" costs {cost}, {measured(c)}{end}."
@@ -152,7 +152,8 @@ def shared_sentence(members):
         ("diverged", "it diverged")) if kind in kinds]
     single = sum(len(c.seeds) == 1 for c in paired)
     if single:
-        parts.append(f"one pair {'each' if single == len(paired) else f'in {single}'} cannot tell what it costs in loss")
+        where = "each" if single == len(paired) else f"in {single}"
+        parts.append(f"one pair {where} cannot tell what it costs in loss")
     refused = [c.refused[0] for c in members if not c.pairs and c.refused]
     if refused:
         parts.append(f"{len(refused)} without a verdict ({refused[0]})")
@@ -204,12 +205,12 @@ def notes(comparisons, margin=None):
     texts += [null_words(c, margin) for c in comparisons if c.null and c.smallest and math.isfinite(c.smallest)]
     small = sorted({c.batch for c in comparisons if c.batch < FEW_TOKENS})
     if small:
-        texts.append(f"steps of {span(small, '{:,}')} tokens are small: pre-training takes {FEW_TOKENS:,} or more, where "
-                     "the cost may be another")
+        texts.append(f"steps of {span(small, '{:,}')} tokens are small: pre-training takes {FEW_TOKENS:,} or more, "
+                     "where the cost may be another")
     if any(c.emulated for c in comparisons):
         texts.append("emulated FP8 computes the losses of FP8, but not with its speed or energy")
     shared = {}
-    for text in texts:  # what all recipes share is said once
+    for text in texts:  # said once if all recipes share it
         shared.setdefault(text.split(": ", 1)[-1] if "took" in text else text, text)
     return [text.split(": ", 1)[-1] if "took" in text else text for text in shared.values()]
 

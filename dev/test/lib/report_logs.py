@@ -80,7 +80,7 @@ ARMS = {"bf16": 0.0, "null": 0.0, "fp8:tensorwise": 0.006, "fp8:rowwise": 0.03} 
 
 
 def branch_losses(seed, arm, horizon, noise=0.001):
-    """(training losses of steps 1 to horizon, validation losses) of an arm; until BRANCH they are those of the trunk."""
+    """(training losses of steps 1 to horizon, validation losses) of an arm; until BRANCH they are the trunk's."""
     rng, own = np.random.default_rng([seed, 1]), np.random.default_rng([seed, list(ARMS).index(arm), horizon])
     batches, level = 0.05 * rng.standard_normal(max(HORIZONS)), 0.02 * rng.standard_normal()
     away = np.arange(1, horizon + 1) > BRANCH
