@@ -381,6 +381,15 @@ def time_trial(plan, case, pool):
     return trial.summary() if trial.kind == "done" else None
 
 
+def seen_by_pilot(out):
+    """What the last report of the folder says of its null pairs: how small a cost its trunks see. "" without one."""
+    try:
+        with open(os.path.join(out, "report.json"), encoding="utf-8") as file:
+            return "\n".join(note for note in json.load(file)["notes"] if "chance alone" in note)
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
 def announce(plan, pool):
     left = [run for run in pool.runs if run.kind not in ANSWERS]
     for case in plan.cases:
@@ -390,6 +399,8 @@ def announce(plan, pool):
             what = (f"{len(plan.seeds)} trunks, from which {len(plan.recipes)} arms branch after step {case.branch}, "
                     "each")
         say(f"{case.title}: {what} {case.steps} steps of {case.tokens} tokens")
+    if pilot := seen_by_pilot(plan.o.out):
+        say(pilot)
     seconds = sum(run.expected for run in left) / pool.parallel
     text = f"{len(left)} of {len(pool.runs)} runs to do, {pool.parallel} side by side"
     if seconds:

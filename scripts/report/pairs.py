@@ -197,7 +197,8 @@ class Comparison:
 
     @property
     def emulated(self):
-        return ":emulate" in self.recipe
+        """True if FP8 has no speed of its own: it is emulated, or the CPU trainer computes it."""
+        return ":emulate" in self.recipe or any(pair.fp8.settings["program"] == "train_fp8" for pair in self.pairs)
 
     @property
     def tokens(self):

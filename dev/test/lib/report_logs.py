@@ -22,7 +22,7 @@ def settings(precision, seed, **changes):
                "grad-accumulation-steps": 1, "num-steps": STEPS, "seed": seed, "rounding-seed": seed,
                "precision": precision, "fp8-recipe": "tensorwise", "fp8-emulate": "off", "fp8-weight-cache": "off",
                "learning-rate": 0.001, "log-dir": f"{precision}{seed}"}
-    record = {"type": "settings", "version": "0.1", "program": "train_fp8", "versions": "compiler 12",
+    record = {"type": "settings", "version": "0.1", "program": "train_fp8cu", "versions": "compiler 12",
               "device": "CPU, 1 threads", "world_size": 1, "model": "tiny", "parameters": 143680, "vocab_size": 320,
               "model_flops_per_token": 958464.0, "peak_bf16_flops": None, "fp8_gemms": 24 * (precision == "fp8"),
               "memory_plan_bytes": 3000000, "training_tokens": 2005067, "training_sequences": 31329,
