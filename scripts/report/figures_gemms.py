@@ -64,7 +64,7 @@ def draw_map(run, names):
     handles |= dict(zip(*reversed(axes.get_legend_handles_labels())))
     if handles:
         figure.legend(handles.values(), handles, loc="outside upper center", ncols=2, fontsize=8)
-    figure.suptitle(style.two_lines(name_of(run, names)), fontsize=10.5)
+    axes.set_title(style.two_lines(name_of(run, names)))
     caption = (f"{int(run.settings['fp8_gemms'])} GEMMs of a micro-step have FP8 operands. --fp8-filter is "
                f"{run.option('fp8-filter') or 'none'}; lm_head always runs in BF16.")
     if audits:

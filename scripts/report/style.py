@@ -27,7 +27,7 @@ matplotlib.rcParams.update({
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"], "svg.fonttype": "none",
     "svg.hashsalt": "report", "text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False,
     "axes.grid": True, "grid.color": "#DDDDDD", "grid.linewidth": 0.6, "axes.axisbelow": True,
-    "legend.frameon": False, "lines.linewidth": 1.4, "hatch.linewidth": 0.6,
+    "legend.frameon": False, "lines.linewidth": 1.4, "axes.formatter.useoffset": False, "hatch.linewidth": 0.6,
 })
 
 
