@@ -30,6 +30,7 @@ import numpy as np
 from scipy import optimize, stats
 
 ALPHA, POWER = 0.05, 0.80
+LARGEST_LOG = math.log(1000)  # a speed-up beyond this is none: the slope that prices a loss is near 0
 # Blocks of 16 neighbours, but at least 4 and at most 16 blocks. EDGE: documents of 8 sequences that lie in two blocks
 # make the variance between blocks too small by up to a sixth. Simulated with 2, 3 and 5 trunks and documents of 8
 # sequences, this rule covers 94 to 98%; blocks of 8 sequences, or EDGE 1, cover 89 to 93%.
@@ -199,6 +200,9 @@ def equal_loss_speedup(log_ratio, gap, slope, gap_variance=0.0, alpha=ALPHA):
     logs = ratio_interval(top, fall, gap_variance, alpha)
     if equal.ndim == 0 and not np.isfinite(logs[1]):
         return Speedup(None, None, None, equal, "the interval of the fall of BF16's loss with more steps holds 0")
+    logs = [np.clip(one, -LARGEST_LOG, LARGEST_LOG) for one in logs]
+    if equal.ndim == 0 and max(map(abs, logs)) == LARGEST_LOG:
+        return Speedup(None, None, None, equal, "BF16's loss hardly falls with more steps, so the interval has no end")
     return Speedup(*map(np.exp, logs), equal)
 
 
