@@ -13,23 +13,15 @@ import subprocess
 import sys
 import tempfile
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "lib"))
+from counted import ROOT, check, finish  # noqa: E402
+
 PROGRAM = "build/gradient_bias"
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 128,
           "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
           "head_dim": 64, "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
 MATRICES = [f"{layer}.{linear}" for layer in (0, 1) for linear in ("qkv", "attn_out", "gate_up", "down")]
 PLANTED, FACTOR = "1.gate_up", 1.005
-
-passed = failed = 0
-
-
-def check(ok, message):
-    global passed, failed
-    passed, failed = passed + bool(ok), failed + (not ok)
-    if not ok:
-        print("FAILED:", message)
-
 
 def run(*words):
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -143,9 +135,8 @@ def main():
         bench = Bench(folder)
         for test in (test_null, test_recipes, test_only, test_checkpoints, test_refused):
             test(bench)
-    print(f"{passed} passed, {failed} failed")
-    return 1 if failed else 0
+    finish()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

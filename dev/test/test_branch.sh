@@ -3,11 +3,7 @@
 # the lineage in the log, and what is refused. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
-. scripts/tally.sh
-make -s train_fp8 build/synth_stories || exit 1
-tmp=$(mktemp -d)
-trap 'rm -rf "$tmp"' EXIT
-out=$tmp/out
+. dev/test/lib/cpu_trainer.sh
 build/synth_stories --out "$tmp/s" --bytes 30000 --seed 3 >/dev/null
 common="tiny --train-data $tmp/s_train.bin --sequence-length 32 --batch-size 2 --learning-rate 3e-3 --deterministic"
 

@@ -3,11 +3,7 @@
 # the process, names with control characters. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
-. scripts/tally.sh
-make -s train_fp8 build/synth_stories || exit 1
-tmp=$(mktemp -d)
-trap 'rm -rf "$tmp"' EXIT
-out=$tmp/out
+. dev/test/lib/cpu_trainer.sh
 export OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 build/synth_stories --out "$tmp/s" --bytes 30000 --seed 3 >/dev/null
 run="./train_fp8 tiny --train-data $tmp/s_train.bin --sequence-length 16"

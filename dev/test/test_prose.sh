@@ -5,10 +5,7 @@
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
-. scripts/tally.sh
-make -s train_fp8 build/synth_stories || exit 1
-tmp=$(mktemp -d)
-trap 'rm -rf "$tmp"' EXIT
+. dev/test/lib/cpu_trainer.sh
 reword="python3 dev/test/reword.py"
 other=$tmp/train_fp8
 

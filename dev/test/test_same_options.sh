@@ -4,11 +4,8 @@
 # folders train. Needs mpirun and python3. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
-. scripts/tally.sh
-make -s train_fp8 build/synth_stories || exit 1
 export OMP_NUM_THREADS=1
-tmp=$(mktemp -d)
-trap 'rm -rf "$tmp"' EXIT
+. dev/test/lib/cpu_trainer.sh
 build/synth_stories --out "$tmp/s" --bytes 60000 --seed 3 >/dev/null
 trainer=$PWD/train_fp8
 data="--train-data $tmp/s_train.bin --sequence-length 32 --num-steps 3"

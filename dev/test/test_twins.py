@@ -14,6 +14,9 @@ import subprocess
 import sys
 import tempfile
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "lib"))
+from counted import check, finish  # noqa: E402
+
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
 # Structs and functions that must be equal in both trainers.
@@ -49,16 +52,6 @@ DIFFERENT_STRUCTS = {
     "QTensor": "the CPU keeps values alone, the GPU also FP8 versions, scales and amaxes",
     "Activations": "each trainer has buffers that the other does not need",
 }
-
-passed = failed = 0
-
-
-def check(ok, message):
-    global passed, failed
-    passed, failed = passed + bool(ok), failed + (not ok)
-    if not ok:
-        print("FAILED:", message)
-
 
 def words(text):
     """Returns the tokens of C code, without comments, includes and whitespace."""
@@ -230,8 +223,7 @@ def main():
     else:
         compare(REPOSITORY)
         test_itself()
-    print(f"{passed} passed, {failed} failed")
-    sys.exit(1 if failed else 0)
+    finish()
 
 
 if __name__ == "__main__":
