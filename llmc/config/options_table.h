@@ -88,7 +88,8 @@ enum { RARE, COMMON };
          "order of training sequences; on: a new permutation in each epoch, from --seed; off: as in the files") \
     INT(sequence_length, "sequence-length", 2048, 1, 1 << 20, MUST_MATCH, COMMON, "tokens per sequence (T)") \
     INT(batch_size, "batch-size", 1, 1, 65535, TOLD, COMMON, "sequences per rank and micro-step (B)") \
-    INT(grad_accumulation_steps, "grad-accumulation-steps", 1, 1, ACCUMULATION_MAX, TOLD, COMMON, "micro-steps per optimizer step") \
+    INT(grad_accumulation_steps, "grad-accumulation-steps", 1, 1, ACCUMULATION_MAX, TOLD, COMMON, \
+         "micro-steps per optimizer step") \
     INT(tokens_per_step, "tokens-per-step", 0, 0, OPTION_MAX, FREE, RARE, \
          "tokens of an optimizer step, over all ranks: sets --grad-accumulation-steps; 0: does not set it") \
     INT(num_steps, "num-steps", 100, 1, 1000000000, TOLD, COMMON, "optimizer steps of the whole run, with those before a --resume") \
@@ -180,9 +181,9 @@ enum { RARE, COMMON };
          "how the learning rate goes on after warm-up; cosine and linear fall, and reach 0 one step after the last; " \
          "wsd is constant, then falls linearly in the last steps (--decay-steps), to 0 one step after the last") \
     INT(decay_steps, "decay-steps", 0, 0, 1000000000, TOLD, RARE, \
-         "with --lr-schedule wsd: number of last steps in which the learning rate falls; 0: the last fifth of the steps " \
-         "(rounded down; not before the end of warm-up); for a run without decay, to branch from, give --lr-schedule " \
-         "constant") \
+         "with --lr-schedule wsd: number of last steps in which the learning rate falls; 0: the last fifth of the " \
+         "steps (rounded down; not before the end of warm-up); for a run without decay, to branch from, give " \
+         "--lr-schedule constant") \
     REAL(min_lr_ratio, "min-lr-ratio", 0, 0, 1, TOLD, RARE, \
          "share of --learning-rate to which cosine, linear and wsd fall, in place of 0") \
     INT(warmup_steps, "warmup-steps", 0, 0, 1000000000, TOLD, COMMON, \
@@ -263,9 +264,9 @@ enum { RARE, COMMON };
          "steps between validations, with --val-data (0: only the last step); the last step is always validated, unless " \
          "a signal ends the run") \
     INT(val_steps, "val-steps", 10, 1, 1000000000, FREE, RARE, \
-         "number of validation sequences, spread evenly over --val-data (all if it has fewer), for any number of ranks " \
-         "and any batch size; with --fp8-recipe tensorwise, whose scale of x spans the batch, a sequence's loss depends a " \
-         "little on the others in its batch") \
+         "number of validation sequences, spread evenly over --val-data (all if it has fewer), for any number of " \
+         "ranks and any batch size; with --fp8-recipe tensorwise, whose scale of x spans the batch, a sequence's " \
+         "loss depends a little on the others in its batch") \
     INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, RARE, \
          "steps between printed samples of text; the last step prints one too, unless a signal ends the run; 0: none") \
     INT(sample_tokens, "sample-tokens", 64, 1, 65536, FREE, RARE, \
@@ -281,19 +282,19 @@ enum { RARE, COMMON };
     GROUP("checkpoints") \
     TEXT(checkpoint_dir, "checkpoint-dir", "", FREE, COMMON, "folder for checkpoints") \
     TEXT(checkpoint_every, "checkpoint-every", "0", FREE, COMMON, \
-         "steps between checkpoints, with --checkpoint-dir (0: only the last step); or the steps themselves, with commas " \
-         "between (32,64,128; 32, with a comma behind it is one step): their checkpoints are never removed; the last step " \
-         "is always saved, also if a signal ends the run early") \
+         "steps between checkpoints, with --checkpoint-dir (0: only the last step); or the steps themselves, with " \
+         "commas between (32,64,128; 32, with a comma behind it is one step): their checkpoints are never removed; " \
+         "the last step is always saved, also if a signal ends the run early") \
     INT(keep_checkpoints, "keep-checkpoints", 2, 1, 1000000, FREE, RARE, "number of newest checkpoints to keep") \
     FLAG(resume, "resume", COMMON, \
          "continue from the newest checkpoint in --checkpoint-dir that is not damaged, renamed or of another format " \
          "version; start at step 1 if there is no checkpoint; end with an error if there are checkpoints, but none " \
          "to continue from") \
     TEXT(branch, "branch", "", FREE, RARE, \
-         "a checkpoint (step-NNNNNNNN), or a folder of checkpoints, whose newest whole one is taken, of another run with " \
-         "the same data: go on from it as --resume would, but --precision, the FP8 options and --rounding-seed may " \
-         "differ too; its folder is only read; with --resume, and a checkpoint of its own in --checkpoint-dir, a run " \
-         "goes on from that one") \
+         "a checkpoint (step-NNNNNNNN), or a folder of checkpoints, whose newest whole one is taken, of another " \
+         "run with the same data: go on from it as --resume would, but --precision, the FP8 options and " \
+         "--rounding-seed may differ too; its folder is only read; with --resume, and a checkpoint of its own in " \
+         "--checkpoint-dir, a run goes on from that one") \
     CHOICE(on_save_error, "on-save-error", SAVE_ERROR_RETRY, SAVE_ERRORS, FREE, RARE, \
          "what to do when a checkpoint cannot be saved; retry: try again once, at once; if that fails too, train on to " \
          "the next save; stop: end the run; the run ends with an error in any case if its last save fails, or if a value " \

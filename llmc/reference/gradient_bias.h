@@ -21,9 +21,8 @@ enum { BIAS_EE, BIAS_GG, BIAS_EG, BIAS_OWN, BIAS_E_SUM = BIAS_OWN, BIAS_G_SUM, B
 // How a micro-batch joins the sums E and G: it replaces them, is added, or leaves them as they are.
 typedef enum { BIAS_STORE, BIAS_ADD, BIAS_READ } BiasJoin;
 
-// Joins one element, and adds its products to `terms`. *E and *G are the sums with this micro-batch. BIAS_CROSS is e_i
-// G
-// + g_i E. `before` is the element of the E of the checkpoint before, or 0.
+// Joins one element, and adds its products to `terms`. *E and *G are the sums with this micro-batch. BIAS_CROSS is
+// e_i G + g_i E. `before` is the element of the E of the checkpoint before, or 0.
 HOST_DEVICE static inline void bias_join(double terms[BIAS_TERMS], float plain, float other, float *E, float *G,
                                          float before, BiasJoin join) {
     const float error = other - plain;
