@@ -29,6 +29,6 @@ mkdir -p "$(dirname "$venv")"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
     -r "$requirements" ||
     fail "the libraries of the reports could not be installed in $venv"
-"$venv/bin/python" -c 'import matplotlib, jinja2, numpy, scipy, arch.bootstrap, tensorboardX'
+"$venv/bin/python" -c 'import matplotlib, jinja2, numpy, scipy, tensorboardX'
 cp "$requirements" "$venv/installed.txt"  # last, so that an unfinished environment is made again
 echo "$venv: ready"

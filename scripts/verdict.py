@@ -75,7 +75,7 @@ DEFAULTS = {"recipes": "fp8,fp8:rowwise", "seeds": "42,43,44", "margin": "", "lo
 SET_HERE = ("train-data", "val-data", "sequence-length", "num-steps", "precision", "fp8-recipe", "fp8-emulate", "seed",
             "rounding-seed", "learning-rate", "lr-schedule", "decay-steps", "warmup-steps", "tokens-per-step",
             "grad-accumulation-steps", "checkpoint-every", "branch", "log-dir")
-LIBRARIES = ("arch", "jinja2", "matplotlib", "scipy")  # of scripts/report.py
+LIBRARIES = ("jinja2", "matplotlib", "scipy")  # of scripts/report.py
 VALIDATION_SEQUENCES = 256  # enough for an interval
 TRIAL_STEPS = 4
 PER_CASE = ("num-steps", "branch-step")  # settings of which a folder has one for each case
