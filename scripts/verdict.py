@@ -344,9 +344,7 @@ def receipt(plan, runs, others):
             "recipes": plan.recipes, "seeds": plan.seeds,
             "rounding_seeds": ["same" if r is None else r for r in plan.roundings],
             "num_steps": {case.name: case.steps for case in plan.cases}, "looks": plan.looks, "margin": plan.margin,
-            "design": "whole" if plan.whole else "branches",
-            "branch_step": {case.name: case.branch for case in plan.cases}, "sequence_length": plan.length,
-            "gpus": plan.gpus, "price": plan.price,
+            "sequence_length": plan.length, "gpus": plan.gpus, "price": plan.price,
             "regime": "repeat" if plan.o.repeat else "fresh", "driver": "".join(nvidia_smi("driver_version")[:1]),
             "gpu_names": nvidia_smi("name"), "fixed": plan.fixed(), "runs": entries + others}
 
@@ -385,7 +383,7 @@ def seen_by_pilot(out):
     """What the last report of the folder says of its null pairs: how small a cost its trunks see. "" without one."""
     try:
         with open(os.path.join(out, "report.json"), encoding="utf-8") as file:
-            return "\n".join(note for note in json.load(file)["notes"] if "chance alone" in note)
+            return "\n".join(json.load(file)["pilot"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 

@@ -104,7 +104,7 @@ def test_branches(folder):
           f"a pilot has a trunk and a null arm, each to 20, 40 and 80 steps: {pilot.stdout}{pilot.stderr}")
     kept = sorted(path.name for path in out.glob("tiny.bf16.s7/checkpoints/step-*"))
     check(kept == ["step-00000008"], f"the trunk keeps its checkpoint of step 8, from which recipes branch: {kept}")
-    (out / "report.json").write_text('{"notes": ["pairs that differ in chance alone are 1% apart"]}')
+    (out / "report.json").write_text('{"pilot": ["pairs that differ in chance alone are 1% apart"]}')
     result = verdict(*words, "--recipes", "fp8+fp8-filter=first/last")
     check("\npairs that differ in chance alone" in result.stdout, f"it says what the pilot saw: {result.stdout[:300]}")
     check(result.returncode == 0 and result.stdout.count("from before") == 6 and result.stdout.count(": done in") == 9,

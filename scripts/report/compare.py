@@ -22,7 +22,7 @@ class Plan:
     looks: list = dataclasses.field(default_factory=list)
     seeds: list = dataclasses.field(default_factory=list)
     recipes: int = 0
-    horizons: list = dataclasses.field(default_factory=list)
+    ends: list = dataclasses.field(default_factory=list)  # the last steps of the longest runs
     margin: float | None = None  # percent
 
 
@@ -42,7 +42,7 @@ def plan_of(verdicts, margin=None):
         plan.seeds += [seed for seed in whole_numbers(verdict.get("seeds")) if seed not in plan.seeds]
         recipes = verdict.get("recipes") if isinstance(verdict.get("recipes"), list) else []
         plan.recipes = max(plan.recipes, len({str(recipe) for recipe in recipes if str(recipe).startswith("fp8")}))
-        plan.horizons += whole_numbers(verdict.get("horizons"))
+        plan.ends += whole_numbers(verdict.get("num_steps"))
         given = verdict.get("margin")
         if plan.margin is None and isinstance(given, (int, float)) and given is not True and 0 < given < 100:
             plan.margin = float(given)
@@ -89,8 +89,9 @@ def choose_pairs(c, plan):
             c.notes.append(f"the pair of {pair.fp8.name} is not used yet: {slow.name} is {slow.state()}")
     if kept and not done:
         c.undecided = f"so far, step {c.steps} of {c.horizon}"
-    if plan.horizons and c.horizon < max(plan.horizons):
-        c.undecided = c.undecided or f"so far, runs of {c.horizon} of {max(plan.horizons)} steps"
+    longer = [end for end in plan.ends if end > c.horizon]
+    if longer and c.horizon not in plan.ends:
+        c.undecided = c.undecided or f"so far, runs of {c.horizon} of {min(longer)} steps"
     c.pairs = kept
 
 

@@ -182,6 +182,11 @@ def verdict(comparisons, margin=None):
     return [(kind_of(c), *sentence(c, margin, several)) for c in shown]
 
 
+def pilot(comparisons, margin=None):
+    """What null pairs show, one text for each place."""
+    return [null_words(c, margin) for c in comparisons if c.null and c.smallest and math.isfinite(c.smallest)]
+
+
 def null_words(c, margin):
     """How small a cost so many trunks see, and what the margin takes."""
     text = f"{c.recipe}: pairs that differ in chance alone are {c.deviation[0]:.2f}% apart (at most " \
@@ -202,7 +207,7 @@ def notes(comparisons, margin=None):
         left_out = [f"{len(reasons)} of {count(total, 'pair')} left out ({'; '.join(reasons)})"] if reasons else []
         texts += [f"{c.recipe}{f', after step {c.branch}' if c.branch else ''}: {text}"
                   for text in left_out + (c.notes if c.pairs else [])]
-    texts += [null_words(c, margin) for c in comparisons if c.null and c.smallest and math.isfinite(c.smallest)]
+    texts += pilot(comparisons, margin)
     small = sorted({c.batch for c in comparisons if c.batch < FEW_TOKENS})
     if small:
         texts.append(f"steps of {span(small, '{:,}')} tokens are small: pre-training takes {FEW_TOKENS:,} or more, "
