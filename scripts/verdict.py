@@ -3,9 +3,9 @@
 Answers what FP8 costs in loss, and gives in speed and energy, for each MODEL (a preset, or a folder with config.json).
 Trains one BF16 run for each seed, the trunk. From its checkpoint after step B, soon after warm-up, every arm branches:
 each FP8 recipe, and BF16 again with another rounding seed, which shows how far chance alone moves a loss. Trunk and
-arms end after N/4, N/2 and N steps, each time with a decay of the rate (wsd). Then makes a report with intervals:
-FOLDER/report.html. Paths are relative to the repository's root. Lists are separated by commas. Defaults are in
-parentheses.
+arms end a quarter, half and all of the way from B to N, each time with a decay of the rate (wsd). Then makes a report
+with intervals: FOLDER/report.html. Paths are relative to the repository's root. Lists are separated by commas. Defaults
+are in parentheses.
 
   --recipes LIST          FP8 recipes: fp8 (tensorwise), fp8:RECIPE, fp8:RECIPE:emulate, each also with options of its
                           own, as in fp8+fp8-filter=first/last (/ for a comma); none: a pilot, which shows how small a
@@ -161,11 +161,10 @@ class Case:
         return steps
 
     def branch_of(self, given):
-        last = branches.saved_steps(self.steps)[0]
         step = number("--branch-step", given) if given else self.steps // 10
-        if not self.warmup <= step < last:
-            fail(f"--branch-step {step}: arms branch after the {self.warmup} steps of warm-up, and before step {last}, "
-                 f"where the rate of the run to step {self.steps // 4} begins to decay")
+        if not self.warmup <= step <= self.steps * 3 // 8:  # later, the shortest run's rate would decay before it
+            fail(f"--branch-step {step}: arms branch after the {self.warmup} steps of warm-up, and after at most 3/8 of "
+                 f"all {self.steps} steps")
         return step
 
     def val_every(self):

@@ -62,7 +62,7 @@ def test_bad_options(folder):
                            ("79 steps are too few", ["tiny", *shards, "--num-steps", "79"]),
                            ("arms branch after the 4 steps of warm-up", ["tiny", *shards, "--num-steps", "80",
                                                                          "--branch-step", "3"]),
-                           ("and before step 16", ["tiny", *shards, "--num-steps", "80", "--branch-step", "16"]),
+                           ("at most 3/8 of all 80", ["tiny", *shards, "--num-steps", "80", "--branch-step", "31"]),
                            ("--rounding-seeds is for --whole", ["tiny", *shards, "--rounding-seeds", "1"]),
                            ("--branch-step is for branches", ["tiny", *shards, "--whole", "--branch-step", "9"]),
                            ("is a pilot of branches", ["tiny", *shards, "--whole", "--recipes", "none"]),
@@ -95,13 +95,13 @@ def test_commands(folder):
 
 
 def test_branches(folder):
-    """Arms branch from the trunk's checkpoint, runs to N/4 and N/2 from their arm's; what no run needs is removed."""
+    """Arms branch from the trunk's checkpoint, shorter runs from their arm's; what no run needs is removed."""
     out = pathlib.Path(folder) / "branches"
     words = ["tiny", "--trainer", "./train_fp8", "--train-data", f"{folder}/s_train.bin", "--sequence-length",
              str(LENGTH), "--num-steps", "80", "--out", str(out), "--seeds", "7", "--looks", "1", "--no-report"]
     pilot = verdict(*words, "--recipes", "none")
     check(pilot.returncode == 0 and pilot.stdout.count(": done in") == 6,
-          f"a pilot has a trunk and a null arm, each to 20, 40 and 80 steps: {pilot.stdout}{pilot.stderr}")
+          f"a pilot has a trunk and a null arm, each to 26, 44 and 80 steps: {pilot.stdout}{pilot.stderr}")
     kept = sorted(path.name for path in out.glob("tiny.bf16.s7/checkpoints/step-*"))
     check(kept == ["step-00000008"], f"the trunk keeps its checkpoint of step 8, from which recipes branch: {kept}")
     (out / "report.json").write_text('{"pilot": ["pairs that differ in chance alone are 1% apart"]}')
@@ -111,10 +111,10 @@ def test_branches(folder):
           f"a recipe is added to the pilot: {result.stdout}{result.stderr}")
     check(sorted(out.glob("*/checkpoints/step-*")) == [out / "tiny.bf16.s7/checkpoints/step-00000008"],
           f"no arm keeps a checkpoint: {sorted(out.glob('*/checkpoints/*'))}")
-    for name, first, last, filters in (("bf16.s7", 1, 80, ""), ("bf16.s7.to20", 17, 20, ""),
-                                       ("bf16.s7.r1007", 9, 80, ""), ("bf16.s7.r1007.to40", 33, 40, ""),
+    for name, first, last, filters in (("bf16.s7", 1, 80, ""), ("bf16.s7.to26", 22, 26, ""),
+                                       ("bf16.s7.r1007", 9, 80, ""), ("bf16.s7.r1007.to44", 37, 44, ""),
                                        ("fp8-fp8-filter-first-last.s7", 9, 80, "first,last"),
-                                       ("fp8-fp8-filter-first-last.s7.to40", 33, 40, "first,last")):
+                                       ("fp8-fp8-filter-first-last.s7.to44", 37, 44, "first,last")):
         log = [json.loads(line) for line in (out / f"tiny.{name}" / "log.jsonl").open()]
         steps = [record["step"] for record in log if record["type"] == "step"]
         check(steps == list(range(first, last + 1)) and log[0]["settings"]["fp8-filter"] == filters,

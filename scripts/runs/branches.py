@@ -12,17 +12,18 @@ NULL = 1000  # the null arm's rounding seed is the seed plus this
 DECAY = 5    # the rate decays in the last fifth of a run
 
 
-def horizons(steps):
-    return [steps // 4, steps // 2, steps]
+def horizons(steps, branch):
+    """The tokens since the branch double from one to the next."""
+    return [branch + (steps - branch) // 4, branch + (steps - branch) // 2, steps]
 
 
 def decay_steps(horizon):
     return horizon // DECAY
 
 
-def saved_steps(steps):
+def saved_steps(steps, branch):
     """The steps after which an arm is saved for the runs that end before `steps`."""
-    return [h - decay_steps(h) for h in horizons(steps)[:-1]]
+    return [h - decay_steps(h) for h in horizons(steps, branch)[:-1]]
 
 
 def checkpoint(run, step):
@@ -32,11 +33,12 @@ def checkpoint(run, step):
 def trunk_runs(make, steps, branch, seed, recipes):
     """The runs of a seed, each after the one that it branches from. make(precision, rounding seed or None, horizon,
     the checkpoint's run and step or None, saved steps) returns a Run."""
-    trunk = make("bf16", None, steps, None, [branch, *saved_steps(steps)])
-    arms = [make("bf16", seed + NULL, steps, (trunk, branch), saved_steps(steps))]
-    arms += [make(recipe, None, steps, (trunk, branch), saved_steps(steps)) for recipe in recipes]
+    saves = saved_steps(steps, branch)
+    trunk = make("bf16", None, steps, None, [branch, *saves])
+    arms = [make("bf16", seed + NULL, steps, (trunk, branch), saves)]
+    arms += [make(recipe, None, steps, (trunk, branch), saves) for recipe in recipes]
     early = [make(arm.precision, arm.rounding, horizon, (arm, step), []) for arm in [trunk, *arms]
-             for horizon, step in zip(horizons(steps), saved_steps(steps))]
+             for horizon, step in zip(horizons(steps, branch), saves)]
     trunk.kept = branch
     return [trunk, *arms, *early]
 
