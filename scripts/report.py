@@ -72,8 +72,10 @@ def parse(arguments):
 
 def title_of(found, names):
     """The page's title: models and precisions."""
+    from report.pairs import NULL
+
     models = dict.fromkeys(run.settings["model"] for run in found.runs)
-    recipes = dict.fromkeys(names[run.name] for run in found.runs)
+    recipes = dict.fromkeys(names[run.name] for run in found.runs if names[run.name] != NULL)
     return f"{', '.join(models)}: {', '.join(recipes)}"
 
 

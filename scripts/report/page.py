@@ -154,9 +154,11 @@ def place_figures(parts, drawings):
 
 
 def verdict_lines(data):
-    """[(kind, beginning, the rest of the sentence)] of the first lines; of single runs if nothing is compared."""
+    """[(kind, tag, beginning, the rest of the sentence)] of the first lines; of single runs if nothing is compared. With
+    a margin the sentence begins with the decision, and there is no tag."""
     lines = data["verdict"] or [{"kind": "none", **single} for single in data["singles"]]
-    return [(line["kind"], line["name"], line["words"].removeprefix(line["name"])) for line in lines]
+    return [(line["kind"], "" if data["margin_percent"] else TAGS[line["kind"]], line["name"],
+             line["words"].removeprefix(line["name"])) for line in lines]
 
 
 def render(data, parts, drawings, title):
@@ -172,7 +174,7 @@ def render(data, parts, drawings, title):
     }
     runs = [{key: value for key, value in run.items() if key != "curve"} for run in data["runs"]]
     return environment.get_template("page.html.j2").render(
-        title=title, verdict=verdict_lines(data), tags=TAGS, problems=data["problems"], parts=parts,
+        title=title, verdict=verdict_lines(data), problems=data["problems"], parts=parts,
         notes=data["notes"],
         lacking=len(data["runs_without_numbers"]), total=len(data["runs"]) + len(data["runs_without_numbers"]),
         left_out=data["left_out"], receipt=shown, made=data["made"], sources=data["sources"],
@@ -204,7 +206,7 @@ def markdown_table(table):
 
 def markdown(data, parts, drawings, title, figures):
     """The main parts of the page as Markdown, with links to the PNG files in the folder `figures`."""
-    blocks = [f"# {title}"] + [f"{TAGS[kind]} **{name}**{rest}".strip() for kind, name, rest in verdict_lines(data)]
+    blocks = [f"# {title}"] + [f"{tag} **{name}**{rest}".strip() for _, tag, name, rest in verdict_lines(data)]
     blocks += [f"Note: {note}" for note in data["notes"] + data["problems"]]
     for part in parts:
         members = [drawing for drawing in drawings if drawing.part == part.name]
