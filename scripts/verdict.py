@@ -17,7 +17,8 @@ are in parentheses.
                           (the number of --seeds)
   --branch-step B         the step after which arms branch (N/10)
   --tokens-per-step LIST  tokens of an optimizer step of all GPUs (batch size x T x accumulation x GPUs); with several,
-                          each is trained on as many tokens as the first, with --lr times the root of its ratio to it
+                          trunks train with the first, and from step B on each trains on as many tokens, BF16 too, with
+                          --lr times the root of its ratio to the first
   --whole                 pairs that differ from step 0 on, with a cosine schedule, instead of branches: they say what
                           the first steps cost, and differ by chance about ten times more
   --rounding-seeds LIST   with --whole: seeds of stochastic rounding; each is run with every seed of --seeds (each run's
@@ -125,11 +126,15 @@ class Case:
         self.described = self.describe()
         settings = self.described["settings"]
         self.tokens = (plan.gpus * plan.length * settings["batch-size"] * settings["grad-accumulation-steps"])
-        first = plan.batches[0]
-        self.rate = f"{float(plan.rate) * math.sqrt(batch / first):.6g}" if len(plan.batches) > 1 else plan.rate
-        self.steps = self.steps_of(plan.first_steps(model) * first // batch if first not in (None, batch) else None)
+        first = next((case for case in plan.cases if case.model == model), self)
+        self.rate = f"{float(plan.rate) * math.sqrt(batch / first.batch):.6g}" if first is not self else plan.rate
+        if first is not self and not plan.whole:
+            self.branch_from(first)
+            return
+        self.steps = self.steps_of(first.steps * first.batch // batch if first is not self else None)
         self.warmup = max(1, self.steps // 20)
         self.branch = 0 if plan.whole else self.branch_of(plan.o.branch_step)
+        self.lengths = None if plan.whole else branches.Lengths(self.steps, self.branch)
 
     def describe(self):
         """Returns the trainer's --dry-run --json of the BF16 run. Dies if that of BF16 or of a recipe is an error."""
@@ -163,9 +168,17 @@ class Case:
     def branch_of(self, given):
         step = number("--branch-step", given) if given else self.steps // 10
         if not self.warmup <= step <= self.steps * 3 // 8:  # later, the shortest run's rate would decay before it
-            fail(f"--branch-step {step}: arms branch after the {self.warmup} steps of warm-up, and after at most 3/8 of "
-                 f"all {self.steps} steps")
+            fail(f"--branch-step {step}: arms branch after the {self.warmup} steps of warm-up, and after at most 3/8 "
+                 f"of all {self.steps} steps")
         return step
+
+    def branch_from(self, first):
+        """Takes over the trunk of the first tokens per step."""
+        self.lengths = branches.Lengths(first.steps, first.branch, first.batch / self.batch)
+        self.steps, self.warmup, self.branch = self.lengths.ends[-1], first.warmup, first.branch
+        if self.lengths.saves[0] <= self.branch or self.lengths.decays[0] < 4:
+            fail(f"{self.title}: the shortest run has {self.lengths.ends[0] - self.branch} steps after the branch; "
+                 f"take more --num-steps than {first.steps}, or fewer tokens per step")
 
     def val_every(self):
         return max(1, self.steps // 6)
@@ -177,7 +190,7 @@ class Case:
             return words + ["--lr-schedule", "constant", "--warmup-steps", "0"]
         words += ["--warmup-steps", str(self.warmup), "--grad-clip", "1", "--lr-schedule"]
         return words + (["cosine"] if self.plan.whole else
-                        ["wsd", "--decay-steps", str(branches.decay_steps(horizon))])
+                        ["wsd", "--decay-steps", str(self.lengths.decay_steps(horizon))])
 
     def command(self, recipe, seed, rounding, folder, horizon=None, more=()):
         """The command of a run; without a horizon that of a trial of TRIAL_STEPS."""
@@ -211,12 +224,12 @@ class Case:
         run.parent, run.start = parent and parent[0], start
         return run
 
-    def runs(self, seed):
-        """The runs of a seed, BF16 first, so that pairs are complete early."""
+    def runs(self, seed, trunk=None):
+        """The runs of a seed, BF16 first, so that pairs are complete early. trunk: that of other tokens per step."""
         plan = self.plan
         make = functools.partial(self.run, seed)
         if not plan.whole:
-            return branches.trunk_runs(make, self.steps, self.branch, seed, plan.recipes[1:])
+            return branches.trunk_runs(make, self.lengths, seed, plan.recipes[1:], trunk)
         return [make(recipe, rounding, self.steps, None, [])
                 for rounding, recipe in itertools.product(plan.roundings, plan.recipes)]
 
@@ -260,11 +273,13 @@ class Plan:
         self.recipes = ["bf16"] + recipes
         self.trainer.check_precisions("--recipes", recipes)
 
-    def first_steps(self, model):
-        return next(case.steps for case in self.cases if case.model == model)
-
     def runs(self):
-        return [run for case in self.cases for seed in self.seeds for run in case.runs(seed)]
+        found, trunks = [], {}
+        for case, seed in itertools.product(self.cases, self.seeds):
+            runs = case.runs(seed, trunks.get((case.model, seed)))
+            trunks.setdefault((case.model, seed), runs[0])
+            found += runs
+        return found
 
     def fixed(self):
         """The settings that runs of one folder share."""

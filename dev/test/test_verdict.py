@@ -91,6 +91,13 @@ def test_commands(folder):
     check("--learning-rate 1e-5 --lr-schedule constant" in repeated[0],
           f"with --repeat the learning rate is constant: {repeated[0]}")
     check("--grad-clip" not in repeated[0], f"with --repeat gradients are not clipped: {repeated[0]}")
+    batches = verdict("tiny", "--trainer", "./train_fp8", "--train-data", f"{folder}/s_train.bin", "--sequence-length",
+                      str(LENGTH), "--num-steps", "160", "--seeds", "7", "--recipes", "none", "--tokens-per-step",
+                      f"{LENGTH},{2 * LENGTH}", "--lr", "1e-3", "--dry-run").stdout.splitlines()
+    large = [line for line in batches if f"--tokens-per-step {2 * LENGTH} " in line]
+    check(len(large) == len(batches) // 2 == 6 and "--num-steps 88 " in large[0] and "-rate 0.00141421 " in large[0] and
+          "--decay-steps 16 " in large[0] and f"tiny.b{LENGTH}.bf16.s7/checkpoints/step-00000016" in large[0],
+          f"larger steps branch from the trunk, BF16 too, for as many tokens: {large}")
     check(not (pathlib.Path(folder) / "verdict").exists(), "--dry-run writes nothing")
 
 

@@ -341,10 +341,10 @@ static inline void run_print_start(const Run *run) {
     fflush(stdout);
 }
 
-// Adds where the run comes from: the stretches before it, the checkpoint that it branches from, and which settings of
-// the checkpoint that it continues from differ from its own.
+// Adds where the run comes from: the stretches before it, the sequences that they have read, the checkpoint that it
+// branches from, and which settings of the checkpoint that it continues from differ from its own.
 static inline void run_add_branches(JsonText *out, const RunSetup *s) {
-    json_text_add(out, ", \"branches\": ");
+    json_text_add(out, ", \"first_sample\": %lld, \"branches\": ", (long long)s->start.samples);
     lineage_json(out, &s->lineage);
     if (s->branches) logger_add_text(out, "branched_from", s->checkpoint);
     if (s->told.size) json_text_add(out, ", \"checkpoint_settings\": {%s}", s->told.data);

@@ -254,7 +254,7 @@ def compare_at_equal_loss(c):
     if "speedup" in c.why:
         return
     ends = np.stack([h.ends[c.primary][0][[h.seeds.index(seed) for seed in c.seeds]] for h in longer], axis=1)
-    slope = vs.last_slope([h.horizon for h in longer], ends)
+    slope = vs.last_slope([h.tokens for h in longer], ends)
     for name, field in (("time", "speedup"), ("energy", "energy_speedup")):
         if name in c.costs:
             ratio = np.log(c.costs[name][0] / c.costs[name][1])
@@ -272,7 +272,7 @@ def compare_over_tokens(c):
     x = np.log2([h.tokens_since for h in c.horizons])
     gaps = np.stack([h.percent(h.gaps)[[h.seeds.index(seed) for seed in seeds]] for h in c.horizons], axis=1)
     c.trend = vs.trend(x, gaps)
-    far = FAR * c.parameters - c.branch * c.batch
+    far = FAR * c.parameters - (c.tokens - c.tokens_since)
     if far > c.tokens_since:
         c.extrapolated = vs.trend(x, gaps, math.log2(far))
 

@@ -84,7 +84,7 @@ def draw_gap(members, margin):
         axes.plot(x, [gap.estimate for gap in gaps], styles[c.recipe], color=colour, label=c.recipe)
         shown = max(shown, c.tokens_since)
         if c.extrapolated is not None:
-            at, far = FAR * c.parameters - c.branch * c.batch, True
+            at, far = FAR * c.parameters - (c.tokens - c.tokens_since), True
             with_bars(axes, at * shift, c.extrapolated, colour, marker="s", markerfacecolor="white", alpha=0.8)
             axes.plot([x[-1], at * shift], [gaps[-1].estimate, c.extrapolated.estimate], color=colour, linestyle=":")
     axes.axhline(0, color=style.BLACK, linewidth=0.8)

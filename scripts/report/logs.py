@@ -146,6 +146,12 @@ class Run:
         return [(int(b["step"]), b["precision"], b.get("fp8_recipe") if b["precision"] == "fp8" else None,
                  b["rounding_seed"]) for b in self.starts[0].get("branches") or []] + [own]
 
+    def tokens_at(self, step):
+        """Tokens up to a step, those of the stretches before too, whose steps may have been larger or smaller."""
+        before = self.starts[0].get("first_sample")
+        before = (self.first_step - 1) * self.tokens_per_step if before is None else int(before) * self.length
+        return before + (step - self.first_step + 1) * self.tokens_per_step
+
     @property
     def num_steps(self):
         return int(self.option("num-steps"))
@@ -293,6 +299,7 @@ def check_lists(record):
 
 def check_settings(record):
     check_fields(record["settings"], {"precision": TEXT, "seed": NUMBER})
+    check_fields({"first_sample": 0, **record}, {"first_sample": NUMBER})
     branches = record.get("branches") or []
     if not isinstance(branches, list) or not all(isinstance(branch, dict) for branch in branches):
         raise Damaged("\"branches\" is not a list of objects")

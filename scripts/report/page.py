@@ -154,8 +154,8 @@ def place_figures(parts, drawings):
 
 
 def verdict_lines(data):
-    """[(kind, tag, beginning, the rest of the sentence)] of the first lines; of single runs if nothing is compared. With
-    a margin the sentence begins with the decision, and there is no tag."""
+    """[(kind, tag, beginning, the rest of the sentence)] of the first lines; of single runs if nothing is compared. No
+    tag stands before a decision."""
     lines = data["verdict"] or [{"kind": "none", **single} for single in data["singles"]]
     return [(line["kind"], "" if data["margin_percent"] else TAGS[line["kind"]], line["name"],
              line["words"].removeprefix(line["name"])) for line in lines]

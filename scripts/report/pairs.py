@@ -202,7 +202,7 @@ class Comparison:
 
     @property
     def tokens(self):
-        return self.steps * self.batch
+        return self.pairs[0].fp8.tokens_at(self.steps) if self.pairs else 0
 
     @property
     def tokens_since(self):

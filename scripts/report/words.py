@@ -28,8 +28,8 @@ def tokens(n):
     return f"{n / 1e9:.3g} billion" if n >= 999.5e6 else f"{n / 1e6:.3g} M"
 
 
-def per_parameter(c, steps=None):
-    return number((steps or c.steps) * c.batch / c.parameters, 2) if c.parameters else "n/a"
+def per_parameter(c):
+    return number(c.tokens / c.parameters, 2) if c.parameters else "n/a"
 
 
 def up(value):

@@ -12,35 +12,39 @@ NULL = 1000  # the null arm's rounding seed is the seed plus this
 DECAY = 5    # the rate decays in the last fifth of a run
 
 
-def horizons(steps, branch):
-    """The tokens since the branch double from one to the next."""
-    return [branch + (steps - branch) // 4, branch + (steps - branch) // 2, steps]
+class Lengths:
+    """Where the runs of a trunk branch, decay and end, in steps. scale: the trunk's tokens per step over the arms'.
+    Each run trains on as many tokens after the branch as with a scale of 1."""
 
+    def __init__(self, steps, branch, scale=1):
+        self.branch = branch
+        ends = [branch + (steps - branch) // 4, branch + (steps - branch) // 2, steps]  # tokens since then double
+        self.ends = [branch + int((end - branch) * scale) for end in ends]
+        self.decays = [int(end // DECAY * scale) for end in ends]
+        # after these an arm is saved for the runs that end before the last
+        self.saves = [end - decay for end, decay in zip(self.ends[:-1], self.decays)]
 
-def decay_steps(horizon):
-    return horizon // DECAY
-
-
-def saved_steps(steps, branch):
-    """The steps after which an arm is saved for the runs that end before `steps`."""
-    return [h - decay_steps(h) for h in horizons(steps, branch)[:-1]]
+    def decay_steps(self, end):
+        return self.decays[self.ends.index(end)]
 
 
 def checkpoint(run, step):
     return os.path.join(run.folder, CHECKPOINTS, f"step-{step:08d}")
 
 
-def trunk_runs(make, steps, branch, seed, recipes):
-    """The runs of a seed, each after the one that it branches from. make(precision, rounding seed or None, horizon,
-    the checkpoint's run and step or None, saved steps) returns a Run."""
-    saves = saved_steps(steps, branch)
-    trunk = make("bf16", None, steps, None, [branch, *saves])
-    arms = [make("bf16", seed + NULL, steps, (trunk, branch), saves)]
-    arms += [make(recipe, None, steps, (trunk, branch), saves) for recipe in recipes]
-    early = [make(arm.precision, arm.rounding, horizon, (arm, step), []) for arm in [trunk, *arms]
-             for horizon, step in zip(horizons(steps, branch), saves)]
-    trunk.kept = branch
-    return [trunk, *arms, *early]
+def trunk_runs(make, lengths, seed, recipes, trunk=None):
+    """The runs of a seed, each after the one that it branches from. make(precision, rounding seed or None, last step,
+    the checkpoint's run and step or None, saved steps) returns a Run. With a trunk of other tokens per step, BF16
+    branches from it too."""
+    parent, last = trunk and (trunk, lengths.branch), lengths.ends[-1]
+    stays = make("bf16", None, last, parent, lengths.saves if trunk else [lengths.branch, *lengths.saves])
+    if not trunk:
+        stays.kept, parent = lengths.branch, (stays, lengths.branch)
+    arms = [stays, make("bf16", seed + NULL, last, parent, lengths.saves)]
+    arms += [make(recipe, None, last, parent, lengths.saves) for recipe in recipes]
+    early = [make(arm.precision, arm.rounding, end, (arm, step), []) for arm in arms
+             for end, step in zip(lengths.ends, lengths.saves)]
+    return arms + early
 
 
 def require_checkpoints(runs):

@@ -91,6 +91,11 @@ def branch_losses(seed, arm, horizon, noise=0.001):
             ends[-1] + shift + sequences)
 
 
+def tokens_at(step):
+    """Tokens up to a step. Steps up to BRANCH are twice as large as the arms'."""
+    return 128 * (step + min(step, BRANCH))
+
+
 def branch_records(seed, arm, horizon, ms=10.0, norm=1.0, **changes):
     """All records of a run: the trunk's and the arms' own log is the longest, and the others begin with their decay."""
     rounding, fp8 = seed + 1000 * (arm == "null"), arm.startswith("fp8")
@@ -99,11 +104,13 @@ def branch_records(seed, arm, horizon, ms=10.0, norm=1.0, **changes):
     branches = [] if arm == "bf16" else [{"step": BRANCH, **trunk}]
     branches += [{"step": horizon * 3 // 4, **own}] * (horizon < max(HORIZONS))
     training, validation = branch_losses(seed, arm, horizon)
+    begin = branches[-1]["step"] if branches else 0
     first = settings(own["precision"], seed, **{
         "rounding-seed": rounding, "num-steps": horizon, "decay-steps": horizon // 4, "branch": "x" * bool(branches),
         "lr-schedule": "wsd", "fp8-recipe": arm[4:] if fp8 else "tensorwise", **changes})
-    yield {**first, "branches": branches, "build": "0123456789ab"}
-    for step in range(branches[-1]["step"] + 1 if branches else 1, horizon + 1):
+    sequences = tokens_at(begin) // first["settings"]["sequence-length"]
+    yield {**first, "first_sample": sequences, "branches": branches, "build": "0123456789ab"}
+    for step in range(begin + 1, horizon + 1):
         yield step_record(step, float(training[step - 1]), ms / (1.25 if fp8 else 1) * (1 + 0.01 * (step % 5)),
                           joules=5.0 / (1.1 if fp8 else 1), norm=norm * (1 + 0.1 * (step % 3)))
     yield {"type": "validation", "step": horizon, "loss": float(validation.mean()), "losses": validation.tolist()}
