@@ -79,6 +79,7 @@ SET_HERE = ("train-data", "val-data", "sequence-length", "num-steps", "precision
 LIBRARIES = ("jinja2", "matplotlib", "scipy")  # of scripts/report.py
 VALIDATION_SEQUENCES = 256  # enough for an interval
 TRIAL_STEPS = 4
+AUDITS = 8  # in each FP8 run of the first seed, for the numerics over time
 PER_CASE = ("num-steps", "branch-step")  # settings of which a folder has one for each case
 SHARD_MAGICS = (20240520, 20240801)  # tokens of 2 and of 4 bytes
 
@@ -218,6 +219,9 @@ class Case:
         if saves:
             more += ["--checkpoint-dir", os.path.join(folder, CHECKPOINTS), "--checkpoint-every",
                      ",".join(map(str, saves))]
+        if recipe.startswith("fp8") and seed == self.plan.seeds[0] and horizon == self.steps and \
+                "--fp8-audit" not in self.plan.extra:
+            more += ["--fp8-audit", str(max(1, horizon // AUDITS))]
         command = self.command(recipe, seed, rounding, folder, horizon, more)
         run = Run(folder, command, title, self.model, recipe, self.plan.gpus, horizon - (parent[1] if parent else 0))
         run.name, run.case, run.seed, run.rounding, run.horizon = name, self, seed, rounding, horizon
