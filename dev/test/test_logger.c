@@ -81,11 +81,13 @@ static void test_step_line(void) {
                            "39938 tok/s | 465.7 TFLOP/s/gpu | mfu 47.1% | sol 25.9% | mem 59.9 GiB\n";
     CHECK(strcmp(line, expected) == 0, "the step line is\n%sexpected\n%s", line, expected);
     free(line);
+    l.times.began = seconds_now() - 730, l.times.start = 10;  // two steps of 360 s: 988 take 98.8 hours
     l.run.peak_bf16 = 0, s.skipped = true, s.norm = (double)INFINITY;
     line = captured(log_step, &l, &s);
     CHECK(strstr(line, "norm inf") && strstr(line, "| mfu n/a | sol n/a | mem") && strstr(line, "SKIPPED"),
           "mfu and sol are n/a on a GPU of unknown peak, and a skipped step says so: %s", line);
     CHECK(!strstr(line, "%"), "a GPU of unknown peak has neither mfu nor sol: %s", line);
+    CHECK(strstr(line, " GiB | 98.8 h left, until "), "a step says how long the run will take: %s", line);
     free(line);
     free(captured(log_close, &l, NULL));
     free_run(&r);
