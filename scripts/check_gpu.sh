@@ -61,7 +61,8 @@ mkdir -p build
 output=build/check_gpu.txt
 exec 3>&1 > >(exec tee "$output") 2>&1
 say "build"
-check "make" make -s -j"$(nproc)" gpu benches cuda-headers train_fp8 build/synth_stories build/compare_checkpoints
+check "make" make -s -j"$(nproc)" gpu benches build/gradient_biascu cuda-headers train_fp8 \
+    build/synth_stories build/compare_checkpoints
 : >"$lines"
 for program in build/bench_*; do
     say "${program#build/bench_}"

@@ -387,13 +387,19 @@ static void check_refusals(void) {
     CHECK(check_dies(call_not_native, &plan, "--fp8-emulate computes them in BF16", output, sizeof output),
           "a recipe without native GEMMs on this GPU is refused: %s", output);
     const int gpus[][2] = {{8, 0}, {8, 9}, {9, 0}, {10, 0}, {12, 0}};
-    // One string per recipe, in the order of RECIPES and then BF16; one digit per GPU of `gpus`.
-    const char *const native[] = {"01111", "01111", "00100", "00100", "00100", "00011", "11111"};
+    // One string per granularity, in the order of SCALE_GRANULARITIES; one digit per GPU of `gpus`.
+    const char *const native[] = {"11111", "01111", "00100", "00100", "00100", "00100", "00011"};
+    static_assert(sizeof native / sizeof *native == NUM_GRANULARITIES, "every granularity has its GPUs");
     for (int recipe = 0; recipe <= NUM_RECIPES; recipe++)
-        for (int i = 0; i < 5; i++)
-            CHECK(recipe_native(recipe_row(recipe), gpus[i][0], gpus[i][1]) == (native[recipe][i] == '1'),
-                  "%s has native GEMMs on compute capability %d.%d exactly if `native` has a 1 there",
-                  recipe_row(recipe)->name, gpus[i][0], gpus[i][1]);
+        for (int i = 0; i < 5; i++) {
+            const Recipe *r = recipe_row(recipe);
+            bool all = true;
+            for (int n = 0; n < 2 * NUM_GEMMS; n++) all = all && native[r->granularity[n / 2][n % 2]][i] == '1';
+            CHECK(recipe_native(r, gpus[i][0], gpus[i][1]) == all,
+                  "%s has native GEMMs on compute capability %d.%d exactly if `native` has a 1 there for all its "
+                  "granularities",
+                  r->name, gpus[i][0], gpus[i][1]);
+        }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

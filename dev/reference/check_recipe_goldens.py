@@ -6,6 +6,8 @@ which were made in numpy, are computed again: the scales from their definition, 
 layers must be GEMMs of their decoded operands. Scales of delayed scaling must follow from windows of the amaxes.
 """
 
+import pathlib
+import re
 import sys
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 from check_fp8_goldens import FORMATS, cast, decode, from_bfloat16, read_golden, same_codes, scale_of
 
 TORCH_FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+RECIPES = pathlib.Path(__file__).resolve().parents[2] / "llmc/config/recipes.h"
 
 
 def exponents(scales):
@@ -129,11 +132,11 @@ def check_te(golden):
 
 
 def check_linear(golden):
-    good = True
+    good, formats = True, dict(re.findall(r'\{"(\w+)", \{\{.*\n *FP8_(\w+),', RECIPES.read_text()))
     for recipe in sorted({key.split(".")[0] for key in golden if "." in key}):
 
         def operand(tensor, copy):
-            key, name = f"{recipe}.{tensor}_{copy}", "e5m2" if tensor == "dy" and recipe == "tensorwise" else "e4m3"
+            key, name = f"{recipe}.{tensor}_{copy}", formats[recipe].lower() if tensor == "dy" else "e4m3"
             x = from_bfloat16(golden[tensor]).astype(np.float64)
             if key not in golden:
                 return x if copy == "row" else x.T

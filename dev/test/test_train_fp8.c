@@ -258,11 +258,14 @@ static bool same_training(Trained a, Trained b) {
 static void test_fp8_activations(int recipe) {
     const char *name = recipe_row(recipe)->name;
     keeps_fp8 = true;
-    Trained with = train_some(PRECISION_FP8, recipe, RECOMPUTE_NONE, 2, 1, 1),
-            again = train_some(PRECISION_FP8, recipe, RECOMPUTE_ATTENTION, 1, 1, 1);
+    Trained with = train_some(PRECISION_FP8, recipe, RECOMPUTE_NONE, 2, 1, 1);
+    // what is recomputed for attention is in bf16 with every recipe, so sanitizers see it with one
+    if (!SANITIZED || getenv("ALL") || recipe == RECIPE_TENSORWISE) {
+        Trained again = train_some(PRECISION_FP8, recipe, RECOMPUTE_ATTENTION, 1, 1, 1);
+        CHECK(same_training(with, again), "%s: with FP8 activations, --recompute attention changes no bit", name);
+        free(again.values);
+    }
     keeps_fp8 = false;
-    CHECK(same_training(with, again), "%s: with FP8 activations, --recompute attention changes no bit", name);
-    free(again.values);
     if (!SANITIZED) {  // sanitizers see this training in test_invariance
         Trained without = train_some(PRECISION_FP8, recipe, RECOMPUTE_NONE, 2, 1, 1);
         const double change = fabs(with.values[with.weights] / without.values[with.weights] - 1);
@@ -1087,29 +1090,33 @@ static char *loss_lines(const char *name, int64_t first) {
     return lines;
 }
 
+// The last step of test_resume()'s runs, and the step from which it resumes.
+enum { LAST = SANITIZED ? 4 : 8, RESUMED = SANITIZED ? 3 : 6 };
+
 static void test_resume(const char *name_of_run, const char *precision) {
     char command[512], common[256];
     const char *const micro_steps = strstr(precision, "in-backward") ? "" : "--grad-accumulation-steps 2 ";
-    format_checked(common, sizeof common, SMALL_RUN "--warmup-steps 2 --lr-schedule cosine --num-steps 8 %s--precision",
-                   micro_steps);
+    format_checked(common, sizeof common,
+                   SMALL_RUN "--warmup-steps 2 --lr-schedule cosine --num-steps %d %s--precision", LAST, micro_steps);
     char *output;
     format_checked(command, sizeof command, "%s %s --log-dir @/log-%s", common, precision, name_of_run);
-    CHECK(run_program(command, NULL) == 0, "%s: a plain run of 8 steps ends with status 0", precision);
+    CHECK(run_program(command, NULL) == 0, "%s: a plain run of %d steps ends with status 0", precision, LAST);
     format_checked(command, sizeof command, "%s %s --checkpoint-dir @/ck-%s --checkpoint-every 3", common, precision,
                    name_of_run);
     CHECK(run_program(command, NULL) == 0, "%s: a run that saves ends with status 0", precision);
-    char folder[PATH_CAPACITY];
+    char folder[PATH_CAPACITY], from[32];
     Failure failure;
-    format_checked(folder, sizeof folder, "%s/ck-%s/step-00000008", scratch, name_of_run);
+    format_checked(folder, sizeof folder, "%s/ck-%s/step-%08d", scratch, name_of_run, LAST);
+    format_checked(from, sizeof from, "step-%08d", RESUMED);
     CHECK(folder_exists(folder) && folder_remove(folder, &failure),
           "%s: the last checkpoint is there and can be removed", precision);
     format_checked(command, sizeof command, "%s %s --checkpoint-dir @/ck-%s --resume --log-dir @/log2-%s", common,
                    precision, name_of_run, name_of_run);
-    CHECK(run_program(command, &output) == 0 && strstr(output, "step-00000006"), "%s: the run resumes from step 6: %s",
-          precision, output);
+    CHECK(run_program(command, &output) == 0 && strstr(output, from), "%s: the run resumes from %s: %s", precision,
+          from, output);
     char *whole, *resumed, name[64];
     format_checked(name, sizeof name, "log-%s/log.jsonl", name_of_run);
-    whole = loss_lines(name, 7);
+    whole = loss_lines(name, RESUMED + 1);
     format_checked(name, sizeof name, "log2-%s/log.jsonl", name_of_run);
     resumed = loss_lines(name, 0);
     CHECK(*whole && strcmp(whole, resumed) == 0, "%s: step lines of the whole and of the resumed run are equal:\n%s%s",
@@ -1163,7 +1170,7 @@ static void test_delayed_resume(void) {
     CHECK(run_program(command, &output) == 1 && strstr(output, "--fp8-amax-history is 3 in the checkpoint, 5 now"),
           "another --fp8-amax-history is refused: %s", output);
     free(output);
-    format_checked(state, sizeof state, "%s/ck-delayed/step-00000008/fp8_state.safetensors", scratch);
+    format_checked(state, sizeof state, "%s/ck-delayed/step-%08d/fp8_state.safetensors", scratch, LAST);
     CHECK(path_exists(state), "the checkpoint has %s", state);
     format_checked(command, sizeof command, "%s --fp8-amax-history 3 --keep-checkpoints 1 --export-hf @/delayed-export",
                    common);
