@@ -68,7 +68,7 @@ all: train_fp8 build/synth_stories $(if $(NVCC),train_fp8cu)
 help:
 	@echo "make               train_fp8, build/synth_stories, and train_fp8cu if nvcc is installed"
 	@echo "make test          every test that needs no GPU (scripts/test.sh)"
-	@echo "make check-all     make test with all cases, then make check-faults: an hour"
+	@echo "make check-all     make test with all cases, then make check-faults: 100 minutes"
 	@echo "make test-X        one test: dev/test/test_X.c, .cu, .sh or .py, for example make test-options"
 	@echo "make check-gpu     every GPU test and bench (scripts/check_gpu.sh)"
 	@echo "make build/gradient_bias, build/gradient_biascu  what scripts/gradient_bias.sh runs, on the CPU and on the GPU"

@@ -34,6 +34,7 @@ static void gradients(void *context, DataLoader *data, int64_t first_sample) {
     Trainer *t = (Trainer *)context;
     read_batch(t, data, first_sample, 0);
     micro_step(t, 1.0f / (float)t->d.R, 0, 0);
+    end_micro_steps(t);
 }
 
 static float *sum_memory(int64_t elements) { return (float *)xcalloc((size_t)elements, sizeof(float)); }

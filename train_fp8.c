@@ -1,8 +1,8 @@
 // train_fp8: pre-trains Llama and Qwen models on the CPU. It is the readable reference for train_fp8cu: it has the same
 // model and FP8 recipes, and casts equal values to equal FP8 bits. With --precision bf16 or fp8 it rounds to bf16 and
 // FP8 wherever the GPU does. Exceptions are sums that the GPU computes in parts: lm_head's weight gradient, in chunks
-// of rows; the embedding's gradient, which the GPU may add directly to lm_head's (if they are tied) and to the sums of
-// earlier micro-steps; and sums over ranks.
+// of rows; and without --deterministic the embedding's gradient, which the GPU may add directly to lm_head's (if they
+// are tied) and to the sums of earlier micro-steps, and sums over ranks.
 //
 // From top to bottom: the model's operations, one layer, the whole model, the step, validation and samples,
 // checkpoints, the run. In llmc/cpu/ are the trainer's state, what it gathers and reduces over ranks, its casts and its
@@ -272,7 +272,7 @@ static void embedding_backward(Trainer *t, const Batch *batch) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The step
 
-// Computes the gradients of (sum of the rows' losses) * grad_scale and adds their mean over the shard group to
+// Computes the gradients of (sum of the rows' losses) * grad_scale and adds those of the shard group to
 // params.gradients; the first micro-step replaces these. With --optimizer-in-backward also updates the layers, but not
 // the root.
 static void model_forward_backward(Trainer *t, const Batch *batch, float grad_scale) {
@@ -322,18 +322,31 @@ static int64_t host_memory(void) {
 }
 
 // Runs the forward and backward pass over t->batch, for micro-step `micro` of optimizer step `step`, both counted from
-// 0. With delayed scaling also updates the histories of inputs and gradients. Returns the mean loss over this rank's
-// rows.
+// 0. Returns the mean loss over this rank's rows.
 static double micro_step(Trainer *t, float grad_scale, int64_t step, int64_t micro) {
     t->training = true;
-    t->units.sum = micro_sum(t, step, micro);
+    t->units.step = step, t->units.micro = micro;
     model_forward_backward(t, &t->batch, grad_scale);
     t->training = false;
-    if (t->precision.recipe->delayed) {
-        comm_max_u32(t->comm, COMM_WORLD, t->scales.amax, t->scales.delayed.tensors);
-        histories_update(t, false);
-    }
     return array_sum(t->acts.losses, t->d.R) / (double)t->d.R;
+}
+
+// After the last micro-step of a step. With delayed scaling updates the histories of inputs and gradients, with the
+// largest amaxes of all micro-steps and ranks.
+static void end_micro_steps(Trainer *t) {
+    if (!t->precision.recipe->delayed) return;
+    comm_max_u32(t->comm, COMM_WORLD, t->scales.amax, t->scales.delayed.tensors);
+    histories_update(t, false);
+}
+
+// Returns the mean of the losses [micro_steps] of all ranks. Adds them in the order of samples.
+static double mean_loss(const Trainer *t, const double *losses, int64_t micro_steps) {
+    const int64_t world = t->comm->world, count = world * micro_steps;
+    double *all = (double *)xcalloc((size_t)count, sizeof *all), sum = 0;
+    comm_all_gather(t->comm, COMM_WORLD, losses, all, micro_steps * (int64_t)sizeof *all);
+    for (int64_t i = 0; i < count; i++) sum += all[i % world * micro_steps + i / world];
+    free(all);
+    return sum / (double)count;
 }
 
 // Splits the time of a step that began at `start` and whose optimizer began at `optimizer` into its parts. data:
@@ -354,9 +367,9 @@ static StepTimes step_times(double start, double optimizer, double data, double 
 static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t first_sample) {
     const double start = seconds_now(), waited = *comm_seconds();
     const int64_t B = t->o->batch_size, T = t->o->sequence_length, micro_steps = t->o->grad_accumulation_steps;
-    const float grad_scale = (float)(1.0 / (double)(B * T * micro_steps));
+    const float grad_scale = (float)(1.0 / (double)(t->comm->world * B * T * micro_steps));
     const bool in_backward = t->o->optimizer_in_backward;
-    double reading = 0;
+    double reading = 0, *losses = (double *)xcalloc((size_t)micro_steps, sizeof *losses);
     StepRecord s;
     memset(&s, 0, sizeof s);
     t->bad_norm = t->early.large.position = NONFINITE_NONE, t->early.large.magnitude = 0;
@@ -367,15 +380,16 @@ static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t
         const double before = seconds_now();
         read_batch(t, data, first_sample, micro);
         reading += seconds_now() - before;
-        s.loss += micro_step(t, grad_scale, step, micro) / (double)micro_steps;
+        losses[micro] = micro_step(t, grad_scale, step, micro);
     }
+    end_micro_steps(t);
     if (t->units.fp8_sums) reduce_replicas_of_units(t);
-    else if (!in_backward) reduce_replicas(t, t->params.gradients, t->plan.total);
-    comm_sum(t->comm, COMM_WORLD, &s.loss, 1);
-    s.loss /= (double)t->comm->world;
+    for (int64_t l = ROOT; l < t->d.L && !t->units.fp8_sums && !in_backward; l++) reduce_replicas(t, l);
+    s.loss = mean_loss(t, losses, micro_steps);
+    free(losses);
     const double optimizer = seconds_now(), waited_later = *comm_seconds();
     if (in_backward) update_in_backward(t, ROOT);
-    s.norm = in_backward ? sqrt(t->early.squares) : gradient_norm(t, t->params.gradients, t->plan.total);
+    s.norm = in_backward ? sqrt(t->early.squares) : gradient_norm(t);
     s.skipped = !adamw_takes(s.loss, s.norm);
     if (s.skipped) copy_delayed_before(t, false);
     else if (in_backward) finish_update(t);
@@ -499,8 +513,7 @@ static double time_collective(void *context, LinkCollective c, int64_t runs) {
     const double start = seconds_now();
     for (int64_t i = 0; i < runs; i++) {
         if (c == LINK_REDUCE) reduce_scatter_gradients(t, 0);
-        if (c == LINK_REPLICAS)
-            reduce_replicas(t, gradients_at(t, 0, shard_begin(&t->plan, 0)), shard_elements(&t->plan, 0));
+        if (c == LINK_REPLICAS) reduce_replicas(t, 0);
         if (c != LINK_GATHER) continue;
         layer_slot(t, 0)->layer = -1;
         unshard(t, 0, false);

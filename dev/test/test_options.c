@@ -623,9 +623,16 @@ static void test_gradient_sums(void) {
                  {"tiny --reduce-dtype fp8", 1, SUM_FP8, false},
                  {"tiny --reduce-dtype fp8 --master-weights fp32 --grad-accumulation-steps 300", 2, SUM_FP8, false},
                  {"tiny --reduce-dtype fp32 --grad-accum-dtype fp8", 2, SUM_FP8, false},
-                 {"tiny --precision fp32", 1, SUM_FP32, true}};
+                 {"tiny --precision fp32", 1, SUM_FP32, true},
+                 {"tiny --deterministic --grad-accumulation-steps 64", 4, SUM_FP32, true},
+                 {"tiny --deterministic --grad-accumulation-steps 63", 4, SUM_BF16, false},
+                 {"tiny --deterministic --grad-accumulation-steps 64 --grad-accum-dtype bf16", 4, SUM_BF16, false},
+                 {"tiny --deterministic --grad-accumulation-steps 64 --reduce-dtype fp8", 4, SUM_FP8, false},
+                 {"tiny --deterministic --master-weights fp32", 1, SUM_FP32, false},
+                 {"tiny --deterministic --master-weights fp32", 2, SUM_FP32, true}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Options o = parse(cases[i].line);
+        options_count_micro_steps(&o, cases[i].world);
         options_resolve(&o);
         CHECK(o.grad_accum_dtype == cases[i].storage && options_fp32_gradients(&o, cases[i].world) == cases[i].fp32,
               "%s on %lld ranks: sums and AdamW's gradients have the expected dtypes; found sums %d, fp32 gradients %d",

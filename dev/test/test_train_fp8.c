@@ -237,6 +237,7 @@ static Trained train_some(int precision, int recipe, int recompute, int threads,
             }
             micro_step(&t, (float)(1.0 / (double)(B * T)), step, micro);
         }
+        end_micro_steps(&t);
         weights_update(&t, step, global_norm(t.params.gradients, t.table.total));
     }
     const int64_t scales = t.scales.delayed.tensors;
@@ -359,14 +360,18 @@ static void test_delayed(void) {
     CHECK(weight_scale(&t, 1, DOWN_PROJ) == 224 / first_weight,
           "the first weights are cast with the scale of their own amax");
     micro_step(&t, 1.0f / 32, 0, 0);
+    CHECK(d->scale[x] == 0, "a micro-step alone changes no scale");
+    end_micro_steps(&t);
     const float first_input = d->history[4 * x + 3], first_scale = d->scale[x];
     CHECK(first_input == float_from_bits(quantize_tensor_amax(t.acts.layer[0].norm1.data, 32 * 128, SCALE_TE)),
           "the history of an input gets the amax of its values; found %g", (double)first_input);
     CHECK(first_scale == 224 / first_input && d->scale[dy] == 28672 / d->history[4 * dy + 3] && d->scale[w] == 0,
-          "a micro-step sets the scales of x and dy from their amaxes and leaves that of w");
-    micro_step(&t, 1.0f / 32, 0, 1);
-    CHECK(d->history[4 * x + 2] == first_input && d->history[4 * x + 3] == first_input && d->scale[x] == first_scale,
-          "an equal micro-step appends an equal amax and keeps the scale");
+          "a step sets the scales of x and dy from their amaxes and leaves that of w");
+    micro_step(&t, 1.0f / 32, 1, 0), micro_step(&t, 1.0f / 32, 1, 1);
+    end_micro_steps(&t);
+    CHECK(d->history[4 * x + 1] == 0 && d->history[4 * x + 2] == first_input && d->history[4 * x + 3] == first_input &&
+              d->scale[x] == first_scale,
+          "a step of two equal micro-steps appends one equal amax and keeps the scale");
     weights_update(&t, 0, 1);
     const float second_weight = float_from_bits(t.scales.amax[w]);
     CHECK(d->history[4 * w + 3] == first_weight && d->scale[w] == 224 / first_weight &&
@@ -761,7 +766,8 @@ static void test_fp8_gradients(void) {
     float *sum = (float *)xcalloc((size_t)plain.table.total, sizeof *sum);
     for (int64_t micro = 0; micro < 2; micro++) {
         int64_t differ = 0, changed = 0, others = 0;
-        const GradientSum how = micro_sum(&fp8, 0, micro);
+        fp8.units.micro = micro;
+        const GradientSum how = micro_sum(&fp8, 0);
         compute_gradients(&plain, 5 + (uint64_t)micro, 0), compute_gradients(&fp8, 5 + (uint64_t)micro, micro);
         for (int64_t i = 0; i < plain.table.count; i++) {
             const Parameter *p = &plain.table.entries[i];
@@ -785,7 +791,7 @@ static void test_fp8_gradients(void) {
     const int64_t at = plain.table.layer.wup + 11;
     fp8.units.layer_gradients[at] = -INFINITY;
     reduce_scatter_gradients(&fp8, 1);
-    const double norm = gradient_norm(&fp8, fp8.params.gradients, fp8.plan.total);
+    const double norm = gradient_norm(&fp8);
     const NonfiniteStep s = nonfinite_step(&fp8, 1, norm);
     CHECK(isnan(norm) && s.magnitude == 0x7f800000u &&
               backward_position(backward_order(&fp8.table), s.position) == layer_offset(&fp8.table, 1) + at,

@@ -413,10 +413,39 @@ static inline int options_sum_storage(const Options *o) {
     return wanted || o->grad_accumulation_steps >= FP32_SUM_MICRO_STEPS ? SUM_FP32 : SUM_BF16;
 }
 
+// Returns why --deterministic gives the same bits on one number of ranks alone, and not on any number of ranks with one
+// --batch-size and one number of sequences in a step; NULL: it does.
+static inline const char *options_bits_of_ranks(const Options *o) {
+#ifdef __CUDACC__
+    (void)o;
+    return "the GPU trainer adds the gradients of ranks in an order that depends on their number";
+#else
+    if (options_fp8_gradients(o)) return "sums of FP8 gradients have scales that depend on the number of ranks";
+    if (o->sharding == SHARDING_NONE || o->sharding == SHARDING_HYBRID)
+        return "each replica sums its own micro-steps first";
+    if (o->optimizer_in_backward && options_offloads_state(o))
+        return "in backward the squares of offloaded parts are summed in another order";
+    return NULL;
+#endif
+}
+
+// True if the run must have the same bits on any number of ranks.
+static inline bool options_any_ranks(const Options *o) { return o->deterministic && !options_bits_of_ranks(o); }
+
+// If options_any_ranks, --grad-accum-dtype auto counts the micro-steps of all `world` ranks. Call it before
+// options_resolve.
+static inline void options_count_micro_steps(Options *o, int64_t world) {
+    if (options_any_ranks(o) && o->grad_accum_dtype == SUM_AUTO &&
+        o->grad_accumulation_steps * world >= FP32_SUM_MICRO_STEPS)
+        o->grad_accum_dtype = SUM_FP32;
+}
+
 // True if AdamW gets fp32 gradients on `world` ranks, after options_resolve. That is so with --precision fp32, and with
-// --grad-accum-dtype fp32 if there are several micro-steps, or several ranks and an fp32 reduction.
+// --grad-accum-dtype fp32 if there are several micro-steps, or several ranks and an fp32 reduction or
+// options_any_ranks.
 static inline bool options_fp32_gradients(const Options *o, int64_t world) {
-    const bool sums = o->grad_accumulation_steps > 1 || (world > 1 && o->reduce_dtype == REDUCE_FP32);
+    const bool sums =
+        o->grad_accumulation_steps > 1 || (world > 1 && (o->reduce_dtype == REDUCE_FP32 || options_any_ranks(o)));
     return o->precision == PRECISION_FP32 || (sums && o->grad_accum_dtype == SUM_FP32);
 }
 

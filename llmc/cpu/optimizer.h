@@ -262,15 +262,15 @@ static inline float clip_in_backward(Trainer *t, int64_t l) {
     return factor;
 }
 
-// --optimizer-in-backward: averages the gradient of unit l, a layer or ROOT, over the replicas, and updates the unit. A
+// --optimizer-in-backward: sums the gradient of unit l, a layer or ROOT, over the replicas, and updates the unit. A
 // unit whose gradient norm is not accepted keeps its weights, and the run ends after this step. This function also
 // locates gradients that could make the norm of the whole model too large.
 static inline void update_in_backward(Trainer *t, int64_t l) {
     const int64_t n = shard_elements(&t->plan, l), units = t->d.L + 1;
     float *gradients = t->params.gradients + gradients_begin(t, l);
-    reduce_replicas(t, gradients, n);
-    const double norm = gradient_norm(t, gradients, n);
-    t->early.squares += norm * norm;
+    reduce_replicas(t, l);
+    const double squares = unit_squares(t, l), norm = sqrt(squares);
+    t->early.squares += squares;
     if (!adamw_accepts(norm * sqrt((double)units)))
         find_large(t, gradients, shard_begin(&t->plan, l), n, &t->early.large);
     const float factor = clip_in_backward(t, l);

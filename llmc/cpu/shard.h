@@ -101,18 +101,19 @@ static inline Root root_weights(Trainer *t) {
 
 static inline Root root_gradients(Trainer *t) { return unit_root(t, unit_gradients(t, ROOT)); }
 
-// Returns the mean of element i over `ranks` arrays, `stride` elements apart. Sums in the order of ranks.
-static inline float rank_mean(const float *arrays, int64_t ranks, int64_t stride, int64_t i) {
+// Returns the sum of element i over `ranks` arrays, `stride` elements apart, in the order of ranks.
+static inline float rank_sum(const float *arrays, int64_t ranks, int64_t stride, int64_t i) {
     double sum = 0;
     for (int64_t r = 0; r < ranks; r++) sum += arrays[r * stride + i];
-    return (float)(sum / (double)ranks);
+    return (float)sum;
 }
 
-// Returns how the gradients of micro-step `micro` of optimizer step `step`, both counted from 0, are added to the sum.
-// Each replica rounds with its own random bits.
-static inline GradientSum micro_sum(const Trainer *t, int64_t step, int64_t micro) {
-    const int64_t part = 2 * (micro * t->comm->replicas + t->comm->replica);  // part + 1: FsdpGradients.embedding_key
-    const GradientSum s = {micro > 0, micro > 0, gradient_sum_key((uint64_t)t->o->rounding_seed, step, part), 0};
+// Returns how the gradients of this micro-step of rank `rank` of the shard group are added to the sum.
+static inline GradientSum micro_sum(const Trainer *t, int64_t rank) {
+    const int64_t batch = t->units.micro * t->comm->world + t->comm->rank - t->plan.shard_rank + rank;
+    const uint64_t key = gradient_sum_key((uint64_t)t->o->rounding_seed, t->units.step, 2 * batch);
+    const bool add = t->units.micro > 0 || rank > 0;
+    const GradientSum s = {add, add, key, 0};
     return s;
 }
 
@@ -161,7 +162,7 @@ static inline void round_gradients(Trainer *t, int64_t l, const GradientSum *sum
     }
 }
 
-// Returns this rank's slice of the mean of layer l's gradients of matrices over the shard group, sent in FP8. `whole`
+// Returns this rank's slice of the sum of layer l's gradients of matrices over the shard group, sent in FP8. `whole`
 // is this rank's gradient of the segment. units.received has three parts, one behind the other: the codes from all
 // ranks, this rank's codes, and the result.
 static inline const float *reduce_scatter_fp8(Trainer *t, int64_t l, const float *whole) {
@@ -169,7 +170,7 @@ static inline const float *reduce_scatter_fp8(Trainer *t, int64_t l, const float
     const ShardSegment g = segment_slice(&t->table, &t->plan, l, SEGMENT_MATRICES);
     const UnitEntries u = unit_entries(t, l);
     uint8_t *received = (uint8_t *)t->units.received, *codes = received + ranks * g.slice;
-    float *mean = (float *)(codes + ranks * g.slice);
+    float *sum = (float *)(codes + ranks * g.slice);
     memset(codes, 0, (size_t)(ranks * g.slice));
     for (int64_t i = u.begin; i < u.end; i++) {
         const Parameter *p = &t->table.entries[i];
@@ -184,63 +185,92 @@ static inline const float *reduce_scatter_fp8(Trainer *t, int64_t l, const float
             gradient_fp8_encode(codes + at, whole + at, fp8_gradient_scale(t, i), parameter_elements(p));
     }
     comm_all_to_all(t->comm, COMM_SHARD, codes, received, g.slice);
-    memset(mean, 0, (size_t)g.slice * sizeof *mean);
+    memset(sum, 0, (size_t)g.slice * sizeof *sum);
     for (int64_t i = u.begin; i < u.end; i++) {
         const ShardRange r = fp8_gradient_part(t, i);
         const int64_t at = r.shard - g.shard;
-        const float scale_inv = 1 / fp8_gradient_scale(t, i) / (float)ranks;
-        if (r.count) gradient_fp8_sum(mean + at, received + at, ranks, g.slice, scale_inv, r.count);
+        const float scale_inv = 1 / fp8_gradient_scale(t, i);
+        if (r.count) gradient_fp8_sum(sum + at, received + at, ranks, g.slice, scale_inv, r.count);
     }
-    return mean;
+    return sum;
 }
 
-// Returns this rank's slice of the mean of a segment's gradients over the shard group, rounded to bf16 unless
+// Returns this rank's slice of the sum of layer l's gradients of matrices over the shard group, rounded to bf16 unless
 // --reduce-dtype is fp32. `whole` is this rank's gradient of the segment.
-static inline const float *reduce_scatter_segment(Trainer *t, const ShardSegment *g, const float *whole) {
+static inline const float *reduce_scatter_matrices(Trainer *t, int64_t l, const float *whole) {
+    const ShardSegment g = segment_slice(&t->table, &t->plan, l, SEGMENT_MATRICES);
     float *received = t->units.received;
-    comm_all_to_all(t->comm, COMM_SHARD, whole, received, g->slice * (int64_t)sizeof(float));
-    for (int64_t i = 0; i < g->slice; i++) {  // into the first rank's part, whose element i was read
-        const float mean = rank_mean(received, t->plan.shard_size, g->slice, i);
-        received[i] = t->o->reduce_dtype == REDUCE_FP32 ? mean : bf16_round(mean);
+    comm_all_to_all(t->comm, COMM_SHARD, whole, received, g.slice * (int64_t)sizeof(float));
+    for (int64_t i = 0; i < g.slice; i++) {  // into the first rank's part, whose element i was read
+        const float sum = rank_sum(received, t->plan.shard_size, g.slice, i);
+        received[i] = t->o->reduce_dtype == REDUCE_FP32 ? sum : bf16_round(sum);
     }
     return received;
 }
 
-// Called after the backward pass of the root or of layer l. Does nothing unless gradients are computed in buffers. Adds
-// their mean over the shard group to this rank's slices in params.gradients; the first micro-step replaces these
-// (units.sum). Then rounds FP8 gradients.
-static inline void reduce_scatter_gradients(Trainer *t, int64_t l) {
-    if (!t->units.buffered) return;
-    const float *whole = unit_gradients(t, l);
-    GradientSum sum = t->units.sum;
-    for (int k = 0; k < NUM_SEGMENTS; k++) {
-        const ShardSegment g = segment_slice(&t->table, &t->plan, l, k);
-        const bool fp8 = t->units.fp8_sums && l != ROOT && k == SEGMENT_MATRICES;
-        const float *from = whole + g.gathered;
-        if (t->plan.shard_size > 1)
-            from = fp8 && t->o->reduce_dtype == REDUCE_FP8 ? reduce_scatter_fp8(t, l, from)
-                                                           : reduce_scatter_segment(t, &g, from);
-        sum.flat = g.flat + t->plan.shard_rank * g.slice;
-        gradient_sum_reference(gradients_at(t, l, g.shard), from, 0, g.slice, t->units.fp32_sums || fp8, &sum);
-        if (fp8) round_gradients(t, l, &sum, g.shard);
+// Adds the sum of layer l's gradients of matrices over the shard group, `whole` on this rank, to the FP8 sums, and
+// rounds these.
+static inline void reduce_scatter_to_fp8(Trainer *t, int64_t l, const float *whole) {
+    const ShardSegment g = segment_slice(&t->table, &t->plan, l, SEGMENT_MATRICES);
+    GradientSum how = micro_sum(t, 0);
+    if (t->plan.shard_size > 1)
+        whole =
+            t->o->reduce_dtype == REDUCE_FP8 ? reduce_scatter_fp8(t, l, whole) : reduce_scatter_matrices(t, l, whole);
+    how.flat = g.flat + t->plan.shard_rank * g.slice;
+    gradient_sum_reference(gradients_at(t, l, g.shard), whole, 0, g.slice, true, &how);
+    round_gradients(t, l, &how, g.shard);
+}
+
+// Adds the gradients of a segment, `whole` on this rank, to this rank's slice in params.gradients: those of one rank of
+// the shard group after the other. So they are added in the order of samples, micro-step by micro-step and rank by
+// rank, on any number of ranks.
+static inline void reduce_scatter_segment(Trainer *t, int64_t l, const ShardSegment *g, const float *whole) {
+    if (t->plan.shard_size > 1)
+        comm_all_to_all(t->comm, COMM_SHARD, whole, t->units.received, g->slice * (int64_t)sizeof(float));
+    for (int64_t r = 0; r < t->plan.shard_size; r++) {
+        GradientSum how = micro_sum(t, r);
+        how.flat = g->flat + t->plan.shard_rank * g->slice;
+        gradient_sum_reference(gradients_at(t, l, g->shard),
+                               t->plan.shard_size > 1 ? t->units.received + r * g->slice : whole, 0, g->slice,
+                               t->units.fp32_sums, &how);
     }
 }
 
-// Replaces each of `count` gradients by its mean over the replicas, after the last micro-step.
-static inline void reduce_replicas(Trainer *t, float *gradients, int64_t count) {
-    const int64_t replicas = t->comm->replicas;
+// Called after the backward pass of the root or of layer l. Does nothing unless gradients are computed in buffers. Adds
+// those of the shard group to this rank's slices in params.gradients; the first micro-step replaces these.
+static inline void reduce_scatter_gradients(Trainer *t, int64_t l) {
+    const float *whole = unit_gradients(t, l);
+    for (int k = 0; t->units.buffered && k < NUM_SEGMENTS; k++) {
+        const ShardSegment g = segment_slice(&t->table, &t->plan, l, k);
+        if (t->units.fp8_sums && l != ROOT && k == SEGMENT_MATRICES) reduce_scatter_to_fp8(t, l, whole + g.gathered);
+        else reduce_scatter_segment(t, l, &g, whole + g.gathered);
+    }
+}
+
+// Replaces the gradients of a segment of unit l by their sums over the replicas, after the last micro-step. Adds those
+// of one replica after the other. So if there is one micro-step, replicas of one rank have the bits of a shard group.
+static inline void reduce_replicas_segment(Trainer *t, int64_t l, int segment) {
+    const ShardSegment g = segment_slice(&t->table, &t->plan, l, segment);
     float *received = t->units.received;
-    for (int64_t first = 0; replicas > 1 && first < count; first += REPLICA_CHUNK) {
-        const int64_t n = min_i64(REPLICA_CHUNK, count - first);
-        comm_all_gather(t->comm, COMM_REPLICAS, gradients + first, received, n * (int64_t)sizeof(float));
-        for (int64_t i = 0; i < n; i++) {
-            const float mean = rank_mean(received, replicas, n, i);
-            gradients[first + i] = t->units.fp32_sums ? mean : bf16_round(mean);
+    for (int64_t first = 0; t->comm->replicas > 1 && first < g.slice; first += REPLICA_CHUNK) {
+        const int64_t n = min_i64(REPLICA_CHUNK, g.slice - first), flat = g.flat + t->plan.shard_rank * g.slice + first;
+        float *sum = gradients_at(t, l, g.shard) + first;
+        comm_all_gather(t->comm, COMM_REPLICAS, sum, received, n * (int64_t)sizeof(float));
+        memcpy(sum, received, (size_t)n * sizeof *sum);
+        for (int64_t r = 1; r < t->comm->replicas; r++) {  // the first micro-step has left this key unused
+            const uint64_t seed = (uint64_t)t->o->rounding_seed,
+                           key = gradient_sum_key(seed, t->units.step, 2 * r * t->comm->shard_size);
+            const GradientSum how = {true, true, key, flat};
+            gradient_sum_reference(sum, received + r * n, 0, n, t->units.fp32_sums, &how);
         }
     }
 }
 
-// Replaces layer l's gradients of matrices by their mean over the replicas, sent in FP8. The amaxes are over all ranks,
+static inline void reduce_replicas(Trainer *t, int64_t l) {
+    for (int k = 0; k < NUM_SEGMENTS; k++) reduce_replicas_segment(t, l, k);
+}
+
+// Replaces layer l's gradients of matrices by their sum over the replicas, sent in FP8. The amaxes are over all ranks,
 // because the ranks of a shard group have parts of the same tensors. This rank's codes are, for one tensor at a time,
 // where backward computes the gradients of matrices.
 static inline void reduce_replicas_fp8(Trainer *t, int64_t l) {
@@ -252,7 +282,7 @@ static inline void reduce_replicas_fp8(Trainer *t, int64_t l) {
     fp8_gradient_amaxes(t, l, COMM_WORLD);
     for (int64_t i = u.begin; i < u.end; i++) {
         const ShardRange r = fp8_gradient_part(t, i);
-        const float scale = fp8_gradient_scale(t, i), scale_inv = 1 / scale / (float)replicas;
+        const float scale = fp8_gradient_scale(t, i), scale_inv = 1 / scale;
         float *gradients = r.count ? gradients_at(t, l, r.shard) : NULL;
         gradient_fp8_encode(codes, gradients, scale, r.count);
         for (int64_t first = 0; first < r.count; first += REPLICA_CHUNK) {
@@ -263,28 +293,45 @@ static inline void reduce_replicas_fp8(Trainer *t, int64_t l) {
     }
 }
 
-// With FP8 gradients: replaces all gradients by their means over the replicas, after the last micro-step. The means of
+// With FP8 gradients: replaces all gradients by their sums over the replicas, after the last micro-step. The sums of
 // FP8 gradients are FP8 again.
 static inline void reduce_replicas_of_units(Trainer *t) {
     const GradientSum replaces = {false, false, 0, 0};
     if (t->comm->replicas == 1) return;
-    reduce_replicas(t, t->params.gradients, shard_elements(&t->plan, ROOT));
+    reduce_replicas(t, ROOT);
     for (int64_t l = 0; l < t->d.L; l++) {
-        const ShardSegment vectors = segment_slice(&t->table, &t->plan, l, SEGMENT_VECTORS),
-                           matrices = segment_slice(&t->table, &t->plan, l, SEGMENT_MATRICES);
-        reduce_replicas(t, gradients_at(t, l, vectors.shard), vectors.slice);
+        const ShardSegment matrices = segment_slice(&t->table, &t->plan, l, SEGMENT_MATRICES);
+        reduce_replicas_segment(t, l, SEGMENT_VECTORS);
         if (t->o->reduce_dtype == REDUCE_FP8) reduce_replicas_fp8(t, l);
-        else reduce_replicas(t, gradients_at(t, l, matrices.shard), matrices.slice);
+        else reduce_replicas_segment(t, l, SEGMENT_MATRICES);
         round_gradients(t, l, &replaces, matrices.shard);
     }
 }
 
-// Returns the norm of n gradients of this rank and of the n gradients of each other rank of the shard group.
-static inline double gradient_norm(const Trainer *t, const float *gradients, int64_t n) {
-    const double norm = global_norm(gradients, n);
-    double squares = norm * norm;
-    if (t->plan.shard_size == 1) return norm;
-    comm_sum(t->comm, COMM_SHARD, &squares, 1);
+// Returns the sum of squares of unit l's gradients, the shard group's together. Each rank adds up blocks of
+// PARAMETER_ALIGNMENT elements. Then all ranks add these in the order of the flat array, so they get the same bits, on
+// any number of ranks.
+static inline double unit_squares(const Trainer *t, int64_t l) {
+    const int64_t block = PARAMETER_ALIGNMENT, count = segment_begin(segment_sizes(&t->table, l), NUM_SEGMENTS) / block;
+    double *sums = (double *)xcalloc((size_t)count, sizeof *sums), total = 0;
+    for (int k = 0; k < NUM_SEGMENTS; k++) {
+        const ShardSegment g = segment_slice(&t->table, &t->plan, l, k);
+        const int64_t begin = t->plan.shard_rank * g.slice, end = min_i64(begin + g.slice, g.size),
+                      before = g.flat - layer_offset(&t->table, l);
+        PARALLEL_FOR
+        for (int64_t i = begin; i < end; i += block)
+            sums[(before + i) / block] = squares_sum(gradients_at(t, l, g.shard + i - begin), block);
+    }
+    comm_sum(t->comm, COMM_SHARD, sums, count);  // one rank has each block's sum; the others have 0 there
+    for (int64_t b = 0; b < count; b++) total += sums[b];
+    free(sums);
+    return total;
+}
+
+// Returns the norm of the whole gradient.
+static inline double gradient_norm(const Trainer *t) {
+    double squares = 0;
+    for (int64_t l = ROOT; l < t->d.L; l++) squares += unit_squares(t, l);
     return sqrt(squares);
 }
 

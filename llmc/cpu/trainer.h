@@ -139,7 +139,7 @@ typedef struct {
     bool buffered;           // backward writes gradients to the next two arrays, which then go to params.gradients
     float *root_gradients;   // the root's
     float *layer_gradients;  // one layer's
-    GradientSum sum;         // how this micro-step's gradients are added to params.gradients
+    int64_t step, micro;     // the optimizer step and micro-step, counted from 0 (micro_sum)
     float *received;         // [ranks, slice] gradients, or their FP8 codes, from all ranks of a group
 } Units;
 

@@ -6,18 +6,15 @@
 #include "adamw_math.h"
 #include "rounding.h"
 
-// Returns the square root of the sum of squares. Sums 4096 elements at a time, in order, then these sums in order.
-static inline double global_norm(const float *x, int64_t n) {
-    enum { BLOCK = 4096 };
-    const int64_t blocks = ceil_div(n, BLOCK);
-    double *sums = (double *)xcalloc((size_t)blocks, sizeof(double)), total = 0;
-    PARALLEL_FOR
-    for (int64_t b = 0; b < blocks; b++)
-        for (int64_t i = b * BLOCK; i < min_i64((b + 1) * BLOCK, n); i++) sums[b] += (double)x[i] * x[i];
-    for (int64_t b = 0; b < blocks; b++) total += sums[b];
-    free(sums);
-    return sqrt(total);
+// Returns the sum of squares of n values, in double and in order.
+static inline double squares_sum(const float *x, int64_t n) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += (double)x[i] * x[i];
+    return sum;
 }
+
+// Returns the norm of n values.
+static inline double global_norm(const float *x, int64_t n) { return sqrt(squares_sum(x, n)); }
 
 // Takes one AdamW step for n elements. Element 0 of the arrays here is element `first` of the flat array.
 // gradient_factor multiplies each gradient first (clip_factor). With bf16_weights the new weights are rounded to bf16;

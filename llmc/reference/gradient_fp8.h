@@ -19,9 +19,9 @@
 // scale by the square root of W against that. Replicas have sums over micro-steps in FP8 already. Their cast with the
 // common scale is a second one, but an exact one as long as it does not underflow: scales are powers of two.
 //
-// The mean over ranks is the sum / W for gradients of a rank's own tokens, as in MS-AMP and the CPU trainer. In the GPU
-// trainer the loss is already divided by the tokens of all ranks: there the sum is the mean. If W is a power of two,
-// gradients divided by W have W times the scale and equal codes, so both give the same values.
+// MS-AMP divides the sum of gradients of a rank's own tokens by W. Here the loss is divided by the tokens of all ranks
+// before, so the sum is the mean. If W is a power of two, gradients divided by W have W times the scale and equal
+// codes, so both give the same values.
 //
 // A gradient that is infinite or NaN becomes the code of NaN, where MS-AMP's cast saturates infinity at 448. NaN stays
 // NaN in sums, so the gradient norm is not finite and the step is not taken (nonfinite.h).

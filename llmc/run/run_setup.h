@@ -382,10 +382,11 @@ static inline RunSetup run_setup(Options *o, const Comm *c, TrainerKind kind) {
     char message[512];
     memset(&s, 0, sizeof s);
     if (*options_conflict(o, message, sizeof message)) die_with(EXIT_USAGE, "%s", message);
+    const int64_t world = o->world_size ? o->world_size : c->world;
+    options_count_micro_steps(o, world);
     options_resolve(o);
     run_setup_shard_size(o, c);
     if (c->rank > 0) o->log_dir = "";
-    const int64_t world = o->world_size ? o->world_size : c->world;
     run_setup_find_start(&s, o, c);
     run_setup_model(&s, o);
     run_setup_same_model(&s, c, s.load_weights && !o->resume && !*o->branch && !o->dry_run);

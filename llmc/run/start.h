@@ -148,6 +148,16 @@ static inline void start_print_sums(const Options *o) {
            "sums", (long long)o->grad_accumulation_steps, 100 * noise, 1.4e-4 * (double)o->grad_accumulation_steps);
 }
 
+// Returns on how many of ranks --deterministic gives the same bits. The text is valid until the next call.
+static inline const char *start_same_bits(const Options *o, const Comm *c) {
+    static char text[160];
+    const char *reason = options_bits_of_ranks(o);
+    if (!reason) return "on any number of ranks";
+    format_checked(text, sizeof text, "on %lld rank%s alone: %s", (long long)c->world, c->world == 1 ? "" : "s",
+                   reason);
+    return text;
+}
+
 // True if the command line gives the option.
 static inline bool start_is_given(const OptionRow *row, int argc, char **argv) {
     const size_t n = strlen(row->name);

@@ -334,6 +334,7 @@ static inline void run_print_start(const Run *run) {
     start_print_data(&run->setup, o, &run->comm);
     start_print_recipe(o, run->parts.precision);
     start_print_sums(o);
+    if (o->deterministic) printf("%-*s the same %s\n", START_LABEL, "bits", start_same_bits(o, &run->comm));
     const StartOptions options = {o, &run->given, &run->comm, run->argc, run->argv};
     start_print_options(&options, false);
     start_print_options(&options, true);
@@ -359,6 +360,7 @@ static inline Logger run_open_log(const Run *run) {
     JsonText plan = {NULL, 0, 0};
     plan_json_derived(&plan, &facts);
     logger_add_text(&plan, "host", run->comm.host);
+    if (run->options.deterministic) logger_add_text(&plan, "same_bits", start_same_bits(&run->options, &run->comm));
     run_add_branches(&plan, &run->setup);
     const RunInfo info = {run->ops->program, d->name,      d->versions,
                           run->comm.world,   d->peak_bf16, run->setup.start.step > 0 && !run->setup.branches,

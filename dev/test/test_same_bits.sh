@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# Tests --deterministic on the CPU trainer: the same losses, norms, validation and checkpoints on 1, 2, 3 and 4 ranks,
+# and in a run that goes from 4 ranks to 2, to 1 and back to 4. With ALL=1: more precisions, recipes and states, and 200
+# steps. Ends with "N passed, N failed".
+set -u
+cd "$(dirname "$0")/../.."
+export OMP_NUM_THREADS=1  # there are more ranks than cores, so threads would wait for each other
+. dev/test/lib/cpu_trainer.sh
+build/synth_stories --out "$tmp/s" --bytes 60000 --seed 3 >/dev/null
+steps=$([ -n "${ALL-}" ] && echo 200 || echo 4)
+common="tiny --train-data $tmp/s_train.bin --val-data $tmp/s_val.bin --val-steps 5 --learning-rate 3e-3 --batch-size 1 \
+--deterministic"
+
+# trains: $1 the run's name, $2 ranks, $3 micro-batches of a step, the rest: options.
+trains() {
+    local name=$1 n=$2 micro=$3 rank pids=() status=0
+    shift 3
+    rm -f "$tmp/meeting"
+    for ((rank = 0; rank < n; rank++)); do
+        RANK=$rank WORLD_SIZE=$n ./train_fp8 $common --grad-accumulation-steps $((micro / n)) --num-steps "$steps" \
+            --checkpoint-dir "$tmp/$name" --log-dir "$tmp/$name" --init-from "file:$tmp/meeting" "$@" \
+            >"$out.$rank" 2>&1 &
+        pids+=($!)
+    done
+    for rank in "${pids[@]}"; do wait "$rank" || status=$?; done
+    [ $status -eq 0 ] || tail -n 3 "$out.0"
+    return $status
+}
+# Losses and norms of run $1, and its validation losses.
+lines() {
+    sed -n 's/{"type": "step", \(.*\), "ms".*/\1/p; s/\({"type": "validation".*\), "seconds.*/\1/p' "$tmp/$1/log.jsonl"
+}
+# True if runs $1 and $2 have equal, finite lines and equal bytes in their last checkpoints.
+same() {
+    local at file
+    at=$(printf 'step-%08d' "$steps")
+    equal "$(lines "$1")" "$(lines "$2")" && equal "$(lines "$1" | grep -c 'loss": [0-9]')" $((steps + 1)) || return
+    for file in "$tmp/$1/$at"/*.safetensors; do cmp "$file" "$tmp/$2/$at/${file##*/}" || return; done
+}
+# bits: $1 the runs' name, $2 micro-batches of a step, $3 numbers of ranks, the rest: options. The first run has one
+# rank.
+bits() {
+    local name=$1 micro=$2 n
+    local counts=$3
+    shift 3
+    check "$name on 1 rank" trains "$name-1" 1 "$micro" "$@"
+    for n in $counts; do
+        check "$name on $n ranks" trains "$name-$n" "$n" "$micro" "$@"
+        check "$name: $n ranks have the bits of 1" same "$name-$n" "$name-1"
+    done
+}
+# True if the last run said $1 of its bits, in both places.
+says() { holds "$out.0" "bits      the same $1" && holds "$tmp/$2/log.jsonl" "\"same_bits\": \"$1\""; }
+
+short="--sequence-length 32"
+bits bf16 12 "2 3 4" $short --grad-clip 0.5
+check "a run says that it has the same bits on any number of ranks" says "on any number of ranks" bf16-4
+bits fp32 4 "4" $short --precision fp32 --sharding grad_op
+bits masters 6 "3" $short --master-weights fp32 --grad-clip 0.5
+bits skips 6 "2 3" $short --precision fp8 --fp8-recipe delayed --on-nonfinite skip
+bits finer 4 "4" $short --precision fp8 --fp8-recipe rowwise --optimizer-state coat-stochastic --sharding grad_op
+bits msamp 4 "2" $short --precision fp8 --optimizer-state msamp --master-weights fp16-stochastic
+if [ -n "${ALL-}" ]; then
+    for recipe in $(./train_fp8 --list recipes); do
+        bits "$recipe" 12 "2 3 4" --sequence-length 128 --precision fp8 --fp8-recipe "$recipe"
+    done
+    for sharding in full grad_op; do
+        bits "bf16-$sharding" 4 "2 4" $short --sharding $sharding
+        bits "fp32-$sharding" 12 "2 3 4" $short --precision fp32 --sharding $sharding --grad-clip 0.5
+        bits "masters-$sharding" 12 "2 3 4" $short --master-weights fp32 --sharding $sharding
+        bits "sums-$sharding" 12 "2 3 4" $short --grad-accum-dtype fp32 --sharding $sharding
+        bits "coat-$sharding" 12 "2 3 4" $short --precision fp8 --optimizer-state coat --sharding $sharding
+        bits "stochastic-$sharding" 12 "2 3 4" $short --precision fp8 --optimizer-state coat-stochastic \
+            --sharding $sharding --grad-clip 0.5
+    done
+    steps=3 bits many 256 "2 4" $short  # --grad-accum-dtype auto counts the micro-steps of all ranks
+fi
+
+# ---- 4 ranks, then 2, 1 and 4 again have the bits of one rank.
+quarter=$((steps / 4))
+moves() {
+    local at=0 n
+    for n in 4 2 1 4; do
+        at=$((at + quarter))
+        trains moved $n 4 $short --precision fp8 --grad-clip 0.5 --num-steps $((n == 4 && at > quarter ? steps : at)) \
+            --lr-schedule constant --resume || return
+    done
+}
+check "a run on 4, 2, 1 and 4 ranks" moves
+check "the run on 1 rank" trains still 1 4 $short --precision fp8 --grad-clip 0.5
+check "both have the same losses and norms" equal "$(lines moved | grep -v validation)" \
+    "$(lines still | grep -v validation)"
+check "both have the same last checkpoint" cmp "$tmp"/{moved,still}/step-"$(printf %08d "$steps")"/optimizer.safetensors
+check "and the same weights" cmp "$tmp"/{moved,still}/step-"$(printf %08d "$steps")"/model.safetensors
+
+# ---- What has the same bits on one number of ranks alone says so.
+check "FP8 gradients train" trains o1 2 2 $short --msamp O1
+check "they say that the number of ranks counts" \
+    says "on 2 ranks alone: sums of FP8 gradients have scales that depend on the number of ranks" o1
+check "replicas train" trains replicas 2 2 $short --sharding none
+check "they say that the number of ranks counts" \
+    says "on 2 ranks alone: each replica sums its own micro-steps first" replicas
+
+finish
