@@ -32,6 +32,8 @@ static const char *const variables[] = {"OMPI_COMM_WORLD_RANK",
                                         "PMI_RANK",
                                         "PMI_SIZE",
                                         "MPI_LOCALNRANKS",
+                                        "FLUX_JOB_SIZE",
+                                        "FLUX_TASK_RANK",
                                         "MPI_LOCALRANKID",
                                         "SLURM_PROCID",
                                         "SLURM_STEP_NUM_TASKS",
@@ -122,6 +124,7 @@ static void check_launchers(void) {
                   "OMPI_COMM_WORLD_SIZE=4", 4, true},
                  {"PMIX_RANK=0 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=9", "SLURM_STEP_NUM_TASKS=9", 9, true},
                  {"SLURM_PROCID=0 SLURM_NTASKS=9", "", 0, false},
+                 {"FLUX_JOB_SIZE=2 FLUX_TASK_RANK=1", "FLUX_JOB_SIZE=2", 2, false},
                  {"WORLD_SIZE=8", "", 0, false}};
     for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
         const InitFrom i = join(cases[k].environment, "tiny --init-from mpi");

@@ -34,7 +34,7 @@ except ImportError as missing:
     go_on_with_report_libraries(missing, "the report")
 
 from report_logs import (BRANCH, HORIZONS, STEPS, branch_losses, branches_folder, tokens_at,  # noqa: E402
-                         make_losses, records_of, sweep_folder, verdict_folder, write)
+                         make_losses, records_of, settings, step_record, sweep_folder, verdict_folder, write)
 
 SIZE = 600_000
 
@@ -547,6 +547,48 @@ def test_broken(tmp):
     check("no step is done yet" in report(folder, status=1)[1], "a run without steps is refused")
 
 
+def outcome(log, in_columns):
+    """What logs.read_run makes of a log: its steps and other records, or its error. in_columns: the rules for plain
+    steps in columns are used, which must be those for single records."""
+    from report import logs
+    take_steps = logs.take_steps
+    logs.take_steps = take_steps if in_columns else lambda run, lines: False
+    try:
+        run = logs.read_run(log.parent, "run")
+        steps = {key: column.tobytes() for key, column in run.steps.numbers.items()}
+        return steps, run.steps.texts, {**vars(run), "steps": None}
+    except logs.Damaged as reason:
+        return str(reason)
+    finally:
+        logs.take_steps = take_steps
+
+
+def test_columns(tmp):
+    """Values that no step has, in a few lines of a log: columns of steps take and refuse what single records do."""
+    from report import logs
+    folder = tmp / "columns"
+    folder.mkdir()
+    steps = [step_record(step, 3.0, 10.0, watts=[300.0, 301.0], throttle=["", "hot"]) for step in range(1, 6)]
+    odd = (None, True, "x", "", -1, 0, 1.5, 1e7, 1e31, 10**400, math.nan, math.inf, [], [1], [None, 2], ["a", "b"],
+           [[]], {}, {"a": 1}, "\u202e", "\x7f", "ü")
+    wrong = 0
+    for key in ("type", "step", "loss", "ms", "norm", "lr", "joules", "skipped", "watts", "throttle", "losses", "x"):
+        for value in odd:
+            for place in (0, 4):
+                records = [settings("bf16", 42), *steps]
+                records[1 + place] = {**steps[place], key: value}
+                text = "".join(json.dumps(record, ensure_ascii=value != "ü") + "\n" for record in records)
+                (folder / "log.jsonl").write_text(text)
+                if outcome(folder / "log.jsonl", True) != outcome(folder / "log.jsonl", False):
+                    wrong += 1
+                    check(False, f"{key} {value!r} in step {place + 1}: columns and single records agree")
+    check(not wrong, "columns and single records take and refuse equal values")
+    run = logs.read_run(folder, "run")
+    lines = "".join(json.dumps(steps[0] | {"step": step}) + "\n" for step in range(6, 2000)).encode()
+    check(logs.take_steps(run, lines.splitlines(keepends=True)) and run.last_step == 1999,
+          "plain steps are read in columns")
+
+
 def test_fuzz(tmp):
     """Bytes changed, cut or doubled and values replaced at random: a run is read, or refused with the path of its log.
     No exception is raised.
@@ -575,6 +617,7 @@ def test_fuzz(tmp):
             start = data.rfind(b": ", 0, end) + 2
             data[start:end] = word
         log.write_bytes(data)
+        check(outcome(log, True) == outcome(log, False), f"trial {trial}: columns and single records agree")
         try:
             found = folders.read_folders([folder])
             compare.compare(found.runs, found.failed, pairs.name_recipes(found.runs))
@@ -646,7 +689,7 @@ def main():
     with tempfile.TemporaryDirectory() as scratch:
         for test in (test_command_line, test_numbers, test_same, test_rounding, test_branches, test_looks,
                      test_stall, test_gpu, test_sweep, test_markup, test_limit, test_refused, test_energy,
-                     test_broken, test_fuzz, test_running, test_diverged):
+                     test_broken, test_columns, test_fuzz, test_running, test_diverged):
             test(pathlib.Path(scratch))
     finish()
 

@@ -18,7 +18,7 @@ LIMITS = {"train_fp8.c": 1000, "train_fp8.cu": 900, "llmc/shard/fsdp.cuh": 450}
 # a budget in a commit of its own, whose message says what the added lines buy a user.
 BUDGETS = {"llmc": (30700, "llmc/*/*.h", "llmc/*/*.cuh"),
            "dev/test": (26250, "dev/test/*.[chps]*", "dev/test/lib/*.[chps]*"),
-           "scripts": (6450, "scripts/*.py", "scripts/*.sh", "scripts/*/*.py", "scripts/*/*.sh"),
+           "scripts": (6530, "scripts/*.py", "scripts/*.sh", "scripts/*/*.py", "scripts/*/*.sh"),
            "README.md and docs": (1860, "README.md", "docs/*.md")}
 OPTIONS = 76
 FSDP_STRUCTS = ("FsdpPlan", "FsdpWeights", "FsdpGradients", "FsdpClip", "Fsdp")

@@ -167,9 +167,10 @@ static inline void init_read_launchers(InitFrom *init) {
                                                {"MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"},
                                                {"MVP_COMM_WORLD_SIZE", "MVP_COMM_WORLD_RANK"},
                                                {"PALS_SIZE", "PALS_RANKID"},
+                                               {"FLUX_JOB_SIZE", "FLUX_TASK_RANK"},
                                                {"WORLD_SIZE", "RANK"},
                                                {"SLURM_STEP_NUM_TASKS", "SLURM_PROCID"}};
-    enum { ALL = sizeof launchers / sizeof *launchers, WITH_RANK = ALL - 2 };  // from here on a size needs a rank
+    enum { ALL = sizeof launchers / sizeof *launchers, WITH_RANK = ALL - 3 };  // from here on a size needs a rank
     const char *alone = NULL;
     InitFrom sized = *init;
     for (int i = 0; i < ALL - (getenv("OMPI_COMM_WORLD_SIZE") ? 1 : 0); i++) {

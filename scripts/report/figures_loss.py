@@ -1,5 +1,6 @@
 """Figures of losses: differences, their change over tokens and steps, curves, and speed-ups at equal loss."""
 import collections
+import functools
 
 import numpy as np
 from scipy import stats
@@ -181,7 +182,6 @@ def draw_speedups(comparisons):
 
 def smooth(values, width):
     """The mean of each finite value and of the finite ones among the width - 1 values before it; nan for the others."""
-    values = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
     known = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(known)])
@@ -194,14 +194,14 @@ def smooth(values, width):
 def mean_curve(members, first, key=None, value="loss"):
     """(cost since step `first`, value) of the mean of runs, over the steps that all of them have. The cost is the field
     `key`, added up over steps, or the step's number without `key`. None if a step of a run lacks the field."""
-    steps = {run.name: np.array(run.column("step")) for run in members}
-    common = sorted(set.intersection(*(set(of[of >= first].tolist()) for of in steps.values())))
-    if not common:
+    steps = {run.name: run.array("step").astype(np.int64) for run in members}
+    common = functools.reduce(np.intersect1d, (of[of >= first] for of in steps.values()))
+    if not len(common):
         return None
     kept = {name: np.isin(of, common) for name, of in steps.items()}
-    values = np.mean([np.array(run.column(value), dtype=np.float64)[kept[run.name]] for run in members], axis=0)
+    values = np.mean([run.array(value)[kept[run.name]] for run in members], axis=0)
     if key is None:
-        return np.array(common), values
+        return common, values
     costs = [run.costs(key) for run in members]
     if any(cost is None for cost in costs):
         return None

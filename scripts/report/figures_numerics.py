@@ -15,9 +15,8 @@ PANELS = (("sqnr_db", "lowest\nSQNR (dB)", min, 1), ("saturated", "saturated\n(%
 def norm_ratio(pair):
     """(steps, gradient norm of FP8 / BF16) as medians of windows; None if a log lacks norms."""
     steps = range(pair.first, pair.steps + 1)
-    norms = [run.column("norm")[pair.first - run.first_step:pair.steps - run.first_step + 1]
-             for run in (pair.fp8, pair.bf16)]
-    fp8, bf16 = (np.array([np.nan if n is None else n for n in of], dtype=np.float64) for of in norms)
+    fp8, bf16 = (run.array("norm")[pair.first - run.first_step:pair.steps - run.first_step + 1]
+                 for run in (pair.fp8, pair.bf16))
     ratio = np.divide(fp8, bf16, out=np.full(len(fp8), np.nan), where=(bf16 > 0) & (fp8 > 0))
     parts = [part for part in np.array_split(np.c_[steps, ratio], min(WINDOWS, len(ratio)))
              if np.isfinite(part[:, 1]).any()]

@@ -10,6 +10,7 @@ import collections.abc
 import dataclasses
 import fcntl
 import functools
+import itertools
 import json
 import math
 import os
@@ -47,6 +48,8 @@ OPTIONAL = {
                 "joules_per_token": NUMBER_OR_NULL},
 }
 PER_GPU = ("watts", "sm_mhz", "celsius")
+NAN = np.float64(math.nan).tobytes()
+BLOCK = 1 << 18  # bytes of a log that are parsed at once
 
 
 def clean_all(value):
@@ -75,17 +78,19 @@ class Steps(collections.abc.Sequence):
         return {key: self.column(key, index, index + 1)[0] for key in self.numbers if isinstance(key, str)}
 
     def append(self, record):
-        for key in PER_GPU:
-            for gpu, value in enumerate(record.get(key, ())):
-                if (key, gpu) not in self.numbers:
-                    self.numbers[key, gpu] = array.array("d", [math.nan]) * self.count
-                record[key, gpu] = value
+        columns = {key: [record.get(key)] for key in self.numbers if isinstance(key, str)}
+        columns |= {(key, gpu): [value] for key in PER_GPU for gpu, value in enumerate(record.get(key, ()))}
+        self.extend(1, {key: np.array(column, dtype=np.float64) for key, column in columns.items()},
+                    [tuple(record.get("throttle", ()))])
+
+    def extend(self, count, columns, texts):
+        """Appends `count` steps: arrays of their numbers, NaN where a step has none, and their tuples of texts."""
+        for key in columns.keys() - self.numbers.keys():
+            self.numbers[key] = array.array("d", [math.nan]) * self.count
         for key, column in self.numbers.items():
-            value = record.get(key)
-            column.append(math.nan if value is None else value)
-        texts = tuple(record.get("throttle", ()))
-        self.texts.append(self.known.setdefault(texts, texts))
-        self.count += 1
+            column.frombytes(columns[key].tobytes() if key in columns else NAN * count)
+        self.texts += [self.known.setdefault(one, one) for one in texts]
+        self.count += count
 
     def drop_from(self, step):
         """Forgets the records from this step on."""
@@ -97,10 +102,17 @@ class Steps(collections.abc.Sequence):
         """The values of steps start to stop: None where a step has none. "throttle" has a tuple of texts for each."""
         if key == "throttle":
             return self.texts[start:stop]
-        values = self.numbers.get(key, array.array("d", [math.nan]) * self.count)[start:stop]
+        values = self.array(key, start, stop)
         if key == "step":
-            return list(map(int, values))
-        return [None if math.isnan(value) else value for value in values]
+            return values.astype(np.int64).tolist()
+        values, missing = values.astype(object), np.isnan(values)
+        values[missing] = None
+        return values.tolist()
+
+    def array(self, key, start=0, stop=None):
+        """The numbers of steps start to stop, NaN where a step has none."""
+        values = self.numbers.get(key)
+        return np.full(self.count, np.nan)[start:stop] if values is None else np.frombuffer(values[start:stop])
 
 
 @dataclasses.dataclass
@@ -164,7 +176,8 @@ class Run:
     @property
     def diverged(self):
         """The first step whose loss is not finite, or None."""
-        return next((step for step, loss in zip(self.column("step"), self.column("loss")) if loss is None), None)
+        lost = np.flatnonzero(np.isnan(self.array("loss")))
+        return int(self.array("step")[lost[0]]) if len(lost) else None
 
     @property
     def lost(self):
@@ -176,7 +189,8 @@ class Run:
         """The first step that the log lacks although it has a later one, or None. That of a branched run begins after
         the last step of the stretch before it."""
         first = 1 + (self.stretches[-2][0] if len(self.stretches) > 1 else 0)
-        return next((i for i, step in enumerate(self.column("step"), first) if step != i), None)
+        gaps = np.flatnonzero(self.array("step") != first + np.arange(len(self.steps)))
+        return first + int(gaps[0]) if len(gaps) else None
 
     @property
     def seed(self):
@@ -226,18 +240,21 @@ class Run:
         """The values of a field in steps start to stop, in order; None where a step has none. `key`: see Steps."""
         return self.steps.column(key, start, stop)
 
+    def array(self, key):
+        """The numbers of a field in all steps, NaN where a step has none."""
+        return self.steps.array(key)
+
     def has(self, key):
-        return any(value not in (None, ()) for value in self.column(key))
+        return any(self.column(key)) if key == "throttle" else bool((~np.isnan(self.array(key))).any())
 
     def values(self, key):
         """The numbers of a field, one a step; None if a step lacks it."""
-        values = self.column(key)
-        return None if not values or any(value is None for value in values) else values
+        return None if not self.steps or np.isnan(self.array(key)).any() else self.column(key)
 
     @functools.cached_property
     def stalls(self):
         """{place in the list of steps: ms} of steps above STALL medians."""
-        times = np.array(self.column("ms"), dtype=np.float64)
+        times = self.array("ms")
         return {int(i): float(times[i]) for i in np.flatnonzero(times > STALL * np.median(times))}
 
     def costs(self, key):
@@ -348,20 +365,96 @@ def read_record(line):
     return record
 
 
-def read_records(path, run):
-    """Yields the records of a log. Sets run.half_written if the last line is half-written; it has no record then."""
+def numbers_of(values, kind, most):
+    """The array of a column, NaN instead of None. ValueError if a value is not of this kind, or above `most`."""
+    missing = values.count(None)
+    if not set(map(type, values)) <= {int, float, type(None)} or missing and kind != NUMBER_OR_NULL:
+        raise ValueError
+    numbers = np.array(values, dtype=np.float64)
+    if np.count_nonzero(np.abs(numbers) <= most) + missing != len(values):
+        raise ValueError
+    return numbers
+
+
+def values_of(lines):
+    """{field: its values} of lines that are plain records: of equal fields in equal order, and without a character that
+    clean might replace. ValueError if they are not."""
+    text = b",".join(lines)
+    if b"\\" in text or b"\x7f" in text or not text.isascii():
+        raise ValueError
+    records = json.loads(b"[" + text + b"]")
+    keys = tuple(records[0])
+    if len(records) != len(lines) or not all(map(keys.__eq__, map(tuple, records))):
+        raise ValueError
+    return dict(zip(keys, zip(*map(dict.values, records))))
+
+
+def columns_of(values):
+    """Arguments of Steps.extend. ValueError or TypeError if a field of `values` is not as read_record wants it."""
+    count = len(values["step"])
+    columns = {"skipped": np.array([value is True for value in values.get("skipped", [False] * count)], np.float64)}
+    kinds = OPTIONAL["step"] | FIELDS["step"]
+    for key, column in values.items():
+        if key in (*PER_GPU, "throttle") and set(map(type, column)) != {list}:
+            raise ValueError
+        if key in PER_GPU:
+            of_gpus = enumerate(zip(*column, strict=True))
+            columns |= {(key, gpu): numbers_of(one, NUMBER_OR_NULL, sweep_folder.LARGEST) for gpu, one in of_gpus}
+        elif key == "throttle":
+            if not {type(text) for of in column for text in of} <= {str}:
+                raise ValueError
+        elif key in kinds and key != "skipped":
+            columns[key] = numbers_of(column, kinds[key], LARGEST.get(key, sweep_folder.LARGEST))
+        elif not set(map(type, column)) <= {int, float, str, bool, type(None)}:
+            raise ValueError
+    steps = columns["step"]
+    if set(values["type"]) != {"step"} or not FIELDS["step"].keys() <= columns.keys() or columns["ms"].min() <= 0 \
+            or steps[0] < 1 or (steps % 1).any() or (np.diff(steps) <= 0).any():
+        raise ValueError
+    return count, columns, list(map(tuple, values.get("throttle", [()] * count)))
+
+
+def take_steps(run, lines):
+    """Adds lines that are plain records of the steps that follow, and returns True; else does nothing, and read_record
+    finds what is wrong with one. Logs of a million steps take a third of its time in this way."""
+    if len(run.resumed_at) < len(run.starts) - 1 or not run.starts or not lines[-1].endswith(b"\n"):
+        return False
+    try:
+        count, columns, texts = columns_of(values_of(lines))
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return False
+    if columns["step"][0] <= run.last_step:
+        return False
+    run.steps.extend(count, columns, texts)
+    return True
+
+
+def read_lines(path, run):
+    """Yields (number, line) of a log, but not the lines that take_steps has added."""
+    number = 0
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                try:
-                    json.loads(line.decode("utf-8"))
-                except (ValueError, RecursionError):
-                    run.half_written = True
-                    return
+        while lines := file.readlines(BLOCK):
+            for is_step, group in itertools.groupby(lines, lambda line: line.startswith(b'{"type": "step"')):
+                group = list(group)
+                if not is_step or not take_steps(run, group):
+                    yield from enumerate(group, number + 1)
+                number += len(group)
+
+
+def read_records(path, run):
+    """Yields the records of a log, but not those that take_steps has added. Sets run.half_written if the last line is
+    half-written; it has no record then."""
+    for number, line in read_lines(path, run):
+        if not line.endswith(b"\n"):
             try:
-                yield read_record(line)
-            except Damaged as reason:
-                raise Damaged(f"{path}, line {number}: {reason}") from None
+                json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError):
+                run.half_written = True
+                return
+        try:
+            yield read_record(line)
+        except Damaged as reason:
+            raise Damaged(f"{path}, line {number}: {reason}") from None
 
 
 def is_locked(folder):

@@ -89,7 +89,7 @@ def run_numbers(run, recipe):
         "state": run.state(),
         "steps": run.last_step, "num_steps": run.num_steps, "complete": run.complete, "running": run.running,
         "half_written": run.half_written, "repeated_steps": run.repeated, "starts": len(run.starts),
-        "diverged_at": run.diverged, "skipped": sum(map(bool, run.column("skipped"))),
+        "diverged_at": run.diverged, "skipped": int(np.count_nonzero(run.array("skipped"))),
         "stalled": len(run.stalls), "first_step": run.first_step,
         "last_loss": sum(finite[-20:]) / len(finite[-20:]) if finite else None,
         "validation_loss": run.validations[-1]["loss"] if run.validations else None,

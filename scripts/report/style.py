@@ -85,7 +85,7 @@ def thin(*columns, most):
 
 def means_of_windows(values, most):
     """(middles, means) of at most `most` windows of equal length (the last may be shorter). None counts as missing."""
-    values = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+    values = np.array(values, dtype=np.float64)
     size = max(1, -(-len(values) // most))
     starts = range(0, len(values), size)
     with np.errstate(invalid="ignore"):
