@@ -2,7 +2,7 @@
 """Makes real text that does not repeat, from the Linux sources that Debian and Ubuntu ship: C and prose, no hub needed.
 
     data/linux_source.py                            data/linux_train.txt (90 MB) and data/linux_val.txt (3 MB)
-    data/tinystories.py --tokenizer bytes --text data/linux_train.txt --val-text data/linux_val.txt --name linux
+    data/prepare.py data/linux_train.txt --val data/linux_val.txt --tokenizer bytes --name linux
 
 Downloads the package by apt-get (140 MB; nothing is installed), and takes its ASCII .c and .rst files of 1,500 to
 120,000 bytes, each once, in an order that is always the same, with a line <|endoftext|> between them. Debian 12's

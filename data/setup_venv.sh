@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs the packages of data/requirements.txt in a virtual environment: data/.venv, or the folder given as the first
 # argument. Does nothing if it has installed the same list there before. Afterwards:
-# data/.venv/bin/python data/tinystories.py --tokenizer llama3
+# data/.venv/bin/python data/prepare.py tinystories --tokenizer llama3
 set -eu
 case ${1:-} in -*)
     echo "usage: data/setup_venv.sh [FOLDER]
@@ -22,6 +22,6 @@ command -v "$python" >/dev/null || fail "$python is not installed (Debian: apt i
     fail "$python cannot make virtual environments (Debian: apt install python3-venv)"
 "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r "$here/requirements.txt"
-"$venv/bin/python" -c 'import tiktoken, tokenizers'
+"$venv/bin/python" -c 'import pyarrow.parquet, tiktoken, tokenizers'
 cp "$here/requirements.txt" "$venv/installed.txt"  # last, so that an incomplete environment is made again
 echo "$venv: ready"

@@ -11,7 +11,7 @@ build/gradient_bias. Paths are relative to the repository's root. Defaults are i
   --micro-batches N      micro-batches (64)
   --batch-size B         sequences of a micro-batch (1)
   --sequence-length T    tokens of a sequence (2048)
-  --train-data GLOB      shards (data/tinystories_llama3_train.bin or ..._qwen_train.bin for models named llama* or
+  --train-data GLOB      shards (data/tinystories_llama3_train*.bin or ..._qwen_train*.bin for models named llama* or
                          qwen*; other models need it)
   --checkpoints LIST     several checkpoints of one run in place of MODEL, with commas between: also prints which share
                          of the bias persists between neighbours. Each reads other data

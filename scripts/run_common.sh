@@ -16,7 +16,7 @@ Environment variables, with their defaults in parentheses:
 
   GPUS     number of GPUs, or of ranks of the CPU trainer (all GPUs; 1 rank)
   TRAINER  the program (./train_fp8cu)
-  DATA     start of the shards' names, before _train.bin and _val.bin
+  DATA     start of the shards' names, before _train and _val
            (data/tinystories_$tokenizer; if these are missing, they are made from a download of 2 GB)
   OUT      folder of log.jsonl and stdout.txt; checkpoints are in its subfolder steps (checkpoints/$model)
   PRICE    price of a GPU hour, for the cost estimate
@@ -48,7 +48,7 @@ pick_data() {
     [ "$data" = "data/tinystories_$tokenizer" ] ||
         fail "${data}_train.bin or ${data}_val.bin is missing; data/README.md shows how to make shards"
     echo "making ${data}_train.bin from TinyStories (a download of 2 GB)"
-    data/setup_venv.sh && data/.venv/bin/python data/tinystories.py --tokenizer "$tokenizer" ||
+    data/setup_venv.sh && data/.venv/bin/python data/prepare.py tinystories --tokenizer "$tokenizer" ||
         fail "cannot make ${data}_train.bin; see data/README.md"
 }
 
@@ -163,7 +163,7 @@ run_until_done() {
     [[ ${PRICE:-0} =~ ^[0-9]*[.]?[0-9]+$ ]] || fail "PRICE=$PRICE is not a number; it is the price of a GPU hour"
     [[ " $* " == *" --dry-run "* ]] && dry_run=1
     [ -n "$dry_run" ] || { pick_data; mkdir -p "$out" || fail "cannot make the folder $out"; }
-    local arguments=("$model" "${options[@]}" --train-data "${data}_train.bin" --val-data "${data}_val.bin"
+    local arguments=("$model" "${options[@]}" --train-data "${data}_train*.bin" --val-data "${data}_val*.bin"
         --log-dir "$out" --checkpoint-dir "$checkpoints" "$@")
     plan=$("$trainer" "${arguments[@]}" --world-size "$gpus" --dry-run --json) || exit 1
     [ -n "$dry_run" ] || check_memory

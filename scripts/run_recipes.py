@@ -6,7 +6,7 @@ ratio) that --fp8-audit found for each kind of GEMM. If this GPU lacks the GEMMs
 and marked in the table. Paths are relative to the repository's root. Defaults are in parentheses.
 
   --model MODEL            preset, or folder with a config.json (llama3.2-1b)
-  --data GLOB              training shards of the model's tokenizer (data/tinystories_llama3_train.bin)
+  --data GLOB              training shards of the model's tokenizer (data/tinystories_llama3_train*.bin)
   --num-steps N            optimizer steps in each run (300)
   --sequence-length N      tokens in a sequence (2048)
   --recipes LIST           names of recipes, such as rowwise,mxfp8 (all recipes of the trainer)

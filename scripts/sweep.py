@@ -10,8 +10,8 @@ commas or blanks. Paths are relative to the repository's root. Defaults are in p
                            trainer also has fp32 (bf16,fp8)
   --gpus LIST              numbers of GPUs, or of ranks of the CPU trainer (1,2,4)
   --num-steps N            optimizer steps in each run (100)
-  --llama-data GLOB        training shards for models named llama* or Llama* (data/tinystories_llama3_train.bin)
-  --qwen-data GLOB         training shards for models named qwen* or Qwen* (data/tinystories_qwen_train.bin)
+  --llama-data GLOB        training shards for models named llama* or Llama* (data/tinystories_llama3_train*.bin)
+  --qwen-data GLOB         training shards for models named qwen* or Qwen* (data/tinystories_qwen_train*.bin)
   --data GLOB              training shards for all models; models with other names need it
   --trainer PROGRAM        ./train_fp8cu, or ./train_fp8 on the CPU (./train_fp8cu)
   --out FOLDER             folder of the tables and of all runs (log/sweep)

@@ -23,7 +23,7 @@ are in parentheses.
                           the first steps cost, and differ by chance about ten times more
   --rounding-seeds LIST   with --whole: seeds of stochastic rounding; each is run with every seed of --seeds (each run's
                           seed is also its rounding seed)
-  --train-data GLOB       training shards (data/tinystories_llama3_train.bin or ..._qwen_train.bin for models named
+  --train-data GLOB       training shards (data/tinystories_llama3_train*.bin or ..._qwen_train*.bin for models named
                           llama* or qwen*; other models need it)
   --val-data GLOB         validation shards (the training shards' name with _val or _valid in place of _train)
   --sequence-length T     tokens in a sequence (2048)

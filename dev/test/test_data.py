@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Tests data/tinystories.py and data/synth_stories.c.
+"""Tests data/prepare.py and data/synth_stories.c.
 
-It tests shards, tables, download and wrong input of tinystories.py, compares its tokens with those of ../shared/data,
-if that is there, and tests shards, stories and wrong options of synth_stories.
+It tests sources, shards, tables, restarts, download and wrong input of prepare.py, compares its tokens with those of
+../shared/data, if that is there, and tests shards, stories and wrong options of synth_stories.
 
 Needs only the standard library. Tests that need the packages of data/requirements.txt use data/.venv/bin/python, or are
 skipped with a reason. Ends with "N passed, N failed".
@@ -12,8 +12,10 @@ import bz2
 import functools
 import gzip
 import http.server
+import json
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -24,11 +26,10 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 sys.path.insert(0, os.path.join(ROOT, "dev", "test", "lib"))
 from counted import check, finish  # noqa: E402
 
-SCRIPT = os.path.join(ROOT, "data", "tinystories.py")
+SCRIPT = os.path.join(ROOT, "data", "prepare.py")
 VENV_PYTHON = os.path.join(ROOT, "data", ".venv", "bin", "python")
 SHARED = os.path.join(ROOT, "..", "shared", "data")
 STORIES = ["Once upon a time.\n\nThe end.", "Zwei Bären spielten.", "A \"cat\" sat.\nIt was 1234 o'clock \u2603!"]
-
 
 
 def run(*arguments, python=sys.executable, **environment):
@@ -80,18 +81,17 @@ def decode(tokens, separator, table):
 
 def test_bytes(folder):
     text, val = write_text(f"{folder}/a.txt", STORIES), write_text(f"{folder}/v.txt", STORIES[:1])
-    status, output = run("--tokenizer", "bytes", "--text", text, "--val-text", val, "--out", f"{folder}/out")
-    check(status == 0, output)
-    separator, table = read_table(f"{folder}/out/tinystories_bytes.tokenizer")
+    status, output = run(text, "--tokenizer", "bytes", "--val", val, "--out", f"{folder}/out", "--name", "my")
+    check(status == 0 and f"{text}: 3 documents, 88 tokens, 3 of them separators" in output, output)
+    separator, table = read_table(f"{folder}/out/my.tokenizer")
     check(separator == 256 and table == [bytes([i]) for i in range(256)] + [b"<|endoftext|>"],
           "the byte tokenizer's table has 256 bytes and the separator")
-    magic, version, tokens = read_shard(f"{folder}/out/tinystories_bytes_train.bin")
+    magic, version, tokens = read_shard(f"{folder}/out/my_train.bin")
     expected = [t for s in STORIES for t in [256, *s.encode()]]
     check((magic, version) == (20240520, 1) and tokens == expected, "the training shard has the bytes of the text")
-    check(read_shard(f"{folder}/out/tinystories_bytes_val.bin")[2] == [256, *STORIES[0].encode()],
+    check(read_shard(f"{folder}/out/my_val.bin")[2] == [256, *STORIES[0].encode()],
           "the validation shard has the bytes of the text")
-    check(sorted(os.listdir(f"{folder}/out")) == ["tinystories_bytes.tokenizer", "tinystories_bytes_train.bin",
-                                                  "tinystories_bytes_val.bin"],
+    check(sorted(os.listdir(f"{folder}/out")) == ["my.tokenizer", "my_train.bin", "my_val.bin"],
           "--out has the table and the two shards, and no other file")
 
 
@@ -102,8 +102,8 @@ def test_layouts(folder):
     def tokens_of(data):
         with open(f"{folder}/l.txt", "wb") as f:
             f.write(data)
-        status, output = run("--tokenizer", "bytes", "--text", f"{folder}/l.txt", "--val-text", f"{folder}/v.txt",
-                             "--out", folder, "--name", "l")
+        status, output = run(f"{folder}/l.txt", "--tokenizer", "bytes", "--val", f"{folder}/v.txt", "--out", folder,
+                             "--name", "l")
         check(status == 0, output)
         return bytes(t if t < 256 else 0 for t in read_shard(f"{folder}/l_train.bin")[2])
 
@@ -122,118 +122,304 @@ def test_layouts(folder):
           "bytes that are not UTF-8 become U+FFFD")
 
 
-def test_split_and_fraction(folder):
+def test_split(folder):
     stories = [f"Story {i}." + "x" * (i % 7) for i in range(1000)]
     one, two = write_text(f"{folder}/1.txt", stories[:600]), write_text(f"{folder}/2.txt", stories[600:])
-    size = os.path.getsize(one) + os.path.getsize(two)
-    status, output = run("--tokenizer", "bytes", "--text", one, two, "--out", folder, "--name", "all")
+    status, output = run(one, two, "--tokenizer", "bytes", "--out", folder, "--name", "all")
     check(status == 0, output)
     table = read_table(f"{folder}/all.tokenizer")[1]
     read = lambda name: decode(read_shard(f"{folder}/{name}")[2], 256, table)
     check(read("all_train.bin") == [s for i, s in enumerate(stories) if i % 50 != 49],
-          "without --val-text, the training shard lacks each 50th story and has all others")
-    check(read("all_val.bin") == stories[49::50], "without --val-text, the validation shard has each 50th story")
-    for fraction in (0.1, 0.613, 0.95):
-        status, output = run("--tokenizer", "bytes", "--text", one, two, "--val-text", one, "--out", folder, "--name",
-                             "part", "--fraction", str(fraction))
-        got = read("part_train.bin")
-        # The limit may lie within a story or in the separator after it. Then that story is left out. All stories before
-        # it must be there.
-        length = sum(len(s) + 15 for s in got)
-        check(status == 0 and got == stories[:len(got)] and -40 < length - fraction * size <= 0,
-              f"--fraction {fraction} gives the first whole stories of the text: {len(got)}, {length} of {size} bytes")
+          "without --val, the training shard lacks each 50th story and has all others")
+    check(read("all_val.bin") == stories[49::50], "without --val, the validation shard has each 50th story")
 
 
-def test_bad_inputs(folder):
-    text = write_text(f"{folder}/t.txt", STORIES)
-    open(f"{folder}/empty.txt", "w").close()
+def write_lines(path, texts, field="text"):
+    with open(path, "w", encoding="utf-8") as f:
+        f.write("".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+def texts_of(folder, name, split="train"):
+    """The documents of all shards of a name, in the order in which the trainers read them."""
+    names = sorted(n for n in os.listdir(folder) if re.fullmatch(rf"{name}_{split}(_\d+)?\.bin", n))
+    table = read_table(f"{folder}/{name}.tokenizer")[1]
+    return decode(sum((read_shard(f"{folder}/{n}")[2] for n in names), []), 256, table)
+
+
+def test_kinds(folder):
+    """JSON lines, plain and by gzip; folders and globs; --field."""
+    val = write_text(f"{folder}/v.txt", ["v"])
+    os.makedirs(f"{folder}/in/deep")
+    write_lines(f"{folder}/in/b.jsonl", ["b \u2603", " ", "half \ud800 pair", "<|endoftext|> stays"])
+    with open(write_lines(f"{folder}/in/c.jsonl", ["c1", "c2"]), "ab") as f:
+        f.write(b'\n  \n\xef\xbb\xbf{"text": "c3"}')
+    with open(f"{folder}/in/c.jsonl", "rb") as f, gzip.open(f"{folder}/in/deep/a.jsonl.gz", "wb") as packed:
+        packed.write(f.read())
+    os.rename(f"{folder}/in/c.jsonl", f"{folder}/c.jsonl")
+    with gzip.open(f"{folder}/in/d.txt.gz", "wt") as packed:
+        packed.write("d1\n<|endoftext|>\nd2")
+    write_text(f"{folder}/in/notes.md", ["left out"])
+    status, output = run(f"{folder}/in", f"{folder}/*.jsonl", "--val", val, "--tokenizer", "bytes", "--out", folder,
+                         "--name", "k")
+    expected = ["b \u2603", "half \ufffd pair", "<|endoftext|> stays", "d1", "d2", "c1", "c2", "c3", "c1", "c2", "c3"]
+    check(status == 0 and texts_of(folder, "k") == expected, f"{texts_of(folder, 'k')}: {output}")
+    for words in ("/in: 1 files of other names are left out", "/in: 8 documents, ", "/*.jsonl: 3 documents, 9 tokens",
+                  "_train.bin: 11 documents", "of them separators", "warning: 1 documents are not valid UTF-8"):
+        check(words in output, f"\"{words}\" is said: {output}")
+    write_lines(f"{folder}/e.jsonl", ["e"], "body")
+    status, output = run(f"{folder}/e.jsonl", "--val", val, "--tokenizer", "bytes", "--out", folder, "--name", "e",
+                         "--field", "body")
+    check(status == 0 and texts_of(folder, "e") == ["e"], f"--field names the field: {output}")
+
+
+def check_refused(folder, message, *arguments, python=sys.executable):
+    """The call ends with the message, without a traceback, and changes no file of --out."""
+    read = lambda: {name: open(f"{folder}/{name}", "rb").read() for name in os.listdir(folder)}
+    before = read()
+    status, output = run(*arguments, "--out", folder, python=python)
+    check(status != 0 and message in output and "Traceback" not in output,
+          f"{arguments}: \"{message}\" expected, status {status}: {output}")
+    check(read() == before, f"{arguments}: a failed call does not change the files of --out: {sorted(read())}")
+
+
+def test_options(folder):
+    text, val = write_text(f"{folder}/t.txt", STORIES), write_text(f"{folder}/v.txt", STORIES)
+    with open(f"{folder}/blank.txt", "w") as f:
+        f.write(" \n")
     many = write_text(f"{folder}/many.txt", STORIES * 20)
-    with open(f"{folder}/bad.json", "w") as f:
-        f.write("{}")
     os.mkdir(f"{folder}/keep")
-    good = ["--tokenizer", "bytes", "--text", text, "--val-text", text, "--out", f"{folder}/keep"]
-    check(run(*good)[0] == 0, "a call with valid arguments succeeds")
-    before = {name: open(f"{folder}/keep/{name}", "rb").read() for name in os.listdir(f"{folder}/keep")}
-    to = ["--out", f"{folder}/keep", "--name", "tinystories_bytes"]
-    cases = [
-        (good, "name the shards of --text with --name"),
-        (["--tokenizer", "bytes", "--text", f"{folder}/none.txt", *to], "none.txt: no such text file"),
-        (["--tokenizer", "bytes", "--text", f"{folder}/empty.txt", "--val-text", text, *to], "no whole story in"),
-        (["--tokenizer", "bytes", "--text", many, "--val-text", f"{folder}/empty.txt", *to],
-         "no story for validation"),
-        (["--tokenizer", "bytes", "--text", text, *to], "at least 50 stories"),
-        (["--tokenizer", "bytes", "--text", text, "--fraction", "0.001", "--val-text", text, *to], "no whole story in"),
-        ([*good, "--fraction", "0"], "a number above 0 and at most 1 is expected"),
-        ([*good, "--fraction", "10"], "a number above 0 and at most 1 is expected"),
-        ([*good, "--fraction", "nan"], "a number above 0 and at most 1 is expected"),
-        ([*good, "--separator", "<s>"], "--separator goes with a tokenizer.json"),
-        (["--tokenizer", "gpt5", "--text", text, *to], "--tokenizer gpt5: not llama3, qwen or bytes, and no file gpt5"),
-        (["--tokenizer", "bytes", "--val-text", text], "--val-text goes with --text"),
-        (["--text", text], "--tokenizer"),
-        (["--tokenizer", "bytes", "--text", text, "--val-text", text, "--out", f"{text}/x"], "Not a directory"),
-    ]
-    for arguments, message in cases:
-        status, output = run(*arguments)
-        check(status != 0 and message in output and "Traceback" not in output,
-              f"{arguments}: \"{message}\" expected, status {status}: {output}")
-    story = "Once upon a time.\n<|endoftext|>\n" * 60
-    foreign = f"{folder}/foreign"
-    ways = (["--text", foreign], ["--text", many, foreign], ["--text", many, "--val-text", foreign])
-    for i, (data, message) in enumerate((
-        (b"PAR1" + bytes(99), "this is Parquet data"), (gzip.compress(story.encode()), "gunzip"),
-        (b"\x28\xb5\x2f\xfd\x04", "zstd -d"), (bz2.compress(b"a"), "bunzip2"), (b"PK\x03\x04word/", "an archive"),
-        (b"%PDF-1.7\n", "a PDF file"), (b'{"text": "Once."}\n', "JSON lines"), (b'\n[\n  {"a": 1}]', "JSON lines"),
-        (story.encode("utf-16"), "iconv -f UTF-16"), (story.encode("utf-16-be"), "UTF-16 text without a mark"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"), (b"\n<!DOCTYPE html>", "a web page"),
-        ("\u0416\u0438\u043b-\u0431\u044b\u043b. ".encode("cp1251") * 9, "this is not UTF-8"),
-    )):
-        with open(foreign, "wb") as f:
-            f.write(data)
-        status, output = run("--tokenizer", "bytes", *ways[i % 3], *to)
-        check(status != 0 and message in output and "MB" not in output,
-              f"{data[:20]} is refused before any work, \"{message}\" expected, status {status}: {output}")
+    to = ["--tokenizer", "bytes", "--name", "n"]
+    check(run(text, "--val", val, *to, "--out", f"{folder}/keep")[0] == 0, "a call with valid arguments succeeds")
+    for message, *arguments in (
+        ("none.txt: no such file", f"{folder}/none.txt", *to),
+        ("holds no file named .txt, .jsonl, .parquet", f"{folder}/keep", *to),
+        ("is named twice", text, "--val", f"{folder}/[t].txt", *to),
+        ("no whole document for training", f"{folder}/blank.txt", "--val", val, *to),
+        ("no document for validation", many, "--val", f"{folder}/blank.txt", *to),
+        ("at least 50 documents", text, *to),
+        ("--fraction goes with tinystories", text, *to, "--fraction", "0.5"),
+        *(("a number above 0 and at most 1", "tinystories", "--tokenizer", "bytes", "--fraction", f)
+          for f in ("0", "10", "nan")),
+        ("tinystories goes with no other text", "tinystories", text, *to),
+        ("--separator goes with a tokenizer.json", text, *to, "--separator", "<s>"),
+        ("not llama3, qwen or bytes, and no file gpt5", text, "--tokenizer", "gpt5", "--name", "n"),
+        ("name the shards with --name", text, "--tokenizer", "bytes"),
+        ("a name without _train", text, "--tokenizer", "bytes", "--name", "n_train_b"),
+        ("a whole number from 1 to", text, *to, "--shard-tokens", "0"),
+        ("above --shard-tokens", text, "--val", val, *to, "--shard-tokens", "20"),
+        ("--tokenizer", text),
+    ):
+        check_refused(f"{folder}/keep", message, *arguments)
+    status, output = run(text, "--val", val, *to, "--out", f"{text}/x")
+    check(status != 0 and "Not a directory" in output and "Traceback" not in output, output)
     # -S: a Python without installed packages
-    result = subprocess.run([sys.executable, "-S", SCRIPT, "--tokenizer", "llama3", "--text", text],
+    result = subprocess.run([sys.executable, "-S", SCRIPT, text, "--tokenizer", "llama3", "--name", "n"],
                             capture_output=True, text=True)
     check(result.returncode != 0 and "Run data/setup_venv.sh" in result.stderr,
           f"the error names the command that installs a missing package: {result.stderr}")
     if os.path.exists("/dev/full"):
-        os.symlink("/dev/full", f"{folder}/keep/tinystories_bytes_val.bin.tmp")
-        status, output = run(*good, "--name", "tinystories_bytes")
-        check(status != 0 and "No space left on device" in output and "Traceback" not in output,
-              f"the error names a full disk: {output}")
-    after = {name: open(f"{folder}/keep/{name}", "rb").read() for name in os.listdir(f"{folder}/keep")}
-    check(before == after, f"failed calls do not change the files of --out: {sorted(after)}")
+        os.symlink("/dev/full", f"{folder}/keep/n_val.bin.tmp")
+        status, output = run(text, "--val", val, *to, "--out", f"{folder}/keep")
+        check(status != 0 and "No space left on device" in output and "Traceback" not in output and
+              len(os.listdir(f"{folder}/keep")) == 3, f"the error names a full disk, and nothing is left: {output}")
+
+
+STORY_LINES, LINES = "Once upon a time.\n<|endoftext|>\n" * 60, '{"text": "Once."}\n'
+FOREIGN = (  # name and bytes of a file, and what the refusal of it says
+    ("a", bz2.compress(b"a"), "bunzip2"),
+    ("a", b"PK\x03\x04word/", "an archive"), ("a", b"%PDF-1.7\n", "a PDF file"),
+    ("a", b'\n[\n  {"a": 1}]', "jq -c"), ("a", STORY_LINES.encode("utf-16"), "iconv -f UTF-16"),
+    ("a.jsonl", LINES.encode("utf-16-be"), "UTF-16 text without a mark"),
+    ("a.txt.gz", gzip.compress(STORY_LINES.encode("utf-16")), "iconv -f UTF-16"),
+    ("a", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"), ("a", b"\n<!DOCTYPE html>", "web page"),
+    ("a", "\u0416\u0438\u043b-\u0431\u044b\u043b. ".encode("cp1251") * 9, "this is not UTF-8"),
+    ("a.txt", gzip.compress(STORY_LINES.encode()), "it is compressed by gzip; name it a.txt.gz"),
+    ("a.txt", b"\x28\xb5\x2f\xfd\x04", "it is compressed by zstd; name it a.txt.zst"),
+    ("a.jsonl.gz", LINES.encode(), "its name says gzip, but it is not compressed"),
+    ("a.jsonl.gz", gzip.compress(LINES.encode() * 9)[:-9], "broken or cut off"),
+    ("a.txt", LINES.encode(), "it is JSON lines; give it the ending .jsonl"),
+    ("a.jsonl", STORY_LINES.encode(), "its name says JSON lines"),
+    ("a.parquet", STORY_LINES.encode(), "says Parquet data"),
+    ("a.jsonl", b'{"body": "Once.", "id": 3}\n', 'line 1 has no field "text"; name the field'),
+    ("a.jsonl", b'{"text": 3}\n', 'line 1 has a field "text" that is no string but 3'),
+    ("a.jsonl", LINES.encode() * 5000 + b'{"text": "cut\n' + LINES.encode(), "line 5001 is no JSON"),
+    ("a.jsonl", LINES.encode() * 5000 + b"[3]\n", "line 5001 is no JSON object"),
+    ("a.txt", b"", "is empty"), ("a.txt.gz", gzip.compress(b""), "is empty, 0 bytes when unpacked"),
+)
+
+
+def test_foreign(folder):
+    """Files that cannot be what they seem to be are refused, and no shard is left."""
+    many, val = write_text(f"{folder}/many.txt", STORIES * 20), write_text(f"{folder}/v.txt", STORIES)
+    os.mkdir(f"{folder}/keep")
+    for i, (name, data, message) in enumerate(FOREIGN):
+        with open(f"{folder}/{name}", "wb") as f:
+            f.write(data)
+        ways = ([f"{folder}/{name}"], [many, f"{folder}/{name}"], [many, "--val", f"{folder}/{name}"])
+        check_refused(f"{folder}/keep", message, *ways[i % 3], "--tokenizer", "bytes", "--name", "n")
+    long = "sources.READ_BYTES, vocabulary.ByteTokenizer.longest = 500, 1000; "
+    for name, text, message in (("a.txt", "x" * 1200, "document 1: the text up to the next <|endoftext|> is longer"),
+                                ("a.jsonl", LINES + '{"text": "%s"}' % ("x" * 1200), "line 2 is longer")):
+        with open(f"{folder}/{name}", "w") as f:
+            f.write(text)
+        status, output = run_changed(long, f"{folder}/{name}", "--val", val, "--tokenizer", "bytes", "--name", "n",
+                                     "--out", f"{folder}/keep")
+        check(status != 0 and message in output and not os.listdir(f"{folder}/keep"), f"{name}: {output}")
+
+
+RUN_CHANGED = """
+import os, sys
+_, folder, change, *words = sys.argv
+sys.argv = ["prepare.py", *words]
+sys.path.insert(0, folder)
+import prepare, shards, sources, vocabulary, workers
+exec(change)
+prepare.main()
+"""
+
+
+def run_changed(change, *arguments, python=sys.executable):
+    """Runs prepare.py after a change of its constants or functions."""
+    result = subprocess.run([python, "-c", RUN_CHANGED, os.path.dirname(SCRIPT), change, *arguments],
+                            capture_output=True, text=True, timeout=300)
+    return result.returncode, result.stdout + result.stderr
 
 
 def test_full_shards(folder):
-    """A shard of 16-bit tokens that is full is followed by another one. The limit is lowered to 1,000 tokens."""
+    """A shard that is full is followed by another one."""
     stories = [f"Story {i}" + "." * (i % 90) for i in range(100)]
     text, val = write_text(f"{folder}/t.txt", stories), write_text(f"{folder}/v.txt", ["v"])
-    program = ("import runpy, sys; sys.path.insert(0, sys.argv[1]); import tinystories; "
-               "tinystories.SHARD_U16_TOKENS = 1000; del sys.argv[1]; %stinystories.main()")
-
-    def prepare(change=""):
-        result = subprocess.run([sys.executable, "-c", program % change, os.path.dirname(SCRIPT), "--tokenizer",
-                                 "bytes", "--text", text, "--val-text", val, "--out", folder, "--name", "n"],
-                                capture_output=True, text=True)
-        return result.returncode, result.stdout + result.stderr
-
-    status, output = prepare("tinystories.BATCH_CHARS = tinystories.READ_BYTES = 500; import collections, shutil; "
-                             "shutil.disk_usage = lambda path: collections.namedtuple('U', 'free')(2000); ")
-    check(status != 0 and "the rest of the text needs about 0.00 GB" in output and len(os.listdir(folder)) == 2,
+    words = [text, "--tokenizer", "bytes", "--val", val, "--out", folder, "--name", "n", "--shard-tokens", "1000"]
+    status, output = run_changed("workers.BATCH_BYTES = sources.READ_BYTES = 500; import collections, shutil; "
+                                 "shutil.disk_usage = lambda path: collections.namedtuple('U', 'free')(2000)", *words)
+    check(status != 0 and "the rest of the text needs about 0.00 GB" in output and
+          not [n for n in os.listdir(folder) if n.endswith(".bin")],
           f"a disk without room for the rest of the text is found after the first part of it: {output}")
-    status, output = prepare()
+    status, output = run(*words)
     names = sorted(name for name in os.listdir(folder) if name.startswith("n_train"))
     check(status == 0 and names == ["n_train.bin"] + [f"n_train_{i:06}.bin" for i in range(2, 7)] and
-          f"'{folder}/n_train*.bin': 100 stories" in output, f"full shards are followed by others: {names}, {output}")
-    shards = [read_shard(f"{folder}/{name}")[2] for name in sorted(names, key=lambda name: (len(name), name))]
+          f"'{folder}/n_train*.bin': 100 documents" in output, f"full shards are followed by others: {names}, {output}")
+    shards = [read_shard(f"{folder}/{name}")[2] for name in names]
     check(max(map(len, shards)) <= 1000 and all(shard[0] == 256 for shard in shards) and
-          decode(sum(shards, []), 256, read_table(f"{folder}/n.tokenizer")[1]) == stories,
+          texts_of(folder, "n") == stories,
           f"no shard has more than 1,000 tokens, each begins with a story, and all stories are there: {names}")
-    status, output = prepare()
-    check(status != 0 and "n_train_00000" in output and "exists, and would be read with the new shards" in output,
+    status, output = run(*words)
+    check(status != 0 and "n_train_00000" in output and "exists, and would be read with the new shards" in output and
+          "Traceback" not in output,
           f"shards of an earlier call that the new ones would not replace are not mixed with them: {output}")
+
+
+def files_of(folder):
+    return {name: open(f"{folder}/{name}", "rb").read() for name in sorted(os.listdir(folder))}
+
+
+def write_sources(folder):
+    write_text(f"{folder}/a.txt", [f"Story {i} of a." * (1 + i % 5) for i in range(700)])
+    write_lines(f"{folder}/b.jsonl", [f"Story {i} of b." for i in range(900)])
+    return [f"{folder}/a.txt", f"{folder}/b.jsonl", "--tokenizer", "bytes", "--name", "n", "--shard-tokens", "9000"]
+
+
+SMALL = "prepare.SMALL_INPUT, workers.BATCH_BYTES, sources.READ_BYTES = 0, 2000, 3000\n"
+
+
+def test_processes(folder):
+    """Any number of processes gives the same bytes. A killed one ends the program, and the same command goes on."""
+    words = write_sources(folder)
+    for n in ("1", "3"):
+        status, output = run_changed(SMALL, *words, "--out", f"{folder}/{n}", "--processes", n)
+        check(status == 0 and len(os.listdir(f"{folder}/{n}")) > 5, f"{n} processes: {output}")
+    check(files_of(f"{folder}/1") == files_of(f"{folder}/3"), "1 and 3 processes give the same files")
+    kill = ("add = prepare.Run.add\n"
+            "def add_and_kill(run, batch, encoded):\n"
+            "    add(run, batch, encoded)\n"
+            "    if run.saved and run.position[0] == 1:\n"
+            "        import multiprocessing; multiprocessing.active_children()[0].kill()\n"
+            "prepare.Run.add = add_and_kill\n")
+    status, output = run_changed(SMALL + kill, *words, "--out", f"{folder}/k", "--processes", "2")
+    check(status != 0 and "a process that tokenizes was killed" in output and "Traceback" not in output and
+          not [name for name in os.listdir(f"{folder}/k") if name.endswith(".bin")],
+          f"a killed process ends the program, and no shard has its name: {output}")
+    status, output = run_changed(SMALL, *words, "--out", f"{folder}/k", "--processes", "2")
+    check(status == 0 and "going on after document" in output and files_of(f"{folder}/k") == files_of(f"{folder}/1"),
+          f"the same command goes on and gives the same files: {output}")
+
+
+def test_restart(folder):
+    """A run that is killed goes on where it last saved, and gives the bytes of a run that was not."""
+    words = write_sources(folder)
+    check(run(*words, "--out", f"{folder}/whole")[0] == 0, "the run without a break succeeds")
+    out, whole = ["--out", f"{folder}/out"], files_of(f"{folder}/whole")
+    die = (SMALL + "add = prepare.Run.add\n"
+           "def add_and_die(run, batch, encoded):\n"
+           "    add(run, batch, encoded)\n"
+           "    if run.saved and run.position[0] == %d and run.position[1] > 500: os.kill(os.getpid(), 9)\n"
+           "prepare.Run.add = add_and_die\n")
+    for place in (0, 1):
+        status, output = run_changed(die % place, *words, *out)
+        names = os.listdir(f"{folder}/out")
+        check(status == -9 and "n.state" in names and not [n for n in names if n.endswith(".bin")],
+              f"killed within source {place}, no shard has its name: {status}, {sorted(names)}, {output}")
+    for change, message in ((["--shard-tokens", "9001"], "had --shard-tokens 9000, this one has 9001"),
+                            (["--field", "body"], 'no field "body"')):
+        status, output = run(*words, *out, *change)
+        check(status != 0 and message in output, f"other settings are refused, \"{message}\": {output}")
+    with open(f"{folder}/b.jsonl", "a") as f:
+        f.write("\n")
+    status, output = run(*words, *out)
+    check(status != 0 and "the sources changed since the run broke off" in output and "n.state" in output, output)
+    os.truncate(f"{folder}/b.jsonl", os.path.getsize(f"{folder}/b.jsonl") - 1)
+    publish = SMALL + ("def publish(paths):\n"
+                       "    os.replace(paths[0] + '.tmp', paths[0])\n"
+                       "    os.kill(os.getpid(), 9)\n"
+                       "prepare.publish = publish\n")
+    status, output = run_changed(publish, *words, *out)
+    check(status == -9 and "going on after document" in output, f"killed while it renames: {status}, {output}")
+    status, output = run(*words, *out)
+    check(status == 0 and files_of(f"{folder}/out") == whole,
+          f"the files are those of a run without a break: {output}, {sorted(files_of(f'{folder}/out'))}")
+
+
+MAKE_PACKED = """
+import sys
+import pyarrow, pyarrow.parquet
+folder, texts = sys.argv[1], ["one", "two \u2603", "", "four"]
+lines = "".join('{"text": "%s"}\\n' % text for text in texts).encode()
+for name, data in (("a.jsonl.zst", lines), ("cut.jsonl.zst", lines * 5000)):
+    with pyarrow.CompressedOutputStream(f"{folder}/{name}", "zstd") as f:
+        f.write(data)
+write = lambda name, columns: pyarrow.parquet.write_table(pyarrow.table(columns), f"{folder}/{name}", row_group_size=2)
+write("a.parquet", {"id": [1, 2, 3, 4], "text": texts})
+write("words.parquet", {"text": pyarrow.array(texts).dictionary_encode()})
+write("numbers.parquet", {"text": [1, 2, 3]})
+write("other.parquet", {"body": texts})
+write("null.parquet", {"text": ["one", "two", None]})
+"""
+
+
+def test_packages(folder):
+    """JSON lines by zstd, and Parquet; what is wrong with them."""
+    subprocess.run([VENV_PYTHON, "-c", MAKE_PACKED, folder], check=True)
+    val = write_text(f"{folder}/v.txt", ["v"])
+    os.mkdir(f"{folder}/keep")
+    words = ["--val", val, "--tokenizer", "bytes", "--name", "n"]
+    for change, n in (("", "1"), (SMALL, "2")):
+        paths = [f"{folder}/{name}" for name in ("a.jsonl.zst", "a.parquet", "words.parquet")]
+        status, output = run_changed(change, *paths, *words, "--out", f"{folder}/{n}", "--processes", n,
+                                     python=VENV_PYTHON)
+        check(status == 0 and texts_of(f"{folder}/{n}", "n") == ["one", "two \u2603", "four"] * 3, f"{n}: {output}")
+    os.truncate(f"{folder}/cut.jsonl.zst", os.path.getsize(f"{folder}/cut.jsonl.zst") - 5)
+    shutil.copy(f"{folder}/a.parquet", f"{folder}/short.parquet")
+    os.truncate(f"{folder}/short.parquet", 200)
+    os.rename(f"{folder}/other.parquet", f"{folder}/other")
+    for name, message in (("cut.jsonl.zst", "broken or cut off: Truncated"), ("short.parquet", "broken or cut off"),
+                          ("numbers.parquet", 'the column "text" is of type int64, not text'),
+                          ("other", 'has no column "text"; name the column of the text with --field; it has: body'),
+                          ("null.parquet", "row 3 has no text: text is null")):
+        check_refused(f"{folder}/keep", message, f"{folder}/{name}", *words, python=VENV_PYTHON)
+    status, output = run_changed("sources.ROW_GROUP_BYTES = 20", f"{folder}/a.parquet", *words, "--out", folder,
+                                 python=VENV_PYTHON)
+    check(status != 0 and "a.parquet: row group 1 has" in output, f"a large row group is refused: {output}")
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -286,7 +472,7 @@ def test_hub(folder):
     size = len(server.files["TinyStories-train.txt"])
 
     def prepare(name, *arguments):
-        return run("--tokenizer", "bytes", "--out", f"{folder}/{name}", *arguments, HF_ENDPOINT=endpoint)
+        return run("tinystories", "--tokenizer", "bytes", "--out", f"{folder}/{name}", *arguments, HF_ENDPOINT=endpoint)
 
     def stories_of(name, split="train"):
         table = read_table(f"{folder}/{name}/tinystories_bytes.tokenizer")[1]
@@ -326,6 +512,8 @@ def test_hub(folder):
           f"--fraction 0.1 gives the first tenth of the stories: {len(got)} stories, {output}")
     check(not os.path.exists(f"{folder}/tenth/TinyStories-train.txt"),
           "--fraction 0.1 leaves no file with the whole text's name")
+    length = sum(len(s) + 15 for s in got)  # the limit may lie within a story: that one is left out
+    check(-40 < length - 0.1 * size <= 1, f"--fraction leaves out no whole story: {length} of {size} bytes")
     check(prepare("tenth")[0] == 0 and stories_of("tenth") == stories,
           "a call without --fraction after --fraction 0.1 gives all stories")
 
@@ -346,8 +534,8 @@ def test_hub(folder):
     server.shutdown()
     server.server_close()
     status, output = prepare("offline")
-    check(status != 0 and "Connection refused" in output and "--text FILE" in output and "Traceback" not in output,
-          f"the error says that the server cannot be reached: {output}")
+    check(status != 0 and "Connection refused" in output and "text files of your own" in output and
+          "Traceback" not in output, f"the error says that the server cannot be reached: {output}")
     check(not os.path.exists(f"{folder}/offline/tinystories_bytes_train.bin"), "a failed download leaves no shard")
 
 
@@ -355,15 +543,14 @@ def test_against_shared(folder):
     """Shards of the real text have the tokens of shards that tiktoken made, independently of this project."""
     for name, family, separator, vocabulary in (("llama3", "llama3", 128000, 128256),
                                                 ("qwen", "qwen3", 151643, 151646)):
-        status, output = run("--tokenizer", name, "--text", f"{SHARED}/tinystories_train.txt", "--val-text",
-                             f"{SHARED}/tinystories_valid.txt",
-                             "--out", folder, python=VENV_PYTHON)
+        status, output = run(f"{SHARED}/tinystories_train.txt", "--val", f"{SHARED}/tinystories_valid.txt",
+                             "--tokenizer", name, "--out", folder, "--name", name, python=VENV_PYTHON)
         check(status == 0, output)
-        table_separator, table = read_table(f"{folder}/tinystories_{name}.tokenizer")
+        table_separator, table = read_table(f"{folder}/{name}.tokenizer")
         check((table_separator, len(table)) == (separator, vocabulary),
               f"{name}: the table has separator {separator} and {vocabulary} tokens: {table_separator}, {len(table)}")
         for split, theirs in (("train", "train"), ("val", "valid")):
-            ours = read_shard(f"{folder}/tinystories_{name}_{split}.bin")
+            ours = read_shard(f"{folder}/{name}_{split}.bin")
             expected = read_shard(f"{SHARED}/tinystories_{family}_{theirs}.bin")
             check(ours == expected,
                   f"{name} {split}: magic, version and tokens are equal: {len(ours[2])} and {len(expected[2])} tokens; "
@@ -395,30 +582,30 @@ tok.save(path)
 
 def test_tokenizer_json(folder):
     text = write_text(f"{folder}/t.txt", STORIES * 3 + ["the <s> is text, \U0001f600 is new"])
+    val = write_text(f"{folder}/v.txt", STORIES[:1])
     for kind, special in (("bytelevel", "<|endoftext|>"), ("pieces", "<s>"), ("bytelevel", "<sep>")):
         os.makedirs(f"{folder}/my {kind}", exist_ok=True)
         path = f"{folder}/my {kind}/tokenizer.json"
         subprocess.run([VENV_PYTHON, "-c", MAKE_TOKENIZER, kind, text, path, special], check=True)
-        # The third tokenizer lies in the first one's folder. --name gives its shards the name of the first one's
-        # shards, so they replace those.
-        extra = ["--separator", special, "--name", f"tinystories_my_{kind}"] if special == "<sep>" else []
-        status, output = run("--tokenizer", os.path.dirname(path), "--text", text, "--val-text", text, "--out", folder,
-                             *extra, python=VENV_PYTHON)
+        # The third tokenizer lies in the first one's folder, and its shards replace those of the first one.
+        extra = ["--separator", special] if special == "<sep>" else []
+        status, output = run(text, "--val", val, "--tokenizer", os.path.dirname(path), "--out", folder, "--name",
+                             f"my_{kind}", *extra, python=VENV_PYTHON)
         check(status == 0, output)
-        separator, table = read_table(f"{folder}/tinystories_my_{kind}.tokenizer")
-        magic, version, tokens = read_shard(f"{folder}/tinystories_my_{kind}_train.bin")
+        separator, table = read_table(f"{folder}/my_{kind}.tokenizer")
+        magic, version, tokens = read_shard(f"{folder}/my_{kind}_train.bin")
         check(table[separator] == special.encode() and (magic, version) == (20240520, 1),
               f"{kind}: the separator is {special}, the shard has 16-bit tokens: {table[separator]}, {magic}")
         check(decode(tokens, separator, table) == STORIES * 3 + ["the <s> is text, \U0001f600 is new"],
               f"{kind}: the table gives the text back: {decode(tokens, separator, table)[-1]!r}")
         check(max(tokens) > 260 and len(tokens) < os.path.getsize(text),
               f"{kind}: the shard has ids above 260, and fewer tokens than the text has bytes")
-    status, output = run("--tokenizer", path, "--text", text, python=VENV_PYTHON)
+    status, output = run(text, "--tokenizer", path, "--name", "n", python=VENV_PYTHON)
     check(status != 0 and "--separator" in output and "Traceback" not in output,
           f"a tokenizer without a known separator is refused: {output}")
     with open(f"{folder}/bad.json", "w") as f:
         f.write("{}")
-    status, output = run("--tokenizer", f"{folder}/bad.json", "--text", text, python=VENV_PYTHON)
+    status, output = run(text, "--tokenizer", f"{folder}/bad.json", "--name", "n", python=VENV_PYTHON)
     check(status != 0 and "not a tokenizer.json" in output and "Traceback" not in output,
           f"a bad tokenizer.json is refused: {output}")
 
@@ -469,14 +656,15 @@ def test_synth(folder):
 
 
 def main():
-    tests = [test_bytes, test_layouts, test_split_and_fraction, test_bad_inputs, test_full_shards, test_hub, test_synth]
-    have_packages = os.path.exists(VENV_PYTHON) and subprocess.run([VENV_PYTHON, "-c", "import tiktoken, tokenizers"],
-                                                                   capture_output=True).returncode == 0
+    tests = [test_bytes, test_layouts, test_split, test_kinds, test_options, test_foreign, test_full_shards,
+             test_processes, test_restart, test_hub, test_synth]
+    have_packages = os.path.exists(VENV_PYTHON) and subprocess.run(
+        [VENV_PYTHON, "-c", "import pyarrow, tiktoken, tokenizers"], capture_output=True).returncode == 0
     if not have_packages:
-        print("skipped: comparison with ../shared/data, tokenizer.json: data/.venv is missing or lacks tiktoken or "
-              "tokenizers (make it with data/setup_venv.sh)")
+        print("skipped: .jsonl.zst, .parquet, comparison with ../shared/data, tokenizer.json: data/.venv is missing or "
+              "lacks pyarrow, tiktoken or tokenizers (make it with data/setup_venv.sh)")
     else:
-        tests.append(test_tokenizer_json)
+        tests += [test_packages, test_tokenizer_json]
         if os.path.isdir(SHARED):
             tests.append(test_against_shared)
         else:

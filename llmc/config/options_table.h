@@ -82,7 +82,7 @@ enum { RARE, COMMON };
 // clang-format off
 #define OPTIONS(GROUP, INT, REAL, TEXT, CHOICE, FLAG) \
     GROUP("data") \
-    TEXT(train_data, "train-data", "data/tinystories_llama3_train.bin", FREE, COMMON, "training shards: a path or glob, or several with commas between") \
+    TEXT(train_data, "train-data", "data/tinystories_llama3_train*.bin", FREE, COMMON, "training shards: a path or glob, or several with commas between") \
     TEXT(val_data, "val-data", "", FREE, COMMON, "validation shards, as for --train-data") \
     CHOICE(shuffle, "shuffle", ON, SWITCHES, MUST_MATCH, RARE, \
          "order of training sequences; on: a new permutation in each epoch, from --seed; off: as in the files") \

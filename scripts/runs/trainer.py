@@ -8,7 +8,7 @@ import subprocess
 
 from runs.options import fail, say
 
-SHARDS = {"llama": "data/tinystories_llama3_train.bin", "qwen": "data/tinystories_qwen_train.bin"}
+SHARDS = {"llama": "data/tinystories_llama3_train*.bin", "qwen": "data/tinystories_qwen_train*.bin"}
 NO_GPU = "nvidia-smi, CUDA_VISIBLE_DEVICES); --trainer ./train_fp8 runs on the CPU"
 
 
