@@ -82,7 +82,8 @@ enum { RARE, COMMON };
 // clang-format off
 #define OPTIONS(GROUP, INT, REAL, TEXT, CHOICE, FLAG) \
     GROUP("data") \
-    TEXT(train_data, "train-data", "data/tinystories_llama3_train*.bin", FREE, COMMON, "training shards: a path or glob, or several with commas between") \
+    TEXT(train_data, "train-data", "data/tinystories_llama3_train*.bin", FREE, COMMON, \
+         "training shards: a path or glob, or several with commas between") \
     TEXT(val_data, "val-data", "", FREE, COMMON, "validation shards, as for --train-data") \
     CHOICE(shuffle, "shuffle", ON, SWITCHES, MUST_MATCH, RARE, \
          "order of training sequences; on: a new permutation in each epoch, from --seed; off: as in the files") \
@@ -114,9 +115,9 @@ enum { RARE, COMMON };
          "and down in FP8 and bf16, and keep the faster in all layers (GPU trainer; a resumed run keeps its filter)") \
     INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, BRANCHES, RARE, \
          "recipe delayed: length of a tensor's amax history; inputs and gradients add one amax per micro-step (CPU " \
-         "trainer: one per optimizer step), weights one per optimizer step (in Transformer Engine, by default, one per " \
-         "micro-step), except amaxes that are 0 or NaN; the first cast of a tensor uses its current amax: for an input " \
-         "or gradient the rank's own, for a weight that over all ranks that share it") \
+         "trainer: one per optimizer step), weights one per optimizer step (in Transformer Engine, by default, one " \
+         "per micro-step), except amaxes that are 0 or NaN; the first cast of a tensor uses its current amax: for " \
+         "an input or gradient the rank's own, for a weight that over all ranks that share it") \
     INT(fp8_margin, "fp8-margin", 0, 0, 16, BRANCHES, RARE, "recipe delayed: scales are divided by 2 to this power") \
     CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, FAST_ACCUMS, BRANCHES, RARE, \
          "FP8 GEMMs that use fast accumulation (Hopper), where cuBLASLt has it: fprop, all or none; recipes " \
@@ -312,9 +313,9 @@ enum { RARE, COMMON };
     CHOICE(list, "list", LIST_NOTHING, LISTS, FREE, RARE, \
          "print the names of all models, FP8 recipes or options, one per line, then stop") \
     FLAG(deterministic, "deterministic", RARE, \
-         "give the same bits in every run with the same options, program, hardware and number of ranks; on the CPU also " \
-         "with another number of ranks, if --batch-size and the number of sequences in a step stay the same, except " \
-         "with --sharding none or hybrid and with FP8 gradients, as the run says at its start") \
+         "give the same bits in every run with the same options, program, hardware and number of ranks; on the CPU " \
+         "also with another number of ranks, if --batch-size and the number of sequences in a step stay the same, " \
+         "except with --sharding none or hybrid and with FP8 gradients, as the run says at its start") \
     CHOICE(help, "help", HELP_OFF, HELPS, FREE, COMMON, \
          "print the options that most runs need, then stop; all: print all options and exit statuses; --help alone means " \
          "--help on")
