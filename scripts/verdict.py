@@ -220,7 +220,7 @@ class Case:
             more += ["--checkpoint-dir", os.path.join(folder, CHECKPOINTS), "--checkpoint-every",
                      ",".join(map(str, saves))]
         if recipe.startswith("fp8") and seed == self.plan.seeds[0] and horizon == self.steps and \
-                "--fp8-audit" not in self.plan.extra:
+                not any(word.split("=")[0] == "--fp8-audit" for word in self.plan.extra):
             more += ["--fp8-audit", str(max(1, horizon // AUDITS))]
         command = self.command(recipe, seed, rounding, folder, horizon, more)
         run = Run(folder, command, title, self.model, recipe, self.plan.gpus, horizon - (parent[1] if parent else 0))

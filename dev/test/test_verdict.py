@@ -98,6 +98,10 @@ def test_commands(folder):
     check(len(large) == len(batches) // 2 == 6 and "--num-steps 88 " in large[0] and "-rate 0.00141421 " in large[0] and
           "--decay-steps 16 " in large[0] and f"tiny.b{LENGTH}.bf16.s7/checkpoints/step-00000016" in large[0],
           f"larger steps branch from the trunk, BF16 too, for as many tokens: {large}")
+    audits = [[line.count("--fp8-audit") for line in verdict(*options(folder, "--dry-run", *more)).stdout.splitlines()]
+              for more in ([], ["--", "--fp8-audit=5"])]
+    check(sum(audits[0]) == 2 and max(audits[0]) == 1 and max(audits[1]) == 1 and sum(audits[1]) > 2,
+          f"the first seed's FP8 runs are audited, unless --fp8-audit is given: {audits}")
     check(not (pathlib.Path(folder) / "verdict").exists(), "--dry-run writes nothing")
 
 
