@@ -133,7 +133,7 @@ $(HOST_TESTS): CUDA_TARGET = -gencode=arch=compute_$(CUDA_ARCH),code=compute_$(C
 # test_fsdp_order checks the order of all ranks' streams on the host: it replaces these functions by its own.
 build/test_fsdp_order: STAND_INS := cudaStreamSynchronize cudaStreamQuery cudaStreamCreateWithFlags cudaStreamDestroy \
 	cudaEventCreate cudaEventCreateWithFlags cudaEventDestroy cudaEventQuery cudaEventRecord cudaStreamWaitEvent \
-	cudaMallocHost cudaFreeHost cudaMemsetAsync cudaMemset2DAsync cudaMemcpyAsync cudaGetDevice \
+	cudaMallocHost cudaFreeHost cudaMemsetAsync cudaMemset2DAsync cudaMemcpy2DAsync cudaMemcpyAsync cudaGetDevice \
 	cudaDeviceGetAttribute cudaLaunchKernelExC \
 	ncclGroupStart ncclGroupEnd ncclCommGetAsyncError ncclAllGather ncclReduceScatter ncclAllReduce \
 	ncclSend ncclRecv \

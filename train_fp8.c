@@ -1,8 +1,8 @@
 // train_fp8: pre-trains Llama and Qwen models on the CPU. It is the readable reference for train_fp8cu: it has the same
 // model and FP8 recipes, and casts equal values to equal FP8 bits. With --precision bf16 or fp8 it rounds to bf16 and
 // FP8 wherever the GPU does. Exceptions are sums that the GPU computes in parts: lm_head's weight gradient, in chunks
-// of rows; the embedding's gradient, which the GPU may add directly to lm_head's (if they are tied) and to the sums of
-// earlier micro-steps; and sums over ranks. With recipe delayed and several micro-steps the GPU updates scales in each.
+// of rows; and without --deterministic the embedding's gradient, which the GPU may add directly to lm_head's (if they
+// are tied) and to the sums of earlier micro-steps, and sums over ranks.
 //
 // From top to bottom: the model's operations, one layer, the whole model, the step, validation and samples,
 // checkpoints, the run. In llmc/cpu/ are the trainer's state, what it gathers and reduces over ranks, its casts and its

@@ -55,6 +55,7 @@ typedef struct {
     StepStats *stats;
     int64_t skipped;        // how many steps before it were skipped
     double *squares;        // one number: the gradient's sum of squares
+    double *losses;         // [micro-steps, ranks] sums of the rows' losses
     double *block_squares;  // with --optimizer-in-backward: AdamwUpdate.squares; else NULL
 } StepNumbers;
 
@@ -81,15 +82,19 @@ typedef struct {
     char *memory;  // the arena
 } Trainer;
 
+// Number of micro-steps of all ranks in a step.
+static int64_t micro_batches(const Trainer *t) { return t->o->grad_accumulation_steps * t->comm->world; }
+
 static void place_statistics(Trainer *t, Arena *a) {
     arena_group(a, "statistics, tokens");
     t->step.squares = (double *)arena_take(a, sizeof(double));
+    t->step.losses = (double *)arena_take(a, micro_batches(t) * (int64_t)sizeof(double));
     if (t->o->optimizer_in_backward)
         t->step.block_squares = (double *)arena_take(a, adamw_workspace_bytes(&t->table, &t->fsdp.plan.shard));
     t->step.stats = (StepStats *)arena_take(a, sizeof(StepStats));
     t->acts.losses = take_float(a, t->d.R);
     t->acts.rope_table = take_float(a, t->d.T * t->d.HD);
-    batches_place(&t->batches, a, t->d.R, fsdp_input_ranks(&t->fsdp));
+    batches_place(&t->batches, a, t->d.R, fsdp_input_ranks(&t->fsdp), fsdp_embedding_indexes(&t->fsdp));
 }
 
 static void place_activations(Trainer *t, Arena *a) {
@@ -480,37 +485,38 @@ static void reduce_scatter_gradients(Trainer *t, int64_t l) {
     if (bytes) profile_bytes(&t->profile, "sums over micro-steps", bytes);
 }
 
-// Delayed recipe: adds the amaxes of this micro-step's inputs and output gradients, over all ranks, to their histories.
-static void update_delayed_scales(Trainer *t) {
-    if (!t->linears.scales.delayed_scale) return;
-    fsdp_reduce_amaxes(&t->fsdp, COMM_WORLD);
-    tensor_scales_update_activations(&t->linears.scales);
+// Delayed recipe, at the end of a micro-step. After the last one adds the largest amaxes of the step's inputs and
+// output gradients, over all micro-steps and ranks, to their histories.
+static void update_delayed_scales(Trainer *t, bool last) {
+    TensorScales *s = &t->linears.scales;
+    tensor_scales_end_micro_step(s);
+    if (!s->delayed_scale || !last) return;
+    fsdp_reduce_amaxes(&t->fsdp, COMM_WORLD, s->step_amax);
+    tensor_scales_update_activations(s);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Optimizer
 
-// True if the gradient norm is computed before the update: to clip by it, to skip a step, or because gradients are FP8,
-// which are cheap to read. Otherwise AdamW sums the squares in its update, and a loss or norm that is not accepted
-// (adamw_takes) ends the run before anything of the step is saved.
-static bool norm_comes_first(const Options *o) {
-    if (o->optimizer_in_backward) return false;
-    return o->grad_clip > 0 || o->on_nonfinite == NONFINITE_SKIP || options_fp8_gradients(o);
+// Returns memory for sums of squares of blocks: the GEMMs' workspace, unless GEMMs run beside the optimizer.
+static double *block_squares(const Trainer *t) {
+    return t->step.block_squares ? t->step.block_squares : (double *)t->linears.gemm.workspace;
 }
 
-// Sums the step's loss over all ranks, and t->step.squares too if gradients are sharded, in one group of NCCL calls.
-static void reduce_step_stats(Trainer *t) { fsdp_reduce_step_stats(&t->fsdp, &t->step.stats->loss, t->step.squares); }
+// Makes the step's loss that of all ranks, and t->step.squares too if gradients are sharded.
+static void reduce_step_stats(Trainer *t) {
+    fsdp_reduce_step_stats(&t->fsdp, t->step.losses, micro_batches(t), t->step.squares, block_squares(t));
+    loss_mean(&t->step.stats->loss, t->step.losses, micro_batches(t), (double)(micro_batches(t) * t->d.R), t->stream);
+}
 
-// Returns the arguments of this step's updates. Without --optimizer-in-backward no GEMM runs beside the optimizer, so
-// the sums of squares use the GEMMs' workspace.
+// Returns the arguments of this step's updates.
 static AdamwUpdate update_of_step(const Trainer *t) {
     const TensorScales *scales = &t->linears.scales;
-    const bool norm_first = norm_comes_first(t->o);
-    double *squares = t->step.block_squares ? t->step.block_squares : (double *)t->linears.gemm.workspace;
+    const bool norm_first = fsdp_norm_first(t->o);
     return AdamwUpdate{t->params,
                        adamw_step_of(t->o, t->fsdp.step, t->step.skipped),
                        norm_first || t->fsdp.clip.grad_clip > 0 ? &t->step.stats->control : NULL,
-                       norm_first ? NULL : squares,
+                       norm_first ? NULL : block_squares(t),
                        fsdp_tensor_scales(&t->fsdp) ? scales->amax : NULL,
                        scales->amax_stride,
                        msamp_step_of(t->o, t->fsdp.step, t->step.skipped)};
@@ -557,13 +563,12 @@ static void update_in_backward(Trainer *t, int64_t l) {
 // Finds the gradient norm, runs AdamW (with --optimizer-in-backward on the root alone), and publishes the weights.
 static void optimizer_step(Trainer *t) {
     Fsdp *f = &t->fsdp;
-    const bool norm_first = norm_comes_first(t->o);
+    const bool norm_first = fsdp_norm_first(t->o);
     compute_waits_comm(&f->transport);
     profile_mark(&t->profile, "gradients: waiting", PROFILE_WAIT, 0);
     if (norm_first) {
         profile_bytes(&t->profile, "gradient norm",
-                      adamw_squares(t->step.squares, t->params.gradients, f->plan.shard.total,
-                                    (double *)t->linears.gemm.workspace, t->stream));
+                      fsdp_squares(f, t->step.squares, block_squares(t), t->params.gradients));
         reduce_step_stats(t);
         finish_norm(t);
     }
@@ -572,7 +577,7 @@ static void optimizer_step(Trainer *t) {
     if (!t->o->optimizer_in_backward) update_units(t, 0, t->d.L);
     if (!norm_first) {
         const AdamwUpdate update = update_of_step(t);
-        adamw_updated_squares(t->step.squares, &update, &t->table, &f->plan.shard, t->stream);
+        if (!f->plan.any_ranks) adamw_updated_squares(t->step.squares, &update, &t->table, &f->plan.shard, t->stream);
         reduce_step_stats(t);
         finish_norm(t);
     }
@@ -588,6 +593,7 @@ static void optimizer_step(Trainer *t) {
 // compute_waits_comm, the sums are over all ranks. With --optimizer-in-backward also updates the layers, not the root.
 static void model_forward_backward(Trainer *t, const Batch *batch, float grad_scale, bool last) {
     Fsdp *f = &t->fsdp;
+    tensor_scales_begin_micro_step(&t->linears.scales);
     t->offload.kept.stores = true;
     model_forward(t, batch);
     t->offload.kept.stores = false;
@@ -610,7 +616,7 @@ static void model_forward_backward(Trainer *t, const Batch *batch, float grad_sc
     embedding_backward(t, batch);
     if (!fsdp_embedding_joins(f)) reduce_scatter_gradients(t, ROOT);
     fsdp_reduce_replicas(f, ROOT, last);
-    update_delayed_scales(t);
+    update_delayed_scales(t, last);
 }
 
 // The host waits for all enqueued work.
@@ -623,13 +629,13 @@ static void trainer_wait_all(Trainer *t) {
 // waits only when all slots are in flight.
 static Batch send_batch(Trainer *t, DataLoader *data, int64_t first_sample, int64_t micro) {
     const Comm *c = t->comm;
-    const int64_t B = t->d.B, R = t->d.R, place = t->fsdp.plan.shard.shard_rank;
+    const int64_t B = t->d.B, place = t->fsdp.plan.shard.shard_rank;
     const int64_t group_first = dataloader_sample_index(first_sample, micro, c->world, c->rank - place, B);
     TokenSlot *slot = batches_next(&t->batches);
     transport_wait(&t->fsdp.transport, slot->copied);
     dataloader_batch(data, group_first + place * B, B, slot->host.inputs, slot->host.targets);
     const int32_t *inputs = batches_group_inputs(&t->batches, slot, data, group_first, place);
-    embedding_sort(slot->host.index, inputs, t->batches.ranks * R, t->d.C, fsdp_embedding_part(&t->fsdp));
+    batches_sort(&t->batches, slot, inputs, t->d.C, fsdp_embedding_part(&t->fsdp));
     batches_send(&t->batches, slot, t->stream);
     return slot->device;
 }
@@ -645,20 +651,22 @@ static void start_step(void *context, DataLoader *data, int64_t step, int64_t sk
                        bool after_pause) {
     Trainer *t = (Trainer *)context;
     const Options *o = t->o;
-    const int64_t micro_steps = o->grad_accumulation_steps, tokens = t->comm->world * t->d.R * micro_steps;
+    const int64_t micro_steps = o->grad_accumulation_steps, world = t->comm->world, tokens = micro_batches(t) * t->d.R;
     fsdp_begin_step(&t->fsdp, step);
     profile_range_begin("step", step + 1);
     if (o->profile && step + 1 == o->num_steps) profile_begin(&t->profile, t->stream);
     step_log_begin(&t->log, t->step.stats, step, after_pause);
     tensor_scales_audit_casts(&t->linears.scales, is_due(o->fp8_audit, step + 1));
     tensor_scales_copy_before(&t->linears.scales, true);
+    tensor_scales_begin_step(&t->linears.scales);
+    CUDA_CHECK(cudaMemsetAsync(t->step.losses, 0, (size_t)micro_batches(t) * sizeof(double), t->stream));
     for (int64_t micro = 0; micro < micro_steps; micro++) {
         if (micro) step_log_work(&t->log, TIME_DATA);
         const Batch batch = send_batch(t, data, first_sample, micro);
         step_log_work(&t->log, TIME_COMPUTE);
         fsdp_begin_micro_step(&t->fsdp, micro);
         model_forward_backward(t, &batch, (float)(1 / (double)tokens), micro + 1 == micro_steps);
-        loss_accumulate(&t->step.stats->loss, t->acts.losses, t->d.R, 1 / (double)tokens, t->stream);
+        loss_sum(&t->step.losses[micro * world + t->comm->rank], t->acts.losses, t->d.R, t->stream);
     }
     t->step.skipped = skipped + (after_pause || o->on_nonfinite != NONFINITE_SKIP ? 0 : was_skipped(t, step - 1));
     step_log_work(&t->log, TIME_OPTIMIZER);
@@ -752,8 +760,8 @@ static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m
     fsdp_describe(&t->fsdp, &t->table, &t->precision, o, comm->world, comm->rank);
     t->state = GpuState{o, &t->params, &t->linears.scales, &t->offload, &t->fsdp};
     t->d = model_dims(m, o->batch_size, o->sequence_length);
-    linears_describe(&t->linears, &t->precision, m, t->d.R, logits_rows(&t->d, fsdp_loss_span(&t->fsdp)), o,
-                     &t->profile);
+    const int64_t room = t->fsdp.plan.any_ranks ? t->table.root_segments[SEGMENT_EMBEDDING] : fsdp_loss_span(&t->fsdp);
+    linears_describe(&t->linears, &t->precision, m, t->d.R, logits_rows(&t->d, room), o, &t->profile);
     t->acts.layer = (LayerActs *)xcalloc((size_t)t->d.L, sizeof(LayerActs));
     t->acts.gate_up_fp8 = (Fp8Groups *)xcalloc((size_t)t->d.L, sizeof(Fp8Groups));
     t->acts.kept = (KeptSpan *)xcalloc((size_t)t->d.L, sizeof(KeptSpan));

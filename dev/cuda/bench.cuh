@@ -251,7 +251,7 @@ static inline double bench_clock_end(Bench *b) {
 //  - These kernels of a few bytes are part of their callers' lines: adamw_sum, adamw_norm, adamw_largest and
 //    adamw_find_large (both return at once if the norm is accepted), msamp_scales, gradient_fp8_scales,
 //    column_sums_finish and gemm_alpha.
-//  - These kernels of a few bytes have no line: loss_accumulate, adamw_clip, fp16_factors, delayed_begin,
+//  - These kernels of a few bytes have no line: loss_sum, loss_mean, adamw_clip, fp16_factors, delayed_begin,
 //    delayed_update, delayed_restore and adamw_find_block (returns at once if the norm is accepted).
 //  - gradient_fp8_decode, for replicas that reduce FP8 gradients in bf16, has no line.
 //  - These kernels run before or between steps, or in audited steps. They have no line: initialize_parameter,

@@ -121,15 +121,18 @@ static void check_large(void) {
     free(targets), free(x), free(values), free(want), free(got_bits), free(got);
 }
 
-static void check_accumulate(int64_t n) {
-    float *x = (float *)xcalloc((size_t)n, sizeof(float)), start = 0.5f;
+static void check_sums(int64_t n) {
+    float *x = (float *)xcalloc((size_t)n, sizeof(float));
     for (int64_t i = 0; i < n; i++) x[i] = rng_normal(rng_key(5, 0), (uint64_t)i) + 11;
-    float *losses = (float *)bench_upload(x, n * 4), *out = (float *)bench_upload(&start, 4);
-    loss_accumulate(out, losses, n, 0.25, 0);
-    float *got = (float *)bench_download(out, 4, "loss_accumulate"), want = (float)(0.5 + 0.25 * array_sum(x, n));
+    double two[2] = {0, 0.5};
+    float *losses = (float *)bench_upload(x, n * 4), *out = (float *)bench_alloc(4);
+    double *sums = (double *)bench_upload(two, sizeof two);
+    loss_sum(sums, losses, n, 0);
+    loss_mean(out, sums, 2, 4, 0);
+    float *got = (float *)bench_download(out, 4, "loss_mean"), want = (float)((array_sum(x, n) + 0.5) / 4);
     // Both sum in double, then round once.
-    check_close("loss_accumulate", got, &want, 1, 1, 1.2e-7, 0);
-    bench_free(losses), bench_free(out);
+    check_close("loss_sum, loss_mean", got, &want, 1, 1, 1.2e-7, 0);
+    bench_free(losses), bench_free(out), bench_free(sums);
     free(x), free(got);
 }
 
@@ -164,7 +167,7 @@ int main(int argc, char **argv) {
         check_padding(1, 5, 1, 8), check_padding(2, 700, 321, 328), check_padding(3, 5, 50257, 50264);
         check_padding(4, 140, 151943, 151944), check_padding(5, 2, 163841, 163848);
         const int64_t counts[] = {1, 1000, 8192, 100003};
-        for (int64_t n : counts) check_accumulate(n);
+        for (int64_t n : counts) check_sums(n);
     }
     if (bench_part_wanted(argc, argv, "large")) check_large();
     if (bench_part_wanted(argc, argv, "bench")) {

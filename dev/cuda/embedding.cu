@@ -52,7 +52,7 @@ static void check_parts(const char *label, const bf16 *table, const bf16 *want, 
         embedding_sort(index, tokens, R, C, part);
         check_index(label, index, tokens, R, C, part);
         int32_t *d_index = (int32_t *)bench_upload(index, embedding_index_size(R) * 4);
-        embedding_backward(parts + rank * slice, part, dx, d_index, R, C, GradientSum{}, 0);
+        embedding_backward(parts + rank * slice, part, dx, d_index, R, C, GradientSum{}, false, 0);
         bench_free(d_index);
     }
     check_same_on_device(label, parts, want, V * C * 2, C * 2);
@@ -83,7 +83,7 @@ static void check_case(int64_t R, int64_t C, int64_t V, int kind) {
     embedding_forward(d_x, d_table, d_tokens, R, C, 0);
     bf16_bits *want_x = bf16_from_floats(x, R * C), *got_x = (bf16_bits *)bench_download(d_x, R * C * 2, label);
     check_bytes(label, got_x, want_x, R * C * 2, C * 2);
-    embedding_backward(d_table, whole, d_dx, d_index, R, C, GradientSum{}, 0);
+    embedding_backward(d_table, whole, d_dx, d_index, R, C, GradientSum{}, false, 0);
     for (int64_t shard_size = 1; shard_size < 6; shard_size++)
         check_parts(label, d_before, d_table, d_dx, tokens, R, C, V, shard_size);
     bf16_bits *got_bits = (bf16_bits *)bench_download(d_table, V * C * 2, label);
@@ -108,7 +108,8 @@ static void check_large(void) {
     int32_t *d_tokens = (int32_t *)bench_upload(tokens, sizeof tokens),
             *d_index = (int32_t *)bench_upload(index, sizeof index);
     embedding_forward(x, table, d_tokens, R, C, 0);
-    embedding_backward(table, whole, x, d_index, R, C, GradientSum{}, 0);  // each row plus itself: doubling is exact
+    embedding_backward(table, whole, x, d_index, R, C, GradientSum{}, false,
+                       0);  // each row plus itself: doubling is exact
     embedding_forward(doubled, table, d_tokens, R, C, 0);
     bf16_bits *a = (bf16_bits *)bench_download(x, R * C * 2, "large table"),
               *b = (bf16_bits *)bench_download(doubled, R * C * 2, "large table");
@@ -135,7 +136,7 @@ static void bench_case(Bench *b, int64_t R, int64_t C, int64_t V, const char *sh
     double us = bench_time_us(b, [&] { embedding_forward(x, table, d_tokens, R, C, 0); });
     bench_report(b, "embedding forward", shape, us, 2.0 * (double)(R * C) + 2.0 * (double)(index[0] * C),
                  "one short block per token, of a few KB; rows that are read again from L2 are not counted");
-    us = bench_time_us(b, [&] { embedding_backward(table, whole, dx, d_index, R, C, GradientSum{}, 0); });
+    us = bench_time_us(b, [&] { embedding_backward(table, whole, dx, d_index, R, C, GradientSum{}, false, 0); });
     bench_report(b, "embedding backward", shape, us, 2.0 * (double)(R * C) + 4.0 * (double)(index[0] * C),
                  "latency: a block takes one id and 256 columns at a time, and adds up the id's rows in a fixed order");
     bench_free(table), bench_free(dx), bench_free(x), bench_free(d_tokens), bench_free(d_index);

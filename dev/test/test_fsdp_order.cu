@@ -48,7 +48,7 @@ typedef struct {
     Fsdp *f;
     Nccl *nccl;
     bf16 *logits;  // [chunk, V]
-    double *squares;
+    double *squares, *losses;
     float *loss;
     const struct Offload *offload;
     const KeptSpan *slots;  // [L] activations in slots; NULL without --offload activations
@@ -83,6 +83,8 @@ static bool creating;                                 // a trainer is being crea
 static int groups[COMM_NUM_GROUPS][ORDER_MAX_RANKS];  // number of ranks of each communicator
 static int64_t events[MAX_EVENTS];                    // number of each event's last record, -1: none
 static int64_t num_events, copied;
+static void *zeroed;  // memory that cudaMemsetAsync cleared last
+static int64_t zeroed_bytes;
 static int64_t left_group;  // copies and signals between ranks of different shard groups, which may be on other hosts
 static size_t host_used;    // bytes that cudaMallocHost has given
 static int64_t first_pending = INT64_MAX;  // events from this one on have not happened
@@ -380,12 +382,14 @@ static bool note_sum_kernel(cudaStream_t s, const void *function, void **argumen
             fp32 ? (const void *)transport_add_kernel<float, float> : (const void *)transport_add_kernel<bf16, float>;
         const void *rank_sum =
             fp32 ? (const void *)transport_sum_kernel<float> : (const void *)transport_sum_kernel<bf16>;
+        const void *ordered =
+            fp32 ? (const void *)transport_ordered_kernel<float> : (const void *)transport_ordered_kernel<bf16>;
         void *to = POINTER(void, 0);
         if (function == add_bf16)
             note_add(s, to, element, POINTER(bf16, 1), INTEGER(2), sizeof(bf16), (GradientSum *)arguments[3]);
         else if (function == add_fp32)
             note_add(s, to, element, POINTER(float, 1), INTEGER(2), sizeof(float), (GradientSum *)arguments[3]);
-        else if (function == rank_sum)
+        else if (function == rank_sum || function == ordered)
             note_rank_sum(s, to, element, POINTER(bf16, 1), POINTER(bf16, 2), INTEGER(3), INTEGER(5),
                           (GradientSum *)arguments[6]);
         else continue;
@@ -489,10 +493,12 @@ static bool note_clip_kernel(cudaStream_t s, const void *function, void **argume
     const bool fp32 = function == (const void *)adamw_squares_kernel<float>;
     if (fp32 || function == (const void *)adamw_squares_kernel<bf16>) {
         note_read(s, POINTER(void, 1), INTEGER(2) * (fp32 ? 4 : 2), ORDER_CARRIED);
-        note_write(s, POINTER(double, 0), ADAMW_NORM_BLOCKS * (int64_t)sizeof(double), ORDER_CARRIED);
+        const int64_t sums = now->f->plan.any_ranks ? ceil_div(INTEGER(2), SHARD_BLOCK) : (int64_t)ADAMW_NORM_BLOCKS;
+        note_write(s, POINTER(double, 0), sums * (int64_t)sizeof(double), ORDER_CARRIED);
     } else if (function == (const void *)adamw_sum_kernel) {
+        const bool first = now->f->plan.any_ranks && POINTER(double, 0) == POINTER(double, 1) + INTEGER(2);
         note_read(s, POINTER(double, 1), INTEGER(2) * (int64_t)sizeof(double), ORDER_CARRIED);
-        note_write(s, POINTER(double, 0), sizeof(double), ORDER_CARRIED);
+        note_write(s, POINTER(double, 0), (first ? ADAMW_SUM_BLOCKS : 1) * (int64_t)sizeof(double), ORDER_CARRIED);
     } else if (function == (const void *)adamw_clip_kernel) {
         const AdamwClip *clip = (const AdamwClip *)arguments[1];
         const int64_t world = now->f->plan.world, over = fsdp_is_sharded(now->f) ? world * world : world;
@@ -559,6 +565,17 @@ cudaError_t __wrap_cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream
     if (acts) return memset(to, value, bytes), cudaSuccess;
     if (creating) return cudaSuccess;
     note_write(s, to, (int64_t)bytes, ORDER_UNWRITTEN);
+    zeroed = to, zeroed_bytes = (int64_t)bytes;
+    return cudaSuccess;
+}
+// Sums of a rank's blocks go to their places among those of all ranks, which were cleared before. The other ranks'
+// places count as written too: they are 0 here, and the all-reduce fills them.
+cudaError_t __wrap_cudaMemcpy2DAsync(void *to, size_t, const void *from, size_t pitch, size_t width, size_t height,
+                                     cudaMemcpyKind, cudaStream_t s) {
+    if ((char *)to < (char *)zeroed || (char *)to >= (char *)zeroed + zeroed_bytes) die("a copy to other memory");
+    for (size_t row = 0; row < height; row++)
+        note_read(s, (const char *)from + row * pitch, (int64_t)width, ORDER_CARRIED);
+    note_write(s, zeroed, zeroed_bytes, ORDER_CARRIED);
     return cudaSuccess;
 }
 cudaError_t __wrap_cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t s) {
@@ -909,7 +926,7 @@ static int64_t called_cross_entropy_gradient(float *, bf16 *, const int32_t *, i
 // lm_head's gradient.
 template <class Sum>
 static int64_t called_embedding(Sum *to, EmbeddingPart part, const bf16 *dx, const int32_t *, int64_t R, int64_t C,
-                                GradientSum, cudaStream_t) {
+                                GradientSum, bool, cudaStream_t) {
     const Fsdp *f = now->f;
     const bool tied = embedding_segment(f->plan.table) == SEGMENT_MATRICES;
     // If the embedding joins the sums, `to` is reduced, and its padding counts as gradient. Else `to` is not reduced
@@ -922,8 +939,16 @@ static int64_t called_embedding(Sum *to, EmbeddingPart part, const bf16 *dx, con
     return 0;
 }
 
-static void called_loss(float *out, const float *, int64_t, double, cudaStream_t) {
-    note_write(computing(), out, sizeof *out, gradients_now(STATISTICS, 1));
+// Records that this rank writes its number for the micro-step. The other numbers count as written too: they are 0 here,
+// and the all-reduce fills them.
+static int64_t losses_bytes(void);
+static void called_loss_sum(double *, const float *, int64_t, cudaStream_t) {
+    note_write(computing(), now->losses, losses_bytes(), gradients_now(STATISTICS, 1));
+}
+
+static void called_loss_mean(float *out, const double *sums, int64_t, double, cudaStream_t) {
+    note_read(computing(), sums, losses_bytes(), gradients_now(STATISTICS, now->f->plan.world));
+    note_write(computing(), out, sizeof *out, gradients_now(STATISTICS, now->f->plan.world));
 }
 
 // Reads this rank's FP8 sums of a layer.
@@ -956,6 +981,12 @@ static void write_weights(int64_t l, int64_t count, int64_t step) {
                    shard_elements(plan, l) * (int64_t)sizeof(bf16), weights_of(step, l));
 }
 
+// Records that the sums of squares of the blocks of `count` units from unit l on are written.
+static void write_block_squares(const double *blocks, int64_t l, int64_t count) {
+    note_write(computing(), blocks, count * adamw_unit_blocks(&now->f->plan.shard, l) * (int64_t)sizeof *blocks,
+               gradients_now(STATISTICS, 1));
+}
+
 static int64_t num_units(void) { return now->f->plan.table->num_layers + 1; }
 
 // Reads of weights expect version now->step, which is raised when the root is updated. With --optimizer-in-backward
@@ -965,6 +996,8 @@ static void called_update_units(const AdamwUpdate *w, const ParameterTable *, co
                                 int64_t count, int64_t first_gradient, cudaStream_t) {
     read_reduced_gradients(l, count, first_gradient);
     write_weights(l, count, now->gradient_step + 1);
+    if (w->squares && now->f->plan.any_ranks)
+        write_block_squares(w->squares + adamw_first_block(&now->f->plan.shard, l), l, count);
     if (l == ROOT) now->step = now->gradient_step + 1;
     for (int64_t i = 0; w->amax && l != ROOT && i < count; i++)
         note_write(computing(), w->amax + (l + i) * w->amax_stride, NUM_LINEARS * (int64_t)sizeof *w->amax,
@@ -1019,9 +1052,11 @@ static void squares_computed(void) {
     note_write(computing(), now->squares, sizeof *now->squares, gradients_now(STATISTICS, 1));
 }
 
-static int64_t called_squares(double *, AdamwGradients, int64_t, double *, cudaStream_t) {
+static int64_t called_squares(const Fsdp *f, double *, double *blocks, AdamwGradients) {
     read_reduced_gradients(ROOT, num_units(), 0);
-    squares_computed();
+    if (!f->plan.any_ranks) return squares_computed(), 0;
+    write_block_squares(blocks, ROOT, 1);
+    write_block_squares(blocks + adamw_first_block(&f->plan.shard, 0), 0, f->plan.table->num_layers);
     return 0;
 }
 
@@ -1175,7 +1210,6 @@ static void trainer_gemm_choose(const Gemm *, GemmPlan *, bf16 *, const QTensor 
 #define adamw_locate called_locate
 #define adamw_locate_block ignored
 #define adamw_norm called_norm
-#define adamw_squares called_squares
 #define adamw_update_units called_update_units
 #define adamw_updated_squares called_updated_squares
 #define attention_backward called_attention_backward
@@ -1186,7 +1220,8 @@ static void trainer_gemm_choose(const Gemm *, GemmPlan *, bf16 *, const QTensor 
 #define embedding_backward called_embedding
 #define embedding_forward(...) CALLED(embedding_forward, __VA_ARGS__)
 #define gemm_run called_gemm
-#define loss_accumulate called_loss
+#define loss_mean called_loss_mean
+#define loss_sum called_loss_sum
 #define qknorm_rope_backward called_qknorm_rope_backward
 #define qknorm_rope_forward(...) CALLED(qknorm_rope_forward, __VA_ARGS__)
 #define quantize_amax_source called_source
@@ -1200,6 +1235,7 @@ static void trainer_gemm_choose(const Gemm *, GemmPlan *, bf16 *, const QTensor 
 #define swiglu_forward(...) CALLED(swiglu_forward, __VA_ARGS__)
 #define tensor_amax(...) CALLED(tensor_amax, __VA_ARGS__)
 
+#define fsdp_squares called_squares
 #define fsdp_begin_gradients trainer_begin_gradients
 #define fsdp_begin_micro_step trainer_begin_micro_step
 #define fsdp_begin_step trainer_begin_step
@@ -1242,10 +1278,12 @@ typedef struct {
     int64_t world, layers, accumulation;
     bool untied, many_tokens, clips, in_backward;
     const char *offload;  // NULL: none
-    bool fp8_gradients;
+    bool fp8_gradients, any_ranks;
 } Case;
 
 static Trainer trainers[ORDER_MAX_RANKS];
+
+static int64_t losses_bytes(void) { return micro_batches(&trainers[now - ranks]) * (int64_t)sizeof(double); }
 
 static int64_t offloaded_bytes(int array) { return now->offload->bytes[array]; }
 
@@ -1276,6 +1314,8 @@ static const char *buffer_name(int64_t rank, const char *address) {
                {"sums_fp32", f->transport.sums_fp32},
                {"amax", t->linears.scales.amax},
                {"squares", t->step.squares},
+               {"losses", t->step.losses},
+               {"workspace of the GEMMs", t->linears.gemm.workspace},
                {"workspace of a unit's squares", f->clip.adamw.workspace},
                {"squares of a unit", f->clip.adamw.squares},
                {"stats", t->step.stats},
@@ -1328,7 +1368,8 @@ static void create_rank(const Options *o, const ModelConfig *m, int64_t world, i
     trainer_create(t, &plan);
     r->slots = t->offload.kept.kept;
     creating = false;
-    r->logits = t->acts.logits, r->squares = t->step.squares, r->loss = &t->step.stats->loss;
+    r->logits = t->acts.logits, r->squares = t->step.squares, r->losses = t->step.losses,
+    r->loss = &t->step.stats->loss;
     num_trainers++;
     find_parts(&t->table);
     tensor_add(WRITTEN, t->acts.dx, t->d.R * t->d.C * (int64_t)sizeof(bf16), NO_LAYER);
@@ -1374,6 +1415,7 @@ static void run_case(const Case *c, uint64_t seed) {
     o.sequence_length = c->many_tokens ? m.vocab_size : 512;  // many: a shard group's inputs exceed the embedding
     o.fp8_filter = c->filter, o.grad_clip = c->clips ? 1 : 0, o.optimizer_in_backward = c->in_backward,
     o.val_steps = 2 * c->world;
+    o.deterministic = c->any_ranks;
     if (c->fp8_gradients) o.grad_accum_dtype = SUM_FP8;
     if (c->offload) o.offload = c->offload;
     if (options_offloaded(&o).master) o.master_weights = STORAGE_FP32;
@@ -1393,11 +1435,11 @@ static void check_case(const Case *c) {
     CHECK(order.races == 0 && order.wrong == 0 && order.stuck == 0,
           "precision %d, recipe %d, filter \"%s\", sharding %d, gather %d, reduce %d, recompute %d, copies "
           "%d, %lld ranks, %lld layers, accumulation %lld, untied %d, many tokens %d, clips %d, in backward %d, "
-          "FP8 gradients %d: no race, wrong content or stuck stream (found %lld, %lld, %lld); %s",
+          "FP8 gradients %d, any ranks %d: no race, wrong content or stuck stream (found %lld, %lld, %lld); %s",
           c->precision, c->recipe, c->filter, c->sharding, c->gather, c->reduce, c->recompute, c->copies,
           (long long)c->world, (long long)c->layers, (long long)c->accumulation, c->untied, c->many_tokens, c->clips,
-          c->in_backward, c->fp8_gradients, (long long)order.races, (long long)order.wrong, (long long)order.stuck,
-          order.problem);
+          c->in_backward, c->fp8_gradients, c->any_ranks, (long long)order.races, (long long)order.wrong,
+          (long long)order.stuck, order.problem);
     if (c->sharding != SHARDING_FULL && c->sharding != SHARDING_HYBRID) return;
     CHECK(left_group == 0, "no copy and no signal leaves a shard group; found %lld", (long long)left_group);
     CHECK((copied > 0) == (c->copies == ON),
@@ -1417,14 +1459,41 @@ static void check_all(int64_t world, int precision, int recipe, const char *filt
                     for (int i = 0; i < 4; i++)
                         for (int64_t accumulation = 1; accumulation < 4; accumulation++)
                             for (int ends = 0; ends < 8; ends++) {
-                                Case c = {precision,    recipe,       sharding,         gather,       reduce,
-                                          recompute,    copies,       filter,           world,        layers[i],
-                                          accumulation, ends % 2 > 0, ends / 2 % 2 > 0, ends / 4 > 0, false,
-                                          NULL,         false};
+                                Case c = {
+                                    precision,        recipe,       sharding, gather,    reduce,       recompute,
+                                    copies,           filter,       world,    layers[i], accumulation, ends % 2 > 0,
+                                    ends / 2 % 2 > 0, ends / 4 > 0, false,    NULL,      false,        false};
                                 check_case(&c);
                                 c.in_backward = accumulation == 1;
                                 if (c.in_backward) check_case(&c);
                             }
+}
+
+// Returns a case in which gradients are added in the order of samples.
+static Case ordered_case(int precision, int recipe, int sharding, int copies, int64_t world, int64_t layers) {
+    Case c;
+    memset(&c, 0, sizeof c);
+    c.precision = precision, c.recipe = recipe, c.recompute = RECOMPUTE_NONE, c.filter = "";
+    c.sharding = sharding, c.gather = precision == PRECISION_FP8 && recipe == RECIPE_TENSORWISE ? ON : OFF;
+    c.copies = copies, c.reduce = REDUCE_BF16, c.world = world, c.layers = layers, c.accumulation = 1;
+    c.any_ranks = true;
+    return c;
+}
+
+// Checks --deterministic with sharding full and grad_op, with copy engines and without.
+static void check_ordered(int64_t world, int precision, int recipe) {
+    for (int sharding : {SHARDING_FULL, SHARDING_GRAD_OP})
+        for (int copies = OFF; copies <= ON; copies++)
+            for (int64_t layers : {1, 3, 6})
+                for (int64_t accumulation = 1; accumulation < 4; accumulation++)
+                    for (int ends = 0; ends < 8; ends++) {
+                        Case c = ordered_case(precision, recipe, sharding, copies, world, layers);
+                        c.accumulation = accumulation, c.untied = ends % 2 > 0, c.many_tokens = ends / 2 % 2 > 0;
+                        c.clips = ends / 4 > 0, c.reduce = ends % 2 ? REDUCE_FP32 : REDUCE_BF16;
+                        check_case(&c);
+                        c.in_backward = accumulation == 1;
+                        if (c.in_backward) check_case(&c);
+                    }
 }
 
 // Returns a case with FP8 gradients and one micro-step.
@@ -1485,6 +1554,7 @@ static void check_offload(int64_t world) {
                                         layers > 1,
                                         in_backward > 0,
                                         offload,
+                                        false,
                                         false};
                         check_case(&c);
                     }
@@ -1588,7 +1658,38 @@ static void check_omissions(void) {
                             seed % 2 > 0 || strstr(all[i].omission.what, "a unit's"),
                             all[i].in_backward,
                             all[i].offload,
+                            false,
                             false};
+            check_noticed(&c, all[i].omission, seed);
+        }
+    memset(&omission, 0, sizeof omission);
+}
+
+// check_omissions with gradients that are added in the order of samples.
+static void check_ordered_omissions(void) {
+    static const struct {
+        Omission omission;
+        int sharding, copies;
+        bool in_backward;
+    } all[] = {{{"reduce-scatter of the gradients", 0, -1}, SHARDING_FULL, OFF, false},  // messages
+               {{"reduce-scatter of the gradients", 0, 1}, SHARDING_FULL, OFF, false},
+               {{"reduce-scatter of the gradients", 0, -1}, SHARDING_FULL, ON, false},  // 0, 1: its two barriers
+               {{"reduce-scatter of the gradients", 1, -1}, SHARDING_FULL, ON, false},
+               {{"reduce-scatter of the gradients", 1, 0}, SHARDING_FULL, ON, false},
+               {{"all-reduce of loss and gradient norm", 0, -1}, SHARDING_FULL, OFF, false},
+               {{"all-reduce of loss and gradient norm", 0, 2}, SHARDING_FULL, ON, false},
+               {{"all-reduce of a unit's gradient norm", 0, -1}, SHARDING_FULL, OFF, true},
+               {{"handover", 0, -1}, SHARDING_FULL, OFF, false},
+               {{"handover", 0, 1}, SHARDING_FULL, ON, false},
+               {{"reduced", 0, -1}, SHARDING_GRAD_OP, OFF, false},
+               {{"reduced", 0, 3}, SHARDING_GRAD_OP, ON, false},
+               {{"fsdp_begin_gradients", 0, -1}, SHARDING_FULL, OFF, false},
+               {{"fsdp_reduce_scatter", 0, -1}, SHARDING_FULL, OFF, false}};
+    for (int i = 0; i < (int)(sizeof all / sizeof *all); i++)
+        for (uint64_t seed = 1; seed < 4; seed++) {
+            Case c = ordered_case(PRECISION_BF16, RECIPE_TENSORWISE, all[i].sharding, all[i].copies, 4, 3);
+            c.in_backward = c.clips = all[i].in_backward, c.untied = true;
+            c.accumulation = all[i].in_backward ? 1 : 2;
             check_noticed(&c, all[i].omission, seed);
         }
     memset(&omission, 0, sizeof omission);
@@ -1901,10 +2002,16 @@ int main(void) {
             check_all(world, PRECISION_FP8, RECIPE_BLOCKWISE, "last", OFF, recompute);
         }
     }
+    for (int64_t world = first; world <= 4; world++) {
+        check_ordered(world, PRECISION_BF16, RECIPE_TENSORWISE);
+        check_ordered(world, PRECISION_FP8, RECIPE_TENSORWISE);
+        check_ordered(world, PRECISION_FP8, RECIPE_ROWWISE);
+    }
     for (int64_t world = first; world <= 4; world++) check_fp8_gradients_of(world);
     for (int64_t world = first; world <= 4; world++) check_offload(world);
     check_omissions();
     check_fp8_gradient_omissions();
+    check_ordered_omissions();
     check_embedding_ranks();
     check_watch();
     acts = true;

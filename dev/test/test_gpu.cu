@@ -293,6 +293,7 @@ static void delayed_step(Trainer *t, int64_t step, bool refuse) {
     for (int64_t i = 0; i < 2 * t->d.R; i++) tokens[i] = (int32_t)(rng_u64(7 + (uint64_t)step, (uint64_t)i) % 320);
     fsdp_begin_step(&t->fsdp, step);
     tensor_scales_copy_before(&t->linears.scales, true);
+    tensor_scales_begin_step(&t->linears.scales);
     for (int64_t micro = 0; micro < 2; micro++) {
         forward_backward(t, tokens, tokens + t->d.R, micro);
         CUDA_CHECK(cudaStreamSynchronize(t->stream));

@@ -88,11 +88,14 @@ static void list_state(const Trainer *t, Moments m) {
     needed_always(m, "copy of the delayed state from before a step", s->before,
                   s->before ? tensor_scales_delayed_elements(s) * 4 : 0);
     needed_always(m, "audit", s->audit, s->audit ? audit_count(&t->precision) * (int64_t)sizeof(AuditSums) : 0);
+    needed_always(m, "amaxes of a step", s->step_amax, s->step_amax ? tensors * 4 : 0);
+    needed_always(m, "delayed scales from before a step", s->step_scale, s->step_scale ? tensors * 4 : 0);
     needed_always(m, "squares", t->step.squares, 8);
+    needed_always(m, "losses of micro-steps", t->step.losses, micro_batches(t) * 8);
     needed_always(m, "squares of blocks", t->step.block_squares, adamw_workspace_bytes(&t->table, &t->fsdp.plan.shard));
     if (t->fsdp.clip.grad_clip > 0) {
         const AdamwClip *clip = &t->fsdp.clip.adamw;
-        needed_always(m, "workspace of units' squares", clip->workspace, ADAMW_NORM_BLOCKS * 8);
+        needed_always(m, "workspace of units' squares", clip->workspace, fsdp_clip_workspace(&t->fsdp) * 8);
         needed_always(m, "squares of units", clip->squares, ADAMW_CLIP_SLOTS * 8);
         needed_always(m, "squares so far", clip->so_far, 8);
         needed_always(m, "norms of the last step", clip->norms, (1 + t->d.L) * 4);
@@ -161,7 +164,8 @@ static void list_gradients(const Trainer *t, Moments m) {
     const int64_t *root = t->table.root_segments;
     if (f->plan.gradient_place == FSDP_GRADIENTS_BUFFERED) {  // the root's buffer holds the final norm's gradient
         needed("gradient of the root before it is added to its sum", f->gradients.root_buffer,
-               segment_begin(root, SEGMENT_EMBEDDING) * 2, loss(m), final_norm_backward(m));
+               segment_begin(root, SEGMENT_EMBEDDING) * 2, loss(m),
+               fsdp_embedding_joins(f) ? final_norm_backward(m) : embedding_backward_moment(m));
         needed_in_backward(m, "gradient of a layer before it is added to its sum", f->gradients.layer_buffer[0],
                            t->table.layer_size * 2);
     }
@@ -443,6 +447,7 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
             o.recompute = variant / 16;
             o.grad_accumulation_steps = variant & 1 ? 2 : 1;
             o.grad_clip = variant & 2 ? 1 : 0;
+            o.deterministic = (recipe + o.recompute) % 2 > 0;
             if (variant & 4)
                 o.reduce_dtype = REDUCE_FP32, o.master_weights = STORAGE_FP32, o.optimizer_state = MOMENTS_FP32,
                 o.fp8_audit = 10, o.fp8_filter = recipe == RECIPE_BF16 ? "" : "first,down";
@@ -613,7 +618,7 @@ static void test_fp8_launches(const char *preset, int64_t ranks, int64_t rank) {
     int64_t wrong = 0, other = 0;
     for (int64_t l = ROOT; l < 1; l++) {
         const int64_t count = l == ROOT ? 1 : t.num_layers;
-        for (int64_t i = 0; i < adamw_num_launches(&w, l, count); i++) {
+        for (int64_t i = 0; i < adamw_num_launches(&w, &plan, l, count); i++) {
             const AdamwLaunch launch = adamw_launch_of(&w, &t, &plan, l, count, l == ROOT ? 0 : a.root, i);
             wrong += wrong_groups(&launch, &t, &plan, &a, codes, sums, updated);
         }
@@ -622,6 +627,46 @@ static void test_fp8_launches(const char *preset, int64_t ranks, int64_t rank) {
     CHECK(wrong == 0 && other == 0, "%s, rank %lld of %lld: %lld groups are wrong, %lld are not updated once", preset,
           (long long)rank, (long long)ranks, (long long)wrong, (long long)other);
     free(updated);
+    parameter_table_free(&t);
+}
+
+// With blocks, the launches of AdamW update each element of rank `rank` of `ranks` once. Each block lies in one
+// segment, has one sum of squares, and no other block has it. Blocks of segments have places in the order of the flat
+// array.
+static void test_block_launches(const char *preset, int64_t ranks, int64_t rank) {
+    ModelConfig m;
+    if (!model_config_preset(&m, preset)) die("no preset %s", preset);
+    if (!m.vocab_size) m.vocab_size = 5000;
+    ParameterTable t = parameter_table(&m);
+    const ShardPlan plan = shard_plan_of(&t, ranks, rank, true);
+    AdamwUpdate w = {};
+    w.arrays.gradients.bf16_data = (const bf16 *)((intptr_t)1 << 44);
+    w.squares = (double *)((intptr_t)1 << 40);
+    int *sums = (int *)xcalloc((size_t)adamw_update_sums(&t, &plan), sizeof *sums);
+    int64_t elements = 0, wrong = 0;
+    for (int64_t l = ROOT; l < 1; l++) {
+        const int64_t count = l == ROOT ? 1 : t.num_layers;
+        for (int64_t i = 0; i < adamw_num_launches(&w, &plan, l, count); i++) {
+            const AdamwLaunch launch = adamw_launch_of(&w, &t, &plan, l, count, shard_begin(&plan, l), i);
+            const AdamwUnits *u = &launch.units;
+            for (int64_t y = 0; y < count; y++)
+                for (int64_t b = 0; b < (int64_t)adamw_blocks(u->size); b++) {
+                    const int64_t at = u->squares - w.squares + y * u->squares_stride + b,
+                                  first = u->first + y * u->stride + b * ADAMW_BLOCK,
+                                  n = min_i64(ADAMW_BLOCK, u->size - b * ADAMW_BLOCK);
+                    const ShardSegment g = segment_slice(&t, &plan, l == ROOT ? l : y, (int)i);
+                    sums[at]++, elements += n;
+                    wrong += first < g.shard || first + n > g.shard + g.slice || (first - g.shard) % ADAMW_BLOCK;
+                    wrong += at != adamw_first_block(&plan, l == ROOT ? l : y) + adamw_blocks_before(&plan, l, (int)i) +
+                                       (first - g.shard) / ADAMW_BLOCK;
+                }
+        }
+    }
+    for (int64_t i = 0; i < adamw_update_sums(&t, &plan); i++) wrong += sums[i] != 1;
+    CHECK(wrong == 0 && elements == plan.total,
+          "%s, rank %lld of %lld: %lld blocks are wrong, %lld of %lld elements are updated", preset, (long long)rank,
+          (long long)ranks, (long long)wrong, (long long)elements, (long long)plan.total);
+    free(sums);
     parameter_table_free(&t);
 }
 
@@ -670,7 +715,7 @@ int main(void) {
     test_large_root();
     for (const char *preset : {"tiny", "small", "qwen3-0.6b"})
         for (const Shard s : {Shard{1, 0}, {2, 0}, {2, 1}, {3, 1}, {7, 3}, {7, 6}})
-            test_fp8_launches(preset, s.ranks, s.rank);
+            test_fp8_launches(preset, s.ranks, s.rank), test_block_launches(preset, s.ranks, s.rank);
     for (size_t i = 0; i < sizeof models / sizeof models[0]; i++)
         for (size_t r = 0; r < sizeof ranks / sizeof ranks[0]; r++) {
             check_model(models[i], 1, 64, ranks[r]);

@@ -416,17 +416,12 @@ static inline int options_sum_storage(const Options *o) {
 // Returns why --deterministic gives the same bits on one number of ranks alone, and not on any number of ranks with one
 // --batch-size and one number of sequences in a step; NULL: it does.
 static inline const char *options_bits_of_ranks(const Options *o) {
-#ifdef __CUDACC__
-    (void)o;
-    return "the GPU trainer adds the gradients of ranks in an order that depends on their number";
-#else
     if (options_fp8_gradients(o)) return "sums of FP8 gradients have scales that depend on the number of ranks";
     if (o->sharding == SHARDING_NONE || o->sharding == SHARDING_HYBRID)
         return "each replica sums its own micro-steps first";
     if (o->optimizer_in_backward && options_offloads_state(o))
         return "in backward the squares of offloaded parts are summed in another order";
     return NULL;
-#endif
 }
 
 // True if the run must have the same bits on any number of ranks.

@@ -114,10 +114,10 @@ enum { RARE, COMMON };
          "mlp, qkv, attn_out, gate_up, down; lm_head always stays bf16; auto: at the start, time qkv, attn_out, gate_up " \
          "and down in FP8 and bf16, and keep the faster in all layers (GPU trainer; a resumed run keeps its filter)") \
     INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, BRANCHES, RARE, \
-         "recipe delayed: length of a tensor's amax history; inputs and gradients add one amax per micro-step (CPU " \
-         "trainer: one per optimizer step), weights one per optimizer step (in Transformer Engine, by default, one " \
-         "per micro-step), except amaxes that are 0 or NaN; the first cast of a tensor uses its current amax: for " \
-         "an input or gradient the rank's own, for a weight that over all ranks that share it") \
+         "recipe delayed: length of a tensor's amax history; each tensor adds one amax per optimizer step (in " \
+         "Transformer Engine, by default, one per micro-step), the largest of all micro-steps and ranks, except amaxes " \
+         "that are 0 or NaN; until its first step has ended a tensor is cast by its current amax: an input or gradient " \
+         "by that of the rank's micro-step, a weight by that over all ranks that share it") \
     INT(fp8_margin, "fp8-margin", 0, 0, 16, BRANCHES, RARE, "recipe delayed: scales are divided by 2 to this power") \
     CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, FAST_ACCUMS, BRANCHES, RARE, \
          "FP8 GEMMs that use fast accumulation (Hopper), where cuBLASLt has it: fprop, all or none; recipes " \
@@ -313,9 +313,9 @@ enum { RARE, COMMON };
     CHOICE(list, "list", LIST_NOTHING, LISTS, FREE, RARE, \
          "print the names of all models, FP8 recipes or options, one per line, then stop") \
     FLAG(deterministic, "deterministic", RARE, \
-         "give the same bits in every run with the same options, program, hardware and number of ranks; on the CPU " \
-         "also with another number of ranks, if --batch-size and the number of sequences in a step stay the same, " \
-         "except with --sharding none or hybrid and with FP8 gradients, as the run says at its start") \
+         "give the same bits in every run with the same program, kind of GPU and options, also on another number of " \
+         "ranks if --batch-size and the number of sequences in a step stay the same; not so with --sharding none or " \
+         "hybrid and with FP8 gradients: there the number of ranks counts, as the run says at its start") \
     CHOICE(help, "help", HELP_OFF, HELPS, FREE, COMMON, \
          "print the options that most runs need, then stop; all: print all options and exit statuses; --help alone means " \
          "--help on")

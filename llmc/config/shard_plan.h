@@ -2,8 +2,10 @@
 //
 // Each segment (parameters.h) of each unit is cut into `shard_size` slices of equal size, a multiple of
 // PARAMETER_ALIGNMENT elements, so that every slice starts 16-byte aligned in any storage type; the last slices of a
-// segment may be padding in part or whole. A rank keeps slice number `shard_rank` of every segment, in flat shard
-// arrays of `total` elements (weights, moments and gradients alike):
+// segment may be padding in part or whole. Where the sum of squares must not depend on the number of ranks, slices are
+// whole blocks of SHARD_BLOCK elements, and blocks are added up in the order of the flat array. A rank keeps slice
+// number `shard_rank` of every segment, in flat shard arrays of `total` elements (weights, moments and gradients
+// alike):
 //     root vectors | root matrices | root embedding | layer 0 vectors | layer 0 matrices | layer 1 vectors | ...
 // An all-gather puts the slices of a segment one after the other. The result has shard_size * slice elements: the
 // segment as in the flat array, then padding. With shard_size 1 the shard arrays are the flat arrays of parameters.h,
@@ -19,11 +21,15 @@
 
 #include "parameters.h"
 
+// Elements of a block. On the GPU a block of threads updates them.
+#define SHARD_BLOCK 16384
+
 typedef struct {
     int64_t shard_size;                                             // ranks that share one replica of the parameters
     int64_t shard_rank;                                             // number of this rank among them
     int64_t root_slices[NUM_SEGMENTS], layer_slices[NUM_SEGMENTS];  // elements
     int64_t total;                                                  // elements of a rank's flat shard array
+    bool in_blocks;      // slices are whole blocks, and each segment has blocks of its own; its last one may be shorter
     bool masters_alone;  // the layers' matrices have no bf16 weights beside their masters (precision_casts_masters)
 } ShardPlan;
 
@@ -43,19 +49,24 @@ typedef struct {
     int64_t shard;  // first element of the part in the rank's flat shard arrays
 } ShardRange;
 
-// The plan of rank `shard_rank` of `shard_size`. Dies if there is no such rank.
-static inline ShardPlan shard_plan(const ParameterTable *t, int64_t shard_size, int64_t shard_rank) {
+// The plan of rank `shard_rank` of `shard_size`, with or without blocks. Dies if there is no such rank.
+static inline ShardPlan shard_plan_of(const ParameterTable *t, int64_t shard_size, int64_t shard_rank, bool in_blocks) {
     if (shard_size < 1 || shard_rank < 0 || shard_rank >= shard_size)
         die("shard plan: no shard_rank %lld in a shard group of %lld", (long long)shard_rank, (long long)shard_size);
     ShardPlan s;
     memset(&s, 0, sizeof s);
-    s.shard_size = shard_size, s.shard_rank = shard_rank;
+    s.shard_size = shard_size, s.shard_rank = shard_rank, s.in_blocks = in_blocks;
     for (int k = 0; k < NUM_SEGMENTS; k++) {
-        s.root_slices[k] = round_up(t->root_segments[k], shard_size * PARAMETER_ALIGNMENT) / shard_size;
-        s.layer_slices[k] = round_up(t->layer_segments[k], shard_size * PARAMETER_ALIGNMENT) / shard_size;
+        const int64_t multiple = shard_size * (in_blocks && shard_size > 1 ? SHARD_BLOCK : PARAMETER_ALIGNMENT);
+        s.root_slices[k] = round_up(t->root_segments[k], multiple) / shard_size;
+        s.layer_slices[k] = round_up(t->layer_segments[k], multiple) / shard_size;
         s.total += s.root_slices[k] + t->num_layers * s.layer_slices[k];
     }
     return s;
+}
+
+static inline ShardPlan shard_plan(const ParameterTable *t, int64_t shard_size, int64_t shard_rank) {
+    return shard_plan_of(t, shard_size, shard_rank, false);
 }
 
 // Returns the number of elements that a rank keeps of each segment of a unit [NUM_SEGMENTS].

@@ -24,6 +24,8 @@ typedef struct {
     // state of the delayed recipe; NULL with other recipes
     float *history;        // [tensors, window]
     float *delayed_scale;  // [tensors], directly behind the histories
+    uint32_t *step_amax;   // [tensors] largest amaxes of the step's micro-steps so far
+    float *step_scale;     // [tensors] delayed_scale from before the step
     // Copy of histories and scales from before the current step; NULL also without --on-nonfinite skip.
     float *before;
     int64_t window;
@@ -69,6 +71,8 @@ static inline void tensor_scales_place(TensorScales *s, bool audit, Arena *a) {
     s->scale_inv = (float *)arena_take(a, tensors * 4 * (int64_t)sizeof(float));
     s->history = is_delayed ? (float *)arena_take(a, delayed) : NULL;
     s->delayed_scale = is_delayed ? s->history + tensors * s->window : NULL;
+    s->step_amax = is_delayed ? (uint32_t *)arena_take(a, tensors * (int64_t)sizeof(uint32_t)) : NULL;
+    s->step_scale = is_delayed ? (float *)arena_take(a, tensors * (int64_t)sizeof(float)) : NULL;
     s->before = is_delayed && s->may_skip ? (float *)arena_take(a, delayed) : NULL;
     s->audit = audit ? (AuditSums *)arena_take(a, (s->layers * AUDIT_LAYER) * (int64_t)sizeof(AuditSums)) : NULL;
 }
@@ -179,10 +183,33 @@ static inline void tensor_scales_update_weights(TensorScales *s, int64_t l, int6
     delayed_update_all(&d, count, tensor_index(0, TENSOR_W, 0), tensor_index(0, TENSOR_X, 0), s->stream);
 }
 
-// Appends the amaxes of a micro-step's inputs and output gradients to their histories, and makes new scales. The caller
-// has made these amaxes the maxima over all ranks. Only for the delayed recipe.
+// Begins a step. Does nothing with other recipes.
+static inline void tensor_scales_begin_step(TensorScales *s) {
+    const size_t bytes = (size_t)tensor_count(s->layers) * sizeof(float);
+    if (!s->delayed_scale) return;
+    CUDA_CHECK(cudaMemcpyAsync(s->step_scale, s->delayed_scale, bytes, cudaMemcpyDeviceToDevice, s->stream));
+    CUDA_CHECK(cudaMemsetAsync(s->step_amax, 0, bytes, s->stream));
+}
+
+// Begins a micro-step: its casts have the scales from before the step. A tensor that has none is cast by its own amax
+// in each micro-step of its first step, so that the bits do not depend on which rank has which micro-steps. Does
+// nothing with other recipes.
+static inline void tensor_scales_begin_micro_step(TensorScales *s) {
+    if (s->delayed_scale)
+        CUDA_CHECK(cudaMemcpyAsync(s->delayed_scale, s->step_scale, (size_t)tensor_count(s->layers) * sizeof(float),
+                                   cudaMemcpyDeviceToDevice, s->stream));
+}
+
+// Raises step_amax to the amaxes of a micro-step. Does nothing with other recipes.
+static inline void tensor_scales_end_micro_step(TensorScales *s) {
+    if (s->delayed_scale) delayed_raise(s->step_amax, s->amax, tensor_count(s->layers), s->stream);
+}
+
+// Appends step_amax, of a step's inputs and output gradients, to their histories, and makes new scales. The caller has
+// made step_amax the maxima over all ranks. Only for the delayed recipe.
 static inline void tensor_scales_update_activations(TensorScales *s) {
-    const DelayedArrays d = tensor_scales_delayed(s, 0);
+    DelayedArrays d = tensor_scales_delayed(s, 0);
+    d.amax = s->step_amax;
     delayed_update_all(&d, s->layers, tensor_index(0, TENSOR_X, 0), TENSORS_PER_LAYER, s->stream);
     // A step that may be skipped sets scales_ready later, when it is known to be applied.
     if (!s->before) s->scales_ready = true;

@@ -303,8 +303,7 @@ static inline int64_t cross_entropy_loss_and_gradient(float *losses, bf16 *logit
     return R * V * 4;
 }
 
-__global__ static void __launch_bounds__(1024)
-    loss_accumulate_kernel(float *out, const float *losses, int64_t n, double scale) {
+__global__ static void __launch_bounds__(1024) loss_sum_kernel(double *out, const float *losses, int64_t n) {
     grid_dependency_wait();
     __shared__ double partial[1024];
     double sum = 0;
@@ -314,12 +313,24 @@ __global__ static void __launch_bounds__(1024)
         __syncthreads();
         if ((int)threadIdx.x < half) partial[threadIdx.x] += partial[threadIdx.x + half];
     }
-    if (threadIdx.x == 0) *out = (float)((double)*out + scale * partial[0]);
+    if (threadIdx.x == 0) *out = partial[0];
 }
 
-// Adds scale * (sum of losses [n]) to *out (device). The arithmetic is double precision in a fixed order; *out is fp32.
-static inline void loss_accumulate(float *out, const float *losses, int64_t n, double scale, cudaStream_t stream) {
-    CUDA_LAUNCH(loss_accumulate_kernel, 1, 1024, 0, stream, out, losses, n, scale);
+// *out (device) = sum of losses [n], added in double and in a fixed order.
+static inline void loss_sum(double *out, const float *losses, int64_t n, cudaStream_t stream) {
+    CUDA_LAUNCH(loss_sum_kernel, 1, 1024, 0, stream, out, losses, n);
+}
+
+static __global__ void loss_mean_kernel(float *out, const double *sums, int64_t n, double tokens) {
+    grid_dependency_wait();
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += sums[i];
+    *out = (float)(1 / tokens * sum);
+}
+
+// *out (device) = sums [n] (device), added in order, divided by `tokens`.
+static inline void loss_mean(float *out, const double *sums, int64_t n, double tokens, cudaStream_t stream) {
+    CUDA_LAUNCH(loss_mean_kernel, 1, 1, 0, stream, out, sums, n, tokens);
 }
 
 #endif

@@ -94,8 +94,8 @@ static inline int64_t embedding_forward(bf16 *x, const bf16 *table, const int32_
 // w adds up rows w, w + EMBEDDING_WARPS, ... of an id. Then the warps' sums are added in order.
 template <class Sum>
 static __global__ void __launch_bounds__(EMBEDDING_THREADS)
-    embedding_backward_kernel(Sum *dtable, EmbeddingPart part, GradientSum to, const bf16 *dx, const int32_t *index,
-                              int64_t R, int C) {
+    embedding_backward_kernel(Sum *dtable, EmbeddingPart part, GradientSum to, bool rounds, const bf16 *dx,
+                              const int32_t *index, int64_t R, int C) {
     grid_dependency_wait();
     __shared__ float sums[EMBEDDING_WARPS][EMBEDDING_COLUMNS];
     const int32_t *rows = index + 1, *begins = index + R + 1, *ids = index + 2 * R + 2;
@@ -123,6 +123,7 @@ static __global__ void __launch_bounds__(EMBEDDING_THREADS)
 #pragma unroll
             for (int j = 0; j < 8; j++)
                 for (int w = 1; w < EMBEDDING_WARPS; w++) sum[j] += sums[w][j * WARP_SIZE + lane];
+            if (rounds) bf16x8_unpack(sum, bf16x8_pack(sum));
             gradient_join_8(dtable + at, sum, at, to);
         }
         __syncthreads();
@@ -130,7 +131,8 @@ static __global__ void __launch_bounds__(EMBEDDING_THREADS)
 }
 
 // Adds to dtable [part.count], bf16 or fp32, for each id in `index` (device), the sum of the id's rows of dx [R, C].
-// dtable is the rank's part of the table's gradient; elements outside that part are left out. Sums are fp32. If dtable
+// dtable is the rank's part of the table's gradient; elements outside that part are left out. Sums are fp32; `rounds`:
+// they are rounded to bf16 before they are added, as if they had been computed in a bf16 table of their own. If dtable
 // is bf16, the sum with the old value is rounded once, to nearest or stochastically, as `rounding` says (`rounding.add`
 // is not read; `rounding.flat` is the index of dtable's first element in the flat array of all parameters). Rows of
 // other ids stay unchanged. The caller has cleared dtable, or has left in it a gradient to add to: of a tied lm_head,
@@ -138,15 +140,15 @@ static __global__ void __launch_bounds__(EMBEDDING_THREADS)
 // and dtable bf16. Dies as embedding_forward does, and if the part does not begin and end at multiples of 8 elements.
 template <class Sum>
 static inline int64_t embedding_backward(Sum *dtable, EmbeddingPart part, const bf16 *dx, const int32_t *index,
-                                         int64_t R, int64_t C, GradientSum rounding, cudaStream_t stream) {
+                                         int64_t R, int64_t C, GradientSum rounding, bool rounds, cudaStream_t stream) {
     embedding_check("embedding_backward", R, C, dtable, dx);
     if (part.first % 8 || part.count % 8)
         die("embedding_backward: %lld elements from %lld on: multiples of 8 are needed", (long long)part.count,
             (long long)part.first);
     const dim3 grid((unsigned)min_i64(R, 1024), grid_size(C, EMBEDDING_COLUMNS));
     rounding.add = true;
-    CUDA_LAUNCH(embedding_backward_kernel<Sum>, grid, EMBEDDING_THREADS, 0, stream, dtable, part, rounding, dx, index,
-                R, (int)C);
+    CUDA_LAUNCH(embedding_backward_kernel<Sum>, grid, EMBEDDING_THREADS, 0, stream, dtable, part, rounding, rounds, dx,
+                index, R, (int)C);
     return R * C * 6;
 }
 

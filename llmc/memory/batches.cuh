@@ -14,7 +14,8 @@ typedef struct {
 } TokenSlot;
 
 typedef struct {
-    int64_t rows, ranks;  // tokens in this rank's batch; number of ranks whose inputs the embedding index covers
+    int64_t rows, ranks;  // tokens in this rank's batch; number of ranks whose inputs the embedding indexes cover
+    int64_t indexes;      // 1: one index covers all these ranks; else each has one
     int64_t sent;         // slots that batches_next has returned so far
     TokenSlot slots[TOKEN_SLOTS];
     // Inputs of all these ranks, in host memory [ranks, rows]; NULL if the index covers one rank.
@@ -23,7 +24,8 @@ typedef struct {
 
 // Bytes of one slot. The three arrays of a Batch are contiguous, so that one copy moves all of them.
 static inline int64_t batches_slot_bytes(const Batches *b) {
-    return (2 * b->rows + embedding_index_size(b->ranks * b->rows)) * (int64_t)sizeof(int32_t);
+    return (2 * b->rows + b->indexes * embedding_index_size(b->ranks / b->indexes * b->rows)) *
+           (int64_t)sizeof(int32_t);
 }
 
 static inline Batch batches_arrays(const Batches *b, void *memory) {
@@ -33,8 +35,8 @@ static inline Batch batches_arrays(const Batches *b, void *memory) {
 }
 
 // Places the slots' device memory.
-static inline void batches_place(Batches *b, Arena *a, int64_t rows, int64_t ranks) {
-    b->rows = rows, b->ranks = ranks;
+static inline void batches_place(Batches *b, Arena *a, int64_t rows, int64_t ranks, int64_t indexes) {
+    b->rows = rows, b->ranks = ranks, b->indexes = indexes;
     for (int i = 0; i < TOKEN_SLOTS; i++) b->slots[i].device = batches_arrays(b, arena_take(a, batches_slot_bytes(b)));
 }
 
@@ -73,6 +75,14 @@ static inline const int32_t *batches_group_inputs(Batches *b, const TokenSlot *s
         else dataloader_batch(data, first_sample + r * B, B, inputs, NULL);
     }
     return b->group_inputs;
+}
+
+// Fills the slot's embedding indexes from the tokens `inputs` [ranks, rows]. part: of the table of C columns.
+static inline void batches_sort(const Batches *b, const TokenSlot *slot, const int32_t *inputs, int64_t C,
+                                EmbeddingPart part) {
+    const int64_t rows = b->ranks / b->indexes * b->rows;
+    for (int64_t i = 0; i < b->indexes; i++)
+        embedding_sort(slot->host.index + i * embedding_index_size(rows), inputs + i * rows, rows, C, part);
 }
 
 // Enqueues the copy of a slot to the device, and records its event `copied`.

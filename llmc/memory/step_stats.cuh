@@ -15,7 +15,7 @@
 
 // Statistics of one step.
 typedef struct {
-    float loss;  // mean over the step's tokens of all ranks; before the all-reduce, this rank's share of it
+    float loss;  // mean over the step's tokens of all ranks
     // Number of the first norm on this rank with bad input (NonfiniteStep.forward); UINT32_MAX: none.
     uint32_t bad_norm;
     AdamwControl control;  // gradient norm, and whether the step is taken
@@ -99,7 +99,7 @@ static inline void step_log_mark_wait(StepLog *log, StepTime part) {
 static inline bool step_log_times_waits(int64_t step) { return step % STEP_WAITS_EVERY == 1; }
 
 // Marks the start of step `step`. after_pause: something other than a step ran just before; the step's time excludes
-// it. Clears the step's loss and bad_norm.
+// it. Clears the step's bad_norm.
 static inline void step_log_begin(StepLog *log, StepStats *stats, int64_t step, bool after_pause) {
     if (after_pause) {
         log->first = step;
@@ -108,7 +108,6 @@ static inline void step_log_begin(StepLog *log, StepStats *stats, int64_t step, 
     log->open = &log->marks[step % STEP_SLOTS];
     log->open->count = 0, log->work = TIME_DATA;
     log->timing_waits = step_log_times_waits(step);
-    CUDA_CHECK(cudaMemsetAsync(&stats->loss, 0, sizeof stats->loss, log->stream));
     CUDA_CHECK(cudaMemsetAsync(&stats->bad_norm, 0xff, sizeof stats->bad_norm, log->stream));
 }
 

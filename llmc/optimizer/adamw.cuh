@@ -55,6 +55,7 @@ enum {
     ADAMW_STRIDE = 8 * ADAMW_THREADS,
     ADAMW_BLOCK = ADAMW_STRIDE * ADAMW_TILES
 };
+static_assert((int)ADAMW_BLOCK == (int)SHARD_BLOCK, "a block of the update has one sum of squares");
 
 // The elements that a launch updates: of `count` units, which lie `stride` elements apart in the shard, from element
 // `first` on. The first `size` elements of each are updated. The amax slots of unit u begin at amax + u * amax_stride.
@@ -69,7 +70,8 @@ typedef struct {
     AdamwRun runs[ADAMW_MAX_RUNS];
     uint32_t *amax;  // NULL: not computed
     int64_t amax_stride;
-    double *squares;  // [count, blocks of a unit]; NULL: not computed
+    double *squares;         // the sum of the first unit's first block; NULL: not computed
+    int64_t squares_stride;  // sums of a unit
 } AdamwUnits;
 
 // Raises the slot to the largest magnitude that 16 threads have found.
@@ -163,7 +165,7 @@ __launch_bounds__(ADAMW_THREADS,
                               : adamw_update_block<MASTER, MOMENTS, GRADIENTS, false>(amax, update.arrays, u, c);
     if (u.squares) {
         const double sum = adamw_block_sum<ADAMW_THREADS>((double)squares);
-        if (threadIdx.x == 0) u.squares[blockIdx.y * gridDim.x + blockIdx.x] = sum;
+        if (threadIdx.x == 0) u.squares[blockIdx.y * u.squares_stride + blockIdx.x] = sum;
     }
     if (!u.amax) return;
     __syncthreads();
@@ -235,22 +237,39 @@ static inline AdamwUnits adamw_units(const ParameterTable *t, const ShardPlan *p
 // Returns how many blocks update a unit of `size` elements.
 static inline unsigned adamw_blocks(int64_t size) { return grid_size(size, ADAMW_BLOCK); }
 
-// Returns the index of unit l's first sum among the sums of squares; each block of the update has one sum.
-static inline int64_t adamw_first_block(const ShardPlan *plan, int64_t l) {
-    return l == ROOT ? 0 : adamw_blocks(shard_elements(plan, ROOT)) + l * adamw_blocks(shard_elements(plan, 0));
+// Returns how many blocks update the segments of unit l before `segment`, if the plan is in_blocks.
+static inline int64_t adamw_blocks_before(const ShardPlan *plan, int64_t l, int segment) {
+    int64_t blocks = 0;
+    for (int k = 0; k < segment; k++) blocks += ceil_div(slice_sizes(plan, l)[k], ADAMW_BLOCK);
+    return blocks;
 }
 
-enum { ADAMW_SUM_BLOCKS = 64 };
+// Returns how many blocks update unit l. If the plan is in_blocks, each segment has blocks of its own.
+static inline int64_t adamw_unit_blocks(const ShardPlan *plan, int64_t l) {
+    return plan->in_blocks ? adamw_blocks_before(plan, l, NUM_SEGMENTS) : adamw_blocks(shard_elements(plan, l));
+}
+
+// Returns the index of unit l's first sum among the sums of squares; each block of the update has one sum.
+static inline int64_t adamw_first_block(const ShardPlan *plan, int64_t l) {
+    return l == ROOT ? 0 : adamw_unit_blocks(plan, ROOT) + l * adamw_unit_blocks(plan, 0);
+}
 
 // Returns how many sums of squares the update of this rank's shard writes to its workspace.
 static inline int64_t adamw_update_sums(const ParameterTable *t, const ShardPlan *plan) {
     return adamw_first_block(plan, t->num_layers);
 }
 
+// Returns how many sums the blocks of all ranks have: 0 if the plan is not in_blocks, or if one rank has them all.
+static inline int64_t adamw_sums_of_ranks(const ParameterTable *t, const ShardPlan *plan) {
+    const ShardPlan whole = shard_plan_of(t, 1, 0, true);
+    return plan->in_blocks && plan->shard_size > 1 ? adamw_update_sums(t, &whole) : 0;
+}
+
 // Returns the bytes of device workspace that a step needs for sums of squares.
 static inline int64_t adamw_workspace_bytes(const ParameterTable *t, const ShardPlan *plan) {
     const int64_t norm = ADAMW_NORM_BLOCKS + ADAMW_FP8_BLOCKS * GRADIENT_FP8_MOST * t->num_layers;
-    return (max_i64(norm, adamw_update_sums(t, plan)) + ADAMW_SUM_BLOCKS) * (int64_t)sizeof(double);
+    return (max_i64(norm, adamw_update_sums(t, plan)) + adamw_sums_of_ranks(t, plan) + ADAMW_SUM_BLOCKS) *
+           (int64_t)sizeof(double);
 }
 
 template <bool MASTER, AdamwGradientType GRADIENTS>
@@ -302,11 +321,12 @@ static inline AdamwUpdate adamw_update_of(const AdamwUpdate *w, const ParameterT
     update.arrays.gradients = adamw_shift_gradients(w->arrays.gradients, first_gradient - u->first);
     u->amax = w->amax && l != ROOT ? w->amax + l * w->amax_stride : NULL, u->amax_stride = w->amax_stride;
     u->squares = w->squares ? w->squares + adamw_first_block(plan, l) : NULL;
+    u->squares_stride = adamw_unit_blocks(plan, l);
     return update;
 }
 
 // Returns a part of each of the units: `size` elements from element `begin` of the unit on, both multiples of
-// PARAMETER_ALIGNMENT. With unit->squares, `begin` is a multiple of ADAMW_BLOCK.
+// PARAMETER_ALIGNMENT. With unit->squares, `begin` is a multiple of ADAMW_BLOCK, or the caller sets the part's squares.
 static inline AdamwUnits adamw_part(const AdamwUnits *unit, int64_t begin, int64_t size) {
     AdamwUnits u = *unit;
     u.first += begin, u.size = size, u.flat += begin, u.num_runs = 0;
@@ -328,11 +348,15 @@ typedef struct {
     int64_t l;
 } AdamwLaunch;
 
+// True if each segment has a launch, because it has blocks of its own whose squares are summed.
+static inline bool adamw_splits(const AdamwUpdate *w, const ShardPlan *plan) { return w->squares && plan->in_blocks; }
+
 // Returns how many launches update unit l and the count - 1 layers that follow it. If gradients of matrices are FP8,
 // the vectors of each layer have a launch of their own, and the matrices of all layers have one together. One launch
 // for the vectors of all layers would need more registers, because their gradients lie closer together than their
 // weights.
-static inline int64_t adamw_num_launches(const AdamwUpdate *w, int64_t l, int64_t count) {
+static inline int64_t adamw_num_launches(const AdamwUpdate *w, const ShardPlan *plan, int64_t l, int64_t count) {
+    if (adamw_splits(w, plan)) return SEGMENT_EMBEDDING + (slice_sizes(plan, l)[SEGMENT_EMBEDDING] > 0);
     return w->arrays.gradients.codes && l != ROOT ? count + 1 : 1;
 }
 
@@ -343,7 +367,16 @@ static inline AdamwLaunch adamw_launch_of(const AdamwUpdate *w, const ParameterT
     AdamwLaunch launch = {};
     AdamwGradients *g = &launch.update.arrays.gradients;
     const GradientFp8Layout *a = w->arrays.gradients.layout;
-    const bool split = adamw_num_launches(w, l, count) > 1, matrices = split && index == count;
+    if (adamw_splits(w, plan)) {
+        const int segment = (int)index;
+        launch.l = l;
+        launch.update = adamw_update_of(w, t, plan, l, count, first_gradient, &launch.units);
+        launch.units =
+            adamw_part(&launch.units, segment_begin(slice_sizes(plan, l), segment), slice_sizes(plan, l)[segment]);
+        launch.units.squares = w->squares + adamw_first_block(plan, l) + adamw_blocks_before(plan, l, segment);
+        return launch;
+    }
+    const bool split = adamw_num_launches(w, plan, l, count) > 1, matrices = split && index == count;
     const int64_t vectors = split && !matrices ? index : 0;  // the layer, counted from l
     launch.l = l + vectors;
     launch.update = adamw_update_of(w, t, plan, launch.l, split && !matrices ? 1 : count,
@@ -362,7 +395,7 @@ static inline AdamwLaunch adamw_launch_of(const AdamwUpdate *w, const ParameterT
 // Updates this rank's part of unit l and of the count - 1 layers that follow it (adamw_update_of).
 static inline void adamw_update_units(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, int64_t l,
                                       int64_t count, int64_t first_gradient, cudaStream_t stream) {
-    for (int64_t i = 0; i < adamw_num_launches(w, l, count); i++) {
+    for (int64_t i = 0; i < adamw_num_launches(w, plan, l, count); i++) {
         const AdamwLaunch launch = adamw_launch_of(w, t, plan, l, count, first_gradient, i);
         adamw_launch(&launch.update, &launch.units, stream);
     }
@@ -386,24 +419,34 @@ static inline int64_t adamw_bytes(const AdamwArrays *a, int64_t n) {
 static inline void adamw_updated_squares(double *squares, const AdamwUpdate *w, const ParameterTable *t,
                                          const ShardPlan *plan, cudaStream_t stream) {
     const int64_t count = adamw_update_sums(t, plan);
-    double *parts = w->squares + count;
-    CUDA_LAUNCH(adamw_sum_kernel, ADAMW_SUM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, parts, w->squares, count);
-    CUDA_LAUNCH(adamw_sum_kernel, 1, ADAMW_NORM_THREADS, 0, stream, squares, parts, ADAMW_SUM_BLOCKS);
+    adamw_sum(squares, w->squares + count, w->squares, count, stream);
 }
 
 // How many blocks and elements the root and each layer have in this rank's shard. A block of an update has one sum of
-// squares.
+// squares. Blocks begin anew behind each of `ends`, elements of a unit behind its first segments.
 typedef struct {
     int64_t root_blocks, layer_blocks, root_elements, layer_elements;
+    int64_t root_ends[NUM_SEGMENTS - 1], layer_ends[NUM_SEGMENTS - 1];
     BackwardOrder order;
 } AdamwBlocks;
 
+// Returns the first element of block b of a unit.
+__device__ static inline int64_t adamw_block_in_unit(const int64_t ends[NUM_SEGMENTS - 1], int64_t b) {
+    int64_t begin = 0;
+    for (int k = 0; k < NUM_SEGMENTS - 1; k++) {
+        const int64_t blocks = (ends[k] - begin + ADAMW_BLOCK - 1) / ADAMW_BLOCK;
+        if (b < blocks) break;
+        b -= blocks, begin = ends[k];
+    }
+    return begin + b * ADAMW_BLOCK;
+}
+
 // Returns the first element of block b in this rank's flat shard arrays.
-__device__ static inline int64_t adamw_block_begin(AdamwBlocks at, int64_t b) {
+__device__ static inline int64_t adamw_block_begin(const AdamwBlocks &at, int64_t b) {
     const int64_t in_layers = b - at.root_blocks;
-    if (in_layers < 0) return b * ADAMW_BLOCK;
+    if (in_layers < 0) return adamw_block_in_unit(at.root_ends, b);
     return at.root_elements + in_layers / at.layer_blocks * at.layer_elements +
-           in_layers % at.layer_blocks * ADAMW_BLOCK;
+           adamw_block_in_unit(at.layer_ends, in_layers % at.layer_blocks);
 }
 
 // If the step is not taken (adamw_takes), writes the largest norm of a block of ADAMW_BLOCK elements to
@@ -429,8 +472,16 @@ static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
 // a large norm. The gradients themselves are gone, but w->squares has the sum of squares of each block.
 static inline void adamw_locate_block(AdamwControl *control, const AdamwUpdate *w, const ParameterTable *t,
                                       const ShardPlan *plan, cudaStream_t stream) {
-    const AdamwBlocks at = {adamw_first_block(plan, 0), adamw_blocks(shard_elements(plan, 0)),
-                            shard_elements(plan, ROOT), shard_elements(plan, 0), shard_backward_order(t, plan)};
+    AdamwBlocks at = {adamw_first_block(plan, 0),
+                      adamw_unit_blocks(plan, 0),
+                      shard_elements(plan, ROOT),
+                      shard_elements(plan, 0),
+                      {},
+                      {},
+                      shard_backward_order(t, plan)};
+    for (int k = 0; plan->in_blocks && k < NUM_SEGMENTS - 1; k++)
+        at.root_ends[k] = segment_begin(plan->root_slices, k + 1),
+        at.layer_ends[k] = segment_begin(plan->layer_slices, k + 1);
     CUDA_LAUNCH(adamw_find_block_kernel, 1, ADAMW_NORM_THREADS, 0, stream, control, w->squares,
                 adamw_update_sums(t, plan), at);
 }

@@ -309,7 +309,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
     const float squares = msamp_update_block<WEIGHTS, FP32_MOMENTS, GRADIENTS, STORE>(w, u, &amaxes);
     if (STORE && u.units.squares) {
         const double sum = adamw_block_sum<ADAMW_THREADS>((double)squares);
-        if (threadIdx.x == 0) u.units.squares[blockIdx.y * gridDim.x + blockIdx.x] = sum;
+        if (threadIdx.x == 0) u.units.squares[blockIdx.y * u.units.squares_stride + blockIdx.x] = sum;
     }
     __syncthreads();
     if (!to || threadIdx.x >= found) return;
@@ -394,7 +394,7 @@ static inline void adamw_msamp_launch_kernel(const AdamwUpdate *w, const MsampUn
 template <bool STORE>
 static inline void adamw_msamp_pass(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, int64_t l,
                                     int64_t count, int64_t first_gradient, cudaStream_t stream) {
-    for (int64_t i = 0; i < adamw_num_launches(w, l, count); i++) {
+    for (int64_t i = 0; i < adamw_num_launches(w, plan, l, count); i++) {
         MsampUnits u = {};
         const AdamwLaunch launch = adamw_launch_of(w, t, plan, l, count, first_gradient, i);
         const AdamwUpdate *update = &launch.update;

@@ -40,7 +40,8 @@ typedef struct {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Gradient norm. The number of blocks is fixed and each block sums a fixed part of the array, so the bits do not depend
-// on the GPU or the run.
+// on the GPU or the run. If the shard plan is in_blocks, there is one sum for each block of SHARD_BLOCK elements, so
+// the bits do not depend on the number of ranks either (fsdp_norm.cuh).
 
 enum { ADAMW_NORM_BLOCKS = 1056, ADAMW_NORM_THREADS = 512, ADAMW_NORM_VECTORS = 4, ADAMW_FP8_BLOCKS = 32 };
 
@@ -71,15 +72,20 @@ __device__ static inline void adamw_gradients_unpack(float out[8], AdamwFp32x8 v
     out[4] = v.second.x, out[5] = v.second.y, out[6] = v.second.z, out[7] = v.second.w;
 }
 
-// Writes partials[block] = sum of squares of the block's part. A thread sums 32 squares in fp32, and such sums in
-// double. A gradient above 1.8e19 makes the norm infinite, because its square overflows fp32.
+static_assert((int)SHARD_BLOCK == 8 * (int)ADAMW_NORM_THREADS * (int)ADAMW_NORM_VECTORS,
+              "adamw_squares_kernel takes a block of a shard at a time");
+
+// Writes partials[block] = sum of squares of the block's part of n gradients. blockIdx.y is the unit: its gradients lie
+// `step` elements, and its sums `sums` numbers, behind those of the unit before. A thread sums 32 squares in fp32, and
+// such sums in double. A gradient above 1.8e19 makes the norm infinite, because its square overflows fp32.
 template <class Gradient>
 static __global__ void __launch_bounds__(ADAMW_NORM_THREADS)
-    adamw_squares_kernel(double *partials, const Gradient *gradients, int64_t n) {
+    adamw_squares_kernel(double *partials, const Gradient *gradients, int64_t n, int64_t step, int64_t sums) {
     grid_dependency_wait();
     const int64_t stride = 8 * ADAMW_NORM_THREADS, tile = stride * ADAMW_NORM_VECTORS;
     double sum = 0;
-    for (int64_t base = blockIdx.x * tile + threadIdx.x * 8; base < n; base += ADAMW_NORM_BLOCKS * tile) {
+    gradients += blockIdx.y * step, partials += blockIdx.y * sums;
+    for (int64_t base = blockIdx.x * tile + threadIdx.x * 8; base < n; base += gridDim.x * tile) {
         decltype(adamw_gradients_load(gradients)) v[ADAMW_NORM_VECTORS];
 #pragma unroll
         for (int k = 0; k < ADAMW_NORM_VECTORS; k++) {
@@ -193,10 +199,10 @@ static inline int64_t adamw_squares(double *squares, AdamwGradients gradients, i
     int64_t blocks = ADAMW_NORM_BLOCKS;
     if (gradients.fp32_data)
         CUDA_LAUNCH(adamw_squares_kernel<float>, ADAMW_NORM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, workspace,
-                    gradients.fp32_data, n);
+                    gradients.fp32_data, n, 0, 0);
     else
         CUDA_LAUNCH(adamw_squares_kernel<bf16>, ADAMW_NORM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, workspace,
-                    gradients.bf16_data, n - in_fp8);
+                    gradients.bf16_data, n - in_fp8, 0, 0);
     if (a) {
         const dim3 grid(ADAMW_FP8_BLOCKS, (unsigned)a->count, (unsigned)a->layers);
         CUDA_LAUNCH(adamw_squares_fp8_kernel, grid, ADAMW_NORM_THREADS, 0, stream, workspace + blocks, gradients.codes,
@@ -205,6 +211,27 @@ static inline int64_t adamw_squares(double *squares, AdamwGradients gradients, i
     }
     CUDA_LAUNCH(adamw_sum_kernel, 1, ADAMW_NORM_THREADS, 0, stream, squares, workspace, blocks);
     return (n - in_fp8) * (gradients.fp32_data ? 4 : 2) + in_fp8;
+}
+
+// Writes the sums of squares of blocks of SHARD_BLOCK gradients: of n elements from element `first` on, and of as many
+// in each of the count - 1 units that follow, `step` elements and `sums` numbers apart.
+static inline void adamw_block_squares(double *partials, AdamwGradients gradients, int64_t first, int64_t n,
+                                       int64_t count, int64_t step, int64_t sums, cudaStream_t stream) {
+    const dim3 grid(grid_size(n, SHARD_BLOCK), (unsigned)count);
+    if (gradients.fp32_data)
+        CUDA_LAUNCH(adamw_squares_kernel<float>, grid, ADAMW_NORM_THREADS, 0, stream, partials,
+                    gradients.fp32_data + first, n, step, sums);
+    else
+        CUDA_LAUNCH(adamw_squares_kernel<bf16>, grid, ADAMW_NORM_THREADS, 0, stream, partials,
+                    gradients.bf16_data + first, n, step, sums);
+}
+
+enum { ADAMW_SUM_BLOCKS = 64 };
+
+// Writes *sum (device) = values [n], added in an order that n alone decides. `parts` holds ADAMW_SUM_BLOCKS numbers.
+static inline void adamw_sum(double *sum, double *parts, const double *values, int64_t n, cudaStream_t stream) {
+    CUDA_LAUNCH(adamw_sum_kernel, ADAMW_SUM_BLOCKS, ADAMW_NORM_THREADS, 0, stream, parts, values, n);
+    CUDA_LAUNCH(adamw_sum_kernel, 1, ADAMW_NORM_THREADS, 0, stream, sum, parts, ADAMW_SUM_BLOCKS);
 }
 
 // If the step is not taken, finds the largest of order.total gradients and the first large one in backward order.
@@ -241,15 +268,15 @@ enum { ADAMW_CLIP_SLOTS = 2 };
 
 // All in device memory.
 typedef struct {
-    double *workspace;  // [ADAMW_NORM_BLOCKS]
+    double *workspace;  // [ADAMW_NORM_BLOCKS] or, if the shard plan is in_blocks, [fsdp_unit_sums]
     double *squares;    // [ADAMW_CLIP_SLOTS] sums of squares of units' gradients (fsdp_clip_slot: a unit's slot)
     double *so_far;     // sum of squares of all units of this step so far
     float *norms;       // [1 + layers] norm of a step's gradients so far, after each unit: STATE_CLIP_NORMS (tensors.h)
 } AdamwClip;
 
-static inline AdamwClip adamw_clip_place(int64_t layers, Arena *a) {
+static inline AdamwClip adamw_clip_place(int64_t layers, int64_t workspace, Arena *a) {
     AdamwClip c;
-    c.workspace = (double *)arena_take(a, ADAMW_NORM_BLOCKS * (int64_t)sizeof(double));
+    c.workspace = (double *)arena_take(a, workspace * (int64_t)sizeof(double));
     c.squares = (double *)arena_take(a, ADAMW_CLIP_SLOTS * (int64_t)sizeof(double));
     c.so_far = (double *)arena_take(a, sizeof(double));
     c.norms = (float *)arena_take(a, (1 + layers) * (int64_t)sizeof(float));

@@ -21,10 +21,16 @@ typedef struct {
     int64_t flat;     // index of the sum's first element in the flat array of parameters.h, a multiple of 8
 } GradientSum;
 
-// The key of one addition to every element. `part`: number of the addition within the optimizer step, from 0. Each
-// micro-step of each replica (CPU trainer: of each rank) has two; the odd one is for a GPU's embedding gradient alone.
+// The key from which gradient_sum_key makes those of optimizer step `step`.
+static inline uint64_t gradient_sum_step_key(uint64_t seed, int64_t step) {
+    return rng_key(seed, 0x4753000000000000ull + (uint64_t)step);
+}
+
+// The key of one addition to every element. `part`: number of the addition within the optimizer step, from 0.
+// Micro-step m of rank r of W has the numbers 2 (m W + r) and, for an embedding's gradient that a GPU adds apart, that
+// + 1.
 static inline uint64_t gradient_sum_key(uint64_t seed, int64_t step, int64_t part) {
-    return rng_key(rng_key(seed, 0x4753000000000000ull + (uint64_t)step), (uint64_t)part);
+    return rng_key(gradient_sum_step_key(seed, step), (uint64_t)part);
 }
 
 // Rounds a sum to bf16 stochastically. group_hash: adamw_random_group of the key and of the element's group of 8 in the

@@ -100,15 +100,18 @@ static inline void fsdp_begin_step(Fsdp *f, int64_t step) {
     if (f->in.nccl) f->in.nccl->step = step;
 }
 
-// Begins micro-step `micro` of the step, counted from 0. Each micro-step of each replica has its own random bits to
-// round sums, so that rounding errors are independent. The embedding's gradient has its own bits too: a tied lm_head's
-// gradient is added to the same sums.
+// Begins micro-step `micro` of the step, counted from 0. Each micro-step of each rank has its own random bits to round
+// sums, so that rounding errors are independent. If ranks are summed before, the first of them gives the bits. An
+// embedding's gradient that is added apart has its own bits too, because a tied lm_head's gradient is added to the same
+// sums.
 static inline void fsdp_begin_micro_step(Fsdp *f, int64_t micro) {
     FsdpGradients *g = &f->gradients;
-    const int64_t part = 2 * (micro * f->plan.replicas + f->plan.replica);
+    const int64_t part = 2 * (micro * f->plan.world + f->plan.replica * f->plan.shard.shard_size);
+    const RankKeys keys = {gradient_sum_step_key(f->plan.rounding_seed, f->step), part};
     g->sum.add = g->sum.stochastic = micro > 0;
     g->sum.key = gradient_sum_key(f->plan.rounding_seed, f->step, part);
     g->embedding_key = gradient_sum_key(f->plan.rounding_seed, f->step, part + 1);
+    f->transport.keys = keys;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -209,13 +212,14 @@ static inline void fsdp_gather_vectors(Fsdp *f) {
     nccl_end(f->in.nccl);
 }
 
-// Replaces the amaxes in in.scales by their maxima over a group of ranks. Does nothing if the group has one rank.
-static inline void fsdp_reduce_amaxes(Fsdp *f, CommGroup group) {
+// Replaces amaxes, as many as in.scales has, by their maxima over a group of ranks. Does nothing if the group has one
+// rank.
+static inline void fsdp_reduce_amaxes(Fsdp *f, CommGroup group, uint32_t *amaxes) {
     if (!f->in.nccl || (group == COMM_SHARD && !fsdp_is_sharded(f))) return;
     comm_waits_compute(&f->transport);
     nccl_begin(f->in.nccl, "all-reduce of the amaxes", NO_LAYER);
-    nccl_all_reduce(f->in.nccl, group, f->in.scales->amax, f->plan.table->num_layers * f->in.scales->amax_stride,
-                    ncclUint32, ncclMax);
+    nccl_all_reduce(f->in.nccl, group, amaxes, f->plan.table->num_layers * f->in.scales->amax_stride, ncclUint32,
+                    ncclMax);
     nccl_end(f->in.nccl);
     compute_waits_comm(&f->transport);
 }
@@ -224,7 +228,7 @@ static inline void fsdp_reduce_amaxes(Fsdp *f, CommGroup group) {
 // must hold the amaxes of this rank's part of each weight; else the amaxes of the weights must be zero there.
 static inline void fsdp_publish_layers(Fsdp *f) {
     const int64_t L = f->plan.table->num_layers;
-    if (fsdp_tensor_scales(f)) fsdp_reduce_amaxes(f, COMM_SHARD);
+    if (fsdp_tensor_scales(f)) fsdp_reduce_amaxes(f, COMM_SHARD, f->in.scales->amax);
     tensor_scales_begin_weights(f->in.scales);
     if (f->plan.precision->casts_masters)
         fp16_factors(&f->weights.masters, L, f->in.masters->scales + MSAMP_MASTER * f->in.masters->tensors,

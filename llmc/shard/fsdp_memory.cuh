@@ -3,7 +3,7 @@
 #define LLMC_FSDP_MEMORY_CUH
 
 #include "../memory/activations.cuh"
-#include "fsdp_plan.cuh"
+#include "fsdp_norm.cuh"
 
 // Places the FP8 weights that this rank casts or transposes. If they are transient and backward repeats no GEMM, a
 // pass reads either rowwise or columnwise data, so the two share memory.
@@ -66,6 +66,12 @@ static inline void fsdp_place_fp8_reduction(Fsdp *f, Arena *a) {
     else if (plan->replicas > 1) g->fp8_reduced = (bf16 *)arena_take(a, kept->matrices * (int64_t)sizeof(bf16));
 }
 
+// Places the gradient buffer of the root unit for FSDP_GRADIENTS_BUFFERED.
+static inline void fsdp_place_root_buffer(Fsdp *f, Arena *a) {
+    arena_group(a, "gradient buffers");
+    f->gradients.root_buffer = (bf16 *)arena_take(a, fsdp_root_gradient(f) * (int64_t)sizeof(bf16));
+}
+
 // Places the memory of FSDP except this rank's shard and sums, transient casts (fsdp_place_casts), and, without
 // sharding, buffers of gradients (fsdp_place_root_buffer, fsdp_place_layer_buffer).
 static inline void fsdp_place(Fsdp *f, Arena *a) {
@@ -80,16 +86,11 @@ static inline void fsdp_place(Fsdp *f, Arena *a) {
     if (fsdp_is_sharded(f)) fsdp_place_gathered(f, a);
     arena_group(a, "gradient buffers");
     if (fsdp_is_sharded(f)) fsdp_place_gradient_buffers(f, a);
+    if (fsdp_root_buffer_stays(f)) fsdp_place_root_buffer(f, a);
     transport_place_buffers(&f->transport, a,
                             max_i64(shard_elements(&plan->shard, ROOT), shard_elements(&plan->shard, 0)),
                             max_i64(slices[SEGMENT_VECTORS], slices[SEGMENT_MATRICES]));
     fsdp_place_fp8_reduction(f, a);
-}
-
-// Places the gradient buffer of the root unit for FSDP_GRADIENTS_BUFFERED.
-static inline void fsdp_place_root_buffer(Fsdp *f, Arena *a) {
-    arena_group(a, "gradient buffers");
-    f->gradients.root_buffer = (bf16 *)arena_take(a, fsdp_root_gradient(f) * (int64_t)sizeof(bf16));
 }
 
 // Places the gradient buffer that the layers use one after another, for FSDP_GRADIENTS_BUFFERED and
@@ -110,6 +111,11 @@ static inline int64_t fsdp_loss_span(const Fsdp *f) {
 // Start of the memory of fsdp_loss_span if sharded. Without sharding the trainer places it.
 static inline bf16 *fsdp_loss_memory(const Fsdp *f) { return f->gradients.layer_buffer[0]; }
 
+// Numbers that sums of squares of one unit need with grad_clip.
+static inline int64_t fsdp_clip_workspace(const Fsdp *f) {
+    return f->plan.any_ranks ? max_i64(fsdp_unit_sums(f, ROOT), fsdp_unit_sums(f, 0)) : (int64_t)ADAMW_NORM_BLOCKS;
+}
+
 // Places this rank's sums of gradients, of the root and of sum_layers layers. FP8 codes come last.
 static inline void fsdp_place_gradients(Fsdp *f, Arena *a) {
     const FsdpPlan *plan = &f->plan;
@@ -117,7 +123,7 @@ static inline void fsdp_place_gradients(Fsdp *f, Arena *a) {
     const int64_t element = (int64_t)sizeof(bf16), tensors = plan->table->count;
     const bool fp8 = plan->fp8_gradients, all = plan->sum_layers == plan->table->num_layers;
     arena_group(a, fp8 ? "gradients (FP8, bf16)" : f->transport.fp32_sums ? "gradients (fp32)" : "gradients (bf16)");
-    if (f->clip.grad_clip > 0) f->clip.adamw = adamw_clip_place(plan->table->num_layers, a);
+    if (f->clip.grad_clip > 0) f->clip.adamw = adamw_clip_place(plan->table->num_layers, fsdp_clip_workspace(f), a);
     if (fp8) g->fp8_sums.scale_inv = (float *)arena_take(a, tensors * (int64_t)sizeof(float));
     if (fp8) g->fp8_sums.amaxes = (uint32_t *)arena_take(a, tensors * (int64_t)sizeof(uint32_t));
     const int64_t layers = a->used + fsdp_sums_begin(f, 0) * element;
@@ -145,7 +151,7 @@ static inline void fsdp_share_memory(Fsdp *f, ActivationsLayout *layout) {
     const ArenaGuest root = {fsdp_guest_root_buffer, f}, layer = {fsdp_guest_layer_buffer, f};
     const bool buffered = f->plan.gradient_place == FSDP_GRADIENTS_BUFFERED;
     layout->fp8_weights = fsdp_casts_are_transient(f) ? casts : none;
-    layout->root_gradient = buffered ? root : none;
+    layout->root_gradient = buffered && !fsdp_root_buffer_stays(f) ? root : none;
     layout->layer_gradient = buffered || f->plan.gradient_place == FSDP_GRADIENTS_CAST ? layer : none;
     layout->has_logits = fsdp_is_sharded(f) && layout->chunk * layout->dims->VP <= fsdp_loss_span(f);
     layout->logits = fsdp_loss_memory(f);

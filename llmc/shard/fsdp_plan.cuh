@@ -98,6 +98,7 @@ typedef struct {
     bool recomputes_gemms;        // backward repeats GEMMs of a layer's forward pass, so it reads rowwise data too
     bool embedding_is_transient;  // the gathered embedding is in gradients.root_buffer, until backward writes there
     bool optimizer_in_backward;
+    bool any_ranks;  // options_any_ranks
     // Number of layers whose sums of gradients have memory: all, or with optimizer_in_backward one with one rank, and
     // at most two with several ranks. Layer l uses place l % sum_layers.
     int64_t sum_layers;
@@ -190,6 +191,12 @@ static inline int64_t fsdp_root_gradient(const Fsdp *f) {
     return f->plan.shard.shard_size * segment_begin(f->plan.shard.root_slices, fsdp_reduced_segments(f));
 }
 
+// True if the buffer of the root's gradient must stay until the end of backward, where a tied embedding's gradient
+// joins it. Else, without sharding, activations use its memory in backward.
+static inline bool fsdp_root_buffer_stays(const Fsdp *f) {
+    return !fsdp_is_sharded(f) && f->plan.gradient_place == FSDP_GRADIENTS_BUFFERED && !fsdp_embedding_joins(f);
+}
+
 // First element of unit l's sums of gradients in transport.sums or sums_fp32. The root's sums come first.
 static inline int64_t fsdp_sums_begin(const Fsdp *f, int64_t l) {
     if (f->plan.fp8_gradients && l != ROOT) return f->gradients.fp8_layout.root + l * f->gradients.fp8_layout.vectors;
@@ -248,7 +255,10 @@ static inline void fsdp_describe_strategy(Fsdp *f, const Options *o) {
     if (sharded) plan->gradient_place = FSDP_GRADIENTS_SCATTERED;
     else if (!one_pass || f->transport.fp32_sums) plan->gradient_place = FSDP_GRADIENTS_BUFFERED;
     else plan->gradient_place = plan->fp8_gradients ? FSDP_GRADIENTS_CAST : FSDP_GRADIENTS_IN_PLACE;
-    if (!sharded) plan->embedding = FSDP_EMBEDDING_OWN;
+    // any_ranks: all ways give the same bits, if a tied embedding's gradient joins lm_head's before it is reduced.
+    if (plan->any_ranks && embedding_segment(plan->table) != SEGMENT_EMBEDDING)
+        plan->embedding = FSDP_EMBEDDING_REDUCED;
+    else if (!sharded) plan->embedding = FSDP_EMBEDDING_OWN;
     else if (plan->shard.shard_size * plan->input_elements <= table) plan->embedding = FSDP_EMBEDDING_FROM_INPUTS;
     else plan->embedding = FSDP_EMBEDDING_REDUCED;
     plan->kept = o->sharding == SHARDING_GRAD_OP ? FSDP_KEPT_STEP : FSDP_KEPT_LAYER;
@@ -300,7 +310,8 @@ static inline void fsdp_describe(Fsdp *f, const ParameterTable *table, const Pre
     FsdpPlan *plan = &f->plan;
     const int64_t shard_size = options_shard_group(o, world);
     plan->table = table, plan->precision = precision;
-    plan->shard = shard_plan(table, shard_size, rank % shard_size);
+    plan->any_ranks = options_any_ranks(o);
+    plan->shard = shard_plan_of(table, shard_size, rank % shard_size, plan->any_ranks);
     plan->shard.masters_alone = precision->casts_masters;
     plan->world = world, plan->replicas = world / shard_size, plan->replica = rank / shard_size;
     plan->rounding_seed = (uint64_t)o->rounding_seed;

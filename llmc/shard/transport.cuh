@@ -8,6 +8,10 @@
 // in fp32, in the order of ranks. Otherwise NCCL moves the data and sums gradients in bf16 or fp32 (--reduce-dtype).
 // FP8 codes of gradients are summed by kernels in any case (fsdp_gradient_fp8.cuh). Between replicas NCCL moves the
 // data.
+//
+// If options_any_ranks, gradients are `ordered`: a kernel adds those of one rank after the other to the sums of earlier
+// micro-steps, which is the order of the samples, and rounds bf16 sums after each addition, as one rank alone does in
+// as many micro-steps. NCCL then only sends each rank the gradients of its slices.
 #ifndef LLMC_TRANSPORT_CUH
 #define LLMC_TRANSPORT_CUH
 
@@ -31,10 +35,19 @@ typedef enum {
     TRANSPORT_COPY_ENGINES
 } TransportKind;
 
+// Keys of the random bits that round sums with the gradients of the ranks of a shard group: rank r of it has the key
+// rng_key(step_key, part + 2 r) (gradient_sum_key).
+typedef struct {
+    uint64_t step_key;
+    int64_t part;
+} RankKeys;
+
 typedef struct {
     TransportKind kind;  // COPY_ENGINES before transport_open_peers: they will be tried, and else NCCL is used
     int reduce_dtype;    // --reduce-dtype: the dtype in which NCCL sums; after copies by copy engines, kernels sum in
                          // fp32. REDUCE_FP8: as REDUCE_BF16, except for the layers' matrices, which are sent in FP8
+    bool ordered;
+    RankKeys keys;  // if ordered: this micro-step's
     int64_t shard_size, shard_rank;
     Nccl *nccl;            // communicators and their stream; NULL if there is one rank
     PeerMemory peers;      // memory of the shard group's ranks, with copy engines
@@ -49,8 +62,8 @@ typedef struct {
     float *sums_fp32;       // the sums if they are fp32, else NULL
     float *staging;         // [shard_size][staging_slice] buffer in which NCCL sums bf16 gradients in fp32
     int64_t staging_slice;  // elements per rank in `staging`
-    bf16 *received;         // [shard_size - 1][received_slice] with copy engines: other ranks' gradients of this
-                            // rank's slice
+    // [shard_size - 1][received_slice] with copy engines, or if ordered: other ranks' gradients of this rank's slice
+    bf16 *received;
     int64_t received_slice;
 } Transport;
 
@@ -73,12 +86,14 @@ static inline void transport_describe(Transport *t, const Options *o, int64_t wo
     t->kind = world == 1 ? TRANSPORT_NONE : copy_engines ? TRANSPORT_COPY_ENGINES : TRANSPORT_NCCL;
     t->reduce_dtype = o->reduce_dtype;
     t->fp32_sums = options_fp32_gradients(o, world);
+    t->ordered = shard_size > 1 && options_any_ranks(o);
     t->shard_size = shard_size, t->shard_rank = shard_rank;
 }
 
 // True if `staging` is needed: NCCL may have to sum bf16 gradients in fp32.
 static inline bool transport_is_staged(const Transport *t) {
-    return t->kind != TRANSPORT_NONE && t->reduce_dtype == REDUCE_FP32 && !(t->fp32_sums && t->shard_size == 1);
+    return t->kind != TRANSPORT_NONE && t->reduce_dtype == REDUCE_FP32 && !t->ordered &&
+           !(t->fp32_sums && t->shard_size == 1);
 }
 
 // Places the sums of gradients, `n` elements.
@@ -95,11 +110,12 @@ static inline void transport_place_buffers(Transport *t, Arena *a, int64_t large
         t->staging_slice = min_i64(largest_unit, max_i64(1, at_a_time) * PARAMETER_ALIGNMENT);
         t->staging = (float *)arena_take(a, t->shard_size * t->staging_slice * (int64_t)sizeof(float));
     }
-    if (t->kind == TRANSPORT_COPY_ENGINES) {
+    if (t->kind == TRANSPORT_COPY_ENGINES || t->ordered) {
         t->received_slice = largest_slice;
         t->received = (bf16 *)arena_take(a, (t->shard_size - 1) * t->received_slice * (int64_t)sizeof(bf16));
-        t->arrivals = (uint32_t *)arena_take(a, PEER_MAX_RANKS * (int64_t)sizeof(uint32_t));
     }
+    if (t->kind == TRANSPORT_COPY_ENGINES)
+        t->arrivals = (uint32_t *)arena_take(a, PEER_MAX_RANKS * (int64_t)sizeof(uint32_t));
 }
 
 static inline void event_create(cudaEvent_t *event) {
@@ -252,6 +268,32 @@ static __global__ void __launch_bounds__(TRANSPORT_THREADS)
     gradient_join_8(to + i, sum, i, how);
 }
 
+// Adds the gradients of `ranks` ranks, arguments as of transport_sum_kernel, to the sums `to` [n] one after the other;
+// if !how.add, those of rank 0 replace the sums. A bf16 sum is rounded after each addition, with the key of the rank.
+template <class Sum>
+static __global__ void __launch_bounds__(TRANSPORT_THREADS)
+    transport_ordered_kernel(Sum *to, const bf16 *own, const bf16 *others, int64_t ranks, int64_t rank, int64_t n,
+                             GradientSum how, RankKeys keys) {
+    grid_dependency_wait();
+    const int64_t i = (blockIdx.x * (int64_t)TRANSPORT_THREADS + threadIdx.x) * 8;
+    if (i >= n) return;
+    float sum[8], x[8];
+    if (how.add) gradient_load_8(sum, to + i);
+    else gradient_load_8(sum, rank == 0 ? own + i : others + i);
+#pragma unroll 2
+    for (int64_t r = how.add ? 0 : 1; r < ranks; r++) {
+        gradient_load_8(x, r == rank ? own + i : others + (r - (r > rank)) * n + i);
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum[j] += x[j];
+        if constexpr (sizeof(Sum) == sizeof(bf16)) {
+            how.key = rng_key(keys.step_key, (uint64_t)(keys.part + 2 * r));
+            bf16x8_unpack(sum, gradient_round_8(sum, i, how));
+        }
+    }
+    const GradientSum exact = {};
+    gradient_store_8(to + i, sum, i, exact);
+}
+
 // Returns the number of blocks of a kernel that converts or adds n elements on the communication stream: at most 128,
 // to leave room for GEMMs.
 static inline unsigned transport_blocks(int64_t n) {
@@ -290,7 +332,13 @@ static inline void transport_add_reduced(Transport *t, int64_t at, const T *from
 static inline void transport_add_received(Transport *t, int64_t at, const bf16 *own, int64_t n, GradientSum how) {
     const unsigned blocks = grid_size(n, TRANSPORT_THREADS * 8);
     const cudaStream_t stream = t->nccl->stream;
-    if (t->fp32_sums)
+    if (t->ordered && t->fp32_sums)
+        CUDA_LAUNCH(transport_ordered_kernel<float>, blocks, TRANSPORT_THREADS, 0, stream, t->sums_fp32 + at, own,
+                    t->received, t->shard_size, t->shard_rank, n, how, t->keys);
+    else if (t->ordered)
+        CUDA_LAUNCH(transport_ordered_kernel<bf16>, blocks, TRANSPORT_THREADS, 0, stream, t->sums + at, own,
+                    t->received, t->shard_size, t->shard_rank, n, how, t->keys);
+    else if (t->fp32_sums)
         CUDA_LAUNCH(transport_sum_kernel<float>, blocks, TRANSPORT_THREADS, 0, stream, t->sums_fp32 + at, own,
                     t->received, t->shard_size, t->shard_rank, n, how);
     else
@@ -335,21 +383,37 @@ static inline void transport_reduce_scatter_fp32(Transport *t, const TransportSe
         }
 }
 
-// Each rank copies the gradients of its slice from the other ranks and sums them.
-static inline void transport_reduce_scatter_peers(Transport *t, const TransportSegment *segments, int count,
-                                                  int64_t l) {
-    const cudaStream_t stream = t->nccl->stream;
-    nccl_begin_operation(t->nccl, "reduce-scatter of the gradients", l);
-    peer_barrier(&t->peers, stream);  // all ranks have computed their gradients
+// received [shard_size - 1][n] = the gradients that the other ranks have of elements first .. first + n - 1 of this
+// rank's slice. With copy engines, barriers must stand before and after.
+static inline void transport_receive(Transport *t, const TransportSegment *s, int64_t first, int64_t n, int64_t l) {
+    const int64_t bytes = n * (int64_t)sizeof(bf16);
+    const bf16 *own = s->whole + t->shard_rank * s->slice + first;
+    if (t->kind == TRANSPORT_COPY_ENGINES) return peer_read(&t->peers, own, t->received, bytes, false, t->nccl->stream);
+    nccl_begin(t->nccl, "reduce-scatter of the gradients", l);
+    for (int64_t r = 0; r < t->shard_size; r++) {
+        if (r == t->shard_rank) continue;
+        nccl_send(t->nccl, COMM_SHARD, r, (const uint8_t *)(s->whole + r * s->slice + first), bytes);
+        nccl_receive(t->nccl, COMM_SHARD, r, (uint8_t *)(t->received + (r - (r > t->shard_rank)) * n), bytes);
+    }
+    nccl_end(t->nccl);
+}
+
+// Each rank copies the gradients of its slice from the other ranks, or receives them by NCCL, and sums them.
+static inline void transport_reduce_scatter_received(Transport *t, const TransportSegment *segments, int count,
+                                                     int64_t l) {
+    const bool copies = t->kind == TRANSPORT_COPY_ENGINES;
+    if (copies) nccl_begin_operation(t->nccl, "reduce-scatter of the gradients", l);
+    if (copies) peer_barrier(&t->peers, t->nccl->stream);  // all ranks have computed their gradients
     for (const TransportSegment *s = segments; s < segments + count; s++)
         for (int64_t first = 0; first < s->slice; first += t->received_slice) {
             const int64_t n = min_i64(t->received_slice, s->slice - first);
-            const bf16 *own = s->whole + t->shard_rank * s->slice + first;
-            peer_read(&t->peers, own, t->received, n * (int64_t)sizeof(bf16), false, stream);
-            transport_add_received(t, s->at + first, own, n, transport_sum_from(s, first));
+            transport_receive(t, s, first, n, l);
+            transport_add_received(t, s->at + first, s->whole + t->shard_rank * s->slice + first, n,
+                                   transport_sum_from(s, first));
         }
-    peer_barrier(&t->peers, stream);  // all ranks have finished reading: the buffer may be overwritten
-    nccl_end_operation(t->nccl);
+    if (copies)
+        peer_barrier(&t->peers, t->nccl->stream);  // all ranks have finished reading: the buffer may be overwritten
+    if (copies) nccl_end_operation(t->nccl);
 }
 
 // Reduces gradients `whole` [shard_size][slice] over the shard group: this rank's slice becomes the sum, in bf16. slice
@@ -396,7 +460,7 @@ static inline void transport_exchange_codes(Transport *t, const uint8_t *codes, 
 // if !how.add, stores them there instead. count > 0, and all segments have the same how.add. Call comm_waits_compute
 // first. Error messages name `l`, a layer or ROOT.
 static inline void transport_reduce_scatter(Transport *t, const TransportSegment *segments, int count, int64_t l) {
-    if (t->kind == TRANSPORT_COPY_ENGINES) transport_reduce_scatter_peers(t, segments, count, l);
+    if (t->kind == TRANSPORT_COPY_ENGINES || t->ordered) transport_reduce_scatter_received(t, segments, count, l);
     else if (t->reduce_dtype == REDUCE_FP32) transport_reduce_scatter_fp32(t, segments, count, l);
     else transport_reduce_scatter_bf16(t, segments, count, l);
 }

@@ -25,7 +25,7 @@ enum {
     ORDER_MAX_PIECES = 1 << 12,
     ORDER_MAX_SIGNALS = 64,
     ORDER_MAX_VALUES = 1 << 10,
-    ORDER_MAX_MESSAGES = 1 << 8
+    ORDER_MAX_MESSAGES = 1 << 9
 };
 enum { ORDER_PLACES = 1 << 12 };
 
