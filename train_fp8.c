@@ -435,6 +435,7 @@ static void *state_array(const Trainer *t, StateKind kind) {
     if (state_is_groups(kind)) return kind == STATE_EXP_AVG_GROUPS ? p->coat_avg.groups : p->coat_avg_sq.groups;
     if (kind == STATE_AMAX_HISTORY) return t->scales.delayed.history;
     if (kind == STATE_CLIP_NORMS) return t->early.norms;
+    if (kind == STATE_GRADIENTS) return p->gradients;
     return kind == STATE_SCALES ? t->scales.delayed.scale : p->master;
 }
 
@@ -472,6 +473,7 @@ static TrainerState trainer_state(Trainer *t) {
                       {ST_F32},
                       state_read,
                       state_write,
+                      NULL,
                       &t->plan,
                       t->comm,
                       t->scales.delayed.tensors,

@@ -758,7 +758,7 @@ static Arena trainer_describe(Trainer *t, const Options *o, const ModelConfig *m
     t->table = parameter_table(m);
     t->precision = precision_plan(o, o->fp8_filter, m, &t->table, true);
     fsdp_describe(&t->fsdp, &t->table, &t->precision, o, comm->world, comm->rank);
-    t->state = GpuState{o, &t->params, &t->linears.scales, &t->offload, &t->fsdp};
+    t->state = GpuState{o, &t->params, &t->linears.scales, &t->offload, &t->fsdp, &t->linears.gemm.workspace};
     t->d = model_dims(m, o->batch_size, o->sequence_length);
     const int64_t room = t->fsdp.plan.any_ranks ? t->table.root_segments[SEGMENT_EMBEDDING] : fsdp_loss_span(&t->fsdp);
     linears_describe(&t->linears, &t->precision, m, t->d.R, logits_rows(&t->d, room), o, &t->profile);

@@ -367,6 +367,129 @@ static void test_bad_norm(int recompute) {
     trainer_destroy(&t);
 }
 
+// ---- Receipts find flipped bits.
+
+enum { FLIP_STEPS = 4, FLIPS = 100 };  // steps of a trial, and trials for each place
+
+// Waits, then flips one bit, while the trainer works on another stream.
+static __global__ void flip_kernel(unsigned char *at, int bit, int64_t cycles) {
+    const int64_t start = clock64();
+    while (clock64() - start < cycles) continue;
+    *at ^= (unsigned char)(1 << bit);
+}
+
+// The trainer of the trials, its memory before the first step, and what trials without a flip leave.
+typedef struct {
+    Trainer t;
+    TrainerState access;
+    char *start;
+    int64_t bytes, hashes, compared;  // the arena's bytes; a receipt's hashes; bytes of weights and moments
+    uint64_t *receipts, *clean;       // [FLIP_STEPS][hashes]
+    char *state, *clean_state;        // host copies of weights and moments after the last step
+    cudaStream_t flips;
+} FlipTrials;
+
+// Takes FLIP_STEPS steps from the start. A flip comes after the first: before the next step (cycles < 0), or within it.
+static void flip_trial(FlipTrials *f, char *at, int bit, int64_t cycles) {
+    Trainer *t = &f->t;
+    Logger logger = {};
+    const Receipts receipts = {&t->table, &f->access, &logger, 0, true};
+    CUDA_CHECK(cudaMemcpy(t->memory, f->start, (size_t)f->bytes, cudaMemcpyDeviceToDevice));
+    weights_changed(t);
+    for (int64_t step = 0; step < FLIP_STEPS; step++) {
+        if (at && step == 1) CUDA_LAUNCH(flip_kernel, 1, 1, 0, f->flips, (unsigned char *)at, bit, cycles);
+        if (at && step == 1 && cycles < 0) CUDA_CHECK(cudaStreamSynchronize(f->flips));
+        delayed_step(t, step, false);
+        CUDA_CHECK(cudaDeviceSynchronize());
+        receipt_hash(&receipts, f->receipts + step * f->hashes);
+    }
+    for (int kind = STATE_WEIGHTS; kind <= STATE_EXP_AVG_SQ; kind++)
+        gpu_state_read(&t->state, (StateKind)kind, 0, t->table.total, f->state + kind * t->table.total * 2);
+}
+
+static FlipTrials *flip_trials(const Options *o, const ModelConfig *m) {
+    FlipTrials *f = (FlipTrials *)xcalloc(1, sizeof *f);
+    const Arena plan = trainer_describe(&f->t, o, m, one_rank());
+    trainer_create(&f->t, &plan);
+    initialize(&f->t);
+    f->access = gpu_state_access(&f->t.state, one_rank());
+    f->bytes = plan.used, f->hashes = 4 * f->t.table.count;  // weights, two moments, gradients
+    f->compared = 3 * f->t.table.total * 2;
+    CUDA_CHECK(cudaMalloc((void **)&f->start, (size_t)f->bytes));
+    CUDA_CHECK(cudaMemcpy(f->start, f->t.memory, (size_t)f->bytes, cudaMemcpyDeviceToDevice));
+    CUDA_CHECK(cudaStreamCreateWithFlags(&f->flips, cudaStreamNonBlocking));
+    const size_t bytes = (size_t)(FLIP_STEPS * f->hashes) * sizeof(uint64_t);
+    f->receipts = (uint64_t *)xcalloc(bytes, 1), f->clean = (uint64_t *)xcalloc(bytes, 1);
+    f->state = (char *)xcalloc((size_t)f->compared, 1), f->clean_state = (char *)xcalloc((size_t)f->compared, 1);
+    flip_trial(f, NULL, 0, 0);
+    memcpy(f->clean, f->receipts, bytes), memcpy(f->clean_state, f->state, (size_t)f->compared);
+    flip_trial(f, NULL, 0, 0);
+    CHECK(memcmp(f->clean, f->receipts, bytes) == 0, "receipts of two equal runs are equal");
+    return f;
+}
+
+// The kernel's hashes of odd parts of arrays are those of the CPU.
+static void test_receipt_kernel(void) {
+    enum { N = 4096, PARTS = 64 };
+    static uint32_t host[N];
+    char *device;
+    CUDA_CHECK(cudaMalloc((void **)&device, sizeof host + receipt_scratch_bytes(PARTS)));
+    for (int i = 0; i < N; i++) host[i] = (uint32_t)rng_u64(5, (uint64_t)i);
+    CUDA_CHECK(cudaMemcpy(device, host, sizeof host, cudaMemcpyHostToDevice));
+    for (int64_t bytes = 1; bytes <= 4; bytes *= 2) {
+        ReceiptPart parts[PARTS];
+        uint64_t sums[PARTS];
+        for (uint64_t i = 0; i < PARTS; i++) {
+            parts[i].shard = (int64_t)(rng_u64(6, i) % 3000), parts[i].count = (int64_t)(rng_u64(7, i) % 1000);
+            parts[i].flat = parts[i].shard + 8 * (int64_t)(rng_u64(8, i) % 100);
+        }
+        receipt_sums(sums, device, bytes, parts, PARTS, device + sizeof host, 0);
+        int wrong = 0;
+        for (int i = 0; i < PARTS; i++) wrong += sums[i] != receipt_sum(host, bytes, parts[i]);
+        CHECK(wrong == 0, "hashes of parts of an array of %lld-byte elements; %d of %d differ", (long long)bytes, wrong,
+              PARTS);
+    }
+    CUDA_CHECK(cudaFree(device));
+}
+
+// Flips FLIPS random bits in `bytes` bytes of a place, and counts how many changed weights or moments, and how many of
+// these the receipts find. `passing`: at a random time within a step.
+static void flip_place(FlipTrials *f, const char *name, void *begin, int64_t bytes, bool passing) {
+    int changed = 0, found = 0, missed = 0;
+    for (uint64_t i = 0; i < FLIPS; i++) {
+        const uint64_t key = rng_key(31, i);
+        char *at = (char *)begin + rng_u64(key, 0) % (uint64_t)bytes;
+        flip_trial(f, at, (int)(rng_u64(key, 1) % 8), passing ? (int64_t)(rng_u64(key, 2) % 4000000) : -1);
+        const bool differs = memcmp(f->state, f->clean_state, (size_t)f->compared) != 0;
+        const bool seen = memcmp(f->receipts, f->clean, (size_t)(FLIP_STEPS * f->hashes) * sizeof(uint64_t)) != 0;
+        changed += differs, found += seen, missed += differs && !seen;
+    }
+    printf("flips in %s: %d of %d changed weights or moments, %d found by receipts\n", name, changed, FLIPS, found);
+    CHECK(missed == 0 && changed >= (passing ? 1 : FLIPS / 2),
+          "receipts find each flip in %s that changed the result: %d changed it, %d missed", name, changed, missed);
+}
+
+static void test_flips(void) {
+    const ModelConfig m = small_model(FAMILY_LLAMA);
+    Options o = test_options(PRECISION_FP8, 1, 128);
+    o.grad_accumulation_steps = 2, o.grad_clip = 1;
+    options_resolve(&o);
+    FlipTrials *f = flip_trials(&o, &m);
+    const AdamwArrays *p = &f->t.params;
+    const FsdpWeights *w = &f->t.fsdp.weights;
+    const int64_t total = f->t.table.total, layer = layer_offset(&f->t.table, 1) - layer_offset(&f->t.table, 0);
+    const int64_t first = f->t.table.root_size;  // a layer has no padding in its matrices
+    flip_place(f, "weights", p->weights + first, layer * 2, false);
+    flip_place(f, "first moments", (bf16 *)p->exp_avg + first, layer * 2, false);
+    flip_place(f, "second moments", (bf16 *)p->exp_avg_sq + first, layer * 2, false);
+    flip_place(f, "gradients, within a step", gradients(&f->t), total * 2, true);
+    flip_place(f, "FP8 weights, within a step", w->rowwise, w->num_rowwise * fsdp_layer_matrices(&f->t.fsdp), true);
+    flip_place(f, "activations, within a step", f->t.acts.layer[0].x, f->t.d.R * f->t.d.C * 2, true);
+    CUDA_CHECK(cudaFree(f->start));
+    trainer_destroy(&f->t);
+    free(f->receipts), free(f->clean), free(f->state), free(f->clean_state), free(f);
+}
+
 int main(void) {
     scratch_create();
     test_casts(FP8_E4M3, "e4m3");
@@ -387,6 +510,8 @@ int main(void) {
     test_delayed_skip(RECOMPUTE_LAYER);
     test_bad_norm(RECOMPUTE_NONE);
     test_bad_norm(RECOMPUTE_LAYER);
+    test_receipt_kernel();
+    test_flips();
     scratch_remove();
     return check_report();
 }

@@ -2,6 +2,7 @@
 #ifndef LLMC_GPU_STATE_CUH
 #define LLMC_GPU_STATE_CUH
 
+#include "../gpu/receipt.cuh"
 #include "../reference/delayed.h"
 #include "../optimizer/fp16_masters.cuh"
 #include "../fp8/tensor_scales.cuh"
@@ -15,6 +16,7 @@ typedef struct {
     const TensorScales *scales;
     const Offload *offload;
     const Fsdp *fsdp;
+    void *const *scratch;  // device memory of GEMM_WORKSPACE_BYTES, for receipts
 } GpuState;
 
 // Copies between pageable host memory and the arrays of the trainer, after all work in the compute stream, and waits
@@ -34,6 +36,8 @@ static inline char *gpu_state_array(const GpuState *s, StateKind kind) {
     if (kind == STATE_AMAX_HISTORY) return (char *)s->scales->history;
     if (kind == STATE_SCALES) return (char *)s->scales->delayed_scale;
     if (kind == STATE_CLIP_NORMS) return (char *)s->fsdp->clip.adamw.norms;
+    if (kind == STATE_GRADIENTS)
+        return p->gradients.fp32_data ? (char *)p->gradients.fp32_data : (char *)p->gradients.bf16_data;
     return (char *)arrays[kind];
 }
 
@@ -59,6 +63,18 @@ static inline void gpu_state_write(void *context, StateKind kind, int64_t offset
     gpu_state_copy(s, gpu_state_array(s, kind) + offset * bytes, host, (size_t)(count * bytes));
 }
 
+// TrainerState.hash. The context is a GpuState. FP16 masters are hashed as they are stored.
+static inline void gpu_state_hash(void *context, StateKind kind, const ReceiptPart *parts, int64_t n, uint64_t *sums) {
+    const GpuState *s = (const GpuState *)context;
+    const cudaStream_t stream = s->fsdp->transport.compute;
+    const fp16_bits *masters = kind == STATE_WEIGHTS ? s->params->scaled.master : NULL;
+    const int64_t bytes = masters ? (int64_t)sizeof *masters : safetensors_type_bytes(state_type(s->o, kind));
+    if (receipt_scratch_bytes(n) > GEMM_WORKSPACE_BYTES) die("receipts: no room for %lld tensors", (long long)n);
+    offload_wait(s->offload, stream);
+    receipt_sums(sums, masters ? (const char *)masters : gpu_state_array(s, kind), bytes, parts, n, *s->scratch,
+                 stream);
+}
+
 // Returns the access to these arrays. The plan must be complete (fsdp_describe). The arrays are needed only for `read`
 // and `write`.
 static inline TrainerState gpu_state_access(GpuState *s, const Comm *comm) {
@@ -67,7 +83,7 @@ static inline TrainerState gpu_state_access(GpuState *s, const Comm *comm) {
     TrainerState access;
     access.context = s;
     for (int kind = 0; kind < NUM_STATE_KINDS; kind++) access.types[kind] = state_type(s->o, (StateKind)kind);
-    access.read = gpu_state_read, access.write = gpu_state_write;
+    access.read = gpu_state_read, access.write = gpu_state_write, access.hash = gpu_state_hash;
     access.plan = &plan->shard, access.comm = comm;
     access.delayed_tensors = plan->precision->recipe->delayed ? tensor_count(L) : 0;
     access.delayed_window = s->o->fp8_amax_history, access.clip_norms = s->fsdp->clip.grad_clip > 0 ? L + 1 : 0;

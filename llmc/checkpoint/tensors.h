@@ -14,11 +14,13 @@
 #include "../config/options.h"
 #include "../config/shard_plan.h"
 #include "../ranks/comm.h"
+#include "../reference/receipt.h"
 #include "safetensors_writer.h"
 
 // The arrays of a trainer. STATE_..._GROUPS (words of groups) exist only with COAT's moments (coat.h), scales of the
 // moments only with MS-AMP's moments (msamp.h), scales of the master weights only if those are FP16, STATE_AMAX_HISTORY
 // and STATE_SCALES only with delayed scaling, and STATE_CLIP_NORMS only with options_clips_in_backward.
+// STATE_GRADIENTS, the sums of the step just done, is for receipts alone.
 typedef enum {
     STATE_WEIGHTS,
     STATE_EXP_AVG,
@@ -31,6 +33,7 @@ typedef enum {
     STATE_AMAX_HISTORY,
     STATE_SCALES,
     STATE_CLIP_NORMS,
+    STATE_GRADIENTS,
     NUM_STATE_KINDS
 } StateKind;
 
@@ -46,6 +49,8 @@ typedef struct {
     SafetensorsType types[NUM_STATE_KINDS];  // see state_type()
     void (*read)(void *context, StateKind kind, int64_t offset, int64_t count, void *host);
     void (*write)(void *context, StateKind kind, int64_t offset, int64_t count, const void *host);
+    // Writes the hashes of n parts of an array (receipt.h) to `sums`. NULL: hashed by `read`.
+    void (*hash)(void *context, StateKind kind, const ReceiptPart *parts, int64_t n, uint64_t *sums);
     const ShardPlan *plan;  // NULL only with one rank: the arrays are the flat arrays of parameters.h
     const Comm *comm;       // NULL only with one rank
     // STATE_AMAX_HISTORY has shape [tensors, window] and STATE_SCALES [tensors] (delayed.h), with the same values on
@@ -134,13 +139,15 @@ static inline bool state_is_scale(StateKind kind) { return kind >= STATE_EXP_AVG
 
 // Returns the type of an array's elements, in files and in `read` and `write` of TrainerState. Call it after
 // options_resolve. For an array that the run does not have it returns ST_NUM_TYPES, but for STATE_AMAX_HISTORY and
-// later kinds always ST_F32. FP16 masters count as ST_F32: the numbers that they stand for.
+// kinds up to STATE_CLIP_NORMS always ST_F32. FP16 masters count as ST_F32: the numbers that they stand for.
 static inline SafetensorsType state_type(const Options *o, StateKind kind) {
     const bool msamp = o->optimizer_state == MOMENTS_MSAMP;
     if (kind == STATE_WEIGHTS) return options_bf16_weights(o) ? ST_BF16 : ST_F32;
     if (state_is_groups(kind)) return options_coat(o) ? ST_U32 : ST_NUM_TYPES;
     if (kind == STATE_MASTER_SCALE) return options_fp16_weights(o) ? ST_F32 : ST_NUM_TYPES;
     if (state_is_scale(kind)) return msamp ? ST_F32 : ST_NUM_TYPES;
+    if (kind == STATE_GRADIENTS && (o->optimizer_in_backward || o->grad_accum_dtype == SUM_FP8)) return ST_NUM_TYPES;
+    if (kind == STATE_GRADIENTS) return o->grad_accum_dtype == SUM_FP32 ? ST_F32 : ST_BF16;
     if (kind >= STATE_AMAX_HISTORY) return ST_F32;
     if (msamp) return kind == STATE_EXP_AVG ? ST_F8_E4M3 : ST_F16;
     if (options_coat(o)) return ST_F8_E4M3;

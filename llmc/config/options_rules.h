@@ -224,6 +224,8 @@ static inline const char *options_conflict(const Options *o, char *message, size
     else if (o->val_every && !*o->val_data) format_checked(message, capacity, "--val-every needs --val-data");
     else options_precision_conflict(o, message, capacity);
     if (!*message) options_gradient_conflict(o, message, capacity);
+    if (!*message && o->receipt && !o->deterministic)
+        format_checked(message, capacity, "--receipt needs --deterministic: without it a replay has other bits");
     if (!*message) options_rank_conflict(o, message, capacity);
     if (!*message) options_backward_conflict(o, message, capacity);
     if (!*message) options_offload_conflict(o, message, capacity);

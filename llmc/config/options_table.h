@@ -261,6 +261,10 @@ enum { RARE, COMMON };
     INT(log_every, "log-every", 1, 1, 1000000000, FREE, RARE, \
          "steps between printed step lines; the first step of a run has one too, and the last one unless an error ends " \
          "the run; log.jsonl has the steps between") \
+    INT(receipt, "receipt", 0, 0, 1000000000, FREE, RARE, \
+         "steps between receipts in log.jsonl: hashes of each tensor's weights, moments, scales and gradients, equal on " \
+         "any number of ranks, which scripts/verify.py checks by a replay; also at the start, before a save and at the " \
+         "end; replicas that differ end the run; needs --deterministic; 0: none") \
     INT(val_every, "val-every", 0, 0, 1000000000, FREE, COMMON, \
          "steps between validations, with --val-data (0: only the last step); the last step is always validated, unless " \
          "a signal ends the run") \

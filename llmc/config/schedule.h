@@ -32,17 +32,23 @@ static inline bool schedule_saves(const Options *o, int64_t steps_done) {
 }
 
 // Events that belong to the step just done. Validation, samples and saves come after the step. They also come after the
-// last step: validation with --val-data, samples with --sample-every, a save with --checkpoint-dir. An audit reads the
+// last step: validation with --val-data, samples with --sample-every, a save with --checkpoint-dir, and before a save a
+// receipt with --receipt. An audit reads the
 // step's casts while the step runs; the last step is audited only if its number is a multiple of --fp8-audit.
 typedef struct {
-    bool last, audit, validate, sample, save;
+    bool last, audit, receipt, validate, sample, save;
 } Due;
 
 static inline Due schedule_due(const Options *o, int64_t steps_done) {
     const bool last = steps_done == o->num_steps;
-    const Due d = {last, is_due(o->fp8_audit, steps_done), *o->val_data && (last || is_due(o->val_every, steps_done)),
+    const bool save = *o->checkpoint_dir && (last || schedule_saves(o, steps_done)),
+               receipt = o->receipt && (last || save || is_due(o->receipt, steps_done));
+    const Due d = {last,
+                   is_due(o->fp8_audit, steps_done),
+                   receipt,
+                   *o->val_data && (last || is_due(o->val_every, steps_done)),
                    o->sample_every && (last || is_due(o->sample_every, steps_done)),
-                   *o->checkpoint_dir && (last || schedule_saves(o, steps_done))};
+                   save};
     return d;
 }
 

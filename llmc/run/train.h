@@ -11,6 +11,7 @@
 #include "memory_fit.h"
 #include "nonfinite.h"
 #include "plan_json.h"
+#include "receipt_report.h"
 #include "run.h"
 #include "sampler.h"
 #include "start.h"
@@ -98,7 +99,8 @@ typedef struct {
     double joules_at_first_step, joules_at_step;
     GpuReading *gpus;  // [world] the latest readings of all ranks' GPUs
     int64_t skipped_in_a_row;
-    JsonText links;                 // the report of --check-links
+    JsonText links;  // the report of --check-links
+    Receipts receipts;
     AuditSums *step_audit, *audit;  // [audit_count] sums of one step, and of all audits; NULL: no --fp8-audit
 } Run;
 
@@ -207,6 +209,7 @@ static inline int run_between_steps(Run *run, int64_t done, Due due, int stop) {
     const Options *o = &run->options;
     const Comm *c = &run->comm;
     if (due.audit) run_report_audit(run, done);
+    if (due.receipt || (stop && o->receipt)) receipt_take(&run->receipts, done, run_samples_seen(run, done));
     if (!stop && due.validate) stop = run_validate(run, done);
     if (!stop && due.sample) {
         const double start = seconds_now();
@@ -242,7 +245,7 @@ static inline int64_t run_steps(Run *run, int *stop) {
         *stop = stop_requested(&run->comm);
         // On the GPU, a step is reported while the next step runs, so that the GPU does not wait for the host. Before a
         // pause, all steps are reported.
-        const bool pause = *stop || due.last || due.audit || due.validate || due.sample || due.save;
+        const bool pause = *stop || due.last || due.audit || due.receipt || due.validate || due.sample || due.save;
         for (; reported < (pause ? done : done - ops->steps_ahead); reported++) run_report_step(run, reported);
         if (pause) *stop = run_between_steps(run, done, due, *stop);
         after_pause = pause;
@@ -400,6 +403,8 @@ static inline void run_create(Run *run) {
     json_text_free(&run->links);
     gpu_monitor_open(&run->monitor, run->device.pci_bus_id);
     run->gpus = (GpuReading *)xcalloc((size_t)run->comm.world, sizeof *run->gpus);
+    run->receipts = (Receipts){p->table, &p->state, &run->logger, 0, false};
+    if (run->options.receipt) receipt_take(&run->receipts, run->setup.start.step, run->setup.start.samples);
     if (run->options.fp8_audit) {
         const size_t count = (size_t)audit_count(p->precision);
         run->step_audit = (AuditSums *)xcalloc(count, sizeof *run->step_audit);

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Tests receipts and scripts/verify.py on the CPU trainer: equal on other numbers of ranks and through a restart; a
+# replay says what differs first; a changed log is found. Ends with "N passed, N failed".
+set -u
+cd "$(dirname "$0")/../.."
+export OMP_NUM_THREADS=1
+. dev/test/lib/cpu_trainer.sh
+build/synth_stories --out "$tmp/s" --bytes 30000 --seed 3 >/dev/null
+train() {
+    ./train_fp8 tiny --train-data "$tmp/s_train.bin" --sequence-length 32 --batch-size 1 --grad-accumulation-steps 4 \
+        --learning-rate 1e-3 --precision fp8 --fp8-recipe delayed --optimizer-state coat-stochastic --deterministic \
+        --receipt 2 --log-dir "$tmp/log" --checkpoint-dir "$tmp/ck" --checkpoint-every 4 --keep-checkpoints 9 "$@" \
+        >"$out" 2>&1
+}
+# verify STATUS WORDS ...: the words of the line that it prints, after $1, the exit status
+verify() {
+    local expected=$1 words=$2
+    shift 2
+    scripts/verify.py "$@" >"$tmp/verified" 2>&1
+    equal $? "$expected" && holds "$tmp/verified" "$words"
+}
+check "a run with receipts" train --num-steps 6
+check "it goes on to step 8" train --num-steps 8 --resume
+check "the last stretch is verified" verify 0 "equal: 2 receipts, steps 6 to 8, 1" "$tmp/log"
+check "the first stretch is verified from new weights, on 2 ranks" verify 0 "equal: 3 receipts, steps 0 to 4" \
+    "$tmp/log" --step 4 --ranks 2
+check "other roundings are found in the first step that has them" verify 1 "step 6 differs: gradients of " \
+    "$tmp/log" --step 6 -- --rounding-seed 9
+check "and the replay says up to where it was equal" holds "$tmp/verified" "equal up to step 4"
+check "other weights are found at the start" verify 1 "step 0 differs: weights of model." \
+    "$tmp/log" --step 2 -- --seed 9
+check "a step without a receipt is refused" verify 1 "--step 3 has no receipt after a step" "$tmp/log" --step 3
+check "ranks that do not divide the micro-batches are refused" verify 1 "give a number that divides them" \
+    "$tmp/log" --ranks 3
+sed -i '/"receipt", "step": 2/s/"weights": "./"weights": "x/; s/"weights": "x/"weights": "0/' "$tmp/log/log.jsonl"
+check "a changed log is found" verify 1 "step 2: the receipt does not follow" "$tmp/log"
+./train_fp8 tiny --train-data "$tmp/s_train.bin" --receipt 2 >"$out" 2>&1
+check "receipts need --deterministic" holds "$out" "--receipt needs --deterministic"
+finish
