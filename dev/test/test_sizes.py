@@ -13,14 +13,14 @@ import tempfile
 FILE_LINES, FUNCTION_LINES, LAYER_FORWARD_LINES, FIELDS = 550, 40, 20, 20
 TRAINERS = ("train_fp8.c", "train_fp8.cu")
 # lines of files; FILE_LINES is for the others of llmc/
-LIMITS = {"train_fp8.c": 1000, "train_fp8.cu": 900, "llmc/shard/fsdp.cuh": 450}
+LIMITS = {"train_fp8.c": 1000, "train_fp8.cu": 930, "llmc/shard/fsdp.cuh": 450}
 # Lines of all files that the patterns match. To add lines to a full budget, first cut as many elsewhere under it. Raise
 # a budget in a commit of its own, whose message says what the added lines buy a user.
-BUDGETS = {"llmc": (31340, "llmc/*/*.h", "llmc/*/*.cuh"),
-           "dev/test": (26830, "dev/test/*.[chps]*", "dev/test/lib/*.[chps]*"),
+BUDGETS = {"llmc": (31630, "llmc/*/*.h", "llmc/*/*.cuh"),
+           "dev/test": (26930, "dev/test/*.[chps]*", "dev/test/lib/*.[chps]*"),
            "scripts": (6700, "scripts/*.py", "scripts/*.sh", "scripts/*/*.py", "scripts/*/*.sh"),
            "README.md and docs": (1860, "README.md", "docs/*.md")}
-OPTIONS = 77
+OPTIONS = 78
 FSDP_STRUCTS = ("FsdpPlan", "FsdpWeights", "FsdpGradients", "FsdpClip", "Fsdp")
 # structs with at most FIELDS
 STRUCTS = {"llmc/shard/fsdp_plan.cuh": FSDP_STRUCTS, "llmc/cpu/trainer.h": ("Trainer",), "train_fp8.cu": ("Trainer",)}
@@ -131,7 +131,7 @@ def write_tree(root, trainer="", header="", fields=20, forward=20, lines=0, fsdp
     base = struct("Trainer", fields) + function("static void layer_forward(Trainer *t, int l)", forward) + trainer
     for folder in ("llmc/base", "llmc/config", "llmc/cpu", "llmc/shard", "dev/test", "docs", "scripts/report"):
         (root / folder).mkdir(parents=True, exist_ok=True)
-    for name, most in (("train_fp8.c", 1000), ("train_fp8.cu", 900)):
+    for name, most in (("train_fp8.c", 1000), ("train_fp8.cu", 930)):
         (root / name).write_text(base + "//\n" * max(0, (lines or most) - base.count("\n")))
     (root / "llmc/cpu/trainer.h").write_text(struct("Trainer", fields))
     (root / "llmc/config/options_table.h").write_text("    FLAG(a)\n" * OPTIONS)
@@ -161,8 +161,8 @@ def self_test():
         (dict(header=both), ["llmc/base/a.h:1: g() has 41 lines, above 40"]),
         (dict(header=template), ["llmc/base/a.h:3: h() has 45 lines, above 40"]),
         (dict(header="//\n" * 551), ["llmc/base/a.h: 551 lines, above 550"]),
-        (dict(lines=901), ["train_fp8.cu: 901 lines, above 900"]),
-        (dict(lines=1001), ["train_fp8.c: 1001 lines, above 1000", "train_fp8.cu: 1001 lines, above 900"]),
+        (dict(lines=931), ["train_fp8.cu: 931 lines, above 930"]),
+        (dict(lines=1001), ["train_fp8.c: 1001 lines, above 1000", "train_fp8.cu: 1001 lines, above 930"]),
         (dict(files={"llmc/config/options_table.h": "    INT(a)\n" * OPTIONS + "    TEXT(b)\n"}),
          [f"{OPTIONS + 1} options, above the budget of {OPTIONS}"])]
     planted += [(dict(files={first: "#\n" * budget[name], second: "#\n"}),
