@@ -52,7 +52,7 @@ BENCH_CHECKS := $(patsubst dev/cuda/%.cu,build/headers/bench_%.ok,$(wildcard dev
 HOST_TESTS := build/test_fsdp_order build/test_placement
 FUZZ_TARGETS := $(patsubst dev/fault/%.c,build/fault/%,$(wildcard dev/fault/fuzz_*.c))
 COMPILED := train_fp8 train_fp8cu build/train_fp8cu_apart build/gradient_bias build/gradient_biascu \
-	build/synth_stories build/compare_checkpoints $(UNIT_TESTS) \
+	build/synth_stories build/compare_checkpoints build/faulty_rank build/faulty_rankcu $(UNIT_TESTS) \
 	$(SANITIZED) $(GPU_TESTS) $(BENCHES) $(BENCH_CHECKS) $(HEADER_CHECKS) $(CUDA_HEADER_CHECKS) build/fault/replay \
 	$(FUZZ_TARGETS)
 DEPENDENCY_FILES := $(patsubst build/%,build/deps/%.d,$(filter build/%,$(COMPILED))) \
@@ -99,6 +99,9 @@ build/synth_stories: data/synth_stories.c build/deps/synth_stories.d | $(FOLDERS
 build/compare_checkpoints: dev/test/lib/compare_checkpoints.c build/deps/compare_checkpoints.d | $(FOLDERS)
 	$(CC) $(CFLAGS) $(DEPENDENCIES) -o $@ $< $(LIBS)
 
+build/faulty_rank: dev/test/lib/faulty_rank.c build/deps/faulty_rank.d | $(FOLDERS)
+	$(CC) $(CFLAGS) $(DEPENDENCIES) -o $@ $< $(LIBS)
+
 build/test_%: dev/test/test_%.c build/deps/test_%.d | $(FOLDERS)
 	$(CC) $(CFLAGS) $(DEPENDENCIES) -o $@ $< $(LIBS)
 
@@ -117,6 +120,9 @@ train_fp8cu: train_fp8.cu build/cuda_arch build/deps/train_fp8cu.d | $(FOLDERS)
 	$(CUDA_COMPILER) $(NVCCFLAGS) $(NAMED) $(DEPENDENCIES) -o $@ $< $(CUDA_LIBS)
 
 build/gradient_biascu: gradient_bias.cu build/cuda_arch build/deps/gradient_biascu.d | $(FOLDERS)
+	$(CUDA_COMPILER) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(CUDA_LIBS)
+
+build/faulty_rankcu: dev/test/lib/faulty_rank.cu build/cuda_arch build/deps/faulty_rankcu.d | $(FOLDERS)
 	$(CUDA_COMPILER) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(CUDA_LIBS)
 
 # In this program each range of GPU memory is an allocation of its own, so that memcheck finds overruns (arena.h).

@@ -308,11 +308,17 @@ static void audit_begin(Trainer *t, int64_t step) {
     }
 }
 
-// Reads this rank's sequences of micro-step `micro` of the step that begins with first_sample.
-static void read_batch(Trainer *t, DataLoader *data, int64_t first_sample, int64_t micro) {
-    const int64_t B = t->o->batch_size;
-    const int64_t first = dataloader_sample_index(first_sample, micro, t->comm->world, t->comm->rank, B);
+// Reads the sequences of micro-step `micro` of the rank that is `shift` behind this one, in the step that begins with
+// first_sample.
+static void read_batch(Trainer *t, DataLoader *data, int64_t first_sample, int64_t micro, int64_t shift) {
+    const int64_t B = t->o->batch_size, world = t->comm->world;
+    const int64_t first = dataloader_sample_index(first_sample, micro, world, (t->comm->rank + shift) % world, B);
     dataloader_batch(data, first, B, t->batch.inputs, t->batch.targets);
+}
+
+// The weight of each row's loss in a step's mean.
+static float gradient_scale(const Trainer *t) {
+    return (float)(1.0 / (double)(t->comm->world * t->d.R * t->o->grad_accumulation_steps));
 }
 
 static int64_t host_memory(void) {
@@ -329,6 +335,19 @@ static double micro_step(Trainer *t, float grad_scale, int64_t step, int64_t mic
     model_forward_backward(t, &t->batch, grad_scale);
     t->training = false;
     return array_sum(t->acts.losses, t->d.R) / (double)t->d.R;
+}
+
+// ReplayPass.
+static void replay_pass(void *trainer, const ReplayedStep *r, int64_t shift, uint64_t *hashes) {
+    Trainer *t = (Trainer *)trainer;
+    const int64_t micro = t->o->grad_accumulation_steps - 1;
+    t->units.replay.hashes = t->units.replay.again = shift != 0;
+    if (shift) {
+        read_batch(t, r->data, r->first_sample, micro, shift);
+        micro_step(t, gradient_scale(t), r->step, micro);
+    }
+    memcpy(hashes, t->units.replay.values, (size_t)replay_units(t->d.L) * sizeof *hashes);
+    t->units.replay.hashes = t->units.replay.again = false;
 }
 
 // After the last micro-step of a step. With delayed scaling updates the histories of inputs and gradients, with the
@@ -366,8 +385,7 @@ static StepTimes step_times(double start, double optimizer, double data, double 
 // accepted (adamw_takes); with --optimizer-in-backward some units may have been updated before, and the run ends.
 static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t first_sample) {
     const double start = seconds_now(), waited = *comm_seconds();
-    const int64_t B = t->o->batch_size, T = t->o->sequence_length, micro_steps = t->o->grad_accumulation_steps;
-    const float grad_scale = (float)(1.0 / (double)(t->comm->world * B * T * micro_steps));
+    const int64_t micro_steps = t->o->grad_accumulation_steps;
     const bool in_backward = t->o->optimizer_in_backward;
     double reading = 0, *losses = (double *)xcalloc((size_t)micro_steps, sizeof *losses);
     StepRecord s;
@@ -378,10 +396,13 @@ static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t
     audit_begin(t, step + 1);
     for (int64_t micro = 0; micro < micro_steps; micro++) {
         const double before = seconds_now();
-        read_batch(t, data, first_sample, micro);
+        read_batch(t, data, first_sample, micro, 0);
         reading += seconds_now() - before;
-        losses[micro] = micro_step(t, grad_scale, step, micro);
+        t->units.replay.hashes = micro + 1 == micro_steps && is_due(t->o->replay_every, step + 1);
+        losses[micro] = micro_step(t, gradient_scale(t), step, micro);
     }
+    const ReplayedStep replayed = {data, first_sample, step};
+    if (t->units.replay.hashes) replay_check(t->comm, replay_units(t->d.L), replay_pass, t, &replayed, "CPU");
     end_micro_steps(t);
     if (t->units.fp8_sums) reduce_replicas_of_units(t);
     for (int64_t l = ROOT; l < t->d.L && !t->units.fp8_sums && !in_backward; l++) reduce_replicas(t, l);
@@ -405,7 +426,7 @@ static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t
 
 static const float *token_losses(void *context, DataLoader *data, int64_t batch) {
     Trainer *t = (Trainer *)context;
-    read_batch(t, data, 0, batch);
+    read_batch(t, data, 0, batch, 0);
     model_forward(t, &t->batch);
     loss_forward(t, &t->batch);
     return t->acts.losses;

@@ -40,10 +40,12 @@
 #include "llmc/shard/fsdp_embedding.cuh"
 #include "llmc/shard/fsdp_memory.cuh"
 #include "llmc/shard/fsdp_optimizer.cuh"
+#include "llmc/shard/fsdp_replay.cuh"
 #include "llmc/shard/fsdp_report.cuh"
 
 #include "llmc/checkpoint/gpu_state.cuh"
 #include "llmc/run/nonfinite.cuh"
+#include "llmc/run/replay.h"
 #include "llmc/run/train.h"
 static_assert((int)SUPPORTED_CAST_TILE == CAST_TILE && (int)SUPPORTED_NORM_COLUMNS == RMSNORM_MAX_C, "kernels");
 
@@ -57,6 +59,7 @@ typedef struct {
     double *squares;        // one number: the gradient's sum of squares
     double *losses;         // [micro-steps, ranks] sums of the rows' losses
     double *block_squares;  // with --optimizer-in-backward: AdamwUpdate.squares; else NULL
+    GpuReplay replay;       // --replay-every
 } StepNumbers;
 
 typedef struct {
@@ -85,6 +88,9 @@ typedef struct {
 // Number of micro-steps of all ranks in a step.
 static int64_t micro_batches(const Trainer *t) { return t->o->grad_accumulation_steps * t->comm->world; }
 
+// The weight of each row's loss in a step's mean.
+static float gradient_scale(const Trainer *t) { return (float)(1 / (double)(micro_batches(t) * t->d.R)); }
+
 static void place_statistics(Trainer *t, Arena *a) {
     arena_group(a, "statistics, tokens");
     t->step.squares = (double *)arena_take(a, sizeof(double));
@@ -92,6 +98,9 @@ static void place_statistics(Trainer *t, Arena *a) {
     if (t->o->optimizer_in_backward)
         t->step.block_squares = (double *)arena_take(a, adamw_workspace_bytes(&t->table, &t->fsdp.plan.shard));
     t->step.stats = (StepStats *)arena_take(a, sizeof(StepStats));
+    t->step.replay.units = replay_units(t->d.L);
+    if (t->o->replay_every)
+        t->step.replay.sums = (uint64_t *)arena_take(a, t->step.replay.units * (int64_t)sizeof(uint64_t));
     t->acts.losses = take_float(a, t->d.R);
     t->acts.rope_table = take_float(a, t->d.T * t->d.HD);
     batches_place(&t->batches, a, t->d.R, fsdp_input_ranks(&t->fsdp), fsdp_embedding_indexes(&t->fsdp));
@@ -475,12 +484,16 @@ static void layer_backward(Trainer *t, int64_t l) {
 
 // Computes the gradient of the embedding, at the end of backward. A tied embedding's gradient is added to lm_head's.
 static void embedding_backward(Trainer *t, const Batch *batch) {
+    fsdp_replay_inputs(&t->fsdp, &t->step.replay, t->acts.dx, t->d.R * t->d.C);
+    if (t->step.replay.again && fsdp_embedding_joins(&t->fsdp)) return;
     profile_bytes(&t->profile, "embedding",
                   fsdp_embedding_backward(&t->fsdp, batch->index, t->acts.dx, t->d.R, t->d.C));
 }
 
 // Reduces the gradient of layer l or of ROOT over the shard group, and adds it to the sums over micro-steps.
 static void reduce_scatter_gradients(Trainer *t, int64_t l) {
+    fsdp_replay_unit(&t->fsdp, &t->step.replay, l);
+    if (t->step.replay.again) return;
     const int64_t bytes = fsdp_reduce_scatter(&t->fsdp, l);  // communicates while the layer below computes
     if (bytes) profile_bytes(&t->profile, "sums over micro-steps", bytes);
 }
@@ -489,6 +502,7 @@ static void reduce_scatter_gradients(Trainer *t, int64_t l) {
 // output gradients, over all micro-steps and ranks, to their histories.
 static void update_delayed_scales(Trainer *t, bool last) {
     TensorScales *s = &t->linears.scales;
+    if (t->step.replay.again) return;
     tensor_scales_end_micro_step(s);
     if (!s->delayed_scale || !last) return;
     fsdp_reduce_amaxes(&t->fsdp, COMM_WORLD, s->step_amax);
@@ -625,12 +639,13 @@ static void trainer_wait_all(Trainer *t) {
     transport_wait_all(&t->fsdp.transport);
 }
 
-// Sends this rank's sequences of micro-step `micro` of the step that begins with first_sample to the GPU. The host
-// waits only when all slots are in flight.
-static Batch send_batch(Trainer *t, DataLoader *data, int64_t first_sample, int64_t micro) {
+// Sends the sequences of micro-step `micro` of the step that begins with first_sample to the GPU: those of the rank
+// that is `shift` behind this one in its shard group. The host waits only when all slots are in flight.
+static Batch send_batch(Trainer *t, DataLoader *data, int64_t first_sample, int64_t micro, int64_t shift) {
     const Comm *c = t->comm;
-    const int64_t B = t->d.B, place = t->fsdp.plan.shard.shard_rank;
-    const int64_t group_first = dataloader_sample_index(first_sample, micro, c->world, c->rank - place, B);
+    const ShardPlan *shard = &t->fsdp.plan.shard;
+    const int64_t B = t->d.B, place = (shard->shard_rank + shift) % shard->shard_size;
+    const int64_t group_first = dataloader_sample_index(first_sample, micro, c->world, c->rank - shard->shard_rank, B);
     TokenSlot *slot = batches_next(&t->batches);
     transport_wait(&t->fsdp.transport, slot->copied);
     dataloader_batch(data, group_first + place * B, B, slot->host.inputs, slot->host.targets);
@@ -638,6 +653,17 @@ static Batch send_batch(Trainer *t, DataLoader *data, int64_t first_sample, int6
     batches_sort(&t->batches, slot, inputs, t->d.C, fsdp_embedding_part(&t->fsdp));
     batches_send(&t->batches, slot, t->stream);
     return slot->device;
+}
+
+// ReplayPass.
+static void replay_pass(void *trainer, const ReplayedStep *r, int64_t shift, uint64_t *hashes) {
+    Trainer *t = (Trainer *)trainer;
+    if (shift) {
+        const Batch batch = send_batch(t, r->data, r->first_sample, t->o->grad_accumulation_steps - 1, shift);
+        fsdp_replay_begin(&t->fsdp, &t->step.replay, true);
+        model_forward_backward(t, &batch, gradient_scale(t), false);
+    }
+    fsdp_replay_end(&t->fsdp, &t->step.replay, hashes);
 }
 
 // Returns 1 if step `step` was skipped, else 0. Waits for its end; the GPU may have later work to do meanwhile.
@@ -651,7 +677,8 @@ static void start_step(void *context, DataLoader *data, int64_t step, int64_t sk
                        bool after_pause) {
     Trainer *t = (Trainer *)context;
     const Options *o = t->o;
-    const int64_t micro_steps = o->grad_accumulation_steps, world = t->comm->world, tokens = micro_batches(t) * t->d.R;
+    const bool replays = is_due(o->replay_every, step + 1);
+    const int64_t micro_steps = o->grad_accumulation_steps, world = t->comm->world;
     fsdp_begin_step(&t->fsdp, step);
     profile_range_begin("step", step + 1);
     if (o->profile && step + 1 == o->num_steps) profile_begin(&t->profile, t->stream);
@@ -662,12 +689,15 @@ static void start_step(void *context, DataLoader *data, int64_t step, int64_t sk
     CUDA_CHECK(cudaMemsetAsync(t->step.losses, 0, (size_t)micro_batches(t) * sizeof(double), t->stream));
     for (int64_t micro = 0; micro < micro_steps; micro++) {
         if (micro) step_log_work(&t->log, TIME_DATA);
-        const Batch batch = send_batch(t, data, first_sample, micro);
+        const Batch batch = send_batch(t, data, first_sample, micro, 0);
         step_log_work(&t->log, TIME_COMPUTE);
         fsdp_begin_micro_step(&t->fsdp, micro);
-        model_forward_backward(t, &batch, (float)(1 / (double)tokens), micro + 1 == micro_steps);
+        if (replays && micro + 1 == micro_steps) fsdp_replay_begin(&t->fsdp, &t->step.replay, false);
+        model_forward_backward(t, &batch, gradient_scale(t), micro + 1 == micro_steps);
         loss_sum(&t->step.losses[micro * world + t->comm->rank], t->acts.losses, t->d.R, t->stream);
     }
+    const ReplayedStep replayed = {data, first_sample, step};
+    if (replays) replay_check(t->comm, t->step.replay.units, replay_pass, t, &replayed, device_uuid().text);
     t->step.skipped = skipped + (after_pause || o->on_nonfinite != NONFINITE_SKIP ? 0 : was_skipped(t, step - 1));
     step_log_work(&t->log, TIME_OPTIMIZER);
     profile_range_begin("optimizer", -1);
@@ -710,7 +740,7 @@ static void read_audit(void *context, AuditSums *sums) {
 
 static const float *token_losses(void *context, DataLoader *data, int64_t batch) {
     Trainer *t = (Trainer *)context;
-    const Batch sent = send_batch(t, data, 0, batch);
+    const Batch sent = send_batch(t, data, 0, batch, 0);
     model_forward(t, &sent);
     loss_forward(t, &sent);
     trainer_wait_all(t);

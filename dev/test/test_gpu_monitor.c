@@ -3,6 +3,7 @@
 // reasons.
 #define GPU_MONITOR_SECONDS 0.1  // so that the test is short
 #include "../../llmc/ranks/gpu_monitor.h"
+#include "../../llmc/run/slow_ranks.h"
 #include "lib/check.h"
 
 static double fake_watts, fake_joules_from;  // W; the time at which the energy counter was 0
@@ -135,7 +136,24 @@ static void test_absent(void) {
     CHECK(!nvml_load(&nvml, "libm.so.6"), "a library without NVML's functions is refused");
 }
 
+static void test_slow_rank(void) {
+    SlowRank s = {0, 0, 0};
+    int named = 0, at = 0;
+    for (int step = 1; step <= 60; step++) {  // step 10 is fast: the count begins again
+        if (!slow_rank_count(&s, step == 10 ? 0.1 : 0.106, 0.1)) continue;
+        named++, at = step;
+    }
+    CHECK(named == 1 && at == 30, "a rank that is 6%% slower is named once, after 20 steps in a row; %d times, step %d",
+          named, at);
+    bool any = false;
+    for (int step = 0; step < 60; step++) any |= slow_rank_count(&s, 0.104, 0.1) || slow_rank_count(&s, 1e-3, 5e-4);
+    CHECK(!any, "4%% and steps of less than 2 ms count for nothing");
+    double values[] = {3, 1, 2, 9};
+    CHECK(slow_rank_median(values, 4) == 2 && slow_rank_median(values, 2) == 1, "medians of 4 and of 2 numbers");
+}
+
 int main(void) {
+    test_slow_rank();
     test_readings();
     test_lumps();
     test_silent();

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Tests receipts and scripts/verify.py on the CPU trainer: equal on other numbers of ranks and through a restart; a
-# replay says what differs first; a changed log is found. Ends with "N passed, N failed".
+# Tests receipts, scripts/verify.py and --replay-every on the CPU trainer: receipts are equal on other numbers of ranks
+# and through a restart; a replay says what differs first; a changed log is found; so is a rank that computes wrongly.
+# Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
@@ -36,4 +37,34 @@ sed -i '/"receipt", "step": 2/s/"weights": "./"weights": "x/; s/"weights": "x/"w
 check "a changed log is found" verify 1 "step 2: the receipt does not follow" "$tmp/log"
 ./train_fp8 tiny --train-data "$tmp/s_train.bin" --receipt 2 >"$out" 2>&1
 check "receipts need --deterministic" holds "$out" "--receipt needs --deterministic"
+
+# ---- --replay-every: 3 ranks, of which one may flip a bit. Each step has two forward passes and two more that repeat.
+make -s build/faulty_rank || exit 1
+# replay: $1 the trainer, the rest: options
+replay() {
+    local rank program=$1 pids=()
+    shift
+    rm -f "$tmp/meeting"
+    for rank in 0 1 2; do
+        RANK=$rank WORLD_SIZE=3 $program tiny --train-data "$tmp/s_train.bin" --sequence-length 32 --batch-size 1 \
+            --grad-accumulation-steps 2 --precision fp8 --fp8-recipe delayed --num-steps 4 --deterministic \
+            --init-from "file:$tmp/meeting" "$@" >"$out.$rank" 2>&1 &
+        pids+=($!)
+    done
+    for rank in "${pids[@]}"; do wait "$rank"; done
+    grep '^step' "$out.0" | sed 's/ | lr.*//' >"$out.lines"
+}
+replay ./train_fp8 && cp "$out.lines" "$out.plain"
+replay ./train_fp8 --replay-every 2
+check "a replay changes no line" cmp "$out.lines" "$out.plain"
+check "there are four lines" equal "$(wc -l <"$out.lines")" 4
+# blames: $1 the faulty rank, $2 its first wrong pass, $3 the step that finds it
+blames() {
+    FAULTY_RANK=$1 FAULTY_PASS=$2 replay build/faulty_rank --replay-every 2
+    grep -q "^error: rank $1 on .*: step $3: rank $1 on .* computed wrongly: .* first in lm_head" "$out.$1"
+}
+check "a wrong last micro-step is found" blames 1 4 2
+check "a wrong repetition is found" blames 0 5 2
+export FAULTY_ALWAYS=1
+check "a rank that is always wrong is found in the next replay" blames 2 6 4
 finish

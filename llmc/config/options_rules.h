@@ -207,6 +207,19 @@ static inline const char *options_set_accumulation(Options *o, int64_t world, bo
     return message;
 }
 
+// Rules of --replay-every.
+static inline void options_replay_conflict(const Options *o, char *message, size_t capacity) {
+    if (!o->deterministic)
+        format_checked(message, capacity, "--replay-every needs --deterministic: without it a replay has other bits");
+    else if (o->sharding == SHARDING_NONE || o->sharding == SHARDING_HYBRID)
+        format_checked(message, capacity,
+                       "--replay-every compares ranks of one shard group; use --sharding full or grad_op");
+    else if (o->optimizer_in_backward)
+        format_checked(message, capacity,
+                       "--replay-every needs the weights that a step began with, and --optimizer-in-backward changes "
+                       "them within it; leave out one of the two");
+}
+
 // Checks rules between options, before options_resolve. Returns `message`: "" if the rules hold, else the reason and
 // mostly a fix.
 static inline const char *options_conflict(const Options *o, char *message, size_t capacity) {
@@ -226,6 +239,7 @@ static inline const char *options_conflict(const Options *o, char *message, size
     if (!*message) options_gradient_conflict(o, message, capacity);
     if (!*message && o->receipt && !o->deterministic)
         format_checked(message, capacity, "--receipt needs --deterministic: without it a replay has other bits");
+    if (!*message && o->replay_every) options_replay_conflict(o, message, capacity);
     if (!*message) options_rank_conflict(o, message, capacity);
     if (!*message) options_backward_conflict(o, message, capacity);
     if (!*message) options_offload_conflict(o, message, capacity);

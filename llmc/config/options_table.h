@@ -265,6 +265,11 @@ enum { RARE, COMMON };
          "steps between receipts in log.jsonl: hashes of each tensor's weights, moments, scales and gradients, equal on " \
          "any number of ranks, which scripts/verify.py checks by a replay; also at the start, before a save and at the " \
          "end; replicas that differ end the run; needs --deterministic; 0: none") \
+    INT(replay_every, "replay-every", 0, 0, 1000000000, FREE, RARE, \
+         "steps between replays, in which each rank computes the gradients of another rank's last micro-batch again; if a " \
+         "bit differs, a third computation decides, and the run ends and names the rank, host and GPU that computed " \
+         "wrongly; takes the time of a micro-step; needs --deterministic, 2 ranks or more, and --sharding full or grad_op; " \
+         "0: none") \
     INT(val_every, "val-every", 0, 0, 1000000000, FREE, COMMON, \
          "steps between validations, with --val-data (0: only the last step); the last step is always validated, unless " \
          "a signal ends the run") \

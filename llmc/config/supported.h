@@ -106,6 +106,11 @@ static inline int supported(TrainerKind kind, const ModelConfig *m, const Option
                        (long long)world);
         return EXIT_USAGE;
     }
+    if (o->replay_every && world == 1) {
+        format_checked(message, capacity,
+                       "--replay-every compares ranks, and there is one; start more, or leave it out");
+        return EXIT_USAGE;
+    }
     if (kind == GPU_TRAINER) supported_gpu(m, o, world, message, capacity);
     else supported_cpu(o, message, capacity);
     return *message ? EXIT_UNSUPPORTED : 0;

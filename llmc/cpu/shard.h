@@ -240,6 +240,9 @@ static inline void reduce_scatter_segment(Trainer *t, int64_t l, const ShardSegm
 // those of the shard group to this rank's slices in params.gradients; the first micro-step replaces these.
 static inline void reduce_scatter_gradients(Trainer *t, int64_t l) {
     const float *whole = unit_gradients(t, l);
+    const ReceiptPart unit = {0, gathered_elements(&t->plan, l), 0};
+    if (t->units.replay.hashes) t->units.replay.values[l + 1] = receipt_sum(whole, sizeof *whole, unit);
+    if (t->units.replay.again) return;
     for (int k = 0; t->units.buffered && k < NUM_SEGMENTS; k++) {
         const ShardSegment g = segment_slice(&t->table, &t->plan, l, k);
         if (t->units.fp8_sums && l != ROOT && k == SEGMENT_MATRICES) reduce_scatter_to_fp8(t, l, whole + g.gathered);

@@ -21,6 +21,7 @@
 #include "../run/logger.h"
 #include "../run/memory_fit.h"
 #include "../run/nonfinite.h"
+#include "../run/replay.h"
 
 // Largest number of gradients, or of their FP8 codes, that the replicas exchange at a time.
 #define REPLICA_CHUNK ((int64_t)1 << 16)
@@ -140,6 +141,7 @@ typedef struct {
     float *root_gradients;   // the root's
     float *layer_gradients;  // one layer's
     int64_t step, micro;     // the optimizer step and micro-step, counted from 0 (micro_sum)
+    Replay replay;           // --replay-every
     float *received;         // [ranks, slice] gradients, or their FP8 codes, from all ranks of a group
 } Units;
 
@@ -388,6 +390,7 @@ static inline void trainer_allocate(Trainer *t) {
     a.base = (char *)(t->memory = xcalloc((size_t)t->memory_bytes, 1));
     place_all(t, &a);
     rope_table_fill(t->acts.rope_table, &t->m, t->d.T);
+    t->units.replay.values = (uint64_t *)xcalloc((size_t)replay_units(t->d.L), sizeof(uint64_t));
     for (int64_t i = 0; t->params.scales && i < t->table.count; i++)
         *tensor_scale(t, STATE_EXP_AVG_SCALE, i) = *tensor_scale(t, STATE_EXP_AVG_SQ_SCALE, i) = 1;
 }
@@ -397,6 +400,7 @@ static inline void trainer_free(Trainer *t) {
     precision_free(&t->precision);
     free(t->acts.layer);
     free(t->units.slots);
+    free(t->units.replay.values);
     free(t->memory);
     memset(t, 0, sizeof *t);
 }

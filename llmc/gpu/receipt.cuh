@@ -6,19 +6,36 @@
 #include "cuda_utils.cuh"
 
 enum { RECEIPT_THREADS = 256, RECEIPT_BLOCKS = 128 };  // threads of a block, blocks for each part
+enum { RECEIPT_ADD_BLOCKS = 1056 };                    // blocks for a whole array
+
+// *sum += the hash of a part, by all blocks of the same y.
+__device__ static inline void receipt_add_words(unsigned long long *sum, const void *array, int64_t bytes,
+                                                ReceiptPart p) {
+    const int64_t words = receipt_words(p, bytes);
+    unsigned long long own = 0;
+#pragma unroll 4
+    for (int64_t w = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; w < words; w += gridDim.x * (int64_t)blockDim.x)
+        own += receipt_word(array, bytes, p, w);
+    for (int offset = 16; offset; offset /= 2) own += __shfl_down_sync(0xffffffff, own, offset);
+    if (threadIdx.x % 32 == 0 && own) atomicAdd(sum, own);
+}
 
 // sums [parts] += the hashes of the parts. Blocks (x, i) hash part i.
 static __global__ void receipt_kernel(unsigned long long *sums, const void *array, int64_t bytes,
                                       const ReceiptPart *parts) {
     grid_dependency_wait();
-    const ReceiptPart p = parts[blockIdx.y];
-    const int64_t words = receipt_words(p, bytes);
-    unsigned long long sum = 0;
-#pragma unroll 4
-    for (int64_t w = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; w < words; w += gridDim.x * (int64_t)blockDim.x)
-        sum += receipt_word(array, bytes, p, w);
-    for (int offset = 16; offset; offset /= 2) sum += __shfl_down_sync(0xffffffff, sum, offset);
-    if (threadIdx.x % 32 == 0 && sum) atomicAdd(&sums[blockIdx.y], sum);
+    receipt_add_words(&sums[blockIdx.y], array, bytes, parts[blockIdx.y]);
+}
+
+// *sum += the hash of an array of n elements.
+static __global__ void receipt_add_kernel(unsigned long long *sum, const void *array, int64_t bytes, int64_t n) {
+    grid_dependency_wait();
+    receipt_add_words(sum, array, bytes, ReceiptPart{0, n, 0});
+}
+
+static inline void receipt_add(uint64_t *sum, const void *array, int64_t bytes, int64_t n, cudaStream_t stream) {
+    CUDA_LAUNCH(receipt_add_kernel, RECEIPT_ADD_BLOCKS, RECEIPT_THREADS, 0, stream, (unsigned long long *)sum, array,
+                bytes, n);
 }
 
 // Bytes of the device memory that receipt_sums needs for n parts.

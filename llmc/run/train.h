@@ -13,6 +13,7 @@
 #include "plan_json.h"
 #include "receipt_report.h"
 #include "run.h"
+#include "slow_ranks.h"
 #include "sampler.h"
 #include "start.h"
 
@@ -101,6 +102,7 @@ typedef struct {
     int64_t skipped_in_a_row;
     JsonText links;  // the report of --check-links
     Receipts receipts;
+    SlowRank slow;
     AuditSums *step_audit, *audit;  // [audit_count] sums of one step, and of all audits; NULL: no --fp8-audit
 } Run;
 
@@ -124,6 +126,19 @@ typedef struct {
     double joules;  // that the rank's GPU used in this step
 } RankStep;
 
+// Warns if this rank has been slow for a while. ranks: [world] what the ranks sent about the step.
+static inline void run_watch_speed(Run *run, const RankStep *ranks) {
+    const Comm *c = &run->comm;
+    const RankStep *own = &ranks[c->rank];
+    double *values = (double *)xcalloc((size_t)c->world, sizeof *values);
+    for (int64_t r = 0; r < c->world; r++) values[r] = slow_rank_work(&ranks[r].times);
+    if (slow_rank_count(&run->slow, slow_rank_work(&own->times), slow_rank_median(values, c->world))) {
+        for (int64_t r = 0; r < c->world; r++) values[r] = ranks[r].gpu.sm_mhz;
+        slow_rank_warn(&run->slow, c->rank, c->host, &own->gpu, slow_rank_median(values, c->world));
+    }
+    free(values);
+}
+
 // Replaces the parts of the step's time by their mean over all ranks. Sets the readings of all GPUs and the sum of
 // their energy.
 static inline void run_gather_step(Run *run, StepRecord *s) {
@@ -133,6 +148,7 @@ static inline void run_gather_step(Run *run, StepRecord *s) {
     own->joules = own->gpu.joules - run->joules_at_step;
     run->joules_at_step = own->gpu.joules;
     comm_all_gather(&run->comm, COMM_WORLD, own, ranks, (int64_t)sizeof *own);
+    run_watch_speed(run, ranks);
     bool present = true;
     memset(&s->times, 0, sizeof s->times);
     s->joules = 0;

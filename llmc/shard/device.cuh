@@ -34,6 +34,17 @@ static inline void format_uuid(char *out, size_t capacity, const cudaUUID_t *uui
                    b[1], b[2], b[3], b[4], b[5], b[6], b[7], b[8], b[9], b[10], b[11], b[12], b[13], b[14], b[15]);
 }
 
+// The UUID of the GPU that this process uses.
+static inline Words device_uuid(void) {
+    cudaDeviceProp device;
+    int index;
+    Words uuid;
+    CUDA_CHECK(cudaGetDevice(&index));
+    CUDA_CHECK(cudaGetDeviceProperties(&device, index));
+    format_uuid(uuid.text, sizeof uuid.text, &device.uuid);
+    return uuid;
+}
+
 // Dies if two ranks of a host have the same GPU.
 static inline void require_own_gpus(const RankGpu *gpus, int64_t world) {
     char uuid[64];
