@@ -223,6 +223,7 @@ static void layer_backward(Trainer *t, int64_t l) {
 // Runs the embedding, all layers and the final norm: batch->inputs -> acts.y_final [R, C].
 static void model_forward(Trainer *t, const Batch *batch) {
     const Dims *d = &t->d;
+    t->d.documents = batch->documents;
     Activations *a = &t->acts;
     const Root w = root_weights(t);
     embedding_forward_reference(a->layer[0].x, w.embedding, batch->inputs, d->R, d->C);
@@ -313,7 +314,7 @@ static void audit_begin(Trainer *t, int64_t step) {
 static void read_batch(Trainer *t, DataLoader *data, int64_t first_sample, int64_t micro, int64_t shift) {
     const int64_t B = t->o->batch_size, world = t->comm->world;
     const int64_t first = dataloader_sample_index(first_sample, micro, world, (t->comm->rank + shift) % world, B);
-    dataloader_batch(data, first, B, t->batch.inputs, t->batch.targets);
+    dataloader_whole_batch(data, first, B, &t->batch);
 }
 
 // The weight of each row's loss in a step's mean.
@@ -435,9 +436,11 @@ static const float *token_losses(void *context, DataLoader *data, int64_t batch)
 static const float *next_logits(void *context, const int32_t *tokens, int64_t length) {
     Trainer *t = (Trainer *)context;
     const Dims dims = t->d;
-    memcpy(t->batch.inputs, tokens, (size_t)length * sizeof *tokens);
+    Batch text = t->batch;
+    memcpy(text.inputs, tokens, (size_t)length * sizeof *tokens);
+    text.documents.starts = text.documents.ends = NULL;  // a sample is one document
     t->d = model_dims(&t->m, 1, length);
-    model_forward(t, &t->batch);
+    model_forward(t, &text);
     logits_forward(t);
     t->d = dims;
     return t->acts.logits + (length - 1) * t->m.vocab_size;

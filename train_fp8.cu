@@ -103,7 +103,8 @@ static void place_statistics(Trainer *t, Arena *a) {
         t->step.replay.sums = (uint64_t *)arena_take(a, t->step.replay.units * (int64_t)sizeof(uint64_t));
     t->acts.losses = take_float(a, t->d.R);
     t->acts.rope_table = take_float(a, t->d.T * t->d.HD);
-    batches_place(&t->batches, a, t->d.R, fsdp_input_ranks(&t->fsdp), fsdp_embedding_indexes(&t->fsdp));
+    batches_place(&t->batches, a, t->d.R, fsdp_input_ranks(&t->fsdp), fsdp_embedding_indexes(&t->fsdp),
+                  options_masks_documents(t->o));
 }
 
 static void place_activations(Trainer *t, Arena *a) {
@@ -235,10 +236,8 @@ static void attention(Trainer *t, QTensor *att, float *lse, const Real *rotated)
 // h = silu(gate) * up. If forward reads h in FP8, only its rowwise data is made; swiglu_backward makes the rest.
 static void swiglu(Trainer *t, QTensor *h, const Real *gate_up) {
     const Dims *d = &t->d;
-    if (!h->fp8) {
-        profile_bytes(&t->profile, "SwiGLU, forward", swiglu_forward(h->data, gate_up, d->R, d->F, t->stream));
-        return;
-    }
+    if (!h->fp8)
+        return profile_bytes(&t->profile, "SwiGLU, forward", swiglu_forward(h->data, gate_up, d->R, d->F, t->stream));
     QTensor row = *h;
     row.columnwise = NULL;
     qtensor_produce(&t->linears, &row, SwigluSource{gate_up, d->F}, d->R, d->F);
@@ -315,10 +314,7 @@ typedef struct {
     Real *embedding, *norm, *lm_head;
 } Root;
 
-static Root root_of_unit(FsdpUnit unit) {
-    const Root r = {unit.embedding, unit.vectors, unit.matrices};
-    return r;
-}
+static Root root_of_unit(FsdpUnit unit) { return Root{unit.embedding, unit.vectors, unit.matrices}; }
 
 static Root root_weights(const Trainer *t) { return root_of_unit(fsdp_weights(&t->fsdp, ROOT)); }
 static Root root_gradients(const Trainer *t) { return root_of_unit(fsdp_gradients(&t->fsdp, ROOT)); }
@@ -379,6 +375,7 @@ static void final_norm(Trainer *t, const bf16 *w) {
 static void model_forward(Trainer *t, const Batch *batch) {
     const Dims *d = &t->d;
     const Root w = root_weights(t);
+    t->d.documents = batch->documents;
     tensor_scales_clear_amaxes(&t->linears.scales, 0, d->L, TENSOR_X, TENSOR_DY);
     fsdp_prefetch(&t->fsdp, 0);
     profile_bytes(&t->profile, "embedding",
@@ -648,7 +645,7 @@ static Batch send_batch(Trainer *t, DataLoader *data, int64_t first_sample, int6
     const int64_t group_first = dataloader_sample_index(first_sample, micro, c->world, c->rank - shard->shard_rank, B);
     TokenSlot *slot = batches_next(&t->batches);
     transport_wait(&t->fsdp.transport, slot->copied);
-    dataloader_batch(data, group_first + place * B, B, slot->host.inputs, slot->host.targets);
+    dataloader_whole_batch(data, group_first + place * B, B, &slot->host);
     const int32_t *inputs = batches_group_inputs(&t->batches, slot, data, group_first, place);
     batches_sort(&t->batches, slot, inputs, t->d.C, fsdp_embedding_part(&t->fsdp));
     batches_send(&t->batches, slot, t->stream);
@@ -711,8 +708,7 @@ static void start_step(void *context, DataLoader *data, int64_t step, int64_t sk
 
 static StepRecord finish_step(void *context, int64_t step) {
     Trainer *t = (Trainer *)context;
-    StepRecord s;
-    memset(&s, 0, sizeof s);
+    StepRecord s = {};
     s.skipped = was_skipped(t, step);
     const StepStats *stats = &t->log.host[step % STEP_SLOTS];
     s.loss = stats->loss, s.norm = stats->control.gradient_norm;
@@ -756,8 +752,8 @@ static void settle(void *context) {
     trainer_wait_all(t);
 }
 
-// Returns the logits of the last of `length` tokens. The model runs over a whole batch that begins with them: causal
-// attention does not see the rest.
+// Returns the logits of the last of `length` tokens, which are one document. The model runs over a whole batch that
+// begins with them: causal attention does not see the rest.
 static const float *next_logits(void *context, const int32_t *tokens, int64_t length) {
     Trainer *t = (Trainer *)context;
     const Dims *d = &t->d;
@@ -766,7 +762,8 @@ static const float *next_logits(void *context, const int32_t *tokens, int64_t le
     memset(slot->host.inputs, 0, (size_t)d->R * sizeof(int32_t));
     memcpy(slot->host.inputs, tokens, (size_t)length * sizeof(int32_t));
     batches_send(&t->batches, slot, t->stream);
-    model_forward(t, &slot->device);
+    const Batch text = {slot->device.inputs, NULL, {}, NULL};
+    model_forward(t, &text);
     const int64_t last = length - 1, first = last / t->linears.head_rows * t->linears.head_rows;
     logits_forward(t, first, min_i64(t->linears.head_rows, d->R - first));
     trainer_wait_all(t);

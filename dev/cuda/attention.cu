@@ -1,10 +1,11 @@
 // Checks and times every attention implementation. Arguments select what runs: mma or sm90, fwd or bwd, check or bench.
 // If both or neither of a pair are given, both run. `deterministic` leaves out the backward pass that is not
 // deterministic, and changes nothing else.
-// The check compares outputs on fresh random data with a plain fp64 computation, and detects writes outside the
-// outputs. The bench prints medians of single calls on random data as TFLOP/s of the causal half (4*NH*HD*T^2/2
-// forward, 2.5 times that backward) and as a share of the dense bf16 peak. It also times the memory-bound kernels that
-// run before and after the GEMMs of the backward pass.
+// The check compares outputs on fresh random data, also with random documents, with a plain fp64 computation, and
+// detects writes outside the outputs. The bench prints medians of single calls on random data as TFLOP/s of the causal
+// half (4*NH*HD*T^2/2 forward, 2.5 times that backward; with documents of N tokens, N in place of one T) and as a share
+// of the dense bf16 peak. It also times the memory-bound kernels that run before and after the GEMMs of the backward
+// pass.
 // Build and run: make build/bench_attention && build/bench_attention
 #include "../../llmc/kernels/attention.cuh"
 #include "bench.cuh"
@@ -87,6 +88,20 @@ static int64_t count_differences(Tensor a, Tensor b) {
     return (int64_t)count;
 }
 
+// Sets d->documents to documents of `length` tokens or, with a key, of random lengths with this mean, in new GPU
+// memory.
+static void documents_create(AttentionDims *d, int64_t length, uint64_t key) {
+    const int64_t n = d->B * d->T;
+    int32_t *tokens = (int32_t *)xcalloc((size_t)(3 * n), sizeof *tokens);
+    const Documents host = {tokens + n, tokens + 2 * n};
+    for (int64_t i = 0; i < n; i++)
+        tokens[i] = (key ? rng_u64(key, (uint64_t)i) % (uint64_t)length : i % d->T % length) == 0;
+    documents_find(host, tokens, d->B, d->T, 1);
+    int32_t *device = (int32_t *)bench_upload(host.starts, 2 * n * 4);
+    d->documents = Documents{device, device + n};
+    free(tokens);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // The reference: fp64 sums, with the T x T matrices P and dS in memory. `rounded` rounds to bf16 where an
 // implementation on tensor cores must: P and dS before their GEMMs, and the results out, dQ, dK and dV. Then delta
@@ -94,6 +109,14 @@ static int64_t count_differences(Tensor a, Tensor b) {
 
 __device__ static double round_bf16(double x, bool rounded) {
     return rounded ? (double)__bfloat162float(__float2bfloat16((float)x)) : x;
+}
+
+// The positions at which the document of token t begins and behind which it ends.
+__device__ static int64_t reference_start(AttentionDims d, int64_t b, int64_t t) {
+    return d.documents.starts ? d.documents.starts[b * d.T + t] : 0;
+}
+__device__ static int64_t reference_end(AttentionDims d, int64_t b, int64_t t) {
+    return d.documents.ends ? d.documents.ends[b * d.T + t] : d.T;
 }
 
 __device__ static double reference_reduce(double x, double *scratch, bool maximum) {
@@ -115,11 +138,12 @@ __device__ static double reference_reduce(double x, double *scratch, bool maximu
 static __global__ void reference_forward_kernel(double *out, double *lse, double *p, const bf16 *qkv, AttentionDims d,
                                                 bool rounded) {
     __shared__ double scratch[128];
-    const int64_t t = blockIdx.x, h = blockIdx.y, b = blockIdx.z, row = (d.NH + 2 * d.NKV) * d.HD;
+    const int64_t t = blockIdx.x, h = blockIdx.y, b = blockIdx.z, row = (d.NH + 2 * d.NKV) * d.HD,
+                  start = reference_start(d, b, t);
     const bf16 *q = qkv + (b * d.T + t) * row + h * d.HD, *k = qkv + b * d.T * row + (d.NH + h / (d.NH / d.NKV)) * d.HD,
                *v = k + d.NKV * d.HD;
     double *pt = p + ((b * d.NH + h) * d.T + t) * d.T, m = -INFINITY, sum = 0;
-    for (int64_t u = threadIdx.x; u <= t; u += blockDim.x) {
+    for (int64_t u = start + threadIdx.x; u <= t; u += blockDim.x) {
         double s = 0;
         for (int64_t i = 0; i < d.HD; i++)
             s += (double)__bfloat162float(q[i]) * (double)__bfloat162float(k[u * row + i]);
@@ -127,17 +151,17 @@ static __global__ void reference_forward_kernel(double *out, double *lse, double
         m = fmax(m, pt[u]);
     }
     m = reference_reduce(m, scratch, true);
-    for (int64_t u = threadIdx.x; u <= t; u += blockDim.x) sum += exp(pt[u] - m);
+    for (int64_t u = start + threadIdx.x; u <= t; u += blockDim.x) sum += exp(pt[u] - m);
     sum = reference_reduce(sum, scratch, false);
-    for (int64_t u = threadIdx.x; u <= t; u += blockDim.x) pt[u] = exp(pt[u] - m);
+    for (int64_t u = start + threadIdx.x; u <= t; u += blockDim.x) pt[u] = exp(pt[u] - m);
     __syncthreads();
     for (int64_t i = threadIdx.x; i < d.HD; i += blockDim.x) {
         double o = 0;
-        for (int64_t u = 0; u <= t; u++) o += round_bf16(pt[u], rounded) * (double)__bfloat162float(v[u * row + i]);
+        for (int64_t u = start; u <= t; u++) o += round_bf16(pt[u], rounded) * (double)__bfloat162float(v[u * row + i]);
         out[(b * d.T + t) * d.NH * d.HD + h * d.HD + i] = round_bf16(o / sum, rounded);
     }
     __syncthreads();
-    for (int64_t u = threadIdx.x; u <= t; u += blockDim.x) pt[u] /= sum;
+    for (int64_t u = start + threadIdx.x; u <= t; u += blockDim.x) pt[u] /= sum;
     if (threadIdx.x == 0) lse[(b * d.NH + h) * d.T + t] = m + log(sum);
 }
 
@@ -145,14 +169,15 @@ static __global__ void reference_forward_kernel(double *out, double *lse, double
 static __global__ void reference_backward_q_kernel(double *dqkv, double *ds, const double *p, const double *out,
                                                    const bf16 *dout, const bf16 *qkv, AttentionDims d, bool rounded) {
     __shared__ double scratch[128];
-    const int64_t t = blockIdx.x, h = blockIdx.y, b = blockIdx.z, row = (d.NH + 2 * d.NKV) * d.HD;
+    const int64_t t = blockIdx.x, h = blockIdx.y, b = blockIdx.z, row = (d.NH + 2 * d.NKV) * d.HD,
+                  start = reference_start(d, b, t);
     const bf16 *k = qkv + b * d.T * row + (d.NH + h / (d.NH / d.NKV)) * d.HD, *v = k + d.NKV * d.HD;
     const int64_t at = (b * d.T + t) * d.NH * d.HD + h * d.HD, matrix = ((b * d.NH + h) * d.T + t) * d.T;
     double delta = 0;
     for (int64_t i = threadIdx.x; i < d.HD; i += blockDim.x)
         delta += (double)__bfloat162float(dout[at + i]) * round_bf16(out[at + i], rounded);
     delta = reference_reduce(delta, scratch, false);
-    for (int64_t u = threadIdx.x; u <= t; u += blockDim.x) {
+    for (int64_t u = start + threadIdx.x; u <= t; u += blockDim.x) {
         double dp = 0;
         for (int64_t i = 0; i < d.HD; i++)
             dp += (double)__bfloat162float(dout[at + i]) * (double)__bfloat162float(v[u * row + i]);
@@ -161,7 +186,7 @@ static __global__ void reference_backward_q_kernel(double *dqkv, double *ds, con
     __syncthreads();
     for (int64_t i = threadIdx.x; i < d.HD; i += blockDim.x) {
         double dq = 0;
-        for (int64_t u = 0; u <= t; u++) dq += ds[matrix + u] * (double)__bfloat162float(k[u * row + i]);
+        for (int64_t u = start; u <= t; u++) dq += ds[matrix + u] * (double)__bfloat162float(k[u * row + i]);
         dqkv[(b * d.T + t) * row + h * d.HD + i] = round_bf16(dq / sqrt((double)d.HD), rounded);
     }
 }
@@ -173,7 +198,7 @@ static __global__ void reference_backward_kv_kernel(double *dqkv, const double *
                   row = (d.NH + 2 * d.NKV) * d.HD;
     double dk = 0, dv = 0;
     for (int64_t h = g * group; h < (g + 1) * group; h++) {
-        for (int64_t t = u; t < d.T; t++) {
+        for (int64_t t = u; t < reference_end(d, b, u); t++) {
             const int64_t matrix = ((b * d.NH + h) * d.T + t) * d.T + u;
             dv +=
                 round_bf16(p[matrix], rounded) * (double)__bfloat162float(dout[((b * d.T + t) * d.NH + h) * d.HD + i]);
@@ -291,6 +316,7 @@ static void check_error(const char *what, const double *got, const double *exact
 typedef struct {
     AttentionDims d;
     float logit_scale;
+    int64_t documents;  // mean of the lengths of random documents; 0: each sequence is one
 } Case;
 
 // Tensors and references of one case; n_* are numbers of elements.
@@ -304,10 +330,12 @@ typedef struct {
 
 static Setup setup_case(Case c, uint64_t key) {
     Setup s;
+    if (c.documents) documents_create(&c.d, c.documents, rng_key(key, 2));
     const AttentionDims d = c.d;
     s.c = c;
-    format_checked(s.name, sizeof s.name, "B %lld T %lld NH %lld NKV %lld HD %lld logits x%g", (long long)d.B,
-                   (long long)d.T, (long long)d.NH, (long long)d.NKV, (long long)d.HD, (double)c.logit_scale);
+    format_checked(s.name, sizeof s.name, "B %lld T %lld NH %lld NKV %lld HD %lld logits x%g documents %lld",
+                   (long long)d.B, (long long)d.T, (long long)d.NH, (long long)d.NKV, (long long)d.HD,
+                   (double)c.logit_scale, (long long)c.documents);
     const int64_t row = (d.NH + 2 * d.NKV) * d.HD;
     s.n_qkv = d.B * d.T * row;
     s.n_out = d.B * d.T * d.NH * d.HD;
@@ -339,6 +367,7 @@ static Setup setup_case(Case c, uint64_t key) {
 static void setup_free(Setup *s) {
     Tensor all[] = {s->qkv, s->dout, s->exact_out, s->exact_lse, s->out, s->lse, s->dqkv, s->again, s->workspace};
     for (int i = 0; i < 9; i++) tensor_free(all[i]);
+    if (s->c.documents) bench_free(s->c.d.documents.starts);
     reference_free(s->exact);
     reference_free(s->rounded);
 }
@@ -435,6 +464,26 @@ static void check_backward(const Implementation *im, Setup *s, bool deterministi
           im->name, s->name, repeats, (long long)differences);
 }
 
+// Checks that kernels with the mask, where each sequence is one document, give the bits of those without.
+static void check_one_document(const Implementation *im, Setup *s) {
+    Setup masked = *s;
+    documents_create(&masked.c.d, s->c.d.T, 0);
+    masked.out = tensor_alloc((size_t)s->n_out * 2), masked.lse = tensor_alloc((size_t)s->n_lse * 4);
+    Tensor *poisoned[] = {&s->out, &s->lse, &s->dqkv, &s->again};
+    for (int i = 0; i < 4; i++) tensor_poison(*poisoned[i]);
+    run_forward(im, s, s->out, s->lse, NULL);
+    run_forward(im, &masked, masked.out, masked.lse, NULL);
+    CHECK(count_differences(s->out, masked.out) == 0 && count_differences(s->lse, masked.lse) == 0,
+          "%s forward, %s: one document has the bits of no documents", im->name, s->name);
+    run_backward(im, s, s->dqkv, true);
+    run_backward(im, &masked, s->again, true);
+    CHECK(count_differences(s->dqkv, s->again) == 0, "%s backward, %s: one document has the bits of no documents",
+          im->name, s->name);
+    bench_free(masked.c.d.documents.starts);
+    tensor_free(masked.out);
+    tensor_free(masked.lse);
+}
+
 static void call_attention_forward(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d,
                                    cudaStream_t stream) {
     attention_forward(out, lse, amax, qkv, d, stream);
@@ -482,6 +531,7 @@ static void check_case(const Choice *o, Case c, uint64_t key) {
         if (o->forward) check_forward(&implementations[i], &s);
         if (o->backward && !o->deterministic_only) check_backward(&implementations[i], &s, false);
         if (o->backward) check_backward(&implementations[i], &s, true);
+        if (o->forward && o->backward && !c.documents) check_one_document(&implementations[i], &s);
     }
     if (o->forward && o->backward) check_dispatch(&s);
     setup_free(&s);
@@ -490,20 +540,27 @@ static void check_case(const Choice *o, Case c, uint64_t key) {
 // Covers lengths that do and do not fill their tiles, groups of 1, 4 and 8 query heads, 1 and 2 sequences, and scores
 // of standard deviation 1 and 30 (softmax almost one-hot). `many` has many short sequences: a thread block of the sm90
 // backward computes a whole GQA group there, and writes dK and dV directly in bf16. At head_dim 128, the sm90 backward
-// that is not deterministic also has two sections there (attention_backward_plan.cuh).
+// that is not deterministic also has two sections there (attention_backward_plan.cuh). Documents have one token each,
+// less than a tile, about a tile, and several.
 static void check_all(const Choice *o) {
-    const int64_t lengths[] = {1, 63, 113, 128, 1000, 2048}, groups[] = {1, 4, 8, 4};
+    const int64_t lengths[] = {1, 63, 113, 128, 1000, 2048}, groups[] = {1, 4, 8, 4}, documents[] = {1, 9, 90, 400};
     const uint64_t seed = (uint64_t)time(NULL);
     printf("check: seed %llu\n", (unsigned long long)seed);
     uint64_t n = 0;
     for (int64_t HD = 64; HD <= 128; HD *= 2) {
         for (int t = 0; t < 6; t++) {
             for (int g = 0; g < 4; g++) {
-                Case c = {{lengths[t] == 2048 ? 1 : 2, lengths[t], 8, 8 / groups[g], HD, false}, g == 3 ? 30.0f : 1.0f};
+                Case c = {{lengths[t] == 2048 ? 1 : 2, lengths[t], 8, 8 / groups[g], HD, false, {}},
+                          g == 3 ? 30.0f : 1.0f,
+                          0};
+                check_case(o, c, rng_key(seed, n++));
+                c.documents = documents[(t + g) % 4];
                 check_case(o, c, rng_key(seed, n++));
             }
         }
-        Case many = {{300, 130, 2, 1, HD, false}, 1.0f};
+        Case many = {{300, 130, 2, 1, HD, false, {}}, 1.0f, 0};
+        check_case(o, many, rng_key(seed, n++));
+        many.documents = 40;
         check_case(o, many, rng_key(seed, n++));
     }
     printf("check: largest error is %.3f times the rounded reference's (bound 2)\n", largest_ratio);
@@ -517,8 +574,8 @@ static void call_unsupported(void *context) {
 // Runs before the first CUDA call, because a forked process cannot share a CUDA context.
 static void check_bad_sizes(void) {
     char output[512];
-    AttentionDims head_dim = {1, 16, 8, 2, 80, false}, heads = {1, 16, 8, 3, 64, false},
-                  empty = {1, 0, 8, 2, 64, false};
+    AttentionDims head_dim = {1, 16, 8, 2, 80, false, {}}, heads = {1, 16, 8, 3, 64, false, {}},
+                  empty = {1, 0, 8, 2, 64, false, {}};
     CHECK(check_dies(call_unsupported, &head_dim, "head_dim 80 is not supported", output, sizeof output),
           "head_dim 80 is refused: %s", output);
     CHECK(check_dies(call_unsupported, &heads, "8 query heads cannot share 3", output, sizeof output),
@@ -546,8 +603,9 @@ static const char *bench_reason(const Implementation *im, AttentionDims d, int p
     return "the exponentials take half as many cycles as the two GEMMs";
 }
 
-// pass is 0 for forward, 1 for backward, 2 for deterministic backward.
-static void bench_one(Bench *b, const Implementation *im, AttentionDims d, int pass) {
+// pass is 0 for forward, 1 for backward, 2 for deterministic backward. length: that of documents; 0: no mask.
+static void bench_one(Bench *b, const Implementation *im, AttentionDims d, int pass, int64_t length) {
+    if (length) documents_create(&d, length, 0);
     const int64_t n_qkv = d.B * d.T * (d.NH + 2 * d.NKV) * d.HD, n_out = d.B * d.T * d.NH * d.HD;
     Tensor qkv = tensor_alloc((size_t)n_qkv * 2), dqkv = tensor_alloc((size_t)n_qkv * 2),
            out = tensor_alloc((size_t)n_out * 2);
@@ -581,8 +639,13 @@ static void bench_one(Bench *b, const Implementation *im, AttentionDims d, int p
                                : "backward deterministic");
     format_checked(shape, sizeof shape, "%lld, %lld/%lldx%lld", (long long)d.T, (long long)d.NH, (long long)d.NKV,
                    (long long)d.HD);
-    const double flops = 4.0 * (double)(d.B * d.NH * d.HD) * (double)d.T * (double)d.T / 2 * (pass ? 2.5 : 1.0);
-    bench_report_flops(b, name, shape, ms[BENCH_CALLS / 2] * 1e3, flops, false, ghz, bench_reason(im, d, pass));
+    if (length)
+        format_checked(shape + strlen(shape), sizeof shape - strlen(shape), ", documents of %lld", (long long)length);
+    const double seen = (double)(length ? length : d.T),
+                 flops = 4.0 * (double)(d.B * d.NH * d.HD) * (double)d.T * seen / 2 * (pass ? 2.5 : 1.0);
+    bench_report_flops(b, name, shape, ms[BENCH_CALLS / 2] * 1e3, flops, false, ghz,
+                       length ? "tiles at the ends of documents are only partly used" : bench_reason(im, d, pass));
+    if (length) bench_free(d.documents.starts);
     for (int i = 0; i <= BENCH_CALLS; i++) CUDA_CHECK(cudaEventDestroy(events[i]));
     Tensor all[] = {qkv, dqkv, out, dout, lse, workspace};
     for (int i = 0; i < 6; i++) tensor_free(all[i]);
@@ -594,7 +657,7 @@ template <int HD>
 static void bench_beside_gemms(Bench *b, const Choice *o) {
     // T is whole tiles, and so long that a thread block sums the whole GQA group.
     const int64_t T = 8192, NH = 32, NKV = 8, n = T * NH * HD;
-    const AttentionDims d = {1, T, NH, NKV, HD, false};
+    const AttentionDims d = {1, T, NH, NKV, HD, false, {}};
     bf16 *dout = bench_random(n, 1, 1), *out = bench_random(n, 2, 1),
          *dqkv = (bf16 *)bench_alloc(T * (NH + 2 * NKV) * HD * 2);
     float *dq = (float *)bench_alloc(n * 4), *lse = (float *)bench_zeros(NH * T * 4),
@@ -624,18 +687,22 @@ static void bench_beside_gemms(Bench *b, const Choice *o) {
     for (void *p : device) bench_free(p);
 }
 
-// Benches the shapes of Llama-3.1-8B (head_dim 128) and their variants with head_dim 64; attention_cudnn.py has these
-// shapes too.
+// Benches the shapes of Llama-3.1-8B (head_dim 128) and their variants with head_dim 64, and the longest with
+// documents; attention_cudnn.py has these shapes too.
 static void bench_all(const Choice *o) {
+    const int64_t documents[] = {0, 2000, 500, 100};
     Bench b = bench_create();
     for (int i = 0; i < 2; i++) {
         if (!implementation_runs(o, i)) continue;
         for (int64_t HD = 64; HD <= 128; HD *= 2) {
             for (int64_t T = 2048; T <= 8192; T *= 2) {
-                AttentionDims d = {1, T, 32, 8, HD, false};
-                if (o->forward) bench_one(&b, &implementations[i], d, 0);
-                if (o->backward && !o->deterministic_only) bench_one(&b, &implementations[i], d, 1);
-                if (o->backward && implementations[i].hopper) bench_one(&b, &implementations[i], d, 2);
+                AttentionDims d = {1, T, 32, 8, HD, false, {}};
+                for (int k = 0; k < (T == 8192 ? 4 : 1); k++) {
+                    if (o->forward) bench_one(&b, &implementations[i], d, 0, documents[k]);
+                    if (o->backward && !o->deterministic_only) bench_one(&b, &implementations[i], d, 1, documents[k]);
+                    if (o->backward && implementations[i].hopper)
+                        bench_one(&b, &implementations[i], d, 2, documents[k]);
+                }
             }
         }
     }

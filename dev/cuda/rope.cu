@@ -21,15 +21,25 @@ typedef struct {
     char label[96];
     bf16_bits *qkv, *dout, *q_norm, *k_norm;
     float *table;
+    int32_t *tokens;  // with their documents; NULL: each sequence is one
 } Case;
 
-static Case case_create(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t HD, bool norm) {
+// documents: of 7 tokens on average, instead of one in each sequence.
+static Case case_create(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t HD, bool norm, bool documents) {
     Case c = {};
     c.dims.B = B, c.dims.T = T, c.dims.R = B * T, c.dims.NH = NH, c.dims.NKV = NKV, c.dims.HD = HD;
     c.d.B = B, c.d.T = T, c.d.NH = NH, c.d.NKV = NKV, c.d.HD = HD, c.d.eps = EPS;
     c.rows = B * T, c.heads = NH + 2 * NKV, c.n = c.rows * c.heads * HD;
-    format_checked(c.label, sizeof c.label, "B=%lld T=%lld heads %lld+2*%lld HD=%lld%s", (long long)B, (long long)T,
-                   (long long)NH, (long long)NKV, (long long)HD, norm ? " qk-norm" : "");
+    format_checked(c.label, sizeof c.label, "B=%lld T=%lld heads %lld+2*%lld HD=%lld%s%s", (long long)B, (long long)T,
+                   (long long)NH, (long long)NKV, (long long)HD, norm ? " qk-norm" : "", documents ? " documents" : "");
+    if (documents) {
+        int32_t *tokens = (int32_t *)xcalloc((size_t)(3 * c.rows), sizeof *tokens);
+        for (int64_t i = 0; i < c.rows; i++) tokens[i] = (int32_t)(rng_u64(6, (uint64_t)i) % 7);
+        c.dims.documents = Documents{tokens + c.rows, tokens + 2 * c.rows};
+        documents_find(c.dims.documents, tokens, B, T, 0);
+        c.d.starts = (int32_t *)bench_upload(c.dims.documents.starts, c.rows * 4);
+        c.tokens = tokens;
+    }
     ModelConfig m;
     if (!model_config_preset(&m, "llama3.1-8b")) die("no preset");
     m.head_dim = HD;
@@ -42,7 +52,8 @@ static Case case_create(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t H
 }
 
 static void case_free(Case *c) {
-    void *host[] = {c->qkv, c->dout, c->q_norm, c->k_norm, c->table, c->norms[0], c->norms[1]};
+    void *host[] = {c->qkv, c->dout, c->q_norm, c->k_norm, c->table, c->norms[0], c->norms[1], c->tokens};
+    bench_free((void *)c->d.starts);
     for (void *p : host) free(p);
 }
 
@@ -108,8 +119,8 @@ static void check_backward(const Case *c, bool special) {
     for (void *p : host) free(p);
 }
 
-static void check_case(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t HD, bool norm) {
-    Case c = case_create(B, T, NH, NKV, HD, norm);
+static void check_case(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t HD, int kind) {
+    Case c = case_create(B, T, NH, NKV, HD, kind % 2, kind / 2);
     check_forward(&c);
     check_backward(&c, false);
     check_backward(&c, true);
@@ -142,7 +153,7 @@ static void check_large(void) {
     const int64_t T = 8192, B = 44, width = 48 * 128, n = B * T * width, last = T * width;
     ModelConfig m;
     if (!model_config_preset(&m, "llama3.1-8b")) die("no preset");
-    RopeDims all = {B, T, 32, 8, 128, EPS}, one = {1, T, 32, 8, 128, EPS};
+    RopeDims all = {B, T, 32, 8, 128, EPS, NULL}, one = {1, T, 32, 8, 128, EPS, NULL};
     float *host_table = (float *)xcalloc((size_t)(T * 128), 4);
     rope_table_fill(host_table, &m, T);
     float *table = (float *)bench_upload(host_table, T * 128 * 4);
@@ -162,7 +173,7 @@ static void bench_case(Bench *b, const char *shape, int64_t T, int64_t NH, int64
     ModelConfig m;
     if (!model_config_preset(&m, "llama3.1-8b")) die("no preset");
     m.head_dim = HD;
-    RopeDims d = {1, T, NH, NKV, HD, EPS};
+    RopeDims d = {1, T, NH, NKV, HD, EPS, NULL};
     const int64_t n = T * (NH + 2 * NKV) * HD, rotated = T * (NH + NKV) * HD;
     float *host_table = (float *)xcalloc((size_t)(T * HD), 4);
     rope_table_fill(host_table, &m, T);
@@ -199,14 +210,14 @@ static void bench_case(Bench *b, const char *shape, int64_t T, int64_t NH, int64
 
 int main(int argc, char **argv) {
     if (bench_part_wanted(argc, argv, "check")) {
-        for (int norm = 0; norm < 2; norm++) {
-            check_case(1, 1, 1, 1, 64, norm);
-            check_case(2, 7, 3, 1, 64, norm);
-            check_case(1, 63, 14, 2, 64, norm);
-            check_case(3, 50, 32, 8, 64, norm);
-            check_case(1, 5, 2, 2, 128, norm);
-            check_case(2, 33, 12, 2, 128, norm);
-            check_case(1, 1100, 16, 8, 128, norm);
+        for (int kind = 0; kind < 4; kind++) {  // without and with QK-norm, then both with documents
+            check_case(1, 1, 1, 1, 64, kind);
+            check_case(2, 7, 3, 1, 64, kind);
+            check_case(1, 63, 14, 2, 64, kind);
+            check_case(3, 50, 32, 8, 64, kind);
+            check_case(1, 5, 2, 2, 128, kind);
+            check_case(2, 33, 12, 2, 128, kind);
+            check_case(1, 1100, 16, 8, 128, kind);
         }
         check_bias(1, 8);
         check_bias(63, 1152);

@@ -56,6 +56,8 @@ against_cpu "tensorwise, all e4m3" "--precision fp8 --fp8-format e4m3" 1e-3 1e-1
 against_cpu "blockwise, hybrid" "--precision fp8 --fp8-recipe blockwise --fp8-format hybrid" 1e-3 1e-1
 against_cpu "tensorwise, FP8 from FP16 masters" "--precision fp8 --master-weights fp16-stochastic" 1e-3 1e-1
 against_cpu "tensorwise, filtered" "--precision fp8 --fp8-filter first,down" 1e-3 1e-1
+against_cpu "bf16, documents" "--precision bf16 --document-mask on" 1e-4 1e-2
+against_cpu "tensorwise, documents" "--precision fp8 --document-mask on" 1e-3 1e-1
 
 # Results do not depend on when kernels are loaded. With CUDA_MODULE_LOADING=EAGER all are loaded at start-up, and
 # loading does not delay a launch. Clearing the memory of this model takes milliseconds, longer than the host needs to
@@ -85,6 +87,9 @@ for precision in bf16 "fp8 --fp8-recipe delayed --fp8-amax-history 4" "${recipes
     gpu e $common --precision $precision --num-steps 12 --batch-size 1 --grad-accumulation-steps 2
     near "$precision: last loss with two micro-steps a step and with one" "$(field e loss 12)" "$(field a loss 12)" 1e-2
 done
+
+gpu a $common --document-mask on --num-steps 8 && gpu b $common --document-mask on --num-steps 8 --recompute layer
+same "documents: without and with --recompute layer" a b
 
 # Without --grad-clip, --optimizer-in-backward changes no bit. A run that began with the option may be resumed without
 # it.

@@ -577,12 +577,40 @@ static void test_replaced(void) {
     dataloader_close(&dl);
 }
 
+// A document begins with each sequence and each separator, and ends before the next, or with its sequence.
+static void test_documents(void) {
+    enum { B = 2, T = 6 };
+    // tokens 4 to 16; token 7 is a separator within the first sequence, token 10 the first one of the second
+    static const int32_t starts[2][B * T] = {{0, 0, 0, 3, 3, 3, 0, 0, 0, 0, 0, 0},
+                                             {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}},
+                                       ends[2][B * T] = {{3, 3, 3, 6, 6, 6, 6, 6, 6, 6, 6, 6},
+                                                         {6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6}};
+    static const int64_t separators[] = {7, 10};
+    int32_t inputs[B * T], targets[B * T], found[2][B * T];
+    const Batch batch = {inputs, targets, {found[0], found[1]}, NULL};
+    write_shard("documents.bin", SHARD_MAGIC_U16, 1, B * T + 1, B * T + 1, 4);
+    DataLoader dl = open_loader("documents.bin", T, false, 1);
+    for (int i = 0; i < 2; i++) {
+        dl.separator = separators[i];
+        dataloader_whole_batch(&dl, 0, B, &batch);
+        CHECK(inputs[7] == 11 && targets[7] == 12 && memcmp(found[0], starts[i], sizeof found[0]) == 0 &&
+                  memcmp(found[1], ends[i], sizeof found[1]) == 0,
+              "documents begin with token %lld; the fourth is found at %d to %d", (long long)dl.separator, found[0][3],
+              found[1][3]);
+    }
+    CHECK(dataloader_holds(&dl, 4) && dataloader_holds(&dl, 16) && !dataloader_holds(&dl, 3) &&
+              !dataloader_holds(&dl, 17),
+          "the loader knows which tokens its shards hold");
+    dataloader_close(&dl);
+}
+
 int main(void) {
     scratch_create();
     test_formats_and_windows();
     test_many_shards();
     test_list();
     test_short_shards();
+    test_documents();
     test_permutation();
     test_permutation_is_even();
     test_huge_count();

@@ -1256,6 +1256,7 @@ static void trainer_gemm_choose(const Gemm *, GemmPlan *, bf16 *, const QTensor 
 #define cudaMemGetInfo trainer_memory_info
 #define cudaMemcpy trainer_memcpy
 #define dataloader_batch trainer_batch
+#define dataloader_whole_batch ignored
 #define embedding_sort ignored
 #define gemm_choose trainer_gemm_choose
 #define gemm_describe trainer_gemm

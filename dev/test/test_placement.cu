@@ -448,6 +448,7 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
             o.grad_accumulation_steps = variant & 1 ? 2 : 1;
             o.grad_clip = variant & 2 ? 1 : 0;
             o.deterministic = (recipe + o.recompute) % 2 > 0;
+            o.document_mask = variant & 2 ? "on" : "off";
             if (variant & 4)
                 o.reduce_dtype = REDUCE_FP32, o.master_weights = STORAGE_FP32, o.optimizer_state = MOMENTS_FP32,
                 o.fp8_audit = 10, o.fp8_filter = recipe == RECIPE_BF16 ? "" : "first,down";

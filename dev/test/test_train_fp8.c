@@ -194,6 +194,55 @@ static void test_slope(ModelFamily family, int64_t B, int64_t T) {
     trainer_free(&t);
 }
 
+// Runs forward and backward of `t` on tokens [from, from + R) of a packed text. grad_scale is that of the whole text.
+static void run_documents(Trainer *t, const int32_t *tokens, int64_t separator, float grad_scale) {
+    initialize_weights(t);
+    for (int64_t i = 0; i < t->d.R; i++) {
+        t->batch.inputs[i] = tokens[i];
+        t->batch.targets[i] = tokens[i] % 36 + 1;
+    }
+    if (t->batch.documents.starts) documents_find(t->batch.documents, t->batch.inputs, t->d.B, t->d.T, separator);
+    model_forward_backward(t, &t->batch, grad_scale);
+}
+
+// With --document-mask each document of a packed batch has the losses and input gradients that it has alone, bit for
+// bit, in fp32. Weight gradients are sums over all rows, which have another order. The lengths: one token, fewer than
+// QUERY_BLOCK queries, as many, and more; the second sequence goes on within a document.
+static void test_documents(ModelFamily family, int recompute) {
+    enum { B = 2, T = 300, SEPARATOR = 5, DOCUMENTS = 9 };
+    static const int64_t lengths[DOCUMENTS] = {1, 150, 64, 85, 30, 1, 1, 65, 203};
+    int32_t tokens[B * T];
+    Options o = small_options(PRECISION_FP32, B, T), one = o;
+    ModelConfig m = odd_model(family);
+    const float grad_scale = 1.0f / (B * T);
+    Trainer packed, alone;
+    o.document_mask = "on", o.recompute = recompute;
+    for (int64_t i = 0; i < B * T; i++) tokens[i] = 6 + (int32_t)(rng_u64(3, (uint64_t)i) % 31);
+    for (int64_t i = 0, at = 0; i < DOCUMENTS; at += lengths[i++])
+        if (at != T) tokens[at] = SEPARATOR;
+    trainer_create(&packed, &o, &m);
+    run_documents(&packed, tokens, SEPARATOR, grad_scale);
+    float *sum = (float *)xcalloc((size_t)packed.table.total, sizeof *sum);
+    int64_t losses = 0, inputs = 0;
+    for (int64_t i = 0, at = 0; i < DOCUMENTS; at += lengths[i++]) {
+        one.batch_size = 1, one.sequence_length = lengths[i];
+        trainer_create(&alone, &one, &m);
+        run_documents(&alone, tokens + at, SEPARATOR, grad_scale);
+        losses += memcmp(alone.acts.losses, packed.acts.losses + at, (size_t)lengths[i] * sizeof(float)) != 0;
+        inputs += memcmp(alone.acts.dx, packed.acts.dx + at * m.hidden_size,
+                         (size_t)(lengths[i] * m.hidden_size) * sizeof(float)) != 0;
+        for (int64_t k = 0; k < alone.table.total; k++) sum[k] += alone.params.gradients[k];
+        trainer_free(&alone);
+    }
+    const double error = check_relative_error(packed.params.gradients, sum, packed.table.total);
+    CHECK(!losses && !inputs && error < 1e-6,
+          "family %d, --recompute %d: documents have the bits that they have alone; %lld differ in losses, %lld in "
+          "input gradients; relative error of weight gradients %g",
+          (int)family, recompute, (long long)losses, (long long)inputs, error);
+    free(sum);
+    trainer_free(&packed);
+}
+
 // A model with sizes on which every recipe can run FP8.
 static ModelConfig fp8_model(void) {
     ModelConfig m = odd_model(FAMILY_QWEN3);
@@ -1534,6 +1583,10 @@ static void test_refusals(void) {
          "leave it at auto"},
         {EXIT_USAGE, "tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-margin 1",
          "fp8-recipe delayed"},
+        {EXIT_USAGE, "tiny --train-data @/train.bin --sequence-length 32 --document-mask on",
+         "it is not known which token begins a document"},
+        {EXIT_USAGE, "tiny --train-data @/train.bin --sequence-length 32 --document-mask 61",
+         "--train-data has no token 61"},
         {EXIT_OTHER, "@/qwen3_tiny --train-data @/large.bin --sequence-length 32",
          "use a shard made with the model's own tokenizer"},
     };
@@ -1604,6 +1657,7 @@ int main(int argc, char **argv) {
         test_slope(families[i], 2, 7);
         test_slope(families[i], 1, 70);
     }
+    for (int i = 0; i < 3; i++) test_documents(families[i], i == 1 ? RECOMPUTE_LAYER : RECOMPUTE_NONE);
     test_invariance(PRECISION_FP32, RECIPE_BF16);
     if (!SANITIZED) test_invariance(PRECISION_BF16, RECIPE_BF16);
     for (int recipe = 0; recipe < NUM_RECIPES; recipe++)  // sanitizers see the others in test_fp8_activations

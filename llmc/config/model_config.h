@@ -5,6 +5,7 @@
 
 #include <math.h>
 
+#include "../base/documents.h"
 #include "../base/utils.h"
 
 #define VOCABULARY_LARGEST (1 << 24)  // tokens
@@ -197,13 +198,14 @@ static inline void rope_table_fill(float *table, const ModelConfig *m, int64_t T
 // on the GPU need. Checkpoints and exports have only the rows of the vocabulary.
 static inline int64_t model_padded_vocabulary(const ModelConfig *m) { return round_up(m->vocab_size, 8); }
 
-// The sizes of one micro-batch of a model.
+// The sizes of one micro-batch of a model, and where its documents lie.
 typedef struct {
     int64_t B, T, R;      // sequences, tokens each, rows R = B*T
     int64_t V, C, F, L;   // vocabulary, hidden, intermediate, layers
     int64_t NH, NKV, HD;  // query heads, key/value heads, head dimension
     int64_t QKV, ATT;     // columns of the packed q, k, v and of the attention output
     int64_t VP;           // model_padded_vocabulary()
+    Documents documents;
 } Dims;
 
 static inline Dims model_dims(const ModelConfig *m, int64_t B, int64_t T) {
@@ -219,7 +221,8 @@ static inline Dims model_dims(const ModelConfig *m, int64_t B, int64_t T) {
                     m->head_dim,
                     model_qkv_size(m),
                     m->num_heads * m->head_dim,
-                    model_padded_vocabulary(m)};
+                    model_padded_vocabulary(m),
+                    {NULL, NULL}};
     return d;
 }
 

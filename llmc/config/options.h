@@ -349,6 +349,8 @@ static inline bool option_is_setting(const OptionRow *row) {
     return row->kind != OPTION_GROUP && !prints;
 }
 
+static inline bool options_masks_documents(const Options *o) { return strcmp(o->document_mask, "off") != 0; }
+
 // True if gradients of the layers' matrices are FP8 (gradient_fp8.h), before or after options_resolve.
 static inline bool options_fp8_gradients(const Options *o) {
     return o->grad_accum_dtype == SUM_FP8 || (o->grad_accum_dtype == SUM_AUTO && o->reduce_dtype == REDUCE_FP8);

@@ -163,6 +163,14 @@ static inline void options_offload_conflict(const Options *o, char *message, siz
                        "--master-weights fp32, or leave master out");
 }
 
+// Checks the value of --document-mask.
+static inline void options_mask_conflict(const Options *o, char *message, size_t capacity) {
+    const char *mask = o->document_mask;
+    const size_t digits = strspn(mask, "0123456789");
+    if (options_masks_documents(o) && strcmp(mask, "on") != 0 && (!digits || digits > 8 || mask[digits]))
+        format_checked(message, capacity, "--document-mask: \"%s\" is neither on, off nor the id of a token", mask);
+}
+
 // Rules of --precision fp32, and of options for FP8 without --precision fp8.
 static inline void options_precision_conflict(const Options *o, char *message, size_t capacity) {
     const OptionRow *stray = o->precision == PRECISION_FP8 ? NULL : options_stray_fp8(o);
@@ -243,6 +251,7 @@ static inline const char *options_conflict(const Options *o, char *message, size
     if (!*message) options_rank_conflict(o, message, capacity);
     if (!*message) options_backward_conflict(o, message, capacity);
     if (!*message) options_offload_conflict(o, message, capacity);
+    if (!*message) options_mask_conflict(o, message, capacity);
     if (!*message && o->json && !o->dry_run)
         format_checked(message, capacity, "--json is for --dry-run; a run writes log.jsonl to --log-dir");
     if (!*message && o->precision == PRECISION_FP8) options_fp8_conflict(o, message, capacity);

@@ -87,6 +87,10 @@ enum { RARE, COMMON };
     TEXT(val_data, "val-data", "", FREE, COMMON, "validation shards, as for --train-data") \
     CHOICE(shuffle, "shuffle", ON, SWITCHES, MUST_MATCH, RARE, \
          "order of training sequences; on: a new permutation in each epoch, from --seed; off: as in the files") \
+    TEXT(document_mask, "document-mask", "off", MUST_MATCH, RARE, \
+         "on: attention stays within a document, and its positions begin at 0, in training and validation; a document " \
+         "begins with the separator token of the shards' tokenizer table or, without a table, with the model's BOS " \
+         "token; a number: with the token of this id; mfu, sol and --profile count attention as with off") \
     INT(sequence_length, "sequence-length", 2048, 1, 1 << 20, MUST_MATCH, COMMON, "tokens per sequence (T)") \
     INT(batch_size, "batch-size", 1, 1, 65535, TOLD, COMMON, "sequences per rank and micro-step (B)") \
     INT(grad_accumulation_steps, "grad-accumulation-steps", 1, 1, ACCUMULATION_MAX, TOLD, COMMON, \

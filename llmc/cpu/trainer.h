@@ -318,6 +318,10 @@ static inline void place_activations(Trainer *t, Arena *a) {
     acts->losses = take(a, d->R);
     t->batch.inputs = (int32_t *)arena_take(a, d->R * (int64_t)sizeof(int32_t));
     t->batch.targets = (int32_t *)arena_take(a, d->R * (int64_t)sizeof(int32_t));
+    if (options_masks_documents(t->o)) {
+        t->batch.documents.starts = (int32_t *)arena_take(a, d->R * (int64_t)sizeof(int32_t));
+        t->batch.documents.ends = (int32_t *)arena_take(a, d->R * (int64_t)sizeof(int32_t));
+    }
     acts->rope_table = take(a, d->T * d->HD);
 }
 

@@ -7,7 +7,7 @@
 // Sequences: each shard is cut into windows of T + 1 tokens at stride T: window i holds tokens i*T to i*T + T, both
 // included. So the last target of one window is the first input of the next. No window crosses from one shard into the
 // next. Each token is predicted once an epoch, except a shard's first and those at its end, fewer than T, that fill no
-// window. Documents are packed: a window starts and ends anywhere in them.
+// window. Documents are packed: a window starts and ends anywhere in them (documents.h).
 //
 // Order: sample g of a run (g = 0, 1, 2, ...) lies in epoch g / num_sequences, rounded down. The order of an epoch is a
 // permutation of all sequences of all shards, keyed by seed and epoch. So it depends on the seed, T and the shards
@@ -21,6 +21,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "../base/documents.h"
 #include "../base/rng.h"
 #include "../base/utils.h"
 #include "../base/xxhash64.h"
@@ -55,6 +56,7 @@ typedef struct {
     int64_t num_sequences;  // in all shards: one epoch
     int64_t T;
     int64_t vocabulary;  // a token with an id that is not below it ends the run; the caller sets it when it is known
+    int64_t separator;   // --document-mask: the token that begins each document; the caller sets it
     bool shuffle;
     uint64_t seed;
     int64_t spread;    // not with shuffle; the caller sets it; 0: the samples are all sequences
@@ -70,6 +72,7 @@ typedef struct {
 // Token ids of a batch of B sequences of T tokens, in memory of the host or of a GPU.
 typedef struct {
     int32_t *inputs, *targets;  // [B, T]; targets may be NULL if no loss is computed
+    Documents documents;        // NULL without --document-mask
     int32_t *index;             // the rows of the inputs, grouped by token id (embedding.cuh); NULL on the CPU
 } Batch;
 
@@ -407,6 +410,12 @@ static inline void dataloader_batch(DataLoader *dl, int64_t first_sample, int64_
     }
 }
 
+// Reads a batch as dataloader_batch does, and finds its documents if it has memory for them.
+static inline void dataloader_whole_batch(DataLoader *dl, int64_t first_sample, int64_t B, const Batch *batch) {
+    dataloader_batch(dl, first_sample, B, batch->inputs, batch->targets);
+    if (batch->documents.starts) documents_find(batch->documents, batch->inputs, B, dl->T, dl->separator);
+}
+
 // Reads every token of every shard once, in order, until an id is >= limit. Returns the place of that token or, if no
 // id is, the place of the first token with the largest id.
 static inline TokenPlace dataloader_scan(DataLoader *dl, int64_t limit) {
@@ -428,6 +437,18 @@ static inline TokenPlace dataloader_scan(DataLoader *dl, int64_t limit) {
         }
     }
     return largest;
+}
+
+// True if a shard holds token `id`. Reads from the first shard on until it is found.
+static inline bool dataloader_holds(DataLoader *dl, int64_t id) {
+    for (int64_t s = 0; s < dl->num_shards; s++)
+        for (int64_t first = 0, count; first < dl->shards[s].num_tokens; first += count) {
+            count = min_i64(SHARD_SCAN_TOKENS, dl->shards[s].num_tokens - first);
+            shard_read_tokens(&dl->shards[s], first, count, dl->buffer);
+            for (int64_t i = 0; i < count; i++)
+                if ((int64_t)dl->buffer[i] == id) return true;
+        }
+    return false;
 }
 
 // Returns the largest token id of all shards, after a full read. Without a tokenizer table, the presets tiny, small and

@@ -22,7 +22,7 @@ static inline void attention_check(AttentionDims d, const void *qkv, const void 
 
 // Returns the bytes of workspace that attention_backward needs: enough for either implementation. Forward needs none.
 static inline size_t attention_workspace_bytes(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_t HD) {
-    AttentionDims d = {B, T, NH, NKV, HD, false};
+    AttentionDims d = {B, T, NH, NKV, HD, false, {}};
     size_t mma = attention_backward_mma_workspace_bytes(d), sm90 = attention_backward_sm90_workspace_bytes(d);
     return mma > sm90 ? mma : sm90;
 }

@@ -19,7 +19,8 @@ typedef struct {
     int section;
 } AttentionBackwardPlan;
 
-static inline int64_t attention_backward_queries(int64_t HD) { return HD == 128 ? 64 : 128; }  // queries per step
+// Returns the queries of a step.
+HOST_DEVICE static inline int64_t attention_backward_queries(int64_t HD) { return HD == 128 ? 64 : 128; }
 
 // Chooses heads_per_block and section. Few thread blocks leave SMs idle. Many blocks cost a pass over fp32 partial sums
 // of dK and dV. So this takes the most heads per block for which the longest block has at most longest_share times an

@@ -4,7 +4,7 @@
 //   dS = P * (dP - delta)       dV = P^T dO               dK = dS^T Q / sqrt(HD)          dQ = dS K / sqrt(HD)
 //
 // This is algorithm 4 of FlashAttention (Dao et al.); P and dS are rounded to bf16 before their GEMMs. It runs three
-// kernels:
+// kernels, the first and the last from attention_backward_passes.cuh:
 //  1. attention_backward_stats computes lse * log2(e) and delta of each query row, padded to whole tiles so that
 //     padding rows get P = 0, and zeroes dQ and the counters.
 //  2. attention_backward_main: a thread block owns 128 keys of one key/value head. It loops over the queries that see
@@ -16,59 +16,20 @@
 //     several blocks share the query heads of a GQA group.
 //  3. attention_backward_rows writes dQ, scaled, as bf16 rows of dqkv. If there are fp32 parts of dK and dV, it also
 //     sums them, scales dK, and writes both.
+// With MASKED, attention stays within documents: queries behind the document of a block's last key are not loaded.
 // A "fragment" is an fp32 tile of 64 rows x 64 columns in global memory, in the order of the wgmma accumulators:
 // [column / 8][thread of the warpgroup][4]. So a thread accesses 16 contiguous bytes at a time.
 #ifndef LLMC_ATTENTION_BACKWARD_SM90_CUH
 #define LLMC_ATTENTION_BACKWARD_SM90_CUH
 
-#include "attention_backward_plan.cuh"
-#include "../gpu/hopper.cuh"
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Step 1
-
-// Computes lse * log2(e) and delta, and zeroes dq and the counters, which step 2 adds to. The grid is (padded T / rows
-// of a block, NH, B) with 256 threads; HD/8 lanes share a row.
-template <int HD>
-__global__ void attention_backward_stats(float *stats, float *dq, int *counters, int64_t num_counters, const bf16 *dout,
-                                         const bf16 *out, const float *lse, int64_t T, int64_t NH) {
-    grid_dependency_wait();
-    const int lanes = HD / 8, rows = 256 / lanes;
-    int64_t padded = (int64_t)gridDim.x * rows, h = blockIdx.y, b = blockIdx.z;
-    int64_t t = (int64_t)blockIdx.x * rows + threadIdx.x / lanes;
-    // Index of this thread in the grid. dq has HD values for each padded row; each thread zeroes 8.
-    const int64_t thread = ((b * NH + h) * gridDim.x + blockIdx.x) * 256 + threadIdx.x;
-    for (int i = 0; i < 2; i++)
-        ((float4 *)dq)[(thread - threadIdx.x) * 2 + i * 256 + threadIdx.x] = make_float4(0, 0, 0, 0);
-    if (thread < num_counters) counters[thread] = 0;
-    float sum = 0;
-    if (t < T) {
-        int64_t at = ((b * T + t) * NH + h) * HD + threadIdx.x % lanes * 8;
-        uint4 x = *(const uint4 *)(dout + at), y = *(const uint4 *)(out + at);
-        const __nv_bfloat162 *dx = (const __nv_bfloat162 *)&x, *oy = (const __nv_bfloat162 *)&y;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            float2 u = __bfloat1622float2(dx[i]), v = __bfloat1622float2(oy[i]);
-            sum += u.x * v.x + u.y * v.y;
-        }
-    }
-#pragma unroll
-    for (int i = lanes / 2; i > 0; i /= 2) sum += __shfl_xor_sync(0xffffffff, sum, i);
-    if (threadIdx.x % lanes == 0) {
-        float *row = stats + (b * NH + h) * 2 * padded + t;
-        row[0] = t < T ? lse[(b * NH + h) * T + t] * LOG2_E : INFINITY;
-        row[padded] = sum;
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Step 2
+#include "attention_backward_passes.cuh"
 
 typedef struct {
     CUtensorMap q, kv, dout, stats, dkv;
     float *dq, *partial;                              // partial NULL: dK and dV are written to dqkv
     int *order, *ticket;                              // order NULL: dQ is added in any order
     int T, NH, NKV, heads_per_block, section, heads;  // heads: B * NKV * parts of a GQA group
+    Documents documents;                              // with MASKED
 } AttentionBackwardParams;
 
 // Shared memory of a thread block, as offsets from a multiple of 1024 bytes.
@@ -102,9 +63,14 @@ typedef struct {
 
 #if HOPPER_DEVICE_CODE
 
+// Returns at[t] of sequence b, of Documents.starts or ends; for t from T on that of the last token.
+__device__ __forceinline__ int attention_backward_document(const int32_t *at, int b, int t, int T) {
+    return __ldg(at + (int64_t)b * T + min(t, T - 1));
+}
+
 // Returns work unit `ticket`. Units are ordered by section, and within a section by key tile: units of the first key
 // tile, which take longest, come first.
-template <int HD> __device__ __forceinline__ AttentionBackwardUnit
+template <int HD, bool MASKED> __device__ __forceinline__ AttentionBackwardUnit
 attention_backward_unit(const AttentionBackwardParams &p, int ticket) {
     const int MQ = AttentionBackwardTiles<HD>::MQ;
     int tiles = (p.T + 127) / 128, group = p.NH / p.NKV, parts = group / p.heads_per_block;
@@ -117,7 +83,8 @@ attention_backward_unit(const AttentionBackwardParams &p, int ticket) {
     u.b = u.part / parts / p.NKV;
     u.head = u.kv * group + u.part % parts * p.heads_per_block;
     u.first = u.tile * 128 / MQ;
-    u.last = (p.T + MQ - 1) / MQ;
+    const int end = MASKED ? attention_backward_document(p.documents.ends, u.b, u.tile * 128 + 127, p.T) : p.T;
+    u.last = (end + MQ - 1) / MQ;
     return u;
 }
 
@@ -192,6 +159,14 @@ template <int N> __device__ __forceinline__ void attention_backward_mask(float (
         if (key + i % 4 / 2 * 8 > query + i / 4 * 8 + i % 2) s[i] = -INFINITY;
 }
 
+// Masks queries behind the documents of a thread's two keys, which end at ends[0] and ends[1].
+template <int N>
+__device__ __forceinline__ void attention_backward_mask_documents(float (&s)[N], const int (&ends)[2], int query) {
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        if (query + i / 4 * 8 + i % 2 >= ends[i % 4 / 2]) s[i] = -INFINITY;
+}
+
 // Turns S^T into P^T. stats is the shared-memory address of the base-2 log-sum-exp of this thread's first query.
 template <int N> __device__ __forceinline__ void attention_backward_probabilities(float (&s)[N], uint32_t stats,
                                                                                   float scale) {
@@ -246,8 +221,9 @@ __device__ __forceinline__ int attention_backward_adds_done(const int *order) {
 }
 
 // The thread that adds the dQ tiles of consumer warpgroup w to global memory. With p.order, thread blocks add to a tile
-// in the order of their keys: this one waits until u.tile others have added.
-template <int HD>
+// in the order of their keys: this one waits until the blocks of earlier keys have added, u.tile of them or, with
+// MASKED, those that the tile's first query sees.
+template <int HD, bool MASKED>
 __device__ __forceinline__ void attention_backward_add_dq(const AttentionBackwardParams &p, AttentionBackwardUnit u,
                                                           uint32_t smem, int w) {
     using L = AttentionBackwardTiles<HD>;
@@ -258,7 +234,9 @@ __device__ __forceinline__ void attention_backward_add_dq(const AttentionBackwar
         for (int left = tiles; left > 0; left--, parity ^= 1, tile -= 2) {
             mbarrier_wait(smem + L::DQ_FULL + 8 * w, parity);
             if (p.order) {
-                while (turn != u.tile) turn = attention_backward_adds_done(p.order + tile);
+                const int m = u.first + left - 1,
+                          before = MASKED ? attention_backward_document(p.documents.starts, u.b, m * L::MQ, p.T) : 0;
+                while (turn != u.tile - before / 128) turn = attention_backward_adds_done(p.order + tile);
                 fence_async_proxy_all();
             }
             bulk_reduce_add_f32(p.dq + (int64_t)tile * ATTENTION_BACKWARD_FRAGMENT, smem + L::DQ + w * L::DQ_BYTES,
@@ -330,7 +308,7 @@ template <int HD> __device__ __forceinline__ void attention_backward_write(const
 // tensor cores have work during the elementwise parts: dP during P, dV and dK during the exchange of dS, the next S
 // during the add of dQ. The other warpgroup fills the remaining gaps. Issuing dV before dS would need more registers
 // than there are.
-template <int HD>
+template <int HD, bool MASKED>
 __device__ __forceinline__ void attention_backward_consume(const AttentionBackwardParams &p, AttentionBackwardUnit u,
                                                            uint32_t smem) {
     using L = AttentionBackwardTiles<HD>;
@@ -342,6 +320,11 @@ __device__ __forceinline__ void attention_backward_consume(const AttentionBackwa
     uint32_t dq_k = smem + L::K + (HD == 128 ? w * 128 * 128 : 0);
     int tiles = u.last - u.first, steps = tiles * p.heads_per_block;
     float scale = LOG2_E * rsqrtf((float)HD);
+    int first_end = 0, ends[2] = {0, 0};
+    if (MASKED) {
+        first_end = attention_backward_document(p.documents.ends, u.b, u.tile * 128 + w * 64, p.T);
+        for (int h = 0; h < 2; h++) ends[h] = attention_backward_document(p.documents.ends, u.b, key + 8 * h, p.T);
+    }
     float dk[HD / 2], dv[HD / 2], s[MQ / 2];
 #pragma unroll
     for (int i = 0; i < HD / 2; i++) dk[i] = dv[i] = 0;
@@ -361,6 +344,7 @@ __device__ __forceinline__ void attention_backward_consume(const AttentionBackwa
         mbarrier_wait(smem + L::DO_FULL + 8 * stage, step / L::STAGES & 1);
         attention_backward_scores<HD>(dp, my_v, dout);
         if (m * MQ < u.tile * 128 + w * 64 + 63) attention_backward_mask(s, key, m * MQ + lane % 4 * 2);
+        if (MASKED && (m + 1) * MQ > first_end) attention_backward_mask_documents(s, ends, m * MQ + lane % 4 * 2);
         attention_backward_probabilities(s, stats, scale);
         uint32_t a[MQ / 16][4];
         attention_backward_pack(a, s, 1.0f);
@@ -398,7 +382,7 @@ __device__ __forceinline__ void attention_backward_consume(const AttentionBackwa
 
 #endif  // HOPPER_DEVICE_CODE
 
-template <int HD> __global__
+template <int HD, bool MASKED> __global__
 __launch_bounds__(384, 1) void attention_backward_main(const __grid_constant__ AttentionBackwardParams p) {
     grid_dependency_wait();
 #if HOPPER_DEVICE_CODE
@@ -419,69 +403,23 @@ __launch_bounds__(384, 1) void attention_backward_main(const __grid_constant__ A
         mbarrier_init_fence();
     }
     __syncthreads();
-    AttentionBackwardUnit u = attention_backward_unit<HD>(p, *ticket);
+    AttentionBackwardUnit u = attention_backward_unit<HD, MASKED>(p, *ticket);
     if (threadIdx.x < 128) {
         warpgroup_reg_dealloc<24>();
         if (threadIdx.x == 0) attention_backward_produce<HD>(p, u, smem);
-        if (threadIdx.x == 32 || threadIdx.x == 64) attention_backward_add_dq<HD>(p, u, smem, threadIdx.x / 32 - 1);
+        if (threadIdx.x == 32 || threadIdx.x == 64)
+            attention_backward_add_dq<HD, MASKED>(p, u, smem, threadIdx.x / 32 - 1);
     } else {
         warpgroup_reg_alloc<240>();
-        attention_backward_consume<HD>(p, u, smem);
+        attention_backward_consume<HD, MASKED>(p, u, smem);
     }
 #endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Step 3
-
-// The grid is (padded T / 64, blocks of 64 columns of dqkv, B) with 256 threads. Columns of dK and dV are in it only if
-// they have fp32 parts. Each thread writes 8 columns of two rows, as far as they are below T.
-template <int HD>
-__global__ void attention_backward_rows(bf16 *dqkv, const float *dq, const float *partial, int64_t T, int64_t NH,
-                                        int64_t NKV, int64_t parts) {
-    grid_dependency_wait();
-    const int64_t blocks = HD / 64, MQ = AttentionBackwardTiles<HD>::MQ;
-    int64_t tile = blockIdx.x, column = blockIdx.y, b = blockIdx.z, padded = gridDim.x * (int64_t)64;
-    const float *from;
-    int64_t stride = 0;
-    float scale = rsqrtf((float)HD);
-    if (column < NH * blocks) {
-        int64_t query_tile = (b * NH + column / blocks) * (padded / MQ) + tile * 64 / MQ;
-        from = dq + (query_tile * 2 + (HD == 128 ? column % 2 : tile % 2)) * ATTENTION_BACKWARD_FRAGMENT;
-        parts = 1;
-    } else {
-        int64_t head = column / blocks - NH, value = head >= NKV;
-        head = (b * NKV + head % NKV) * parts;
-        stride = padded * 2 * HD;
-        from = partial + head * stride + (tile * 2 + value) * (HD * 64) + column % blocks * ATTENTION_BACKWARD_FRAGMENT;
-        if (value) scale = 1;
-    }
-    int chunk = threadIdx.x % 8, group = threadIdx.x / 8;  // group: 4 threads that share accumulator rows
-    float x[16] = {0};
-    for (int64_t part = 0; part < parts; part++) {
-        const float4 *in = (const float4 *)(from + part * stride) + chunk * 128 + group * 4;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            float4 v = in[i];
-            x[2 * i] += v.x, x[2 * i + 1] += v.y, x[8 + 2 * i] += v.z, x[9 + 2 * i] += v.w;
-        }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        int64_t t = tile * 64 + group / 8 * 16 + group % 8 + half * 8;
-        uint32_t y[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) y[i] = pack_bf16(x[8 * half + 2 * i] * scale, x[8 * half + 2 * i + 1] * scale);
-        if (t < T)
-            *(uint4 *)(dqkv + (b * T + t) * (NH + 2 * NKV) * HD + column * 64 + chunk * 8) =
-                make_uint4(y[0], y[1], y[2], y[3]);
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // Host
 
-template <int HD>
+template <int HD, bool MASKED>
 static inline void attention_backward_launch(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const bf16 *out,
                                              const float *lse, void *workspace, AttentionDims d,
                                              AttentionBackwardPlan plan, cudaStream_t s) {
@@ -513,10 +451,11 @@ static inline void attention_backward_launch(bf16 *dqkv, const bf16 *dout, const
     p.ticket = ticket;
     p.T = (int)d.T, p.NH = (int)d.NH, p.NKV = (int)d.NKV;
     p.heads_per_block = plan.heads_per_block, p.section = plan.section, p.heads = (int)(d.B * parts);
-    CUDA_CHECK(
-        cudaFuncSetAttribute(attention_backward_main<HD>, cudaFuncAttributeMaxDynamicSharedMemorySize, L::BYTES));
+    p.documents = d.documents;
+    const auto kernel = attention_backward_main<HD, MASKED>;
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::BYTES));
     unsigned units = grid_size(padded / ATTENTION_BACKWARD_KEYS * p.heads, 1);
-    CUDA_LAUNCH(attention_backward_main<HD>, units, 384, L::BYTES, s, p);
+    CUDA_LAUNCH(kernel, units, 384, L::BYTES, s, p);
 
     dim3 rows_grid((unsigned)(padded / 64), (unsigned)((d.NH + (partial ? 2 * d.NKV : 0)) * (HD / 64)), (unsigned)d.B);
     CUDA_LAUNCH(attention_backward_rows<HD>, rows_grid, 256, 0, s, dqkv, dq, partial, d.T, d.NH, d.NKV, parts / d.NKV);
@@ -539,8 +478,11 @@ static inline void attention_backward_sm90(bf16 *dqkv, const bf16 *dout, const b
             "1 to 65535, 1 to 16777216, and up to 32767",
             (long long)d.B, (long long)d.T, (long long)d.NH, (long long)d.NKV);
     AttentionBackwardPlan plan = attention_backward_plan(d);
-    if (d.HD == 128) attention_backward_launch<128>(dqkv, dout, qkv, out, lse, workspace, d, plan, s);
-    else attention_backward_launch<64>(dqkv, dout, qkv, out, lse, workspace, d, plan, s);
+    const bool masked = d.documents.starts != NULL;
+    const auto launch = d.HD == 128
+                            ? (masked ? attention_backward_launch<128, true> : attention_backward_launch<128, false>)
+                            : (masked ? attention_backward_launch<64, true> : attention_backward_launch<64, false>);
+    launch(dqkv, dout, qkv, out, lse, workspace, d, plan, s);
 }
 
 #endif

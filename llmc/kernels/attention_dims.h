@@ -7,14 +7,15 @@
 // qkv is [B, T, (NH + 2*NKV) * HD] bf16: for each token all query heads, then all key heads, then all value heads.
 // Query head h reads key/value head h / (NH / NKV).
 typedef struct {
-    int64_t B, T;        // sequences, tokens per sequence
-    int64_t NH, NKV;     // query heads; key/value heads (a divisor of NH)
-    int64_t HD;          // head dimension: 64 or 128
-    bool deterministic;  // backward gives equal bits in every run
+    int64_t B, T;         // sequences, tokens per sequence
+    int64_t NH, NKV;      // query heads; key/value heads (a divisor of NH)
+    int64_t HD;           // head dimension: 64 or 128
+    bool deterministic;   // backward gives equal bits in every run
+    Documents documents;  // in GPU memory; a query sees keys of its own document alone
 } AttentionDims;
 
 static inline AttentionDims attention_dims(const Dims *d, bool deterministic) {
-    const AttentionDims a = {d->B, d->T, d->NH, d->NKV, d->HD, deterministic};
+    const AttentionDims a = {d->B, d->T, d->NH, d->NKV, d->HD, deterministic, d->documents};
     return a;
 }
 

@@ -16,6 +16,8 @@
 // producer loads the next tile's Q, K and V during the current tile's last GEMMs. Rounding: scores, softmax and sums
 // are fp32, P is rounded to bf16 before P V, and the output is rounded once. Memory traffic per token: reads (NH +
 // 2*NKV)*HD bf16, writes NH*HD bf16 + NH floats; K and V are re-read from L2.
+//
+// With MASKED, attention stays within documents: key blocks before the document of a tile's first query are not loaded.
 #ifndef LLMC_ATTENTION_FORWARD_SM90_CUH
 #define LLMC_ATTENTION_FORWARD_SM90_CUH
 
@@ -49,7 +51,8 @@ typedef struct {
     int T, NH, NKV;
     int query_blocks, heads_per_section;  // query heads per section
     int tiles;
-    float scale;  // 1 / sqrt(HD)
+    float scale;            // 1 / sqrt(HD)
+    const int32_t *starts;  // Documents.starts; NULL: not MASKED
 } ForwardPlan;
 
 typedef struct {
@@ -84,6 +87,12 @@ __device__ __forceinline__ int forward_key_blocks(int row, int T) {
     return (min(row + ROWS, T) + KEYS - 1) / KEYS;
 }
 
+// Returns where the document of query `row` begins; for rows from T on, that of the last token. Without MASKED: 0.
+template <bool MASKED>
+__device__ __forceinline__ int forward_document_start(const ForwardPlan &p, int sequence, int row) {
+    return MASKED ? __ldg(p.starts + (int64_t)sequence * p.T + min(row, p.T - 1)) : 0;
+}
+
 #if HOPPER_DEVICE_CODE
 
 // Position in a circular buffer of STAGES pipeline stages: the stage, and the phase parity of its mbarrier.
@@ -114,7 +123,7 @@ __device__ __forceinline__ void pipeline_release(uint32_t empty, PipelineState &
 
 // The producer thread. For each tile it loads K of the diagonal block, then Q, then K and V alternately, with K one
 // block ahead.
-template <int HD>
+template <int HD, bool MASKED>
 __device__ __forceinline__ void forward_produce(const CUtensorMap *map_q, const CUtensorMap *map_kv, uint32_t smem,
                                                 const ForwardPlan &plan) {
     typedef ForwardTile<HD> Tile;
@@ -124,15 +133,16 @@ __device__ __forceinline__ void forward_produce(const CUtensorMap *map_q, const 
     uint32_t q_phase = 1;
     for (int round = 0, tile; (tile = forward_tile_of_round(round)) < plan.tiles; round++) {
         ForwardPosition at = forward_position<Tile::ROWS>(plan, tile);
-        const int blocks = forward_key_blocks<Tile::ROWS, Tile::KEYS>(at.row, plan.T);
+        const int end = forward_key_blocks<Tile::ROWS, Tile::KEYS>(at.row, plan.T),
+                  blocks = end - forward_document_start<MASKED>(plan, at.sequence, at.row) / Tile::KEYS;
         const int k_column = (plan.NH + at.kv_head) * column_blocks, v_column = k_column + plan.NKV * column_blocks;
         for (int j = 0; j <= blocks; j++) {
             if (j < blocks) {
                 uint32_t full = smem + Tile::K_FULL + 8 * k.index;
                 pipeline_wait(smem + Tile::K_EMPTY, k);
                 mbarrier_arrive_expect(full, Tile::KV_BYTES);
-                tma_load_4d_hint(smem + Tile::K + k.index * Tile::KV_BYTES, map_kv, full, 0,
-                                 (blocks - 1 - j) * Tile::KEYS, k_column, at.sequence, keep);
+                tma_load_4d_hint(smem + Tile::K + k.index * Tile::KV_BYTES, map_kv, full, 0, (end - 1 - j) * Tile::KEYS,
+                                 k_column, at.sequence, keep);
                 pipeline_next<Tile::STAGES>(k);
             }
             if (j == 0) {
@@ -145,7 +155,7 @@ __device__ __forceinline__ void forward_produce(const CUtensorMap *map_q, const 
                 uint32_t full = smem + Tile::V_FULL + 8 * v.index;
                 pipeline_wait(smem + Tile::V_EMPTY, v);
                 mbarrier_arrive_expect(full, Tile::KV_BYTES);
-                tma_load_4d_hint(smem + Tile::V + v.index * Tile::KV_BYTES, map_kv, full, 0, (blocks - j) * Tile::KEYS,
+                tma_load_4d_hint(smem + Tile::V + v.index * Tile::KV_BYTES, map_kv, full, 0, (end - j) * Tile::KEYS,
                                  v_column, at.sequence, keep);
                 pipeline_next<Tile::STAGES>(v);
             }
@@ -185,6 +195,29 @@ __device__ __forceinline__ void forward_mask(float (&s)[N], int row, int column)
 #pragma unroll
         for (int e = 0; e < 4; e++)
             if (2 * j + (e & 1) > row - column + (e & 2) * 4) s[j + e] = -INFINITY;
+    }
+}
+
+// Sets the scores of keys before the documents of this thread's two queries to -inf.
+template <int N>
+__device__ __forceinline__ void forward_mask_documents(float (&s)[N], const int (&starts)[2], int column) {
+#pragma unroll
+    for (int j = 0; j < N; j += 4) {
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if (column + 2 * j + (e & 1) < starts[e / 2]) s[j + e] = -INFINITY;
+    }
+}
+
+// Awaits and releases blocks j - 1 down to `end` of keys and values, which this warp does not need. If it did not wait,
+// its arrival could count for a stage's previous block, and release that while another warp still reads it.
+template <class Tile>
+__device__ __forceinline__ void forward_skip(uint32_t smem, int j, int end, PipelineState &k, PipelineState &v) {
+    for (; j > end; j--) {
+        pipeline_wait(smem + Tile::K_FULL, k);
+        pipeline_release<Tile::STAGES>(smem + Tile::K_EMPTY, k);
+        pipeline_wait(smem + Tile::V_FULL, v);
+        pipeline_release<Tile::STAGES>(smem + Tile::V_EMPTY, v);
     }
 }
 
@@ -283,7 +316,7 @@ __device__ __forceinline__ void forward_finish(float (&o)[N], const float (&row_
 }
 
 // Consumer warpgroup: computes its 64 rows of every tile of this thread block.
-template <int HD>
+template <int HD, bool MASKED>
 __device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, float *lse, uint32_t *amax, uint32_t smem,
                                                 const ForwardPlan &plan, int warpgroup) {
     typedef ForwardTile<HD> Tile;
@@ -299,15 +332,12 @@ __device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, floa
         const int first_row = at.row + 64 * warpgroup, row = first_row + 16 * warp + lane / 4;
         const int loaded = forward_key_blocks<Tile::ROWS, Tile::KEYS>(at.row, plan.T),
                   blocks = forward_key_blocks<64, Tile::KEYS>(first_row, plan.T);
-        for (int j = loaded; j > blocks;
-             // A skipped block is awaited too. If this warp arrived before the block is loaded, its arrival would count
-             // for the stage's previous block, and could release that while another warp still reads it.
-             j--) {
-            pipeline_wait(smem + Tile::K_FULL, k);
-            pipeline_release<Tile::STAGES>(smem + Tile::K_EMPTY, k);
-            pipeline_wait(smem + Tile::V_FULL, v);
-            pipeline_release<Tile::STAGES>(smem + Tile::V_EMPTY, v);
-        }
+        const int first = forward_document_start<MASKED>(plan, at.sequence, first_row) / Tile::KEYS,
+                  first_loaded = forward_document_start<MASKED>(plan, at.sequence, at.row) / Tile::KEYS,
+                  last_start = forward_document_start<MASKED>(plan, at.sequence, first_row + 63);
+        const int starts[2] = {forward_document_start<MASKED>(plan, at.sequence, row),
+                               forward_document_start<MASKED>(plan, at.sequence, row + 8)};
+        forward_skip<Tile>(smem, loaded, blocks, k, v);
         float s[Tile::KEYS / 2], o[HD / 2] = {0.0f}, row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.0f, 0.0f},
                                         correction[2];
         uint32_t p[Tile::KEYS / 16][4];
@@ -318,13 +348,15 @@ __device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, floa
         wgmma_wait<0>();
         wgmma_fence_registers(s);
         pipeline_release<Tile::STAGES>(smem + Tile::K_EMPTY, k);
-        // Only this first block reaches past the diagonal. Each row sees at least the block's first key, so the
-        // maximum is finite from here on.
+        // Only this first block reaches past the diagonal. Each row sees one of its keys, so the maximum is finite from
+        // here on.
         forward_mask(s, row, (blocks - 1) * Tile::KEYS + 2 * (lane % 4));
+        if (MASKED && (blocks - 1) * Tile::KEYS < last_start)
+            forward_mask_documents(s, starts, (blocks - 1) * Tile::KEYS + 2 * (lane % 4));
         forward_softmax(s, row_max, row_sum, correction, c);
         forward_pack(p, s);
 
-        for (int j = blocks - 2; j >= 0; j--) {  // computes scores of block j and output of block j + 1
+        for (int j = blocks - 2; j >= first; j--) {  // computes scores of block j and output of block j + 1
             pipeline_wait(smem + Tile::K_FULL, k);
             forward_start_scores<HD, Tile::ROWS, Tile::KEYS>(s, q_desc, k_desc + k.index * (Tile::KV_BYTES / 16));
             pipeline_wait(smem + Tile::V_FULL, v);
@@ -332,6 +364,8 @@ __device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, floa
             wgmma_wait<1>();
             wgmma_fence_registers(s);
             pipeline_release<Tile::STAGES>(smem + Tile::K_EMPTY, k);
+            if (MASKED && j * Tile::KEYS < last_start)
+                forward_mask_documents(s, starts, j * Tile::KEYS + 2 * (lane % 4));
             forward_softmax(s, row_max, row_sum, correction, c);
             wgmma_wait<0>();
             wgmma_fence_registers(o);
@@ -346,6 +380,7 @@ __device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, floa
         wgmma_wait<0>();
         wgmma_fence_registers(o);
         pipeline_release<Tile::STAGES>(smem + Tile::V_EMPTY, v);
+        forward_skip<Tile>(smem, first, first_loaded, k, v);
         forward_finish<HD>(o, row_max, row_sum, smem + Tile::OUT + warpgroup * Tile::OUT_BYTES, map_out, lse, plan, at,
                            warpgroup, packed_amax);
     }
@@ -355,7 +390,7 @@ __device__ __forceinline__ void forward_consume(const CUtensorMap *map_out, floa
 
 #endif  // HOPPER_DEVICE_CODE
 
-template <int HD>
+template <int HD, bool MASKED>
 __global__ void __launch_bounds__(ForwardTile<HD>::THREADS, 1)
     attention_forward_sm90_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_kv,
                                   const __grid_constant__ CUtensorMap map_out, float *__restrict__ lse, uint32_t *amax,
@@ -385,17 +420,17 @@ __global__ void __launch_bounds__(ForwardTile<HD>::THREADS, 1)
     const int warpgroup = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0);
     if (warpgroup == 0) {
         warpgroup_reg_dealloc<Tile::PRODUCER_REGISTERS>();
-        if (threadIdx.x == 0) forward_produce<HD>(&map_q, &map_kv, smem, plan);
+        if (threadIdx.x == 0) forward_produce<HD, MASKED>(&map_q, &map_kv, smem, plan);
     } else {
         warpgroup_reg_alloc<Tile::CONSUMER_REGISTERS>();
-        forward_consume<HD>(&map_out, lse, amax, smem, plan, warpgroup - 1);
+        forward_consume<HD, MASKED>(&map_out, lse, amax, smem, plan, warpgroup - 1);
     }
 #else
     (void)map_q, (void)map_kv, (void)map_out, (void)lse, (void)amax, (void)plan;
 #endif
 }
 
-template <int HD>
+template <int HD, bool MASKED>
 static inline void attention_forward_sm90_launch(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv,
                                                  AttentionDims d, cudaStream_t stream) {
     typedef ForwardTile<HD> Tile;
@@ -411,14 +446,14 @@ static inline void attention_forward_sm90_launch(bf16 *out, float *lse, uint32_t
     plan.heads_per_section = (int)(pairs_per_section * group);
     plan.tiles = (int)(d.B * d.NH * plan.query_blocks);
     plan.scale = 1.0f / sqrtf((float)HD);
+    plan.starts = d.documents.starts;
     const CUtensorMap map_q = tensor_map_tokens(qkv, d.B, d.T, columns, Tile::ROWS, HD / 64);
     const CUtensorMap map_kv = tensor_map_tokens(qkv, d.B, d.T, columns, Tile::KEYS, HD / 64);
     const CUtensorMap map_out = tensor_map_tokens(out, d.B, d.T, d.NH * HD, 64, HD / 64);
-    CUDA_CHECK(cudaFuncSetAttribute(attention_forward_sm90_kernel<HD>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    Tile::SMEM_BYTES));
+    const auto kernel = attention_forward_sm90_kernel<HD, MASKED>;
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SMEM_BYTES));
     const int grid = (int)min_i64(plan.tiles, device_sm_count());
-    CUDA_LAUNCH(attention_forward_sm90_kernel<HD>, grid, Tile::THREADS, Tile::SMEM_BYTES, stream, map_q, map_kv,
-                map_out, lse, amax, plan);
+    CUDA_LAUNCH(kernel, grid, Tile::THREADS, Tile::SMEM_BYTES, stream, map_q, map_kv, map_out, lse, amax, plan);
 }
 
 // Writes out [B,T,NH*HD] bf16 and lse [B,NH,T] fp32 from qkv [B,T,(NH+2*NKV)*HD] bf16, and raises *amax to max |out|
@@ -426,8 +461,11 @@ static inline void attention_forward_sm90_launch(bf16 *out, float *lse, uint32_t
 // (hopper_available()). It neither allocates nor synchronizes.
 static inline void attention_forward_sm90(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d,
                                           cudaStream_t stream) {
-    if (d.HD == 128) attention_forward_sm90_launch<128>(out, lse, amax, qkv, d, stream);
-    else attention_forward_sm90_launch<64>(out, lse, amax, qkv, d, stream);
+    const bool masked = d.documents.starts != NULL;
+    const auto launch =
+        d.HD == 128 ? (masked ? attention_forward_sm90_launch<128, true> : attention_forward_sm90_launch<128, false>)
+                    : (masked ? attention_forward_sm90_launch<64, true> : attention_forward_sm90_launch<64, false>);
+    launch(out, lse, amax, qkv, d, stream);
 }
 
 #endif

@@ -11,8 +11,13 @@
 // twice, once by keys (for dK, dV) and once by queries (for dQ). That is 7 GEMMs instead of 5, but needs neither
 // atomics nor buffers for partial sums. A shared-memory tile is [64][HD] bf16; 16-byte chunk c of row r is stored at
 // chunk c ^ (r % 8), so ldmatrix has no bank conflicts.
+//
+// Kernels with MASKED keep attention within documents (AttentionDims.documents). They skip tiles in which no query sees
+// a key.
 #ifndef LLMC_ATTENTION_MMA_CUH
 #define LLMC_ATTENTION_MMA_CUH
+
+#include <float.h>
 
 #include "../fp8/amax.cuh"
 #include "attention_dims.h"
@@ -125,6 +130,12 @@ __device__ __forceinline__ void mma_store_rows(bf16 *to, int64_t stride, int64_t
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
 
+// Returns at[t] of a sequence's Documents.starts or ends; for t from T on that of the last token. Without MASKED: 0.
+template <bool MASKED>
+__device__ __forceinline__ int mma_document(const int32_t *at, int64_t sequence, int64_t t, int64_t T) {
+    return MASKED ? __ldg(at + sequence * T + (t < T ? t : T - 1)) : 0;
+}
+
 // Turns one tile's unscaled scores s of this thread's two rows into exp(scale * (s - max)). Updates the max (of
 // unscaled scores), the output so far, and the sum so far, which is over this thread's columns only.
 template <int HD>
@@ -152,8 +163,9 @@ __device__ __forceinline__ void mma_softmax(float (&s)[8][4], float (&o)[HD / 8]
     }
 }
 
-// One thread block computes the output of 64 queries of one head, over the key tiles from 0 up to the diagonal.
-template <int HD>
+// One thread block computes the output of 64 queries of one head, over the key tiles from the first that a query sees
+// up to the diagonal.
+template <int HD, bool MASKED>
 __global__ void __launch_bounds__(MMA_THREADS)
     attention_forward_mma_kernel(bf16 *__restrict__ out, float *__restrict__ lse, const bf16 *__restrict__ qkv,
                                  AttentionDims d, float scale) {
@@ -168,12 +180,19 @@ __global__ void __launch_bounds__(MMA_THREADS)
                *v = k + d.NKV * HD;
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
 
+    const int64_t first = mma_document<MASKED>(d.documents.starts, sequence, q0, d.T) / MMA_TILE,
+                  last_start = mma_document<MASKED>(d.documents.starts, sequence, q0 + MMA_TILE - 1, d.T);
+    const int starts[2] = {mma_document<MASKED>(d.documents.starts, sequence, q0 + row0 + lane / 4, d.T),
+                           mma_document<MASKED>(d.documents.starts, sequence, q0 + row0 + lane / 4 + 8, d.T)};
+
     mma_copy_tile<HD>(q_tile, base + head * HD, stride, q0, d.T);
-    mma_copy_tile<HD>(stages, k, stride, 0, d.T);
-    mma_copy_tile<HD>(stages + TILE_BYTES, v, stride, 0, d.T);
+    mma_copy_tile<HD>(stages + (uint32_t)(first % 2) * 2 * TILE_BYTES, k, stride, first * MMA_TILE, d.T);
+    mma_copy_tile<HD>(stages + (uint32_t)(first % 2) * 2 * TILE_BYTES + TILE_BYTES, v, stride, first * MMA_TILE, d.T);
     copy_async_commit();
-    float o[HD / 8][4] = {{0.0f}}, row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.0f, 0.0f};
-    for (int64_t j = 0; j <= block; j++) {
+    // A row may see no key of the first tiles, and -inf - -inf would be NaN.
+    const float least = MASKED ? -FLT_MAX : -INFINITY;
+    float o[HD / 8][4] = {{0.0f}}, row_max[2] = {least, least}, row_sum[2] = {0.0f, 0.0f};
+    for (int64_t j = first; j <= block; j++) {
         const uint32_t k_tile = stages + (uint32_t)(j % 2) * 2 * TILE_BYTES,
                        next = stages + (uint32_t)((j + 1) % 2) * 2 * TILE_BYTES;
         if (j < block) {
@@ -189,6 +208,12 @@ __global__ void __launch_bounds__(MMA_THREADS)
 #pragma unroll
             for (int i = 0; i < 32; i++)
                 if (i / 4 * 8 + lane % 4 * 2 + i % 2 > row0 + lane / 4 + i % 4 / 2 * 8) s[i / 4][i % 4] = -INFINITY;
+        }
+        if (MASKED && j * MMA_TILE < last_start) {
+#pragma unroll
+            for (int i = 0; i < 32; i++)
+                if ((int)j * MMA_TILE + i / 4 * 8 + lane % 4 * 2 + i % 2 < starts[i % 4 / 2])
+                    s[i / 4][i % 4] = -INFINITY;
         }
         mma_softmax<HD>(s, o, row_max, row_sum, scale);
         mma_add_times_tile<HD>(o, s, k_tile + TILE_BYTES);
@@ -235,9 +260,9 @@ __device__ __forceinline__ void mma_probability(float &s, float &dp, float2 stat
 }
 
 // One thread block computes dK and dV of 64 keys of one key/value head, over the GQA group's query heads and over the
-// query tiles from the diagonal on. S and dP are computed transposed (keys down), so P^T and dS^T are in the layout of
-// the left operands of dV and dK.
-template <int HD>
+// query tiles from the diagonal to the last that sees a key. S and dP are computed transposed (keys down), so P^T and
+// dS^T are in the layout of the left operands of dV and dK.
+template <int HD, bool MASKED>
 __global__ void __launch_bounds__(MMA_THREADS)
     attention_backward_kv_mma_kernel(bf16 *__restrict__ dqkv, const bf16 *__restrict__ dout,
                                      const bf16 *__restrict__ qkv, const float *__restrict__ lse,
@@ -247,12 +272,20 @@ __global__ void __launch_bounds__(MMA_THREADS)
     constexpr uint32_t TILE_BYTES = MMA_TILE * HD * 2;
     const uint32_t k_tile = (uint32_t)__cvta_generic_to_shared(mma_smem), v_tile = k_tile + TILE_BYTES,
                    stages = v_tile + TILE_BYTES;
-    const int64_t stride = (d.NH + 2 * d.NKV) * HD, group = d.NH / d.NKV, tiles = gridDim.x, block = blockIdx.x;
-    const int64_t kv_head = blockIdx.y, sequence = blockIdx.z, k0 = block * MMA_TILE, steps = (tiles - block) * group;
+    const int64_t stride = (d.NH + 2 * d.NKV) * HD, group = d.NH / d.NKV, block = blockIdx.x;
+    const int64_t kv_head = blockIdx.y, sequence = blockIdx.z, k0 = block * MMA_TILE;
+    const int32_t *document_ends = d.documents.ends;
+    const int64_t tiles =
+        MASKED ? (mma_document<MASKED>(document_ends, sequence, k0 + MMA_TILE - 1, d.T) + MMA_TILE - 1) / MMA_TILE
+               : gridDim.x;
+    const int64_t steps = (tiles - block) * group;
     const bf16 *q = qkv + sequence * d.T * stride + kv_head * group * HD,
                *dO = dout + (sequence * d.T * d.NH + kv_head * group) * HD;
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
     const int64_t k_column = (d.NH + kv_head) * HD, v_column = k_column + d.NKV * HD;
+    const int first_end = mma_document<MASKED>(document_ends, sequence, k0, d.T);
+    const int ends[2] = {mma_document<MASKED>(document_ends, sequence, k0 + row0 + lane / 4, d.T),
+                         mma_document<MASKED>(document_ends, sequence, k0 + row0 + lane / 4 + 8, d.T)};
 
     mma_copy_tile<HD>(k_tile, qkv + sequence * d.T * stride + k_column, stride, k0, d.T);
     mma_copy_tile<HD>(v_tile, qkv + sequence * d.T * stride + v_column, stride, k0, d.T);
@@ -283,7 +316,8 @@ __global__ void __launch_bounds__(MMA_THREADS)
             for (int e = 0; e < 4; e++) {
                 const int column = 8 * n + lane % 4 * 2 + e % 2, row = row0 + lane / 4 + e / 2 * 8;
                 const float2 st = mma_row_stats(lse + stats, delta + stats, j * MMA_TILE + column, d.T);
-                mma_probability(s[n][e], dp[n][e], st, scale * LOG2_E, j == block && row > column);
+                const bool behind = MASKED && (j + 1) * MMA_TILE > first_end && j * MMA_TILE + column >= ends[e / 2];
+                mma_probability(s[n][e], dp[n][e], st, scale * LOG2_E, (j == block && row > column) || behind);
             }
         }
         mma_add_times_tile<HD>(dv, s, q_tile + TILE_BYTES);
@@ -296,8 +330,9 @@ __global__ void __launch_bounds__(MMA_THREADS)
     mma_store_rows<HD>(to + v_column, stride, k0 + row0, d.T, dv, one);
 }
 
-// One thread block computes dQ of 64 queries of one head, over the key tiles up to the diagonal.
-template <int HD>
+// One thread block computes dQ of 64 queries of one head, over the key tiles from the first that a query sees up to the
+// diagonal.
+template <int HD, bool MASKED>
 __global__ void __launch_bounds__(MMA_THREADS)
     attention_backward_q_mma_kernel(bf16 *__restrict__ dqkv, const bf16 *__restrict__ dout,
                                     const bf16 *__restrict__ qkv, const float *__restrict__ lse,
@@ -312,11 +347,15 @@ __global__ void __launch_bounds__(MMA_THREADS)
     const bf16 *base = qkv + sequence * d.T * stride, *k = base + (d.NH + head / (d.NH / d.NKV)) * HD,
                *v = k + d.NKV * HD;
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
+    const int64_t first = mma_document<MASKED>(d.documents.starts, sequence, q0, d.T) / MMA_TILE,
+                  last_start = mma_document<MASKED>(d.documents.starts, sequence, q0 + MMA_TILE - 1, d.T);
+    const int starts[2] = {mma_document<MASKED>(d.documents.starts, sequence, q0 + row0 + lane / 4, d.T),
+                           mma_document<MASKED>(d.documents.starts, sequence, q0 + row0 + lane / 4 + 8, d.T)};
 
     mma_copy_tile<HD>(q_tile, base + head * HD, stride, q0, d.T);
     mma_copy_tile<HD>(do_tile, dout + (sequence * d.T * d.NH + head) * HD, d.NH * HD, q0, d.T);
-    mma_copy_tile<HD>(stages, k, stride, 0, d.T);
-    mma_copy_tile<HD>(stages + TILE_BYTES, v, stride, 0, d.T);
+    mma_copy_tile<HD>(stages + (uint32_t)(first % 2) * 2 * TILE_BYTES, k, stride, first * MMA_TILE, d.T);
+    mma_copy_tile<HD>(stages + (uint32_t)(first % 2) * 2 * TILE_BYTES + TILE_BYTES, v, stride, first * MMA_TILE, d.T);
     copy_async_commit();
     const int64_t stats_at = (sequence * d.NH + head) * d.T;
     float2 stats[2];
@@ -324,7 +363,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
     for (int h = 0; h < 2; h++)
         stats[h] = mma_row_stats(lse + stats_at, delta + stats_at, q0 + row0 + lane / 4 + 8 * h, d.T);
     float dq[HD / 8][4] = {{0.0f}};
-    for (int64_t j = 0; j <= block; j++) {
+    for (int64_t j = first; j <= block; j++) {
         const uint32_t k_tile = stages + (uint32_t)(j % 2) * 2 * TILE_BYTES,
                        next = stages + (uint32_t)((j + 1) % 2) * 2 * TILE_BYTES;
         if (j < block) {
@@ -342,7 +381,9 @@ __global__ void __launch_bounds__(MMA_THREADS)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const int column = 8 * n + lane % 4 * 2 + e % 2, row = row0 + lane / 4 + e / 2 * 8;
-                mma_probability(s[n][e], dp[n][e], stats[e / 2], scale * LOG2_E, j == block && column > row);
+                const bool before = MASKED && j * MMA_TILE < last_start && j * MMA_TILE + column < starts[e / 2];
+                mma_probability(s[n][e], dp[n][e], stats[e / 2], scale * LOG2_E,
+                                (j == block && column > row) || before);
             }
         }
         mma_add_times_tile<HD>(dq, dp, k_tile);
@@ -355,22 +396,24 @@ __global__ void __launch_bounds__(MMA_THREADS)
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
-template <int HD>
+template <int HD, bool MASKED>
 static inline void attention_forward_mma_launch(bf16 *out, float *lse, const bf16 *qkv, AttentionDims d,
                                                 cudaStream_t stream) {
     const int bytes = 5 * MMA_TILE * HD * 2;
     const dim3 grid((unsigned)ceil_div(d.T, MMA_TILE), (unsigned)d.NH, (unsigned)d.B);
-    CUDA_CHECK(
-        cudaFuncSetAttribute(attention_forward_mma_kernel<HD>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    CUDA_LAUNCH(attention_forward_mma_kernel<HD>, grid, MMA_THREADS, bytes, stream, out, lse, qkv, d,
-                1.0f / sqrtf((float)HD));
+    const auto kernel = attention_forward_mma_kernel<HD, MASKED>;
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    CUDA_LAUNCH(kernel, grid, MMA_THREADS, bytes, stream, out, lse, qkv, d, 1.0f / sqrtf((float)HD));
 }
 
 // Takes the arguments of attention_forward (attention.cuh).
 static inline void attention_forward_mma(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d,
                                          cudaStream_t stream) {
-    if (d.HD == 128) attention_forward_mma_launch<128>(out, lse, qkv, d, stream);
-    else attention_forward_mma_launch<64>(out, lse, qkv, d, stream);
+    const bool masked = d.documents.starts != NULL;
+    const auto launch =
+        d.HD == 128 ? (masked ? attention_forward_mma_launch<128, true> : attention_forward_mma_launch<128, false>)
+                    : (masked ? attention_forward_mma_launch<64, true> : attention_forward_mma_launch<64, false>);
+    launch(out, lse, qkv, d, stream);
     if (amax) tensor_amax(amax, out, d.B * d.T * d.NH * d.HD, stream);
 }
 
@@ -379,20 +422,20 @@ static inline size_t attention_backward_mma_workspace_bytes(AttentionDims d) {
     return (size_t)(d.B * d.NH * d.T) * sizeof(float);
 }
 
-template <int HD>
+template <int HD, bool MASKED>
 static inline void attention_backward_mma_launch(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const float *lse,
                                                  const float *delta, AttentionDims d, cudaStream_t stream) {
     const int bytes = 6 * MMA_TILE * HD * 2;
     const float scale = 1.0f / sqrtf((float)HD);
     const unsigned tiles = (unsigned)ceil_div(d.T, MMA_TILE);
-    CUDA_CHECK(
-        cudaFuncSetAttribute(attention_backward_kv_mma_kernel<HD>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    CUDA_CHECK(
-        cudaFuncSetAttribute(attention_backward_q_mma_kernel<HD>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    CUDA_LAUNCH(attention_backward_kv_mma_kernel<HD>, dim3(tiles, (unsigned)d.NKV, (unsigned)d.B), MMA_THREADS, bytes,
-                stream, dqkv, dout, qkv, lse, delta, d, scale);
-    CUDA_LAUNCH(attention_backward_q_mma_kernel<HD>, dim3(tiles, (unsigned)d.NH, (unsigned)d.B), MMA_THREADS, bytes,
-                stream, dqkv, dout, qkv, lse, delta, d, scale);
+    const auto kv = attention_backward_kv_mma_kernel<HD, MASKED>;
+    const auto q = attention_backward_q_mma_kernel<HD, MASKED>;
+    CUDA_CHECK(cudaFuncSetAttribute(kv, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    CUDA_CHECK(cudaFuncSetAttribute(q, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    CUDA_LAUNCH(kv, dim3(tiles, (unsigned)d.NKV, (unsigned)d.B), MMA_THREADS, bytes, stream, dqkv, dout, qkv, lse,
+                delta, d, scale);
+    CUDA_LAUNCH(q, dim3(tiles, (unsigned)d.NH, (unsigned)d.B), MMA_THREADS, bytes, stream, dqkv, dout, qkv, lse, delta,
+                d, scale);
 }
 
 // Takes the arguments of attention_backward (attention.cuh).
@@ -400,8 +443,11 @@ static inline void attention_backward_mma(bf16 *dqkv, const bf16 *dout, const bf
                                           const float *lse, void *workspace, AttentionDims d, cudaStream_t stream) {
     float *delta = (float *)workspace;
     CUDA_LAUNCH(attention_delta_kernel, grid_size(d.B * d.T * d.NH, 8), 256, 0, stream, delta, dout, out, d);
-    if (d.HD == 128) attention_backward_mma_launch<128>(dqkv, dout, qkv, lse, delta, d, stream);
-    else attention_backward_mma_launch<64>(dqkv, dout, qkv, lse, delta, d, stream);
+    const bool masked = d.documents.starts != NULL;
+    const auto launch =
+        d.HD == 128 ? (masked ? attention_backward_mma_launch<128, true> : attention_backward_mma_launch<128, false>)
+                    : (masked ? attention_backward_mma_launch<64, true> : attention_backward_mma_launch<64, false>);
+    launch(dqkv, dout, qkv, lse, delta, d, stream);
 }
 
 #endif

@@ -16,11 +16,12 @@
 
 typedef struct {
     int64_t B, T, NH, NKV, HD;
-    float eps;  // epsilon of QK-norm
+    float eps;              // epsilon of QK-norm
+    const int32_t *starts;  // Documents.starts; NULL: each sequence is one document
 } RopeDims;
 
 static inline RopeDims rope_dims(const Dims *d, double eps) {
-    const RopeDims r = {d->B, d->T, d->NH, d->NKV, d->HD, (float)eps};
+    const RopeDims r = {d->B, d->T, d->NH, d->NKV, d->HD, (float)eps, d->documents.starts};
     return r;
 }
 
@@ -45,6 +46,7 @@ typedef struct {
     uint32_t *amax;  // backward: raised to max |out|; NULL: not wanted
     // Backward with QK-norm: [2, blocks, HD], each block's sums for q_norm, then for k_norm.
     float *partials;
+    const int32_t *starts;  // RopeDims.starts
 } RopeKernel;
 
 // The 16 elements of a head that one thread holds, as bf16 and as floats.
@@ -92,10 +94,11 @@ __device__ static inline uint32_t rope_store(bf16 *head, int lane, const RopePai
     return amax_update(amax_update(packed_amax, low), high);
 }
 
-// Loads cosines (low) and sines (high) of this lane's 8 pairs.
+// Loads cosines (low) and sines (high) of this lane's 8 pairs, at the position of a row in its document.
 template <int HD>
-__device__ static inline RopePair rope_angles(const float *table, int64_t position, int lane) {
-    const float4 *p = (const float4 *)(table + position * HD + lane * 16);
+__device__ static inline RopePair rope_angles(const RopeKernel &k, int64_t row, int lane) {
+    const int64_t position = row % k.T - (k.starts ? __ldg(k.starts + row) : 0);
+    const float4 *p = (const float4 *)(k.table + position * HD + lane * 16);
     RopePair a;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -144,7 +147,7 @@ static __global__ void __launch_bounds__(ROPE_THREADS, NORM ? 3 : 4) qknorm_rope
     if (row >= p.rows) return;
     const int64_t first = row * (p.NH + 2 * p.NKV) * HD;
     const int heads = p.NH + p.NKV;
-    const RopePair angle = rope_angles<HD>(p.table, row % p.T, at.lane);
+    const RopePair angle = rope_angles<HD>(p, row, at.lane);
     for (int base = at.group; base - at.group < heads; base += 2 * at.groups) {
         RopePacked packed[2] = {};
 #pragma unroll
@@ -177,7 +180,7 @@ __device__ static inline uint32_t rope_backward_heads(const RopeKernel &p, int b
     for (int64_t row = blockIdx.x * (int64_t)ROPE_TOKENS + threadIdx.x / ROPE_TOKEN_THREADS; row < p.rows;
          row += gridDim.x * (int64_t)ROPE_TOKENS) {
         const int64_t first = row * (p.NH + 2 * p.NKV) * HD;
-        const RopePair angle = rope_angles<HD>(p.table, row % p.T, at.lane);
+        const RopePair angle = rope_angles<HD>(p, row, at.lane);
         for (int base = begin + at.group; base < end; base += 2 * at.groups) {
             const bool second = base + at.groups < end;
             bf16 *a = p.out + first + base * HD, *b = a + at.groups * HD;
@@ -230,7 +233,7 @@ __device__ static inline uint32_t qknorm_rope_backward_heads(const RopeKernel &p
     for (int64_t row = blockIdx.x * (int64_t)ROPE_TOKENS + threadIdx.x / ROPE_TOKEN_THREADS; row < p.rows;
          row += gridDim.x * (int64_t)ROPE_TOKENS) {
         const int64_t first = row * (p.NH + 2 * p.NKV) * HD;
-        const RopePair angle = rope_angles<HD>(p.table, row % p.T, at.lane), weight = rope_unpack(w_packed);
+        const RopePair angle = rope_angles<HD>(p, row, at.lane), weight = rope_unpack(w_packed);
         for (int base = begin; base < end; base += at.groups) {
             const bool active = base + at.group < end;
             const int64_t head = first + (base + at.group) * HD;
@@ -293,8 +296,8 @@ static inline void rope_check(const char *function, const RopeKernel *p, RopeDim
 // rope_table_fill's, with T positions. Returns the bytes moved, without those of V.
 static inline int64_t qknorm_rope_forward(bf16 *out, const bf16 *in, const bf16 *q_norm, const bf16 *k_norm,
                                           const float *table, RopeDims d, cudaStream_t stream) {
-    const RopeKernel p = {out,      in,        q_norm,     k_norm, table, d.B * d.T,
-                          (int)d.T, (int)d.NH, (int)d.NKV, d.eps,  NULL,  NULL};
+    const RopeKernel p = {out,       in,         q_norm, k_norm, table, d.B * d.T, (int)d.T,
+                          (int)d.NH, (int)d.NKV, d.eps,  NULL,   NULL,  d.starts};
     rope_check("qknorm_rope_forward", &p, d);
     const unsigned blocks = grid_size(p.rows, ROPE_TOKENS);
     if (d.HD == 64 && q_norm) CUDA_LAUNCH(qknorm_rope_forward_kernel<64, true>, blocks, ROPE_THREADS, 0, stream, p);
@@ -312,7 +315,8 @@ static inline int64_t qknorm_rope_backward(bf16 *dqkv, bf16 *dq_norm, bf16 *dk_n
                                            const bf16 *q_norm, const bf16 *k_norm, const float *table, RopeDims d,
                                            void *workspace, cudaStream_t stream) {
     const RopeKernel p = {dqkv,     qkv,       q_norm,     k_norm, table, d.B * d.T,
-                          (int)d.T, (int)d.NH, (int)d.NKV, d.eps,  amax,  (float *)workspace};
+                          (int)d.T, (int)d.NH, (int)d.NKV, d.eps,  amax,  (float *)workspace,
+                          d.starts};
     rope_check("qknorm_rope_backward", &p, d);
     if (!q_norm) {
         const unsigned blocks = grid_size(p.rows, ROPE_TOKENS);

@@ -15,6 +15,7 @@ typedef struct {
 
 typedef struct {
     int64_t rows, ranks;  // tokens in this rank's batch; number of ranks whose inputs the embedding indexes cover
+    bool documents;       // slots have memory for them (--document-mask)
     int64_t indexes;      // 1: one index covers all these ranks; else each has one
     int64_t sent;         // slots that batches_next has returned so far
     TokenSlot slots[TOKEN_SLOTS];
@@ -22,21 +23,25 @@ typedef struct {
     int32_t *group_inputs;
 } Batches;
 
-// Bytes of one slot. The three arrays of a Batch are contiguous, so that one copy moves all of them.
+// Bytes of one slot. The arrays of a Batch are contiguous, so that one copy moves all of them.
 static inline int64_t batches_slot_bytes(const Batches *b) {
-    return (2 * b->rows + b->indexes * embedding_index_size(b->ranks / b->indexes * b->rows)) *
+    return ((b->documents ? 4 : 2) * b->rows + b->indexes * embedding_index_size(b->ranks / b->indexes * b->rows)) *
            (int64_t)sizeof(int32_t);
 }
 
 static inline Batch batches_arrays(const Batches *b, void *memory) {
     int32_t *inputs = (int32_t *)memory;
-    const Batch arrays = {inputs, inputs + b->rows, inputs + 2 * b->rows};
+    Batch arrays = {inputs, inputs + b->rows, {}, inputs + 2 * b->rows};
+    if (b->documents) {
+        arrays.documents = Documents{inputs + 2 * b->rows, inputs + 3 * b->rows};
+        arrays.index = inputs + 4 * b->rows;
+    }
     return arrays;
 }
 
 // Places the slots' device memory.
-static inline void batches_place(Batches *b, Arena *a, int64_t rows, int64_t ranks, int64_t indexes) {
-    b->rows = rows, b->ranks = ranks, b->indexes = indexes;
+static inline void batches_place(Batches *b, Arena *a, int64_t rows, int64_t ranks, int64_t indexes, bool documents) {
+    b->rows = rows, b->ranks = ranks, b->indexes = indexes, b->documents = documents;
     for (int i = 0; i < TOKEN_SLOTS; i++) b->slots[i].device = batches_arrays(b, arena_take(a, batches_slot_bytes(b)));
 }
 

@@ -1,7 +1,8 @@
 // Causal attention with grouped key/value heads in plain C: S = Q K^T / sqrt(HD), P = softmax(S), O = P V.
 //
-// Each query sees keys up to its own. qkv [B, T, (NH + 2 NKV) * HD] after RoPE, out [B, T, NH * HD],
-// lse [B, NH, T] = log(sum(exp(S))). Handles QUERY_BLOCK queries at a time, so that no T x T matrix is held.
+// Each query sees the keys of its document up to its own. qkv [B, T, (NH + 2 NKV) * HD] after RoPE, out [B, T, NH *
+// HD], lse [B, NH, T] = log(sum(exp(S))). Handles QUERY_BLOCK queries of a document at a time, so that no T x T matrix
+// is held, and so that a document has the bits that it has alone.
 #ifndef LLMC_REFERENCE_ATTENTION_H
 #define LLMC_REFERENCE_ATTENTION_H
 
@@ -23,14 +24,26 @@ static inline MatrixView view_from_row(MatrixView v, int64_t row) {
 }
 static inline MatrixView view_transposed(MatrixView v) { return matrix_view(v.data, v.col_stride, v.row_stride); }
 
-// s [queries, keys] = scaled scores of query rows t0 ... t0 + queries - 1 against keys 0 ... keys - 1. Scores of keys
-// after the query are -inf.
-static inline void attention_scores(float *s, MatrixView q, MatrixView k, int64_t t0, int64_t queries, int64_t keys,
-                                    int64_t HD) {
-    matmul(s, keys, view_from_row(q, t0), view_transposed(k), queries, keys, HD,
-           epilogue((float)(1 / sqrt((double)HD)), NULL, false, ROUND_NONE));
-    for (int64_t i = 0; i < queries; i++)
-        for (int64_t j = t0 + i + 1; j < keys; j++) s[i * keys + j] = -INFINITY;
+// Rows t0 ... t0 + queries - 1 of sequence b, all of one document, which begins at row `first`; and how many of its
+// keys they see.
+typedef struct {
+    int64_t t0, queries, first, keys;
+} QueryBlock;
+
+static inline QueryBlock query_block(const Dims *d, int64_t b, int64_t t0) {
+    const Documents *of = &d->documents;
+    const int64_t first = of->starts ? of->starts[b * d->T + t0] : 0, end = of->ends ? of->ends[b * d->T + t0] : d->T,
+                  queries = min_i64(QUERY_BLOCK, end - t0);
+    const QueryBlock block = {t0, queries, first, t0 + queries - first};
+    return block;
+}
+
+// s [queries, keys] = scaled scores of the block's queries against its keys. Scores of keys after the query are -inf.
+static inline void attention_scores(float *s, MatrixView q, MatrixView k, QueryBlock block, int64_t HD) {
+    matmul(s, block.keys, view_from_row(q, block.t0), view_transposed(view_from_row(k, block.first)), block.queries,
+           block.keys, HD, epilogue((float)(1 / sqrt((double)HD)), NULL, false, ROUND_NONE));
+    for (int64_t i = 0; i < block.queries; i++)
+        for (int64_t j = block.keys - block.queries + i + 1; j < block.keys; j++) s[i * block.keys + j] = -INFINITY;
 }
 
 // Turns one row of scores into exp(s - max), rounded as an operand of the next GEMM. Sets *largest to the row's
@@ -56,17 +69,19 @@ static inline void attention_forward_reference(float *out, float *lse, const flo
         MatrixView q = attention_head(qkv, d, b, h), k = attention_head(qkv, d, b, d->NH + kv),
                    v = attention_head(qkv, d, b, d->NH + d->NKV + kv);
         float *s = (float *)xcalloc((size_t)(QUERY_BLOCK * d->T), sizeof(float));
-        for (int64_t t0 = 0; t0 < d->T; t0 += QUERY_BLOCK) {
-            const int64_t queries = min_i64(QUERY_BLOCK, d->T - t0), keys = t0 + queries;
+        for (int64_t t0 = 0, queries; t0 < d->T; t0 += queries) {
+            const QueryBlock block = query_block(d, b, t0);
+            const int64_t keys = block.keys;
             float sums[QUERY_BLOCK];
-            attention_scores(s, q, k, t0, queries, keys, d->HD);
+            queries = block.queries;
+            attention_scores(s, q, k, block, d->HD);
             for (int64_t i = 0; i < queries; i++) {
                 float largest;
                 sums[i] = softmax_row(s + i * keys, keys, &largest, rounding);
                 lse[(b * d->NH + h) * d->T + t0 + i] = largest + logf(sums[i]);
             }
             float *o = out + ((b * d->T + t0) * d->NH + h) * d->HD;
-            matmul(o, d->NH * d->HD, matrix_rows(s, keys), v, queries, d->HD, keys,
+            matmul(o, d->NH * d->HD, matrix_rows(s, keys), view_from_row(v, block.first), queries, d->HD, keys,
                    epilogue(1, NULL, false, ROUND_NONE));
             for (int64_t i = 0; i < queries; i++)
                 for (int64_t c = 0; c < d->HD; c++)
@@ -102,18 +117,21 @@ static inline void attention_backward_head(float *dqkv, float *dk, float *dv, co
                v = attention_head(qkv, d, b, d->NH + d->NKV + kv);
     float *s = (float *)xcalloc((size_t)(QUERY_BLOCK * d->T), sizeof(float)),
           *dp = (float *)xcalloc((size_t)(QUERY_BLOCK * d->T), sizeof(float));
-    for (int64_t t0 = 0; t0 < d->T; t0 += QUERY_BLOCK) {
-        const int64_t queries = min_i64(QUERY_BLOCK, d->T - t0), keys = t0 + queries;
-        const int64_t at = ((b * d->T + t0) * d->NH + h) * d->HD;
+    for (int64_t t0 = 0, queries; t0 < d->T; t0 += queries) {
+        const QueryBlock block = query_block(d, b, t0);
+        const int64_t keys = block.keys, first = block.first, at = ((b * d->T + t0) * d->NH + h) * d->HD;
         MatrixView d_o = matrix_rows(dout + at, row_stride), ds = matrix_rows(dp, keys);
-        attention_scores(s, q, k, t0, queries, keys, d->HD);
-        matmul(dp, keys, d_o, view_transposed(v), queries, keys, d->HD, epilogue(1, NULL, false, ROUND_NONE));
+        queries = block.queries;
+        attention_scores(s, q, k, block, d->HD);
+        matmul(dp, keys, d_o, view_transposed(view_from_row(v, first)), queries, keys, d->HD,
+               epilogue(1, NULL, false, ROUND_NONE));
         attention_backward_softmax(s, dp, out + at, dout + at, lse + (b * d->NH + h) * d->T + t0, queries, keys,
                                    row_stride, d->HD, rounding);
-        matmul(dv, d->HD, matrix_transposed(s, keys), d_o, keys, d->HD, queries, epilogue(1, NULL, true, ROUND_NONE));
-        matmul(dk, d->HD, view_transposed(ds), view_from_row(q, t0), keys, d->HD, queries,
+        matmul(dv + first * d->HD, d->HD, matrix_transposed(s, keys), d_o, keys, d->HD, queries,
+               epilogue(1, NULL, true, ROUND_NONE));
+        matmul(dk + first * d->HD, d->HD, view_transposed(ds), view_from_row(q, t0), keys, d->HD, queries,
                epilogue(scale, NULL, true, ROUND_NONE));
-        matmul(dqkv + (b * d->T + t0) * width + h * d->HD, width, ds, k, queries, d->HD, keys,
+        matmul(dqkv + (b * d->T + t0) * width + h * d->HD, width, ds, view_from_row(k, first), queries, d->HD, keys,
                epilogue(scale, NULL, false, rounding));
     }
     free(s);

@@ -1,12 +1,18 @@
 // QK-norm (Qwen3) and rotary position embedding (Su et al. 2021) in plain C, on packed q, k and v.
 //
 // Arguments: qkv [B, T, (NH + 2 NKV) * HD]; q_norm [HD] is the norm weight that all query heads share, and k_norm [HD]
-// the one that all key heads share (NULL: no norm); table is what rope_table_fill made.
+// the one that all key heads share (NULL: no norm); table is what rope_table_fill made. Positions count from the start
+// of a token's document.
 #ifndef LLMC_REFERENCE_ROPE_H
 #define LLMC_REFERENCE_ROPE_H
 
 #include "../config/model_config.h"
 #include "rmsnorm.h"
+
+// Returns the cosines and sines of a row's position.
+static inline const float *rope_angles_of(const float *table, const Dims *d, int64_t row) {
+    return table + (row % d->T - (d->documents.starts ? d->documents.starts[row] : 0)) * d->HD;
+}
 
 // Norms each query and key head, if there is a norm, then rotates its pairs (i, i + HD/2), with one rounding. Value
 // heads are copied. out may be qkv.
@@ -15,7 +21,7 @@ static inline void qknorm_rope_forward_reference(float *out, const float *qkv, c
     const int64_t heads = d->NH + 2 * d->NKV, half = d->HD / 2;
     PARALLEL_FOR
     for (int64_t row = 0; row < d->R; row++) {
-        const float *angles = table + row % d->T * d->HD;
+        const float *angles = rope_angles_of(table, d, row);
         for (int64_t h = 0; h < heads; h++) {
             const float *x = qkv + (row * heads + h) * d->HD;
             float *y = out + (row * heads + h) * d->HD;
@@ -41,7 +47,7 @@ static inline void rope_backward_rotate(float *dn, const float *dout, const floa
     const int64_t heads = d->NH + 2 * d->NKV, half = d->HD / 2;
     PARALLEL_FOR
     for (int64_t row = 0; row < d->R; row++) {
-        const float *angles = table + row % d->T * d->HD;
+        const float *angles = rope_angles_of(table, d, row);
         for (int64_t h = 0; h < heads; h++) {
             const float *dy = dout + (row * heads + h) * d->HD;
             float *g = dn + (row * heads + h) * d->HD;

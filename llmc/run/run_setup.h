@@ -297,6 +297,41 @@ static inline void run_setup_vocabulary(RunSetup *s) {
             (long long)s->tokenizer.separator, (long long)s->model.vocab_size);
 }
 
+// The token before each document: that of --document-mask ID, else the tokenizer table's or, without a table, the
+// model's BOS token; -1: not known.
+static inline int64_t run_setup_separator(const RunSetup *s, const Options *o) {
+    if (isdigit((unsigned char)*o->document_mask)) return strtoll(o->document_mask, NULL, 10);
+    return s->tokenizer.count ? s->tokenizer.separator : s->model.bos_token_id;
+}
+
+// With --document-mask: tells the loaders how a document begins. Dies if that is not known, differs from rank 0's, or
+// if no document begins so. All ranks call.
+static inline void run_setup_documents(RunSetup *s, const Options *o, const Comm *c) {
+    const int64_t separator = s->train.separator = s->val.separator = run_setup_separator(s, o);
+    int64_t first = separator;
+    char table[PATH_CAPACITY];
+    if (!options_masks_documents(o)) return;
+    tokenizer_path(table, sizeof table, s->train.shards[0].path);
+    comm_broadcast(c, COMM_WORLD, 0, &first, sizeof first);
+    if (separator != first)
+        die("--document-mask on: here documents begin with token %lld (tokenizer table %s), on rank 0 with %lld; give "
+            "all hosts the same files",
+            (long long)separator, table, (long long)first);
+    if (separator < 0)
+        die_with(EXIT_USAGE,
+                 "--document-mask on: it is not known which token begins a document: there is no tokenizer table %s, "
+                 "and model %s has no BOS token; give the token's id: --document-mask ID",
+                 table, s->model.name);
+    if (c->local_rank == 0 && !dataloader_holds(&s->train, separator))
+        die_with(EXIT_USAGE,
+                 "--document-mask %s: --train-data has no token %lld, %s; give the id of the token that begins each "
+                 "document: --document-mask ID",
+                 o->document_mask, (long long)separator,
+                 isdigit((unsigned char)*o->document_mask) ? "the id that it names"
+                 : s->tokenizer.count                      ? "the separator of its tokenizer table"
+                                                           : "the model's BOS token");
+}
+
 static inline void run_setup_warn_of_length(const RunSetup *s, const Options *o) {
     if (o->sequence_length > s->model.max_position_embeddings)
         warn("--sequence-length %lld is more than the %lld positions that model %s is made for "
@@ -398,6 +433,7 @@ static inline RunSetup run_setup(Options *o, const Comm *c, TrainerKind kind) {
     if (c->rank == 0) run_setup_warn_of_tokenizer(&s);
     if (c->local_rank == 0) dataloader_check_vocabulary(&s.train, s.model.vocab_size);
     if (c->local_rank == 0 && *o->val_data) dataloader_check_vocabulary(&s.val, s.model.vocab_size);
+    run_setup_documents(&s, o, c);
     if (s.load_weights) {
         ParameterTable t = parameter_table(&s.model);
         model_check_weights(s.model_folder, &s.model, &t);

@@ -32,15 +32,14 @@ static inline int32_t sampler_choose(const float *logits, int64_t count, uint64_
 // They are valid until the trainer computes anything else. All ranks call.
 typedef const float *(*NextLogits)(void *context, const int32_t *tokens, int64_t length);
 
-// Prints up to --sample-tokens tokens that the model writes after a separator, until the next separator or a request to
-// stop. Without a tokenizer table the separator is the model's BOS token. If the model has none, the text begins after
-// token 0, and no token ends it. There is no key/value cache: each token takes a forward pass over the tokens before
-// it, at most --sequence-length of them. All ranks call, since each may hold a part of the weights. Rank 0's choice of
-// the token counts: logits of other ranks may differ by rounding.
+// Prints up to --sample-tokens tokens that the model writes after a separator (run_setup_separator), until the next
+// separator or a request to stop. If it is not known, the text begins after token 0, and no token ends it. There is no
+// key/value cache: each token takes a forward pass over the tokens before it, at most --sequence-length of them. All
+// ranks call, since each may hold a part of the weights. Rank 0's choice of the token counts: logits of other ranks may
+// differ by rounding.
 static inline void sampler_print(const Options *o, const Comm *c, const ModelConfig *m, const Tokenizer *tokenizer,
-                                 int64_t step, NextLogits next, void *context) {
+                                 int64_t separator, int64_t step, NextLogits next, void *context) {
     const int64_t choices = tokenizer->count ? min_i64(tokenizer->count, m->vocab_size) : m->vocab_size;
-    const int64_t separator = tokenizer->count ? tokenizer->separator : m->bos_token_id;
     int32_t *tokens = (int32_t *)xcalloc((size_t)o->sample_tokens + 1, sizeof *tokens);
     TextPlace at = {0, 0};
     tokens[0] = (int32_t)max_i64(0, separator);

@@ -105,9 +105,11 @@ static inline void start_print_data(const RunSetup *s, const Options *o, const C
     const int64_t sequences = c->world * o->grad_accumulation_steps * o->batch_size;
     start_count(tokens, sizeof tokens, d->num_tokens);
     start_count(step, sizeof step, sequences * o->sequence_length);
-    printf("%-*s %s: %s tokens in %lld shard%s; a step takes %s: %lld sequence%s of %lld\n", START_LABEL, "data",
+    printf("%-*s %s: %s tokens in %lld shard%s; a step takes %s: %lld sequence%s of %lld", START_LABEL, "data",
            o->train_data, tokens, (long long)d->num_shards, d->num_shards == 1 ? "" : "s", step, (long long)sequences,
            sequences == 1 ? "" : "s", (long long)o->sequence_length);
+    if (options_masks_documents(o)) printf("; documents begin with token %lld", (long long)d->separator);
+    printf("\n");
 }
 
 // Prints the linear layers, other than lm_head, that stay bf16 in an FP8 run.

@@ -229,7 +229,8 @@ static inline int run_between_steps(Run *run, int64_t done, Due due, int stop) {
     if (!stop && due.validate) stop = run_validate(run, done);
     if (!stop && due.sample) {
         const double start = seconds_now();
-        sampler_print(o, c, &run->setup.model, &run->setup.tokenizer, done, run->ops->next_logits, run->trainer);
+        sampler_print(o, c, &run->setup.model, &run->setup.tokenizer, run_setup_separator(&run->setup, o), done,
+                      run->ops->next_logits, run->trainer);
         run->logger.times.sampling += seconds_now() - start;
     }
     run_settle(run);
