@@ -426,19 +426,24 @@ def test_sweep(tmp):
 
 
 def test_markup(tmp):
-    """Markup in a model's name is text on the page; control and bidirectional characters reach no output."""
+    """Markup in a model's name is text on the page; control and bidirectional characters reach no output. Logs with
+    watts but without `throttle`, and a verdict.json whose names of GPUs are none, make a page that does not claim that
+    no GPU was slowed down.
+    """
     folder, name = tmp / "markup", "a</script><img src=x>&$b$"
     for precision in ("bf16", "fp8"):
-        write(folder / precision, records_of(precision, 42, model=name, **{"fp8-recipe": "x\x1b[31m\u202ey"}))
-    (folder / "verdict.json").write_text(json.dumps({"command": "a\x1b\u202e", "runs": [{"folder": "bf16"},
-                                                                                      {"folder": "fp8"}]}))
+        records = records_of(precision, 42, model=name, **{"fp8-recipe": "x\x1b[31m\u202ey"})
+        write(folder / precision, [{**record, "watts": [300.0]} for record in records])
+    (folder / "verdict.json").write_text(json.dumps({"command": "a\x1b\u202e", "gpu_names": 5,
+                                                     "runs": [{"folder": "bf16"}, {"folder": "fp8"}]}))
     out, _ = report(folder, rendered=2)
     texts = [out, *[(folder / f"report.{kind}").read_text() for kind in ("html", "md", "json")]]
     check(not any(c in text for text in texts for c in "\x1b\u202e") and "x?[31m?y" in out, f"no control: {out}")
     data = numbers(folder / "report.json")
     check(data["comparisons"][0]["model"] == name,
           f"report.json has the name of the model: {data['comparisons'][0]['model']}")
-    check_page(folder / "report.html", data, ("loss-steps",))
+    check_page(folder / "report.html", data, ("loss-steps", "strip-"))
+    check("slowed down" not in texts[1], "the page does not say of logs without it that no GPU was slowed down")
 
 
 def test_limit(tmp):
