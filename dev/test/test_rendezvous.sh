@@ -331,9 +331,7 @@ ip link set lo up && echo 29001 29008 >/proc/sys/net/ipv4/ip_local_port_range ||
 WORLD_SIZE=2 RANK=1 timeout 30 ./train_fp8 "$@" &
 sleep 3
 WORLD_SIZE=2 RANK=0 timeout 30 ./train_fp8 "$@"
-echo "status $?"
-wait $!
-echo "status $?"
+echo "status $?"; wait $!; echo "status $?"
 SH
 if unshare --net true 2>/dev/null; then
     unshare --net bash "$tmp/few_ports.sh" $data --num-steps 1 --init-from tcp:127.0.0.1:29001 --init-timeout 15 \
