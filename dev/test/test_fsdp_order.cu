@@ -1448,6 +1448,21 @@ static void check_case(const Case *c) {
           c->copies, (long long)copied);
 }
 
+// Returns a case with one micro-step, tensorwise FP8 and no other choice.
+static Case fp8_case(int sharding, int copies, int64_t world, int64_t layers) {
+    Case c;
+    memset(&c, 0, sizeof c);
+    c.precision = PRECISION_FP8, c.recipe = RECIPE_TENSORWISE, c.recompute = RECOMPUTE_NONE, c.filter = "";
+    c.sharding = sharding, c.gather = ON, c.reduce = REDUCE_BF16, c.copies = copies;
+    c.world = world, c.layers = layers, c.accumulation = 1;
+    return c;
+}
+
+// True if a case is checked. `sum` adds the places of its values in the loops that vary it. Of two cases that differ
+// by one step of one loop, one is checked: so each choice of values for all of these loops but one is. ALL=1: every
+// case.
+static bool is_checked(int64_t sum) { return sum % 2 == 0 || getenv("ALL"); }
+
 // Checks every sharding strategy (hybrid only with 4 ranks) with one precision and filter, with both reduce dtypes bf16
 // and fp32, and with several numbers of layers and micro-steps; without copy engines and, unless sharding is none, with
 // them. `gather_most`: OFF tests --fp8-all-gather off, ON tests off and on.
@@ -1460,10 +1475,11 @@ static void check_all(int64_t world, int precision, int recipe, const char *filt
                     for (int i = 0; i < 4; i++)
                         for (int64_t accumulation = 1; accumulation < 4; accumulation++)
                             for (int ends = 0; ends < 8; ends++) {
-                                Case c = {
-                                    precision,        recipe,       sharding, gather,    reduce,       recompute,
-                                    copies,           filter,       world,    layers[i], accumulation, ends % 2 > 0,
-                                    ends / 2 % 2 > 0, ends / 4 > 0, false,    NULL,      false,        false};
+                                if (!is_checked(reduce + i + accumulation + __builtin_popcount(ends))) continue;
+                                Case c = fp8_case(sharding, copies, world, layers[i]);
+                                c.precision = precision, c.recipe = recipe, c.filter = filter, c.gather = gather;
+                                c.reduce = reduce, c.recompute = recompute, c.accumulation = accumulation;
+                                c.untied = ends % 2 > 0, c.many_tokens = ends / 2 % 2 > 0, c.clips = ends / 4 > 0;
                                 check_case(&c);
                                 c.in_backward = accumulation == 1;
                                 if (c.in_backward) check_case(&c);
@@ -1472,11 +1488,9 @@ static void check_all(int64_t world, int precision, int recipe, const char *filt
 
 // Returns a case in which gradients are added in the order of samples.
 static Case ordered_case(int precision, int recipe, int sharding, int copies, int64_t world, int64_t layers) {
-    Case c;
-    memset(&c, 0, sizeof c);
-    c.precision = precision, c.recipe = recipe, c.recompute = RECOMPUTE_NONE, c.filter = "";
-    c.sharding = sharding, c.gather = precision == PRECISION_FP8 && recipe == RECIPE_TENSORWISE ? ON : OFF;
-    c.copies = copies, c.reduce = REDUCE_BF16, c.world = world, c.layers = layers, c.accumulation = 1;
+    Case c = fp8_case(sharding, copies, world, layers);
+    c.precision = precision, c.recipe = recipe;
+    c.gather = precision == PRECISION_FP8 && recipe == RECIPE_TENSORWISE ? ON : OFF;
     c.any_ranks = true;
     return c;
 }
@@ -1499,11 +1513,8 @@ static void check_ordered(int64_t world, int precision, int recipe) {
 
 // Returns a case with FP8 gradients and one micro-step.
 static Case fp8_gradient_case(int sharding, int copies, int reduce, int64_t world, int64_t layers) {
-    Case c;
-    memset(&c, 0, sizeof c);
-    c.precision = PRECISION_FP8, c.recipe = RECIPE_TENSORWISE, c.recompute = RECOMPUTE_NONE, c.filter = "";
-    c.sharding = sharding, c.gather = ON, c.copies = copies, c.reduce = reduce;
-    c.world = world, c.layers = layers, c.accumulation = 1, c.fp8_gradients = true;
+    Case c = fp8_case(sharding, copies, world, layers);
+    c.reduce = reduce, c.fp8_gradients = true;
     return c;
 }
 
@@ -1516,6 +1527,7 @@ static void check_fp8_gradients_of(int64_t world) {
                 for (int64_t layers : {1, 2, 3, 6})
                     for (int64_t accumulation = 1; accumulation < 4; accumulation++)
                         for (int ends = 0; ends < 4; ends++) {
+                            if (!is_checked(reduce + layers + accumulation + __builtin_popcount(ends))) continue;
                             Case c = fp8_gradient_case(sharding, copies, reduce, world, layers);
                             c.accumulation = accumulation, c.untied = ends % 2 > 0, c.many_tokens = ends / 2 > 0;
                             check_case(&c);
@@ -1539,24 +1551,9 @@ static void check_offload(int64_t world) {
             for (int64_t layers : {1, 2, 6})
                 for (int in_backward = 0; in_backward < 2; in_backward++)
                     for (int64_t accumulation = 1; accumulation <= 2 - in_backward; accumulation++) {
-                        const Case c = {PRECISION_FP8,
-                                        RECIPE_TENSORWISE,
-                                        sharding,
-                                        ON,
-                                        REDUCE_BF16,
-                                        RECOMPUTE_NONE,
-                                        OFF,
-                                        "",
-                                        world,
-                                        layers,
-                                        accumulation,
-                                        layers == 2,
-                                        false,
-                                        layers > 1,
-                                        in_backward > 0,
-                                        offload,
-                                        false,
-                                        false};
+                        Case c = fp8_case(sharding, OFF, world, layers);
+                        c.accumulation = accumulation, c.untied = layers == 2, c.clips = layers > 1;
+                        c.in_backward = in_backward > 0, c.offload = offload;
                         check_case(&c);
                     }
 }
@@ -1574,17 +1571,11 @@ static void check_omissions(void) {
         {{"reduce-scatter of the gradients", 1, 0}, SHARDING_FULL, ON, false, NULL},
         {{"all-gather of the embedding's output gradients", 0, -1}, SHARDING_FULL, ON, false, NULL},
         {{"all-gather of the embedding's output gradients", 0, 2}, SHARDING_FULL, OFF, false, NULL},
-        {{"all-gather of the weights", 0, -1},
-         SHARDING_FULL,
-         ON,
-         false,
-         NULL},  // the barrier before the root's all-gather
+        // the barrier before the root's all-gather
+        {{"all-gather of the weights", 0, -1}, SHARDING_FULL, ON, false, NULL},
         {{"all-gather of the weights", 0, 1}, SHARDING_FULL, ON, false, NULL},
-        {{"all-gather of norms and biases", 0, -1},
-         SHARDING_FULL,
-         ON,
-         false,
-         NULL},  // orders the layers' all-gathers too
+        // orders the layers' all-gathers too
+        {{"all-gather of norms and biases", 0, -1}, SHARDING_FULL, ON, false, NULL},
         {{"reduce-scatter of the gradients", 0, -1}, SHARDING_HYBRID, ON, false, NULL},  // 4 ranks as 2 groups of 2
         {{"reduce-scatter of the gradients", 1, 3}, SHARDING_HYBRID, ON, false, NULL},
         {{"reduce-scatter of the gradients", 0, 1}, SHARDING_HYBRID, OFF, false, NULL},
@@ -1599,11 +1590,8 @@ static void check_omissions(void) {
         {{"released", 0, -1}, SHARDING_FULL, OFF, false, NULL},
         {{"released", 0, 3}, SHARDING_FULL, ON, false, NULL},
         {{"reduced", 0, -1}, SHARDING_GRAD_OP, OFF, false, NULL},
-        {{"reduced", 0, 3},
-         SHARDING_GRAD_OP,
-         ON,
-         false,
-         NULL},  // with --sharding full, arrivals in the backward pass order these accesses too
+        // with --sharding full, arrivals in the backward pass order these accesses too
+        {{"reduced", 0, 3}, SHARDING_GRAD_OP, ON, false, NULL},
         {{"handover", 0, -1}, SHARDING_FULL, OFF, false, NULL},
         {{"handover", 0, 3}, SHARDING_HYBRID, ON, false, NULL},
         {{"handover", 0, 0}, SHARDING_HYBRID, OFF, false, NULL},
@@ -1643,24 +1631,10 @@ static void check_omissions(void) {
         {{"copied in backward", 0, 3}, SHARDING_FULL, OFF, true, "activations"}};
     for (int i = 0; i < (int)(sizeof all / sizeof *all); i++)
         for (uint64_t seed = 1; seed < 4; seed++) {
-            const Case c = {PRECISION_FP8,
-                            RECIPE_TENSORWISE,
-                            all[i].sharding,
-                            ON,
-                            REDUCE_BF16,
-                            RECOMPUTE_NONE,
-                            all[i].copies,
-                            "",
-                            4,
-                            all[i].offload && strstr(all[i].offload, "activations") ? 6 : 3,
-                            all[i].in_backward ? 1 : 2,
-                            true,
-                            false,
-                            seed % 2 > 0 || strstr(all[i].omission.what, "a unit's"),
-                            all[i].in_backward,
-                            all[i].offload,
-                            false,
-                            false};
+            const char *offload = all[i].offload, *what = all[i].omission.what;
+            Case c = fp8_case(all[i].sharding, all[i].copies, 4, offload && strstr(offload, "activations") ? 6 : 3);
+            c.accumulation = all[i].in_backward ? 1 : 2, c.untied = true, c.in_backward = all[i].in_backward;
+            c.clips = seed % 2 > 0 || strstr(what, "a unit's"), c.offload = offload;
             check_noticed(&c, all[i].omission, seed);
         }
     memset(&omission, 0, sizeof omission);

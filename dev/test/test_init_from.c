@@ -1,6 +1,5 @@
 // Tests how a process learns its rank and where the ranks meet (llmc/ranks/init_from.h), and which addresses the file
-// of
-// --init-from file:PATH lists (llmc/ranks/rendezvous.h). test_rendezvous.sh starts ranks.
+// of --init-from file:PATH lists (llmc/ranks/rendezvous.h). test_rendezvous.sh starts ranks.
 #include "../../llmc/ranks/rendezvous.h"
 #include "lib/check.h"
 #include "lib/scratch.h"
@@ -26,31 +25,17 @@ int getifaddrs(struct ifaddrs **all) {
 
 void freeifaddrs(struct ifaddrs *all) { (void)all; }
 
-static const char *const variables[] = {"OMPI_COMM_WORLD_RANK",
-                                        "OMPI_COMM_WORLD_SIZE",
-                                        "PMIX_RANK",
-                                        "PMI_RANK",
-                                        "PMI_SIZE",
-                                        "MPI_LOCALNRANKS",
-                                        "FLUX_JOB_SIZE",
-                                        "FLUX_TASK_RANK",
-                                        "MPI_LOCALRANKID",
-                                        "SLURM_PROCID",
-                                        "SLURM_STEP_NUM_TASKS",
-                                        "SLURM_STEP_NODELIST",
-                                        "SLURM_JOB_ID",
-                                        "SLURM_STEP_ID",
-                                        "SLURM_RESTART_COUNT",
-                                        "RANK",
-                                        "WORLD_SIZE",
-                                        "MASTER_ADDR",
-                                        "MASTER_PORT"};
+static const char *const variables =
+    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE PMIX_RANK PMI_RANK PMI_SIZE MPI_LOCALNRANKS FLUX_JOB_SIZE "
+    "FLUX_TASK_RANK MPI_LOCALRANKID SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_STEP_NODELIST SLURM_JOB_ID "
+    "SLURM_STEP_ID SLURM_RESTART_COUNT RANK WORLD_SIZE MASTER_ADDR MASTER_PORT";
 
 // Returns how a process with the variables `environment` ("A=1 B=2") and the command line `arguments` joins the ranks.
 static InitFrom join(const char *environment, const char *arguments) {
     char text[1024], *argv[16] = {(char *)"train_fp8"};
     int argc = 1;
-    for (size_t i = 0; i < sizeof variables / sizeof variables[0]; i++) unsetenv(variables[i]);
+    format_checked(text, sizeof text, "%s", variables);
+    for (char *name = strtok(text, " "); name; name = strtok(NULL, " ")) unsetenv(name);
     format_checked(text, sizeof text, "%s", environment);
     for (char *word = strtok(text, " "); word; word = strtok(NULL, " ")) {
         char *equals = strchr(word, '=');

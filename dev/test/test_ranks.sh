@@ -4,15 +4,10 @@
 # ranks, wrong options, and more. Needs mpirun and python3. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
-export LC_ALL=C  # awk and printf use a decimal point
 export OMP_NUM_THREADS=1  # there are more ranks than cores, so threads would wait for each other
-make -s train_fp8 build/synth_stories build/compare_checkpoints || exit 1
-tmp=$(mktemp -d)
-trap 'rm -rf "$tmp"' EXIT
-passed=0 failed=0
-ok() { passed=$((passed + 1)); }
-bad() { failed=$((failed + 1)); echo "FAILED: $*"; }
-check() { local name=$1; shift; if "$@"; then ok; else bad "$name"; fi; }
+. dev/test/lib/cpu_trainer.sh
+make -s build/compare_checkpoints || exit 1
+bad() { check "$*" false; }
 ranks() { local n=$1; shift; mpirun --allow-run-as-root --oversubscribe -np "$n" ./train_fp8 "$@"; }
 # As `ranks`, without mpirun, which takes longer to start than most runs here take.
 meet() {
@@ -75,9 +70,9 @@ train() {
     steps "$tmp/$name" >"$tmp/$name.steps"
 }
 
-# ---- A global batch of 12 sequences on one rank without mpirun, and under mpirun on 1 to 4 ranks: on 1 with --sharding
-# full, on 2 or more also with grad_op and none, on 4 also with hybrid. Losses differ by the order of sums. Under
-# mpirun, the variant "clipped" splits the batch into 2 or 3 micro-steps. $1 family, $2 name of the variant, then its
+# ---- A global batch of 12 sequences on one rank without $launcher, and with it on 1 to 4 ranks: on 1 with --sharding
+# full, on 2 or more also with grad_op and none, on 4 also with hybrid. Losses differ by the order of sums. With
+# $launcher, the variant "clipped" splits the batch into 2 or 3 micro-steps. $1 family, $2 name of the variant, then its
 # options.
 against_one() {
     local family=$1 variant=$2
@@ -102,13 +97,12 @@ against_one() {
         done
     done
 }
-against_one qwen2 plain
 against_one qwen2 clipped --grad-clip 0.5
+launcher=meet
+against_one qwen2 plain
 against_one qwen3 clipped --grad-clip 0.5
 check "clipping changes the losses" \
     [ "$(cut -d' ' -f2 "$tmp/qwen2-plain-one.steps")" != "$(cut -d' ' -f2 "$tmp/qwen2-clipped-one.steps")" ]
-
-launcher=meet
 
 # In bf16 each rank rounds its gradients before they are summed (by up to 2^-8). In 4 steps that moves a loss of about 6
 # by well under 1e-3 of it.
@@ -428,7 +422,7 @@ start() {
 
 # Waits up to 60 s for mpirun to end, and kills the run otherwise. Sets status (124: mpirun did not end). Checks that
 # all ranks end within 10 s more.
-finish() {
+all_end() {
     local i
     status=124
     for i in $(seq 600); do
@@ -452,7 +446,7 @@ for every in 5 1; do
     start 4 --checkpoint-every $every
     for i in $(seq 100); do [ -n "$(ls -d "$tmp"/run/step-???????? 2>/dev/null)" ] && break; sleep 0.1; done
     kill -KILL "${pids[2]}"
-    finish
+    all_end
     check "rank killed: mpirun's status $status is not 0" [ $status -ne 0 ] &&
         check "rank killed: mpirun ends within 60 s" [ $status -ne 124 ]
     check "rank killed: one line names the killed rank: $(tail -n 3 "$tmp/run.out")" \
@@ -471,7 +465,7 @@ stopped() {  # $1 signal, $2 rank, the rest: options
     shift 2
     start 4 "$@"
     kill -"$signal" "${pids[$rank]}"
-    finish
+    all_end
     check "SIG$signal to rank $rank: the run ends with status 0 ($status): $(tail -n 3 "$tmp/run.out")" \
         [ $status -eq 0 ]
     step=$(grep -o 'stopped by signal.*after step [0-9]*' "$tmp/run.out" | sed 's/.* //')
@@ -662,6 +656,4 @@ planned() {  # $1 model, $2 ranks
 }
 planned llama3.1-70b 64
 planned llama3.1-405b 512
-
-echo "$passed passed, $failed failed"
-[ "$failed" -eq 0 ]
+finish

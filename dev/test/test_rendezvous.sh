@@ -325,6 +325,22 @@ check "tcp:127.0.0.1 listens there alone" equal \
     "$(cat /proc/net/tcp /proc/net/tcp6 | awk -v p="$hex" '$4 == "0A" && index($2, p) { print $2 }')" "0100007F$hex"
 wait
 
+# Rank 1 waits on a host with few free ports, one of them rank 0's: it neither connects to itself nor listens there.
+cat >"$tmp/few_ports.sh" <<'SH'
+ip link set lo up && echo 29001 29008 >/proc/sys/net/ipv4/ip_local_port_range || exit
+WORLD_SIZE=2 RANK=1 timeout 30 ./train_fp8 "$@" &
+sleep 3
+WORLD_SIZE=2 RANK=0 timeout 30 ./train_fp8 "$@"
+echo "status $?"; wait $!; echo "status $?"
+SH
+if unshare --net true 2>/dev/null; then
+    unshare --net bash "$tmp/few_ports.sh" $data --num-steps 1 --init-from tcp:127.0.0.1:29001 --init-timeout 15 \
+        >"$tmp/few.out" 2>&1
+    check "few free ports: both ranks train" equal "$(grep -c '^status 0' "$tmp/few.out")" 2 || cat "$tmp/few.out"
+else
+    echo "skipped: ranks on a host with few free ports: this user may not make a network (unshare --net)"
+fi
+
 # ---- connections of other programs ("strangers"): random bytes, an HTTP request, half of a rank's greeting, silence.
 # The run trains all the same.
 

@@ -96,19 +96,20 @@ def run_report(arguments, status):
 
 
 def test_command_line(tmp):
-    """Starts the program: its exit status, its output, and its error if the libraries are missing."""
+    """The files of --out, and the errors of the program: a missing folder, and missing libraries. test_verdict.py
+    starts the program with all that it needs.
+    """
     folder = two_runs(tmp / "program")
-    program = [sys.executable, ROOT / "scripts" / "report.py"]
-    ended = subprocess.run([*program, folder, "--out", tmp / "page.html"], capture_output=True, text=True)
-    check(ended.returncode == 0 and "page.html: " in ended.stdout and not ended.stderr,
-          f"--out page.html succeeds and prints its path: {ended}")
+    out, error = report(folder, "--out", tmp / "page.html")
+    check("page.html: " in out and not error, f"--out page.html succeeds and prints its path: {out}{error}")
     check(all((tmp / f"page.{kind}").is_file() for kind in ("html", "json", "md")),
           "--out page.html also writes page.json and page.md")
     check(not (folder / "report.html").exists(), "--out writes no report.html in the folder")
-    ended = subprocess.run([*program, tmp / "absent"], capture_output=True, text=True)
-    check(ended.returncode == 1 and ended.stderr.startswith("error: "), f"a missing folder is refused: {ended}")
+    _, error = report(tmp / "absent", status=1)
+    check(error.startswith("error: "), f"a missing folder is refused: {error}")
     bare = dict(os.environ, IN_REPORT_VENV="1", PYTHONPATH="")
-    ended = subprocess.run([sys.executable, "-S", *program[1:], folder], capture_output=True, text=True, env=bare)
+    ended = subprocess.run([sys.executable, "-S", ROOT / "scripts" / "report.py", folder], capture_output=True,
+                           text=True, env=bare)
     check(ended.returncode == 1 and "run scripts/setup_report.sh" in ended.stderr,
           f"without libraries the error names the script that installs them: {ended}")
 
@@ -411,7 +412,7 @@ def test_gpu(tmp):
 def test_sweep(tmp):
     """A sweep's page begins with speed and names the runs out of memory. sweep_table.py needs no libraries."""
     folder = sweep_folder(tmp / "sweep", 60, ("llama3.2-1b", "qwen3-14b"), (2048,), (1, 2))
-    out, error = report(folder, rendered=2)
+    out, error = report(folder, rendered=1)
     data = numbers(folder / "report.json")
     check_page(folder / "report.html", data, ("speed-tokens", "speed-tflops", "speed-mfu", "speed-aggregate",
                                               "speed-scaling"))
@@ -426,19 +427,24 @@ def test_sweep(tmp):
 
 
 def test_markup(tmp):
-    """Markup in a model's name is text on the page; control and bidirectional characters reach no output."""
+    """Markup in a model's name is text on the page; control and bidirectional characters reach no output. Logs with
+    watts but without `throttle`, and a verdict.json whose names of GPUs are none, make a page that does not claim that
+    no GPU was slowed down.
+    """
     folder, name = tmp / "markup", "a</script><img src=x>&$b$"
     for precision in ("bf16", "fp8"):
-        write(folder / precision, records_of(precision, 42, model=name, **{"fp8-recipe": "x\x1b[31m\u202ey"}))
-    (folder / "verdict.json").write_text(json.dumps({"command": "a\x1b\u202e", "runs": [{"folder": "bf16"},
-                                                                                      {"folder": "fp8"}]}))
-    out, _ = report(folder, rendered=2)
+        records = records_of(precision, 42, model=name, **{"fp8-recipe": "x\x1b[31m\u202ey"})
+        write(folder / precision, [{**record, "watts": [300.0]} for record in records])
+    (folder / "verdict.json").write_text(json.dumps({"command": "a\x1b\u202e", "gpu_names": 5,
+                                                     "runs": [{"folder": "bf16"}, {"folder": "fp8"}]}))
+    out, _ = report(folder, rendered=1)
     texts = [out, *[(folder / f"report.{kind}").read_text() for kind in ("html", "md", "json")]]
     check(not any(c in text for text in texts for c in "\x1b\u202e") and "x?[31m?y" in out, f"no control: {out}")
     data = numbers(folder / "report.json")
     check(data["comparisons"][0]["model"] == name,
           f"report.json has the name of the model: {data['comparisons'][0]['model']}")
-    check_page(folder / "report.html", data, ("loss-steps",))
+    check_page(folder / "report.html", data, ("loss-steps", "strip-"))
+    check("slowed down" not in texts[1], "the page does not say of logs without it that no GPU was slowed down")
 
 
 def test_limit(tmp):

@@ -1,8 +1,8 @@
 // Tests sockets.h: a connection to itself, and how a door (the listener of ranks that meet) treats connections that
-// say nothing, too many of them, and a lack of file descriptors.
+// say nothing, too many of them, and a lack of file descriptors. Tests a notice (mesh.h) of a rank's end.
 #include <sys/resource.h>
 
-#include "../../llmc/ranks/sockets.h"
+#include "../../llmc/ranks/mesh.h"
 #include "lib/check.h"
 
 enum { CROWD = DOOR_GUESTS + 50 };
@@ -70,13 +70,16 @@ static void test_door(void) {
     CHECK(kept >= 0, "the door keeps the last of %d, of which the others say nothing, after %.2f s", CROWD + 1, took);
     for (int i = 0; i < CROWD; i++) close(crowd[i]);
     close(own[0]), close(kept), kept = -1;
-    // Without a free file descriptor the door takes no connection, and waits. Later it takes it.
+    // Without a free file descriptor no connection is made, and the door takes none, and waits. Later it takes it.
+    Failure failure = {"", false};
     struct rlimit before, none;
     for (int i = 0; i < 5; i++) door_serve(&d, 0);
     own[0] = knock(port, "hello");
     getrlimit(RLIMIT_NOFILE, &before);
     none = before, none.rlim_cur = 3;
     CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0, "the limit is set: %s", strerror(errno));
+    CHECK(socket_connect("127.0.0.1", port, &failure) < 0 && strstr(failure.text, "raise that limit with ulimit -n"),
+          "a connection that lacks a descriptor names the limit: %s", failure.text);
     const clock_t cpu = clock();
     CHECK(serve(&d, 0.3) >= 0.3 && d.shut && clock() - cpu < CLOCKS_PER_SEC / 10,
           "without a descriptor the door waits, and takes %.3f s of CPU time",
@@ -87,8 +90,28 @@ static void test_door(void) {
     door_close(&d);
 }
 
+// A rank's notice of its end with an error ends the others with its status, and never with 0.
+static void test_notice(void) {
+    const int codes[][2] = {{EXIT_LOST, EXIT_LOST}, {0, EXIT_OTHER}};
+    for (int i = 0; i < 2; i++) {
+        int ends[2];
+        MeshPeer peers[2];
+        Mesh m;
+        memset(peers, 0, sizeof peers), memset(&m, 0, sizeof m);
+        m.world = 2, m.peers = peers;
+        if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends)) die("socketpair: %s", strerror(errno));
+        peers[1].beats = ends[1];
+        mesh_post(&peers[1], MESH_MESSAGE_ENDED, codes[i][0], NULL, 0);
+        peers[1].beats = ends[0];
+        CHECK(mesh_receive(&m) && m.code == codes[i][1], "a notice with status %d ends a rank with %d", codes[i][0],
+              m.code);
+        close(ends[0]), close(ends[1]);
+    }
+}
+
 int main(void) {
     process_prepare();
+    test_notice();
     test_met_itself();
     test_door();
     return check_report();

@@ -167,6 +167,9 @@ check "the trainers read the clock of the day for one thing, the hour at which a
     equal "$(grep -ohE "$clocks" llmc/*/*.h llmc/*/*.cuh train_fp8.c train_fp8.cu | tr '\n' ' ')" "time( localtime "
 check "that is in logger_format_left" \
     equal "$(sed -n '/ logger_format_left(/,/^}/p' llmc/run/logger.h | grep -cE "$clocks")" 2
+check "a sweep and a verdict read it for that hour only: their durations stay right when the clock is set" \
+    equal "$(grep -hE 'time\.time\(|date \+%s' scripts/{verdict,sweep}* scripts/runs/* | xargs)" \
+    "text += time.strftime(%H:%M, time.localtime(time.time() + seconds))"
 
 cat >"$tmp/run.sh" <<'END'
 set -u

@@ -437,6 +437,16 @@ static inline void meet_as_other(Meeting *m) {
     }
 }
 
+// Listens on a free port, but not on the one where rank 0 will listen, which the kernel may offer.
+static inline int meet_listen(const InitFrom *init) {
+    char address[SOCKET_ADDRESS];
+    const int fd = socket_listen(NULL, 0);
+    if (fd < 0 || init->kind != INIT_TCP || socket_address(fd, true, address) != init->port) return fd;
+    const int other = socket_listen(NULL, 0);
+    close(fd);
+    return other;
+}
+
 // Returns the meeting of all ranks, after all have come: its `cards` are the table, with addresses that ranks above 0
 // can connect to, and its `listener` is the socket at which the ranks above this one connect. Dies if they do not meet
 // in time.
@@ -447,7 +457,7 @@ static inline Meeting meet(const InitFrom *init) {
     m.cards = (RankCard *)xcalloc((size_t)init->world, sizeof *m.cards);
     m.fds = (int *)xcalloc((size_t)init->world, sizeof *m.fds);
     for (int64_t r = 0; r < init->world; r++) m.fds[r] = -1;
-    m.listener = socket_listen(NULL, 0);
+    m.listener = meet_listen(init);
     if (m.listener < 0) die("cannot listen for other ranks: %s", strerror(errno));
     RankCard *own = &m.cards[init->rank];
     *own = meet_card(init, CARD_RANK);

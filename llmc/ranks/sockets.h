@@ -114,7 +114,11 @@ static inline int socket_connect_one(const struct addrinfo *a, double deadline) 
     else if (errno != EINPROGRESS) error = errno;
     else if (!socket_await(fd, POLLOUT, deadline)) error = ETIMEDOUT;
     else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length)) error = errno;
-    if (error == 0 && socket_met_itself(fd)) error = ECONNREFUSED;
+    if (error == 0 && socket_met_itself(fd)) {
+        const struct linger reset = {1, 0};  // a close in the usual way would keep the port for a minute
+        setsockopt(fd, SOL_SOCKET, SO_LINGER, &reset, sizeof reset);
+        error = ECONNREFUSED;
+    }
     if (error == 0) return fd;
     close(fd);
     errno = error;

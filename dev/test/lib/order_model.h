@@ -47,7 +47,7 @@ static inline int64_t order_sum(int64_t content, int64_t ranks) {
 }
 
 typedef struct {
-    int64_t at[ORDER_MAX_STREAMS];  // how many reads and writes of each stream have happened before
+    int32_t at[ORDER_MAX_STREAMS];  // how many reads and writes of each stream have happened before
 } OrderClock;
 
 typedef enum {
@@ -85,8 +85,8 @@ typedef struct {
 typedef struct {
     int64_t content;
     int writer;                        // stream that wrote last
-    int64_t write;                     // number of that write in its stream; 0: never written
-    int64_t reads[ORDER_MAX_STREAMS];  // number of each stream's last read
+    int32_t write;                     // number of that write in its stream; 0: never written
+    int32_t reads[ORDER_MAX_STREAMS];  // number of each stream's last read
 } OrderPiece;
 
 // A piece ends where the next one begins. `begins` is sorted, and apart from the other fields for fast searches.
@@ -287,8 +287,9 @@ static inline int64_t order_piece_after(OrderMemory *m, int64_t first, const cha
 static inline int64_t order_run_read(int stream, const char *from, int64_t bytes) {
     OrderMemory *m = &order.memory[order_rank_of(from)];
     OrderClock *now = &order.streams[stream].clock;
-    const int64_t number = ++now->at[stream], begin = order_piece(m, from),
-                  end = order_piece_after(m, begin, from + bytes), content = m->pieces[begin].content;
+    const int32_t number = ++now->at[stream];
+    const int64_t begin = order_piece(m, from), end = order_piece_after(m, begin, from + bytes),
+                  content = m->pieces[begin].content;
     bool same = true;
     for (int64_t i = begin; i < end; i++) {
         OrderPiece *p = &m->pieces[i];
@@ -303,7 +304,8 @@ static inline int64_t order_run_read(int stream, const char *from, int64_t bytes
 static inline void order_run_write(int stream, const char *to, int64_t bytes, int64_t content) {
     OrderMemory *m = &order.memory[order_rank_of(to)];
     OrderClock *now = &order.streams[stream].clock;
-    const int64_t number = ++now->at[stream], begin = order_piece(m, to), end = order_piece_after(m, begin, to + bytes);
+    const int32_t number = ++now->at[stream];
+    const int64_t begin = order_piece(m, to), end = order_piece_after(m, begin, to + bytes);
     for (int64_t i = begin; i < end; i++) {
         OrderPiece *p = &m->pieces[i];
         if (p->write > now->at[p->writer])
@@ -319,7 +321,8 @@ static inline void order_run_write(int stream, const char *to, int64_t bytes, in
 // Running
 
 static inline void order_join(OrderClock *now, const OrderClock *before) {
-    for (int i = 0; i < ORDER_MAX_STREAMS; i++) now->at[i] = max_i64(now->at[i], before->at[i]);
+    for (int i = 0; i < ORDER_MAX_STREAMS; i++)
+        if (now->at[i] < before->at[i]) now->at[i] = before->at[i];
 }
 
 static inline OrderSignal *order_signal_at(const char *address) {
