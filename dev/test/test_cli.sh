@@ -164,6 +164,63 @@ diverges() {
 }
 check "a run that diverged says so" diverges 50 1
 check "a run that did not diverge says nothing" diverges 1e-3 0
+
+# ---- --generate and --evaluate load weights, train nothing, and need no training data.
+
+used="$tmp/used --sequence-length 32"
+$trainer tiny $data --val-data "$tmp/s_val.bin" --val-steps 1000 --checkpoint-dir "$tmp/ck2" --export-hf "$tmp/used" \
+    >"$tmp/trained"
+loss=$(sed -n 's/^validation after step 2 | loss //p' "$tmp/trained")
+# $1 ranks, the rest: arguments. True if the loss of --evaluate is that of the validation, in documents.
+evaluates() {
+    make_launch "$1"
+    shift
+    "${launch[@]}" $trainer "$@" --evaluate "$tmp/s_val.bin" >"$tmp/evaluated" 2>&1
+    grep -q "^evaluation of $tmp/s_val.bin: [0-9]* tokens in [2-9] documents" "$tmp/evaluated" &&
+        no_step "$tmp/evaluated" && equal "$(sed -n 's/^loss \([0-9.]*\) nats.*/\1/p' "$tmp/evaluated")" "$loss"
+}
+check "--evaluate of an export gives its validation loss" evaluates 1 $used
+check "--evaluate prints perplexity, bits per byte and an interval" eval "python3 - <'$tmp/evaluated' <<'EOF'
+import math, re
+text = open('$tmp/evaluated').read()
+loss, perplexity, bits = map(float, re.search(r'loss (\S+) nats per token . perplexity (\S+) . (\S+) bits', text).groups())
+tokens = int(re.search(r': (\d+) tokens', text).group(1))
+low, high = map(float, re.search(r'95% interval over documents: loss (\S+) to (\S+),', text).groups())
+assert low < loss < high < low + 0.5 and abs(math.exp(loss) / perplexity - 1) < 1e-4, text
+assert 1 < bits * math.log(2) / loss < 1.01, text  # a byte is a token here, but separators have none
+EOF"
+check "--evaluate of the newest checkpoint, on 2 ranks and in batches, gives the same loss" \
+    evaluates 2 tiny --sequence-length 32 --batch-size 3 --checkpoint-dir "$tmp/ck2" --resume
+check "--evaluate takes no memory for the optimizer" lacks "$tmp/evaluated" "optimizer state"
+check "--evaluate of a part of the sequences counts sequences" \
+    eval '$trainer $used --evaluate "$tmp/s_val.bin" --val-steps 3 | grep -q ": 96 tokens in 3 sequences$"'
+generated() { "${launch[@]}" $trainer "$@" --max-tokens 20 2>&1 | sed -n '/^Once upon/,$p'; }
+launch=()
+once=$(generated "$tmp/used" --generate "Once upon")
+make_launch 2
+check "--generate prints the text and a continuation, on 2 ranks the same" \
+    eval '[ "${#once}" -gt 12 ] && equal "$(generated tiny --checkpoint-dir "$tmp/ck2" --resume --generate "Once upon")" "$once"'
+check "--generate: another seed, another text" \
+    eval '[ "$(generated "$tmp/used" --seed 7 --generate "Once upon")" != "$once" ]'
+# $1 a part of the message, $2 the status, the rest: arguments.
+refuses() {
+    local part=$1 status=$2
+    shift 2
+    timeout 60 $trainer "$@" >"$tmp/out" 2>"$tmp/err"
+    equal "$? $(wc -l <"$tmp/err")" "$status 1" && holds "$tmp/err" "$part"
+}
+check "--generate needs weights" refuses "MODEL tiny has no weights" 2 tiny --generate x
+check "--generate without a text" refuses "given without a text" 2 "$tmp/used" --generate ""
+check "--generate with --evaluate" refuses "leave --evaluate out" 2 "$tmp/used" --generate x --evaluate y
+check "--generate past the model's positions" refuses "but model used has 8192 positions" 2 "$tmp/used" --generate x \
+    --max-tokens 8191
+check "--generate without a checkpoint" refuses "no checkpoint in $tmp to use" 1 tiny --checkpoint-dir "$tmp" --resume \
+    --generate x
+rm "$tmp/used/tokens.tokenizer"
+check "--generate without a tokenizer table says where it looks for one" refuses \
+    "there is no $tmp/used/tokens.tokenizer" 1 "$tmp/used" --no-verify --generate x --train-data "$tmp/none.bin"
+check "--generate takes the table beside --train-data" \
+    eval '$trainer "$tmp/used" --no-verify --generate x --train-data "$tmp/s_*.bin" | grep -q ^x'
 given() { make -nB CC="$1" train_fp8 | grep -c 'O3.*-fvect-cost-model'; }
 check "only a compiler that knows -fvect-cost-model is given it" equal "$(given false) $(given gcc)" "0 1"
 
@@ -319,7 +376,7 @@ check "--dry-run prints settings, memory plan and table of GEMMs" equal \
 printed() { grep '^step ' "$1" | sed 's|^step *\([0-9]*\)/.*|\1|' | paste -sd' '; }
 rm -rf "$tmp/every"
 $trainer tiny $data --val-data "$tmp/s_val.bin" --val-every 2 --num-steps 11 --log-every 4 --log-dir "$tmp/every" \
-    --sample-every 5 --sample-tokens 4 --checkpoint-dir "$tmp/every/steps" >"$tmp/every.out"
+    --sample-every 5 --max-tokens 4 --checkpoint-dir "$tmp/every/steps" >"$tmp/every.out"
 check "--log-every 4 prints steps 1, 4, 8 and 11 of 11" equal "$(printed "$tmp/every.out")" "1 4 8 11"
 check "--log-every: log.jsonl has every step" equal "$(grep -c '"type": "step"' "$tmp/every/log.jsonl")" 11
 check "--log-every: validation, sample and save lines are all printed" \

@@ -7,6 +7,9 @@
 #include "../base/coat.h"
 #include "options_table.h"
 
+// Room for the text of an option, with its zero byte.
+#define OPTION_TEXT_CAPACITY 4096
+
 // Copies choice number `index` of "a|b|c", counted from 0, to `out`. Returns false if there is no such choice.
 static inline bool option_choice_name(const char *choices, int index, char *out, size_t capacity) {
     for (; index > 0; index--) {
@@ -129,6 +132,9 @@ static inline void option_set(Options *o, const OptionRow *row, const char *valu
     } else if (row->kind == OPTION_REAL) {
         *(double *)at = option_number(row->name, value, false, row->low, row->high);
     } else if (row->kind == OPTION_TEXT) {
+        if (strlen(value) >= OPTION_TEXT_CAPACITY)
+            die_with(EXIT_USAGE, "--%s: the text has %zu bytes, more than %d", row->name, strlen(value),
+                     OPTION_TEXT_CAPACITY - 1);
         *(const char **)at = value;
     } else if (row->kind == OPTION_CHOICE) {
         *(int *)at = option_choice_number(row->text, value);
@@ -210,7 +216,8 @@ static inline const char *option_elsewhere(const char *word) {
                                            {"clip-grad", "grad-clip"},         {"max-grad-norm", "grad-clip"},
                                            {"output-dir", "checkpoint-dir"},   {"save-every", "checkpoint-every"},
                                            {"save-steps", "checkpoint-every"}, {"eval-steps", "val-every"},
-                                           {"min-lr", "min-lr-ratio"},         {"hf-export", "export-hf"}};
+                                           {"min-lr", "min-lr-ratio"},         {"hf-export", "export-hf"},
+                                           {"sample-tokens", "max-tokens"},    {"max-new-tokens", "max-tokens"}};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
         if (strcmp(word, names[i][0]) == 0) return names[i][1];
     return NULL;
@@ -458,6 +465,9 @@ static inline void options_resolve(Options *o) {
     if (o->precision == PRECISION_FP8 && o->fp8_format == FP8_FORMAT_AUTO)
         o->fp8_format = options_recipe(o)->dy_format == FP8_E5M2 ? FP8_FORMAT_HYBRID : FP8_FORMAT_E4M3;
 }
+
+// True if the run trains nothing: it loads a model and uses it.
+static inline bool options_uses_model(const Options *o) { return *o->generate || *o->evaluate; }
 
 // True if the master weights are bf16, after options_resolve.
 static inline bool options_bf16_weights(const Options *o) {

@@ -207,6 +207,23 @@ static inline const char *options_set_accumulation(Options *o, int64_t world, bo
     return message;
 }
 
+// Rules of --generate and --evaluate. run_use_model asks for them, before it changes options.
+static inline void options_use_conflict(const Options *o, char *message, size_t capacity) {
+    const char *name = *o->generate ? "generate" : "evaluate";
+    const char *other = *o->generate && *o->evaluate ? "evaluate"
+                        : o->dry_run                 ? "dry-run"
+                        : *o->log_dir                ? "log-dir"
+                        : *o->export_hf              ? "export-hf"
+                        : *o->branch                 ? "branch"
+                        : *o->val_data               ? "val-data"
+                                                     : NULL;
+    if (!options_uses_model(o)) return;
+    if (other) format_checked(message, capacity, "--%s does nothing else; leave --%s out", name, other);
+    else if (*o->checkpoint_dir && !o->resume)
+        format_checked(message, capacity, "--%s saves nothing; add --resume to take the newest checkpoint in %s", name,
+                       o->checkpoint_dir);
+}
+
 // Checks rules between options, before options_resolve. Returns `message`: "" if the rules hold, else the reason and
 // mostly a fix.
 static inline const char *options_conflict(const Options *o, char *message, size_t capacity) {

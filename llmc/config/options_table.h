@@ -190,11 +190,11 @@ enum { RARE, COMMON };
     INT(warmup_steps, "warmup-steps", 0, 0, 1000000000, TOLD, COMMON, \
          "number of first steps in which the learning rate grows linearly: of N such steps, step k has k/N of " \
          "--learning-rate") \
-    REAL(weight_decay, "weight-decay", 0.01, 0, 1e3, TOLD, COMMON, "decoupled weight decay, of matrices only") \
+    REAL(weight_decay, "weight-decay", 0.01, 0, 1e3, TOLD, RARE, "decoupled weight decay, of matrices only") \
     REAL(beta1, "beta1", 0.9, 0, 0.9999999, TOLD, RARE, "AdamW's decay of the first moment") \
     REAL(beta2, "beta2", 0.999, 0, 0.9999999, TOLD, RARE, "AdamW's decay of the second moment") \
     REAL(eps, "eps", 1e-8, 1e-30, 1, TOLD, RARE, "AdamW's epsilon, added to the square root of the second moment (after bias correction)") \
-    REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, TOLD, COMMON, \
+    REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, TOLD, RARE, \
          "largest norm of the whole gradient: a gradient with a larger norm is scaled down to it (0: off); with " \
          "--optimizer-in-backward each layer's gradient is scaled before the norm of the whole is known, by an estimate " \
          "of it from the step's gradients so far and the last step's norms") \
@@ -270,8 +270,8 @@ enum { RARE, COMMON };
          "loss depends a little on the others in its batch") \
     INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, RARE, \
          "steps between printed samples of text; the last step prints one too, unless a signal ends the run; 0: none") \
-    INT(sample_tokens, "sample-tokens", 64, 1, 65536, FREE, RARE, \
-         "largest number of tokens that the model generates for a sample; a separator token ends it earlier") \
+    INT(max_tokens, "max-tokens", 64, 1, 65536, FREE, RARE, \
+         "largest number of tokens that the model writes for a sample or with --generate; a separator ends it earlier") \
     TEXT(log_dir, "log-dir", "", FREE, COMMON, "folder for log.jsonl, which has every step") \
     CHOICE(on_output_lost, "on-output-lost", OUTPUT_LOST_CONTINUE, OUTPUT_LOSSES, FREE, RARE, \
          "what to do when stdout or stderr cannot be written any more (closed pipe, full disk); continue: train " \
@@ -305,6 +305,14 @@ enum { RARE, COMMON };
          "compares those of its checkpoint)") \
     TEXT(export_hf, "export-hf", "", FREE, COMMON, \
          "folder for the final weights in Hugging Face's format; nothing is exported if a signal ends the run early") \
+    GROUP("use of a trained model, without training") \
+    TEXT(generate, "generate", "", FREE, COMMON, \
+         "a text: print it and what the model writes after it, then stop; MODEL is a folder with weights, or " \
+         "--checkpoint-dir DIR --resume takes the newest checkpoint; the sequence length is that of the text and of " \
+         "--max-tokens; the tokenizer table is that in the folder, else that beside the first shard of --train-data") \
+    TEXT(evaluate, "evaluate", "", FREE, COMMON, \
+         "shards, as for --train-data: print the model's loss on them with its interval, perplexity and bits per byte, " \
+         "then stop; MODEL as for --generate; all sequences of --sequence-length count, or --val-steps of them") \
     GROUP("run") \
     FLAG(dry_run, "dry-run", COMMON, \
          "print settings, memory plan, GEMM table and an estimate of a step's time (or why there is none), then stop; " \

@@ -4,10 +4,9 @@
 
 #include "../config/hf_config.h"
 #include "../checkpoint/hf_export.h"
-#include "../checkpoint/store.h"
 #include "logger.h"
 #include "../config/supported.h"
-#include "../data/tokenizer.h"
+#include "use.h"
 
 #define VOCABULARY_MULTIPLE 64
 
@@ -28,9 +27,9 @@ typedef struct {
     bool branches;   // that checkpoint is the one of --branch: --resume finds none, or is not given
     const char *model_folder;  // NULL: a preset
     bool load_weights;         // the folder has weights to start from
-    DataLoader train, val;  // num_shards 0: not opened (val: no --val-data; both: a dry run that knows the vocabulary)
-    DataIdentity data;      // identity of `train`
-    DataIdentity val_data;  // identity of `val`
+    DataLoader train, val;     // num_shards 0: not opened (a dry run that knows the vocabulary; options_uses_model)
+    DataIdentity data;         // identity of `train`
+    DataIdentity val_data;     // identity of `val`
     char checkpoint[PATH_CAPACITY];  // to continue from; "": none
     TrainerProgress start;           // that checkpoint's progress, or 0
     bool fresh_scales;               // the state of delayed scaling in it is not that of this run
@@ -46,6 +45,8 @@ typedef struct {
     char fp8_filter[1024];           // the filter that auto stands for
     Tokenizer tokenizer;             // count 0: there is none beside the first training shard, or data is not opened
     TokenizerFiles tokenizer_files;  // for checkpoints and exports; empty on ranks other than 0
+    int32_t *prompt;                 // [prompt_length] --generate: a separator and the text; else NULL
+    int64_t prompt_length;
 } RunSetup;
 
 // True if --resume finds checkpoints, whole or damaged.
@@ -84,6 +85,7 @@ static inline void run_setup_verify_weights(const RunSetup *s, const Options *o,
 
 static inline void run_setup_model(RunSetup *s, const Options *o) {
     char presets[1024];
+    if (options_uses_model(o)) use_require_weights(o);
     if (model_config_preset(&s->model, o->model)) return;
     model_config_preset_names(presets, sizeof presets);
     const char *nearest = model_config_nearest(o->model);
@@ -110,7 +112,8 @@ static inline void run_setup_model(RunSetup *s, const Options *o) {
 // texts.
 static inline void run_setup_check_tables(const RunSetup *s, const DataLoader *dl) {
     char first[PATH_CAPACITY], path[PATH_CAPACITY], known[PATH_CAPACITY];
-    tokenizer_path(first, sizeof first, s->train.shards[0].path);
+    if (!dl->num_shards) return;
+    tokenizer_path(first, sizeof first, (s->train.num_shards ? &s->train : &s->val)->shards[0].path);
     format_checked(known, sizeof known, "%s", first);
     for (int64_t i = 0; i < dl->num_shards; i++) {
         tokenizer_path(path, sizeof path, dl->shards[i].path);
@@ -241,6 +244,16 @@ static inline void run_setup_same_data(const DataLoader *data, const char *optio
             mine->tokens == first.tokens ? "but the shards differ" : "so the ranks would read different samples");
 }
 
+// Adds the shards' tokenizer table, if there is one, to the files that checkpoints and exports get.
+static inline void run_setup_keep_table(RunSetup *s) {
+    TokenizerFiles *f = &s->tokenizer_files;
+    if (!s->tokenizer.count) return;
+    free(f->data[TOKENIZER_TABLE]);
+    f->sizes[TOKENIZER_TABLE] = s->tokenizer.bytes;
+    f->data[TOKENIZER_TABLE] = (char *)xcalloc(s->tokenizer.bytes, 1);
+    memcpy(f->data[TOKENIZER_TABLE], s->tokenizer.file, s->tokenizer.bytes);
+}
+
 // Reads the tokenizer's files that this run's checkpoints and export get, on rank 0: those of MODEL's folder; for a
 // preset those in the folder of the first training shard, if they make a tokenizer. Dies if one cannot be read.
 static inline void run_setup_tokenizer_files(RunSetup *s, const Options *o, const Comm *c) {
@@ -251,23 +264,29 @@ static inline void run_setup_tokenizer_files(RunSetup *s, const Options *o, cons
     else format_checked(folder, sizeof folder, "%.*s", slash ? (int)max_i64(1, slash - shard) : 1, slash ? shard : ".");
     tokenizer_files_read(&s->tokenizer_files, folder);
     if (!s->model_folder && !tokenizer_is_known(&s->tokenizer_files)) tokenizer_files_free(&s->tokenizer_files);
+    run_setup_keep_table(s);
 }
 
-// Opens the shards, and the tokenizer table beside the first training shard. Dies if other ranks have other data, or if
-// shards have different tables.
+// Opens shards for sequences of T tokens. Dies if other ranks have other data. `option` names them.
+static inline DataLoader run_setup_open(const char *text, const char *option, const Options *o, bool shuffle,
+                                        const Comm *c, DataIdentity *identity) {
+    DataLoader data = dataloader_open(text, o->sequence_length, shuffle, (uint64_t)o->seed);
+    *identity = dataloader_identity(&data);
+    run_setup_same_data(&data, option, identity, c);
+    if (c->rank == 0) dataloader_warn(&data, option);
+    return data;
+}
+
+// Opens the shards, and the tokenizer table beside the first training shard. Dies if shards have different tables.
 static inline void run_setup_data(RunSetup *s, const Options *o, const Comm *c) {
-    s->train = dataloader_open(o->train_data, o->sequence_length, o->shuffle == ON, (uint64_t)o->seed);
-    s->data = dataloader_identity(&s->train);
-    run_setup_same_data(&s->train, "--train-data", &s->data, c);
-    if (c->rank == 0) dataloader_warn(&s->train, "--train-data");
-    if (*o->val_data) {
-        s->val = dataloader_open(o->val_data, o->sequence_length, false, (uint64_t)o->seed);
-        s->val.spread = min_i64(o->val_steps, s->val.num_sequences);
-        s->val_data = dataloader_identity(&s->val);
-        run_setup_same_data(&s->val, "--val-data", &s->val_data, c);
-        if (c->rank == 0) dataloader_warn(&s->val, "--val-data");
-    }
-    s->tokenizer = tokenizer_open_beside(s->train.shards[0].path);
+    const char *val = *o->evaluate ? "--evaluate" : "--val-data";
+    if (!options_uses_model(o))
+        s->train = run_setup_open(o->train_data, "--train-data", o, o->shuffle == ON, c, &s->data);
+    if (*o->val_data) s->val = run_setup_open(o->val_data, val, o, false, c, &s->val_data);
+    s->val.spread = min_i64(o->val_steps, s->val.num_sequences);
+    if (options_uses_model(o))
+        s->tokenizer = use_find_table(o, s->model_folder, *o->evaluate ? s->val.shards[0].path : NULL);
+    else s->tokenizer = tokenizer_open_beside(s->train.shards[0].path);
     if (!s->tokenizer.count) return;
     run_setup_check_tables(s, &s->train);
     run_setup_check_tables(s, &s->val);
@@ -298,7 +317,7 @@ static inline void run_setup_vocabulary(RunSetup *s) {
 }
 
 static inline void run_setup_warn_of_length(const RunSetup *s, const Options *o) {
-    if (o->sequence_length > s->model.max_position_embeddings)
+    if (!s->prompt && o->sequence_length > s->model.max_position_embeddings)
         warn("--sequence-length %lld is more than the %lld positions that model %s is made for "
              "(max_position_embeddings)",
              (long long)o->sequence_length, (long long)s->model.max_position_embeddings, s->model.name);
@@ -392,12 +411,13 @@ static inline RunSetup run_setup(Options *o, const Comm *c, TrainerKind kind) {
     run_setup_same_model(&s, c, s.load_weights && !o->resume && !*o->branch && !o->dry_run);
     if (!o->dry_run || s.model.vocab_size == 0) run_setup_data(&s, o, c);
     run_setup_vocabulary(&s);
+    if (*o->generate) s.prompt = use_encode(o, &s.model, &s.tokenizer, &s.prompt_length);
     supported_require(kind, &s.model, o, world);
     if (c->rank == 0) run_setup_warn_of_length(&s, o), run_setup_warn_of_rounding(&s, o);
     if (o->dry_run) return s;
     if (c->rank == 0) run_setup_warn_of_tokenizer(&s);
     if (c->local_rank == 0) dataloader_check_vocabulary(&s.train, s.model.vocab_size);
-    if (c->local_rank == 0 && *o->val_data) dataloader_check_vocabulary(&s.val, s.model.vocab_size);
+    if (c->local_rank == 0) dataloader_check_vocabulary(&s.val, s.model.vocab_size);
     if (s.load_weights) {
         ParameterTable t = parameter_table(&s.model);
         model_check_weights(s.model_folder, &s.model, &t);
@@ -455,7 +475,7 @@ static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
     lineage_print(&s->lineage);
     if (!branch) run_setup_note_own(s, o);
     if (c->rank == 0 && !tokenizer_is_known(&s->tokenizer_files))
-        tokenizer_files_read(&s->tokenizer_files, s->checkpoint);
+        tokenizer_files_read(&s->tokenizer_files, s->checkpoint), run_setup_keep_table(s);
     if (s->start.step >= o->num_steps)
         printf("%s: %lld steps are done and --num-steps is %lld: nothing is left to train\n", checkpoint_verb(&run),
                (long long)s->start.step, (long long)o->num_steps);
@@ -502,6 +522,7 @@ static inline void run_setup_close(RunSetup *s) {
     dataloader_close(&s->val);
     tokenizer_close(&s->tokenizer);
     tokenizer_files_free(&s->tokenizer_files);
+    free(s->prompt);
 }
 
 #endif

@@ -102,6 +102,7 @@ static inline void start_print_ranks(const Options *o, const Comm *c) {
 static inline void start_print_data(const RunSetup *s, const Options *o, const Comm *c) {
     const DataLoader *d = &s->train;
     char tokens[32], step[32];
+    if (!d->num_shards) return;
     const int64_t sequences = c->world * o->grad_accumulation_steps * o->batch_size;
     start_count(tokens, sizeof tokens, d->num_tokens);
     start_count(step, sizeof step, sequences * o->sequence_length);

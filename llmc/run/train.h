@@ -8,6 +8,7 @@
 #include "../ranks/watch.h"
 #include "../reference/rounding.h"
 #include "audit_report.h"
+#include "evaluate.h"
 #include "memory_fit.h"
 #include "nonfinite.h"
 #include "plan_json.h"
@@ -70,7 +71,7 @@ typedef struct {
     void (*read_audit)(void *t, AuditSums *sums);
 
     // Runs the forward pass on this rank's part of batch number `batch`. Returns the loss of each token [B][T].
-    const float *(*token_losses)(void *t, DataLoader *data, int64_t batch);
+    TokenLosses token_losses;
     NextLogits next_logits;
     // Waits for all started work. May also drop delayed scales that validation or samples made (train_fp8.cu). May be
     // NULL.
@@ -250,7 +251,29 @@ static inline int64_t run_steps(Run *run, int *stop) {
     return done;
 }
 
+// Does what --generate or --evaluate asks for.
+static inline void run_use(Run *run) {
+    RunSetup *s = &run->setup;
+    const Options *o = &run->options;
+    if (*o->evaluate) evaluation_run(o, &run->comm, &s->val, &s->tokenizer, run->ops->token_losses, run->trainer);
+    else
+        sampler_generate(o, &run->comm, &s->model, &s->tokenizer, s->prompt, s->prompt_length, run->ops->next_logits,
+                         run->trainer);
+}
+
 // ---- from the command line to the first step
+
+// With --generate or --evaluate: changes the options for it. Dies if one of them is given without a text.
+static inline void run_use_model(Run *run) {
+    Options *o = &run->options;
+    static const char *const names[] = {"generate", "evaluate", "val-steps"};
+    bool given[3];
+    for (int i = 0; i < 3; i++)
+        given[i] = start_is_given(option_find(names[i], strlen(names[i])), run->argc, run->argv);
+    if ((given[0] && !*o->generate) || (given[1] && !*o->evaluate))
+        die_with(EXIT_USAGE, "--%s is given without a text", names[given[1] && !*o->evaluate]);
+    if (options_uses_model(o)) use_set_options(o, &run->comm, !given[2]);
+}
 
 // Replaces --fp8-filter auto by the fastest filter, which rank 0 finds. (In a run that continues from a checkpoint,
 // run_setup_resume has replaced it already.) Then checks the options with the new filter.
@@ -290,6 +313,7 @@ static inline void run_begin(Run *run, int argc, char **argv) {
     model_config_preset_names(presets, sizeof presets);
     options_require_model(o, argc, argv, presets);
     run_set_accumulation(run);
+    run_use_model(run);
     run->setup = run_setup(o, c, run->ops->kind);
     if (o->world_size) comm_assume(c, o->world_size);
     comm_split(c, options_shard_group(o, c->world));
@@ -337,7 +361,7 @@ static inline void run_print_start(const Run *run) {
     if (o->deterministic) printf("%-*s the same %s\n", START_LABEL, "bits", start_same_bits(o, &run->comm));
     const StartOptions options = {o, &run->given, &run->comm, run->argc, run->argv};
     start_print_options(&options, false);
-    start_print_options(&options, true);
+    if (!options_uses_model(o)) start_print_options(&options, true);
     start_print_memory(&run->parts.memory, run->parts.memory_overhead);
     fflush(stdout);
 }
@@ -467,7 +491,7 @@ static inline void run_check_limit(const Run *run) {
 // Runs a trainer: the whole of its main. A dry run ends when it has printed the plan.
 static inline int run_trainer(int argc, char **argv, const TrainerOps *ops, void *trainer) {
     static Run run;  // not on the stack, which process_prepare has not checked yet
-    int stop;
+    int stop = 0;
     process_prepare();
     run.began = seconds_now();
     run.ops = ops, run.trainer = trainer;
@@ -480,7 +504,9 @@ static inline int run_trainer(int argc, char **argv, const TrainerOps *ops, void
     } else {
         run_print_start(&run);
         run_create(&run);
-        const int64_t steps_done = run_steps(&run, &stop);
+        const bool uses = options_uses_model(&run.options);
+        if (uses) run_use(&run);
+        const int64_t steps_done = uses ? 0 : run_steps(&run, &stop);
         run_close(&run, steps_done, stop);
     }
     run_setup_close(&run.setup);
