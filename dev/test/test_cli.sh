@@ -89,6 +89,23 @@ check "a resumed run says which settings differ" equal "$(grep "in the checkpoin
 resume: --beta1 is 0.9 in the checkpoint, 0.8 now"
 check "and what that does to the rate" holds "$tmp/other" "resume: the learning rate of step 11 is 5.868e-04"
 
+# ---- Without --learning-rate the run chooses rate, schedule and optimizer; a resumed run takes the checkpoint's.
+$trainer tiny $data --num-steps 30 --checkpoint-dir "$tmp/own" >"$tmp/own.out"
+check "a run shows the rate, the schedule and the optimizer that it chooses, and its epochs" grep -Eq \
+    "^learning  rate 0.0035 \(by size\), warm-up 2 of 30 steps, cosine to 10%; d.*, clip 1; .* epo" \
+    "$tmp/own.out"
+check "a dry run shows them too, and how long the run takes" eval '$trainer tiny $data --step-ms 7200 --num-steps 50 \
+    --dry-run | grep -cE "^learning  rate 0.0035 |^estimate of the run: 0.1 hours for 50 steps" | grep -qx 2'
+$trainer "$tmp/own/step-00000030" $data >"$tmp/trained.out"
+check "a run from weights continues with 1e-5" \
+    holds "$tmp/trained.out" "learning  rate 1e-05 (for trained weights), warm-up 1 "
+$trainer tiny $data --learning-rate 1e-5 --checkpoint-dir "$tmp/old" >/dev/null
+$trainer tiny $data --checkpoint-dir "$tmp/old" --num-steps 4 --resume >"$tmp/old.out"
+check "a resumed run without a rate keeps the checkpoint's rate, schedule and optimizer" holds "$tmp/old.out" \
+    "learning  rate 1e-05 (the checkpoint's), warm-up 0 of 4 steps, constant; decay 0.01, betas 0.9 and 0.999, clip 0; "
+check "of its settings only those that are given differ" equal "$(grep "in the checkpoint" "$tmp/old.out")" \
+    "resume: --num-steps is 2 in the checkpoint, 4 now"
+
 # ---- An error is one line on stderr: without mpirun, and with mpirun on one rank and on two. Open MPI 4 must add no
 # paragraph about MPI_ABORT. With Open MPI 5, mpirun itself prints a paragraph ("prterun has exited ..."), which the
 # trainer cannot prevent. The test leaves that paragraph out.
@@ -183,7 +200,8 @@ check "--evaluate of an export gives its validation loss" evaluates 1 $used
 check "--evaluate prints perplexity, bits per byte and an interval" eval "python3 - <'$tmp/evaluated' <<'EOF'
 import math, re
 text = open('$tmp/evaluated').read()
-loss, perplexity, bits = map(float, re.search(r'loss (\S+) nats per token . perplexity (\S+) . (\S+) bits', text).groups())
+found = re.search(r'loss (\S+) nats per token . perplexity (\S+) . (\S+) bits', text)
+loss, perplexity, bits = map(float, found.groups())
 tokens = int(re.search(r': (\d+) tokens', text).group(1))
 low, high = map(float, re.search(r'95% interval over documents: loss (\S+) to (\S+),', text).groups())
 assert low < loss < high < low + 0.5 and abs(math.exp(loss) / perplexity - 1) < 1e-4, text
@@ -199,7 +217,8 @@ launch=()
 once=$(generated "$tmp/used" --generate "Once upon")
 make_launch 2
 check "--generate prints the text and a continuation, on 2 ranks the same" \
-    eval '[ "${#once}" -gt 12 ] && equal "$(generated tiny --checkpoint-dir "$tmp/ck2" --resume --generate "Once upon")" "$once"'
+    eval '[ "${#once}" -gt 12 ] &&
+        equal "$(generated tiny --checkpoint-dir "$tmp/ck2" --resume --generate "Once upon")" "$once"'
 check "--generate: another seed, another text" \
     eval '[ "$(generated "$tmp/used" --seed 7 --generate "Once upon")" != "$once" ]'
 # $1 a part of the message, $2 the status, the rest: arguments.
@@ -406,13 +425,14 @@ warning() {
     $trainer tiny $data --dry-run --master-weights "$@" 2>&1 >"$tmp/plan" |
     sed 's/.*learning rate: //; s/, where many.*weights \([^ ]*\).*/; use \1/'
 }
-check "FP16 masters rounded to nearest: a warning of the default --learning-rate" equal "$(warning fp16)" \
+check "FP16 masters rounded to nearest: a warning of a low --learning-rate" \
+    equal "$(warning fp16 --learning-rate 1e-5)" \
     "--learning-rate 1e-05 is below 3.1e-05; use fp16-stochastic"
 check "FP16 masters rounded to nearest: a warning of the end of a schedule" equal \
     "$(warning fp16 --learning-rate 3e-4 --lr-schedule cosine)" \
     "--lr-schedule cosine ends below 3.1e-05; use fp16-stochastic"
 check "weights rounded stochastically, or a higher rate: no warning" \
-    equal "$(warning fp16 --learning-rate 1e-4; warning fp16-stochastic; warning bf16)" ""
+    equal "$(warning fp16; warning fp16 --learning-rate 1e-4; warning fp16-stochastic; warning bf16)" ""
 
 number() { $trainer llama3.1-8b --dry-run --json | json_number "$1"; }
 check "json_number reads numbers of the JSON plan" \

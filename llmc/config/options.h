@@ -7,9 +7,6 @@
 #include "../base/coat.h"
 #include "options_table.h"
 
-// Room for the text of an option, with its zero byte.
-#define OPTION_TEXT_CAPACITY 4096
-
 // Copies choice number `index` of "a|b|c", counted from 0, to `out`. Returns false if there is no such choice.
 static inline bool option_choice_name(const char *choices, int index, char *out, size_t capacity) {
     for (; index > 0; index--) {
@@ -133,8 +130,7 @@ static inline void option_set(Options *o, const OptionRow *row, const char *valu
         *(double *)at = option_number(row->name, value, false, row->low, row->high);
     } else if (row->kind == OPTION_TEXT) {
         if (strlen(value) >= OPTION_TEXT_CAPACITY)
-            die_with(EXIT_USAGE, "--%s: the text has %zu bytes, more than %d", row->name, strlen(value),
-                     OPTION_TEXT_CAPACITY - 1);
+            die_with(EXIT_USAGE, "--%s: the text has more than %d bytes", row->name, OPTION_TEXT_CAPACITY - 1);
         *(const char **)at = value;
     } else if (row->kind == OPTION_CHOICE) {
         *(int *)at = option_choice_number(row->text, value);
@@ -257,6 +253,16 @@ static inline const OptionRow *option_find(const char *name, size_t length) {
              nearest ? nearest->name : "");
 }
 
+// True if the command line gives the option.
+static inline bool options_give(const Options *o, const char *name) {
+    const size_t n = strlen(name);
+    for (int i = 1; i < o->argc; i++)
+        if (strncmp(o->argv[i], "--", 2) == 0 && strncmp(o->argv[i] + 2, name, n) == 0 &&
+            strchr("=", o->argv[i][2 + n]))  // '=' or the end
+            return true;
+    return false;
+}
+
 // Sets the options that the level of --msamp stands for.
 static inline void options_set_msamp(Options *o) {
     static const struct {
@@ -283,6 +289,7 @@ static inline const char *option_value(const OptionRow *row, const char *next) {
 // wrong, but a missing MODEL is found later, by options_require_model.
 static inline Options options_parse(int argc, char **argv) {
     Options o = options_default();
+    o.argc = argc, o.argv = argv;
     const OptionRow *flag = NULL;  // the flag right before this argument, or NULL
     for (int i = 1; i < argc; i++) {
         const char *argument = argv[i];

@@ -115,7 +115,9 @@ static inline void options_backward_conflict(const Options *o, char *message, si
 
 // Rules of the learning rate's schedule.
 static inline void options_schedule_conflict(const Options *o, char *message, size_t capacity) {
-    if (o->warmup_steps > o->num_steps)
+    if (o->learning_rate < 0 && o->learning_rate != -1)
+        format_checked(message, capacity, "--learning-rate %g is below 0; -1 lets the run choose it", o->learning_rate);
+    else if (o->warmup_steps > o->num_steps)
         format_checked(message, capacity, "--warmup-steps %lld is more than --num-steps %lld",
                        (long long)o->warmup_steps, (long long)o->num_steps);
     else if (o->decay_steps && o->lr_schedule != SCHEDULE_WSD)
@@ -127,7 +129,8 @@ static inline void options_schedule_conflict(const Options *o, char *message, si
                        "--warmup-steps %lld)",
                        (long long)o->decay_steps, (long long)(o->num_steps - o->warmup_steps), (long long)o->num_steps,
                        (long long)o->warmup_steps);
-    else if (o->min_lr_ratio > 0 && o->lr_schedule == SCHEDULE_CONSTANT)
+    else if (o->min_lr_ratio > 0 && o->lr_schedule == SCHEDULE_CONSTANT &&
+             (o->learning_rate >= 0 || options_give(o, "lr-schedule")))
         format_checked(message, capacity,
                        "--min-lr-ratio is the end of --lr-schedule cosine, linear or wsd, and a constant rate does not "
                        "fall; add one of these or leave it out");

@@ -64,6 +64,7 @@ enum { HELPS(CHOICE_ID) };
 
 #define OPTION_MAX 1e15
 #define ACCUMULATION_MAX (1 << 20)
+#define OPTION_TEXT_CAPACITY 4096  // bytes of a text, with its zero byte
 
 // MUST_MATCH: a resumed run must have the value of the run that wrote the checkpoint. FREE: it need not. TOLD: it need
 // not, but its steps differ then, so it says so. BRANCHES: MUST_MATCH with --resume, TOLD with --branch.
@@ -176,8 +177,11 @@ enum { RARE, COMMON };
          "before it starts, and says how it would need less; 0: all that the GPU has free (CPU trainer: the rank's " \
          "part of the machine's memory); a dry run with 0 has no limit") \
     GROUP("optimizer") \
-    REAL(learning_rate, "learning-rate", 1e-5, 0, 1e3, TOLD, COMMON, \
-         "learning rate after warm-up; --lr-schedule may lower it from there") \
+    REAL(learning_rate, "learning-rate", -1, -1, 1e3, TOLD, COMMON, \
+         "learning rate after warm-up; --lr-schedule may lower it from there; -1: chosen for pre-training, by the model's " \
+         "size, or 1e-5 if the run starts from weights; then the run also chooses what is not given of --lr-schedule " \
+         "(cosine), --min-lr-ratio (0.1), --warmup-steps (a twentieth of the steps, at most 2000), --weight-decay (0.1), " \
+         "--beta2 (0.95) and --grad-clip (1); a run that goes on from a checkpoint takes the checkpoint's") \
     CHOICE(lr_schedule, "lr-schedule", SCHEDULE_CONSTANT, SCHEDULES, TOLD, COMMON, \
          "how the learning rate goes on after warm-up; cosine and linear fall, and reach 0 one step after the last; " \
          "wsd is constant, then falls linearly in the last steps (--decay-steps), to 0 one step after the last") \
@@ -344,6 +348,8 @@ typedef struct {
 #undef TEXT
 #undef CHOICE
 #undef FLAG
+    int argc;  // the command line; 0 if the options come from none
+    char **argv;
 } Options;
 
 typedef enum { OPTION_GROUP, OPTION_INT, OPTION_REAL, OPTION_TEXT, OPTION_CHOICE, OPTION_FLAG } OptionKind;

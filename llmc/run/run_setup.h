@@ -32,6 +32,7 @@ typedef struct {
     DataIdentity val_data;     // identity of `val`
     char checkpoint[PATH_CAPACITY];  // to continue from; "": none
     TrainerProgress start;           // that checkpoint's progress, or 0
+    const char *rate_reason;         // how --learning-rate was chosen, in parentheses, or ""
     bool fresh_scales;               // the state of delayed scaling in it is not that of this run
     Lineage lineage;
     JsonText told;  // settings of the checkpoint that differ from the run's, as members of a JSON object
@@ -316,6 +317,14 @@ static inline void run_setup_vocabulary(RunSetup *s) {
             (long long)s->tokenizer.separator, (long long)s->model.vocab_size);
 }
 
+// Chooses the learning rate, and what goes with it, where the command line leaves that open.
+static inline void run_setup_rate(RunSetup *s, Options *o) {
+    ParameterTable t = parameter_table(&s->model);
+    s->rate_reason = o->learning_rate != -1 ? "" : s->load_weights ? " (for trained weights)" : " (by size)";
+    defaults_set(o, t.num_parameters, s->load_weights);
+    parameter_table_free(&t);
+}
+
 static inline void run_setup_warn_of_length(const RunSetup *s, const Options *o) {
     if (!s->prompt && o->sequence_length > s->model.max_position_embeddings)
         warn("--sequence-length %lld is more than the %lld positions that model %s is made for "
@@ -411,6 +420,7 @@ static inline RunSetup run_setup(Options *o, const Comm *c, TrainerKind kind) {
     run_setup_same_model(&s, c, s.load_weights && !o->resume && !*o->branch && !o->dry_run);
     if (!o->dry_run || s.model.vocab_size == 0) run_setup_data(&s, o, c);
     run_setup_vocabulary(&s);
+    run_setup_rate(&s, o);
     if (*o->generate) s.prompt = use_encode(o, &s.model, &s.tokenizer, &s.prompt_length);
     supported_require(kind, &s.model, o, world);
     if (c->rank == 0) run_setup_warn_of_length(&s, o), run_setup_warn_of_rounding(&s, o);
@@ -468,6 +478,7 @@ static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
         checkpoint_read_setting(s->checkpoint, "fp8-filter", s->fp8_filter, sizeof s->fp8_filter);
         run_setup_decide_filter(s, o);
     }
+    if (*s->rate_reason) checkpoint_take_rate(s->checkpoint, o), s->rate_reason = " (the checkpoint's)";
     const CheckpointRun run = run_setup_checkpoint(s, o);
     s->start = checkpoint_check(s->checkpoint, &run);
     s->fresh_scales = branch && !checkpoint_has_scales(s->checkpoint, o);

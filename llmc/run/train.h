@@ -84,9 +84,7 @@ typedef struct {
 typedef struct {
     const TrainerOps *ops;
     void *trainer;
-    double began;  // seconds_now() at the start of the process
-    int argc;
-    char **argv;
+    double began;            // seconds_now() at the start of the process
     Options given, options;  // as the command line gives them, and with their `auto` values replaced step by step
     Comm comm;
     RunSetup setup;
@@ -266,13 +264,9 @@ static inline void run_use(Run *run) {
 // With --generate or --evaluate: changes the options for it. Dies if one of them is given without a text.
 static inline void run_use_model(Run *run) {
     Options *o = &run->options;
-    static const char *const names[] = {"generate", "evaluate", "val-steps"};
-    bool given[3];
-    for (int i = 0; i < 3; i++)
-        given[i] = start_is_given(option_find(names[i], strlen(names[i])), run->argc, run->argv);
-    if ((given[0] && !*o->generate) || (given[1] && !*o->evaluate))
-        die_with(EXIT_USAGE, "--%s is given without a text", names[given[1] && !*o->evaluate]);
-    if (options_uses_model(o)) use_set_options(o, &run->comm, !given[2]);
+    if (!*o->generate && options_give(o, "generate")) die_with(EXIT_USAGE, "--generate is given without a text");
+    if (!*o->evaluate && options_give(o, "evaluate")) die_with(EXIT_USAGE, "--evaluate is given without shards");
+    if (options_uses_model(o)) use_set_options(o, &run->comm);
 }
 
 // Replaces --fp8-filter auto by the fastest filter, which rank 0 finds. (In a run that continues from a checkpoint,
@@ -292,8 +286,7 @@ static inline void run_find_filter(Run *run) {
 static inline void run_set_accumulation(Run *run) {
     Options *o = &run->options;
     char message[512];
-    const char *const name = "grad-accumulation-steps";
-    const bool given = start_is_given(option_find(name, strlen(name)), run->argc, run->argv);
+    const bool given = options_give(o, "grad-accumulation-steps");
     const int64_t world = o->world_size ? o->world_size : run->comm.world;
     if (*options_set_accumulation(o, world, given, message, sizeof message)) die_with(EXIT_USAGE, "%s", message);
 }
@@ -306,7 +299,6 @@ static inline void run_begin(Run *run, int argc, char **argv) {
     Comm *c = &run->comm;
     *c = comm_open(&argc, &argv);
     *o = run->given = options_parse(argc, argv);
-    run->argc = argc, run->argv = argv;
     watch_open(c, o->stall_timeout);
     output_survive(o);
     run_setup_same_options(c, o, run->ops->program);
@@ -342,6 +334,7 @@ static inline void run_print_plan(const Run *run) {
     const TrainerParts *p = &run->parts;
     const PlanFacts facts = run_plan_facts(run);
     if (run->options.json) return plan_json_print(&facts);
+    start_print_learning(&run->setup, &run->options, &run->comm);
     run_print(&run->setup, &run->options, &run->comm, p->table, p->state.plan, p->precision);
     if (ops->print_settings) ops->print_settings(run->trainer);
     arena_print_plan(&p->memory, p->memory_overhead);
@@ -356,10 +349,11 @@ static inline void run_print_start(const Run *run) {
     start_print_device(&run->device);
     start_print_ranks(o, &run->comm);
     start_print_data(&run->setup, o, &run->comm);
+    if (!options_uses_model(o)) start_print_learning(&run->setup, o, &run->comm);
     start_print_recipe(o, run->parts.precision);
     start_print_sums(o);
     if (o->deterministic) printf("%-*s the same %s\n", START_LABEL, "bits", start_same_bits(o, &run->comm));
-    const StartOptions options = {o, &run->given, &run->comm, run->argc, run->argv};
+    const StartOptions options = {o, &run->given, &run->comm};
     start_print_options(&options, false);
     if (!options_uses_model(o)) start_print_options(&options, true);
     start_print_memory(&run->parts.memory, run->parts.memory_overhead);

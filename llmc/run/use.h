@@ -9,8 +9,8 @@
 #include "../data/encode.h"
 
 // Checks the options of a run that only uses a model, takes --resume's checkpoint as MODEL, and plans no memory for
-// what only training needs. `all`: --val-steps is not given, so that every sequence counts. All ranks call.
-static inline void use_set_options(Options *o, const Comm *c, bool all) {
+// what only training needs. All ranks call.
+static inline void use_set_options(Options *o, const Comm *c) {
     static char checkpoint[PATH_CAPACITY];
     char message[512] = "";
     options_use_conflict(o, message, sizeof message);
@@ -22,7 +22,7 @@ static inline void use_set_options(Options *o, const Comm *c, bool all) {
         o->checkpoint_dir = "", o->resume = false;
     }
     o->val_data = o->evaluate;
-    if (all) o->val_steps = INT64_MAX;
+    if (!options_give(o, "val-steps")) o->val_steps = INT64_MAX;
     o->grad_accumulation_steps = 1, o->optimizer_in_backward = !options_fp8_gradients(o);
     if (o->fp8_activations == OFF) o->recompute = RECOMPUTE_LAYER;
 }
