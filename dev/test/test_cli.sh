@@ -235,6 +235,14 @@ check "--generate past the model's positions" refuses "but model used has 8192 p
     --max-tokens 8191
 check "--generate without a checkpoint" refuses "no checkpoint in $tmp to use" 1 tiny --checkpoint-dir "$tmp" --resume \
     --generate x
+cp -r "$tmp/used" "$tmp/mistral"
+rm "$tmp/mistral/train_fp8.json"  # the hashes of the files
+sed -i 's/LlamaForCausalLM/MistralForCausalLM/; s/"llama"/"mistral"/; s/^{/{"sliding_window": 32,/' \
+    "$tmp/mistral/config.json"
+check "a folder of a Mistral model is evaluated as the Llama model of its weights" \
+    evaluates 1 "$tmp/mistral" --sequence-length 32
+check "and is refused past its sliding window" refuses "a window of 32 tokens (sliding_window)" 4 "$tmp/mistral" \
+    --sequence-length 33 --evaluate "$tmp/s_val.bin"
 rm "$tmp/used/tokens.tokenizer"
 check "--generate without a tokenizer table says where it looks for one" refuses \
     "there is no $tmp/used/tokens.tokenizer" 1 "$tmp/used" --no-verify --generate x --train-data "$tmp/none.bin"

@@ -183,8 +183,8 @@ static inline void options_help(const char *program, const char *presets, bool a
     const char *group = NULL;  // the heading that comes before the next option
     int left_out = 0;
     printf("usage: %s MODEL [--option value ...]\n\nMODEL: %s,\n  or a folder with a Hugging Face config.json (Llama, "
-           "Qwen2, Qwen3). Training starts from its weights if it has any:\n  model.safetensors, or the files that "
-           "model.safetensors.index.json names\n",
+           "Mistral, Qwen2, Qwen3). Training starts from its weights if it has any:\n  model.safetensors, or the files "
+           "that model.safetensors.index.json names\n",
            program, presets);
     for (const OptionRow *row = option_rows(); row->name; row++) {
         const bool heading = row->kind == OPTION_GROUP, shown = !heading && (all || row->level == COMMON);
