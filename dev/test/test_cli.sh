@@ -185,15 +185,15 @@ check "a run that did not diverge says nothing" diverges 1e-3 0
 # ---- --generate and --evaluate load weights, train nothing, and need no training data.
 
 used="$tmp/used --sequence-length 32"
-$trainer tiny $data --val-data "$tmp/s_val.bin" --val-steps 1000 --checkpoint-dir "$tmp/ck2" --export-hf "$tmp/used" \
+$trainer tiny $data --val-data "$tmp/s_train.bin" --val-steps 1000 --checkpoint-dir "$tmp/ck2" --export-hf "$tmp/used" \
     >"$tmp/trained"
 loss=$(sed -n 's/^validation after step 2 | loss //p' "$tmp/trained")
 # $1 ranks, the rest: arguments. True if the loss of --evaluate is that of the validation, in documents.
 evaluates() {
     make_launch "$1"
     shift
-    "${launch[@]}" $trainer "$@" --evaluate "$tmp/s_val.bin" >"$tmp/evaluated" 2>&1
-    grep -q "^evaluation of $tmp/s_val.bin: [0-9]* tokens in [2-9] documents" "$tmp/evaluated" &&
+    "${launch[@]}" $trainer "$@" --evaluate "$tmp/s_train.bin" >"$tmp/evaluated" 2>&1
+    grep -q "^evaluation of $tmp/s_train.bin: [0-9]* tokens in [1-9][0-9]* documents" "$tmp/evaluated" &&
         no_step "$tmp/evaluated" && equal "$(sed -n 's/^loss \([0-9.]*\) nats.*/\1/p' "$tmp/evaluated")" "$loss"
 }
 check "--evaluate of an export gives its validation loss" evaluates 1 $used
@@ -204,14 +204,14 @@ found = re.search(r'loss (\S+) nats per token . perplexity (\S+) . (\S+) bits', 
 loss, perplexity, bits = map(float, found.groups())
 tokens = int(re.search(r': (\d+) tokens', text).group(1))
 low, high = map(float, re.search(r'95% interval over documents: loss (\S+) to (\S+),', text).groups())
-assert low < loss < high < low + 0.5 and abs(math.exp(loss) / perplexity - 1) < 1e-4, text
+assert low < loss < high < low + 0.2 and abs(math.exp(loss) / perplexity - 1) < 1e-4, text
 assert 1 < bits * math.log(2) / loss < 1.01, text  # a byte is a token here, but separators have none
 EOF"
 check "--evaluate of the newest checkpoint, on 2 ranks and in batches, gives the same loss" \
     evaluates 2 tiny --sequence-length 32 --batch-size 3 --checkpoint-dir "$tmp/ck2" --resume
 check "--evaluate takes no memory for the optimizer" lacks "$tmp/evaluated" "optimizer state"
 check "--evaluate of a part of the sequences counts sequences" \
-    eval '$trainer $used --evaluate "$tmp/s_val.bin" --val-steps 3 | grep -q ": 96 tokens in 3 sequences$"'
+    eval '$trainer $used --evaluate "$tmp/s_train.bin" --val-steps 3 | grep -q ": 96 tokens in 3 sequences$"'
 generated() { "${launch[@]}" $trainer "$@" --max-tokens 20 2>&1 | sed -n '/^Once upon/,$p'; }
 launch=()
 once=$(generated "$tmp/used" --generate "Once upon")
@@ -242,7 +242,7 @@ sed -i 's/LlamaForCausalLM/MistralForCausalLM/; s/"llama"/"mistral"/; s/^{/{"sli
 check "a folder of a Mistral model is evaluated as the Llama model of its weights" \
     evaluates 1 "$tmp/mistral" --sequence-length 32
 check "and is refused past its sliding window" refuses "a window of 32 tokens (sliding_window)" 4 "$tmp/mistral" \
-    --sequence-length 33 --evaluate "$tmp/s_val.bin"
+    --sequence-length 33 --evaluate "$tmp/s_train.bin"
 rm "$tmp/used/tokens.tokenizer"
 check "--generate without a tokenizer table says where it looks for one" refuses \
     "there is no $tmp/used/tokens.tokenizer" 1 "$tmp/used" --no-verify --generate x --train-data "$tmp/none.bin"
