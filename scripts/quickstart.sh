@@ -38,7 +38,7 @@ build/synth_stories --out build/stories --bytes 2000000 --seed 1
 
 out=${OUT:-log/quickstart}
 run="--train-data build/stories_train.bin --val-data build/stories_val.bin --num-steps $steps --log-dir $out
-    --lr-schedule cosine --log-every $((steps / 10)) --sample-every $steps --sample-tokens 240"
+    --lr-schedule cosine --log-every $((steps / 10)) --sample-every $steps --max-tokens 240"
 if [ "$trainer" = ./train_fp8cu ]; then
     say "training: small (4 layers), ${precision^^}, on the GPU"
     $trainer small $run --precision $precision --sequence-length 512 --batch-size 16 --learning-rate 1e-3 \

@@ -7,5 +7,5 @@ cd "$(dirname "$0")/.."
 model=llama3.1-8b tokenizer=llama3
 options=(--precision fp8 --sequence-length 8192 --num-steps 1000
     --learning-rate 1e-4 --lr-schedule cosine --warmup-steps 100 --beta2 0.95 --weight-decay 0.1 --grad-clip 1
-    --val-every 250 --sample-every 250 --sample-tokens 128 --checkpoint-every 250)
+    --val-every 250 --sample-every 250 --max-tokens 128 --checkpoint-every 250)
 run_until_done "$@"

@@ -7,5 +7,5 @@ cd "$(dirname "$0")/.."
 model=llama3.2-1b tokenizer=llama3
 options=(--precision fp8 --sequence-length 4096 --batch-size 4 --num-steps 2000
     --learning-rate 3e-4 --lr-schedule cosine --warmup-steps 200 --beta2 0.95 --weight-decay 0.1 --grad-clip 1
-    --val-every 500 --sample-every 500 --sample-tokens 128 --checkpoint-every 500)
+    --val-every 500 --sample-every 500 --max-tokens 128 --checkpoint-every 500)
 run_until_done "$@"

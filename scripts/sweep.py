@@ -107,7 +107,7 @@ class Sweep:
         folder = os.path.join(self.out, self.name(model, length, gpus, precision))
         command = self.trainer.launch(gpus) + [
             self.o.trainer, model, "--train-data", self.data[model], "--sequence-length", str(length), "--num-steps",
-            str(self.steps), "--log-dir", folder, *precision_words(precision, self.extra)]
+            str(self.steps), "--learning-rate", "1e-5", "--log-dir", folder, *precision_words(precision, self.extra)]
         title = f"{model}, T {length}, {precision}, {gpus} GPU{'s' if gpus > 1 else ''}"
         size = re.search(r"(\d+(\.\d)?)b", model.lower())  # the time grows with the parameters, such as "8b"
         expected = (1 + float(size[1] if size else 1)) * (2048 + length)

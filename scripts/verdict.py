@@ -200,7 +200,7 @@ class Case:
                  plan.val[self.model], "--sequence-length", str(plan.length), *self.words, "--num-steps", str(steps),
                  "--seed", str(seed)]
         words += ["--rounding-seed", str(rounding)] if rounding is not None else []
-        words += self.schedule(steps) if horizon else []
+        words += self.schedule(steps) if horizon else ["--learning-rate", self.rate]
         words += ["--val-steps", str(VALIDATION_SEQUENCES)]
         words += ["--val-every", str(self.val_every())] if horizon == self.steps else []
         return (plan.trainer.launch(plan.gpus) + words + ["--log-every", "100", "--log-dir", folder, *more] +

@@ -126,7 +126,7 @@ def data_of(args, model):
 
 def our_words(args, model, T, recipe, steps):
     words = [model, "--train-data", data_of(args, model), "--shuffle", "off", "--sequence-length", str(T)]
-    words += ["--num-steps", str(steps)]
+    words += ["--num-steps", str(steps), "--learning-rate", "1e-5"]
     return words + (["--precision", "bf16"] if recipe == "bf16" else ["--precision", "fp8", "--fp8-recipe", recipe])
 
 

@@ -306,7 +306,7 @@ gpu a $run && gpu b $run --fp8-fast-accum all &&
 # and CPU round a probability differently and the random draw falls between these two values.
 gpu a small $data --sequence-length 64 --batch-size 16 --num-steps 300 --learning-rate 1e-3 --export-hf "$tmp/told"
 run="$tmp/told --train-data $tmp/synth_train.bin --val-data $tmp/synth_val.bin --val-every 1 --val-steps 7"
-run="$run --sequence-length 16 --batch-size 2 --num-steps 2 --learning-rate 0 --sample-every 2 --sample-tokens 40"
+run="$run --sequence-length 16 --batch-size 2 --num-steps 2 --learning-rate 0 --sample-every 2 --max-tokens 40"
 story() { sed -n 's/^sample after step 2: //p' "$tmp/$1.log"; }
 cpu a $run && gpu b $run && near "validation loss on GPU and CPU" "$(validation b)" "$(validation a)" 1e-3
 check "--val-every 1 validates after each of 2 steps" equal "$(grep -c '^validation after step' "$tmp/b.log")" 2

@@ -86,7 +86,7 @@ done
 for precision in bf16 fp8 "fp8 --fp8-recipe delayed" "fp8 --fp8-recipe rowwise" \
     "fp8 --fp8-recipe rowwise_with_gw_hp" "fp8 --recompute layer"; do
     start memcheck "buffers apart, $precision" build/train_fp8cu_apart small --sequence-length 1064 \
-        --precision $precision --val-data build/check_val.bin --sample-every 1 --sample-tokens 2
+        --precision $precision --val-data build/check_val.bin --sample-every 1 --max-tokens 2
 done
 for number in "${!names[@]}"; do check "${names[number]}" result "$number"; done
 finish

@@ -89,6 +89,23 @@ check "a resumed run says which settings differ" equal "$(grep "in the checkpoin
 resume: --beta1 is 0.9 in the checkpoint, 0.8 now"
 check "and what that does to the rate" holds "$tmp/other" "resume: the learning rate of step 11 is 5.868e-04"
 
+# ---- Without --learning-rate the run chooses rate, schedule and optimizer; a resumed run takes the checkpoint's.
+$trainer tiny $data --num-steps 30 --checkpoint-dir "$tmp/own" >"$tmp/own.out"
+check "a run shows the rate, the schedule and the optimizer that it chooses, and its epochs" grep -Eq \
+    "^learning  rate 0.0035 \(by size\), warm-up 2 of 30 steps, cosine to 10%; d.*, clip 1; .* epo" \
+    "$tmp/own.out"
+check "a dry run shows them too, and how long the run takes" eval '$trainer tiny $data --step-ms 7200 --num-steps 50 \
+    --dry-run | grep -cE "^learning  rate 0.0035 |^estimate of the run: 0.1 hours for 50 steps" | grep -qx 2'
+$trainer "$tmp/own/step-00000030" $data >"$tmp/trained.out"
+check "a run from weights continues with 1e-5" \
+    holds "$tmp/trained.out" "learning  rate 1e-05 (for trained weights), warm-up 1 "
+$trainer tiny $data --learning-rate 1e-5 --checkpoint-dir "$tmp/old" >/dev/null
+$trainer tiny $data --checkpoint-dir "$tmp/old" --num-steps 4 --resume >"$tmp/old.out"
+check "a resumed run without a rate keeps the checkpoint's rate, schedule and optimizer" holds "$tmp/old.out" \
+    "learning  rate 1e-05 (the checkpoint's), warm-up 0 of 4 steps, constant; decay 0.01, betas 0.9 and 0.999, clip 0; "
+check "of its settings only those that are given differ" equal "$(grep "in the checkpoint" "$tmp/old.out")" \
+    "resume: --num-steps is 2 in the checkpoint, 4 now"
+
 # ---- An error is one line on stderr: without mpirun, and with mpirun on one rank and on two. Open MPI 4 must add no
 # paragraph about MPI_ABORT. With Open MPI 5, mpirun itself prints a paragraph ("prterun has exited ..."), which the
 # trainer cannot prevent. The test leaves that paragraph out.
@@ -164,6 +181,73 @@ diverges() {
 }
 check "a run that diverged says so" diverges 50 1
 check "a run that did not diverge says nothing" diverges 1e-3 0
+
+# ---- --generate and --evaluate load weights, train nothing, and need no training data.
+
+used="$tmp/used --sequence-length 32"
+$trainer tiny $data --val-data "$tmp/s_train.bin" --val-steps 1000 --checkpoint-dir "$tmp/ck2" --export-hf "$tmp/used" \
+    >"$tmp/trained"
+loss=$(sed -n 's/^validation after step 2 | loss //p' "$tmp/trained")
+# $1 ranks, the rest: arguments. True if the loss of --evaluate is that of the validation, in documents.
+evaluates() {
+    make_launch "$1"
+    shift
+    "${launch[@]}" $trainer "$@" --evaluate "$tmp/s_train.bin" >"$tmp/evaluated" 2>&1
+    grep -q "^evaluation of $tmp/s_train.bin: [0-9]* tokens in [1-9][0-9]* documents" "$tmp/evaluated" &&
+        no_step "$tmp/evaluated" && equal "$(sed -n 's/^loss \([0-9.]*\) nats.*/\1/p' "$tmp/evaluated")" "$loss"
+}
+check "--evaluate of an export gives its validation loss" evaluates 1 $used
+check "--evaluate prints perplexity, bits per byte and an interval" eval "python3 - <'$tmp/evaluated' <<'EOF'
+import math, re
+text = open('$tmp/evaluated').read()
+found = re.search(r'loss (\S+) nats per token . perplexity (\S+) . (\S+) bits', text)
+loss, perplexity, bits = map(float, found.groups())
+tokens = int(re.search(r': (\d+) tokens', text).group(1))
+low, high = map(float, re.search(r'95% interval over documents: loss (\S+) to (\S+),', text).groups())
+assert low < loss < high < low + 0.2 and abs(math.exp(loss) / perplexity - 1) < 1e-4, text
+assert 1 < bits * math.log(2) / loss < 1.01, text  # a byte is a token here, but separators have none
+EOF"
+check "--evaluate of the newest checkpoint, on 2 ranks and in batches, gives the same loss" \
+    evaluates 2 tiny --sequence-length 32 --batch-size 3 --checkpoint-dir "$tmp/ck2" --resume
+check "--evaluate takes no memory for the optimizer" lacks "$tmp/evaluated" "optimizer state"
+check "--evaluate of a part of the sequences counts sequences" \
+    eval '$trainer $used --evaluate "$tmp/s_train.bin" --val-steps 3 | grep -q ": 96 tokens in 3 sequences$"'
+generated() { "${launch[@]}" $trainer "$@" --max-tokens 20 2>&1 | sed -n '/^Once upon/,$p'; }
+launch=()
+once=$(generated "$tmp/used" --generate "Once upon")
+make_launch 2
+check "--generate prints the text and a continuation, on 2 ranks the same" \
+    eval '[ "${#once}" -gt 12 ] &&
+        equal "$(generated tiny --checkpoint-dir "$tmp/ck2" --resume --generate "Once upon")" "$once"'
+check "--generate: another seed, another text" \
+    eval '[ "$(generated "$tmp/used" --seed 7 --generate "Once upon")" != "$once" ]'
+# $1 a part of the message, $2 the status, the rest: arguments.
+refuses() {
+    local part=$1 status=$2
+    shift 2
+    timeout 60 $trainer "$@" >"$tmp/out" 2>"$tmp/err"
+    equal "$? $(wc -l <"$tmp/err")" "$status 1" && holds "$tmp/err" "$part"
+}
+check "--generate needs weights" refuses "MODEL tiny has no weights" 2 tiny --generate x
+check "--generate without a text" refuses "given without a text" 2 "$tmp/used" --generate ""
+check "--generate with --evaluate" refuses "leave --evaluate out" 2 "$tmp/used" --generate x --evaluate y
+check "--generate past the model's positions" refuses "but model used has 8192 positions" 2 "$tmp/used" --generate x \
+    --max-tokens 8191
+check "--generate without a checkpoint" refuses "no checkpoint in $tmp to use" 1 tiny --checkpoint-dir "$tmp" --resume \
+    --generate x
+cp -r "$tmp/used" "$tmp/mistral"
+rm "$tmp/mistral/train_fp8.json"  # the hashes of the files
+sed -i 's/LlamaForCausalLM/MistralForCausalLM/; s/"llama"/"mistral"/; s/^{/{"sliding_window": 32,/' \
+    "$tmp/mistral/config.json"
+check "a folder of a Mistral model is evaluated as the Llama model of its weights" \
+    evaluates 1 "$tmp/mistral" --sequence-length 32
+check "and is refused past its sliding window" refuses "a window of 32 tokens (sliding_window)" 4 "$tmp/mistral" \
+    --sequence-length 33 --evaluate "$tmp/s_train.bin"
+rm "$tmp/used/tokens.tokenizer"
+check "--generate without a tokenizer table says where it looks for one" refuses \
+    "there is no $tmp/used/tokens.tokenizer" 1 "$tmp/used" --no-verify --generate x --train-data "$tmp/none.bin"
+check "--generate takes the table beside --train-data" \
+    eval '$trainer "$tmp/used" --no-verify --generate x --train-data "$tmp/s_*.bin" | grep -q ^x'
 given() { make -nB CC="$1" train_fp8 | grep -c 'O3.*-fvect-cost-model'; }
 check "only a compiler that knows -fvect-cost-model is given it" equal "$(given false) $(given gcc)" "0 1"
 
@@ -319,7 +403,7 @@ check "--dry-run prints settings, memory plan and table of GEMMs" equal \
 printed() { grep '^step ' "$1" | sed 's|^step *\([0-9]*\)/.*|\1|' | paste -sd' '; }
 rm -rf "$tmp/every"
 $trainer tiny $data --val-data "$tmp/s_val.bin" --val-every 2 --num-steps 11 --log-every 4 --log-dir "$tmp/every" \
-    --sample-every 5 --sample-tokens 4 --checkpoint-dir "$tmp/every/steps" >"$tmp/every.out"
+    --sample-every 5 --max-tokens 4 --checkpoint-dir "$tmp/every/steps" >"$tmp/every.out"
 check "--log-every 4 prints steps 1, 4, 8 and 11 of 11" equal "$(printed "$tmp/every.out")" "1 4 8 11"
 check "--log-every: log.jsonl has every step" equal "$(grep -c '"type": "step"' "$tmp/every/log.jsonl")" 11
 check "--log-every: validation, sample and save lines are all printed" \
@@ -349,13 +433,14 @@ warning() {
     $trainer tiny $data --dry-run --master-weights "$@" 2>&1 >"$tmp/plan" |
     sed 's/.*learning rate: //; s/, where many.*weights \([^ ]*\).*/; use \1/'
 }
-check "FP16 masters rounded to nearest: a warning of the default --learning-rate" equal "$(warning fp16)" \
+check "FP16 masters rounded to nearest: a warning of a low --learning-rate" \
+    equal "$(warning fp16 --learning-rate 1e-5)" \
     "--learning-rate 1e-05 is below 3.1e-05; use fp16-stochastic"
 check "FP16 masters rounded to nearest: a warning of the end of a schedule" equal \
     "$(warning fp16 --learning-rate 3e-4 --lr-schedule cosine)" \
     "--lr-schedule cosine ends below 3.1e-05; use fp16-stochastic"
 check "weights rounded stochastically, or a higher rate: no warning" \
-    equal "$(warning fp16 --learning-rate 1e-4; warning fp16-stochastic; warning bf16)" ""
+    equal "$(warning fp16; warning fp16 --learning-rate 1e-4; warning fp16-stochastic; warning bf16)" ""
 
 number() { $trainer llama3.1-8b --dry-run --json | json_number "$1"; }
 check "json_number reads numbers of the JSON plan" \

@@ -1,6 +1,7 @@
 // Tests hf_config.h: config.json of Llama, Qwen2 and Qwen3 models in both RoPE styles, defaults, refusals, and the
 // round trip of every preset.
 #include "../../llmc/config/hf_config.h"
+#include "../../llmc/config/supported.h"
 #include "lib/check.h"
 #include "lib/scratch.h"
 
@@ -21,6 +22,7 @@ static void read_action(void *text) {
 #define LLAMA "{\"architectures\": [\"LlamaForCausalLM\"], " SIZES
 #define QWEN2 "{\"architectures\": [\"Qwen2ForCausalLM\"], \"model_type\": \"qwen2\", " SIZES
 #define QWEN3 "{\"architectures\": [\"Qwen3ForCausalLM\"], \"model_type\": \"qwen3\", " SIZES
+#define MISTRAL "{\"architectures\": [\"MistralForCausalLM\"], \"model_type\": \"mistral\", " SIZES
 #define LLAMA3_ROPE \
     "\"factor\": 8.0, \"low_freq_factor\": 1.0, \"high_freq_factor\": 4.0, \"original_max_position_embeddings\": 8192"
 
@@ -89,6 +91,33 @@ static void test_defaults(void) {
           "a Qwen2 config may state head_dim, and an empty list of eos tokens gives -1");
 }
 
+// Mistral's block is Llama's. A missing sliding_window is transformers' default, null is none.
+static void test_mistral(void) {
+    ModelConfig m = read_text(MISTRAL ", \"num_key_value_heads\": 2, \"hidden_act\": \"silu\", \"sliding_window\": "
+                                      "null, \"rope_theta\": 1000000.0}");
+    CHECK(m.family == FAMILY_LLAMA && m.num_kv_heads == 2 && m.head_dim == 32 && m.sliding_window == 0 && !m.qkv_bias &&
+              m.rope_theta == 1e6 && m.max_position_embeddings == 131072,
+          "a Mistral config is a Llama model, without a window if that is null");
+    Failure failure;
+    CHECK(hf_config_write(&m, scratch, "float32", NULL, &failure), "it can be written");
+    char text[1024];
+    size_t size;
+    char *file = read_file(scratch_path("config.json"), &size);
+    format_checked(text, sizeof text, "%s", file);
+    free(file);
+    CHECK(strstr(text, "MistralForCausalLM") && strstr(text, "\"model_type\": \"mistral\""), "as Mistral's: %s", text);
+    m = read_text(MISTRAL ", \"num_key_value_heads\": 2}");
+    CHECK(m.sliding_window == 4096, "a missing sliding_window is 4096");
+    char message[768];
+    Options o = options_default();
+    o.sequence_length = 4096;
+    CHECK(supported(CPU_TRAINER, &m, &o, 1, message, sizeof message) == 0, "a sequence within the window: %s", message);
+    o.sequence_length = 4097;
+    CHECK(supported(CPU_TRAINER, &m, &o, 1, message, sizeof message) == EXIT_UNSUPPORTED &&
+              strstr(message, "a window of 4096 tokens (sliding_window)"),
+          "a sequence past the window is refused: %s", message);
+}
+
 static void test_rope_styles(void) {
     static const char *const same[] = {
         LLAMA ", \"rope_theta\": 500000, \"rope_scaling\": {\"rope_type\": \"llama3\", " LLAMA3_ROPE "}}",
@@ -121,9 +150,15 @@ static void test_refused(void) {
         {LLAMA, "expected ',' or '}'"},
         {"{\"architectures\": [\"LlamaForCausalLM\"]}", "has no value for \"vocab_size\""},
         {"{\"architectures\": [\"LlamaForCausalLM\"], \"vocab_size\": null}", "has no value for \"vocab_size\""},
-        {"{\"architectures\": [\"MistralForCausalLM\"], " SIZES "}",
-         "MistralForCausalLM is not supported; LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM "
-         "are"},
+        {"{\"architectures\": [\"MixtralForCausalLM\"], " SIZES "}",
+         "MixtralForCausalLM is not supported; LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM and "
+         "Qwen3ForCausalLM are"},
+        {"{\"architectures\": [\"Phi3ForCausalLM\"], \"model_type\": \"phi3\", " SIZES "}",
+         "Phi3ForCausalLM is not supported: its q, k, v and its gate, up are one matrix each"},
+        {"{\"model_type\": \"gemma2\", " SIZES "}", "gemma2 is not supported: it has GELU in the MLP, norms that"},
+        {"{\"architectures\": [\"Gemma3ForCausalLM\"], " SIZES "}", "Gemma3ForCausalLM is not supported: it has GELU"},
+        {MISTRAL ", \"num_key_value_heads\": 4, \"layer_types\": [\"sliding_attention\"]}", "sliding_attention"},
+        {MISTRAL ", \"num_key_value_heads\": 4, \"sliding_window\": 1.5}", "sliding_window: expected a whole number"},
         {"{\"architectures\": [\"Qwen3MoeForCausalLM\"], " SIZES "}", "Qwen3MoeForCausalLM is not supported"},
         {"{\"model_type\": \"gpt2\", " SIZES "}", "gpt2 is not supported"},
         {"{\"architectures\": [\"LlamaForCausalLM\"], \"model_type\": \"qwen2\", " SIZES "}", "expected \"llama\""},
@@ -289,6 +324,7 @@ int main(void) {
     scratch_create();
     test_published_llama();
     test_defaults();
+    test_mistral();
     test_rope_styles();
     test_refused();
     test_round_trip();

@@ -1,5 +1,6 @@
 // Tests options.h and options_rules.h: every row of the table, parsing, wrong values, conflicts, what `auto` stands
 // for, the text of --help, and the printed settings.
+#include "../../llmc/config/defaults.h"
 #include "../../llmc/config/options_rules.h"
 #include "lib/check.h"
 
@@ -44,7 +45,7 @@ static void test_defaults(void) {
     Options o = parse("tiny");
     CHECK(strcmp(o.model, "tiny") == 0 && strncmp(o.train_data, "data/", 5) == 0 && *o.checkpoint_dir == 0,
           "MODEL is read, and text options have their defaults");
-    CHECK(o.seed == 42 && o.learning_rate == 1e-5 && o.weight_decay == 0.01 && o.beta1 == 0.9 && o.beta2 == 0.999 &&
+    CHECK(o.seed == 42 && o.learning_rate == -1 && o.weight_decay == 0.01 && o.beta1 == 0.9 && o.beta2 == 0.999 &&
               o.eps == 1e-8 && o.grad_clip == 0,
           "the optimizer's options have their defaults");
     CHECK(o.warmup_steps == 0 && o.lr_schedule == SCHEDULE_CONSTANT && o.on_nonfinite == NONFINITE_STOP &&
@@ -54,6 +55,37 @@ static void test_defaults(void) {
           "options of storage and recompute have their defaults");
     Options d = options_default();
     CHECK(*d.model == 0, "MODEL is empty by default");
+}
+
+// The rate is chosen by size or for trained weights, and with it what is not given.
+static void test_chosen(void) {
+    static const struct {
+        int64_t parameters;
+        double rate;
+    } sizes[] = {{143680, 3.5e-3}, {3229952, 1.4e-3}, {125000000, 4.5e-4}, {1235814400, 2.2e-4}, {8030261248, 1.3e-4}};
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++)
+        CHECK(fabs(defaults_rate(sizes[i].parameters) / sizes[i].rate - 1) < 1e-9, "%lld parameters: rate %g, not %g",
+              (long long)sizes[i].parameters, defaults_rate(sizes[i].parameters), sizes[i].rate);
+    Options o = parse("tiny --num-steps 300");
+    defaults_set(&o, 143680, false);
+    CHECK(o.lr_schedule == SCHEDULE_COSINE && o.min_lr_ratio == 0.1 && o.warmup_steps == 15 && o.weight_decay == 0.1 &&
+              o.beta1 == 0.9 && o.beta2 == 0.95 && o.grad_clip == 1,
+          "the schedule and the optimizer of pre-training are chosen with the rate");
+    o = parse("tiny --num-steps 1000000");
+    defaults_set(&o, 143680, true);
+    CHECK(o.learning_rate == 1e-5 && o.warmup_steps == 2000, "trained weights get 1e-5, and warm-up ends by step 2000");
+    o = parse("tiny --lr-schedule constant --beta2=0.99 --grad-clip 0 --weight-decay 0 --warmup-steps 0");
+    defaults_set(&o, 143680, false);
+    CHECK(fabs(o.learning_rate / 3.5e-3 - 1) < 1e-9 && o.lr_schedule == SCHEDULE_CONSTANT && o.min_lr_ratio == 0 &&
+              o.warmup_steps == 0 && o.weight_decay == 0 && o.beta2 == 0.99 && o.grad_clip == 0,
+          "options that are given stay as they are");
+    o = parse("tiny --lr-schedule wsd --decay-steps 98");
+    defaults_set(&o, 143680, false);
+    CHECK(o.warmup_steps == 2, "warm-up leaves room for --decay-steps");
+    o = parse("tiny --learning-rate 1e-5");
+    const Options before = o;
+    defaults_set(&o, 143680, false);
+    CHECK(memcmp(&before, &o, sizeof o) == 0, "a rate that is given leaves all other defaults");
 }
 
 // For each row: names are unique and short enough for the spelling aid, the default is in its range, and option_set
@@ -194,7 +226,7 @@ static void test_refused(void) {
         {"tiny --learning-rate nan", "\"nan\" cannot be read as a number"},
         {"tiny --learning-rate inf", "cannot be read as a number"},
         {"tiny --learning-rate 1e-5e", "cannot be read as a number"},
-        {"tiny --learning-rate -1", "--learning-rate: -1 is outside 0..1000"},
+        {"tiny --learning-rate -2", "--learning-rate: -2 is outside -1..1000"},
         {"tiny --beta1 1", "is outside"},
         {"tiny --beta2 1.0", "is outside"},
         {"tiny --eps 0", "is outside"},
@@ -442,7 +474,10 @@ static void test_conflicts(void) {
          "--decay-steps 91 is more than the 90 steps that follow warm-up (--num-steps 100, --warmup-steps 10)"},
         {"tiny --lr-schedule cosine --decay-steps 5", "--decay-steps is for --lr-schedule wsd"},
         {"tiny --decay-steps 5", "--decay-steps is for --lr-schedule wsd"},
-        {"tiny --min-lr-ratio 0.1", "a constant rate does not fall"},
+        {"tiny --learning-rate 1 --min-lr-ratio 0.1", "a constant rate does not fall"},
+        {"tiny --lr-schedule constant --min-lr-ratio 0.1", "a constant rate does not fall"},
+        {"tiny --min-lr-ratio 0.1", ""},
+        {"tiny --learning-rate -0.5", "--learning-rate -0.5 is below 0; -1 lets the run choose it"},
         {"tiny --checkpoint-every 5", "--checkpoint-every needs --checkpoint-dir"},
         {"tiny --checkpoint-every 5 --checkpoint-dir c", ""},
         {"tiny --checkpoint-every 5,7", "--checkpoint-every needs --checkpoint-dir"},
@@ -729,7 +764,7 @@ static void test_help_and_table(void) {
     format_checked(recipes, sizeof recipes, "\n  --fp8-recipe %s\n%*swhich values share",
                    option_find("fp8-recipe", strlen("fp8-recipe"))->text, HELP_INDENT, "");
     CHECK(strstr(help, recipes), "--help all shows the choices of --fp8-recipe: %s", help);
-    CHECK(strstr(help, "[1e-05]") && strstr(help, "--precision fp32|bf16|fp8") && strstr(help, "[bf16]"),
+    CHECK(strstr(help, "[1e-08]") && strstr(help, "--precision fp32|bf16|fp8") && strstr(help, "[bf16]"),
           "--help all shows defaults and choices");
     free(help);
     help = printed_by("", &status);
@@ -758,6 +793,7 @@ int main(void) {
     test_msamp();
     test_accepted();
     test_refused();
+    test_chosen();
     test_conflicts();
     test_tokens_per_step();
     test_fp8_conflicts();

@@ -642,7 +642,7 @@ fi
 
 # ---- Only rank 0 prints help and samples.
 check "one of 2 ranks prints the help" [ "$(ranks 2 --help 2>&1 | grep -c '^usage')" -eq 1 ]
-train 3 sample "$tmp/qwen2" $data --batch-size 1 --num-steps 2 --sample-every 1 --sample-tokens 8 &&
+train 3 sample "$tmp/qwen2" $data --batch-size 1 --num-steps 2 --sample-every 1 --max-tokens 8 &&
     check "one of 3 ranks prints the samples" [ "$(grep -c '^sample after step' "$tmp/sample.out")" -eq 2 ]
 
 # ---- Memory plans of 64 and 512 ranks, made by one process. A rank's shard must be the parameters divided by the

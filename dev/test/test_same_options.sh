@@ -29,7 +29,7 @@ differs() {
 together="start all ranks with the same program, model and options"
 
 differs "tiny $data --seed 43" "--seed is 43 here, 42 on rank 0; $together"
-differs "tiny $data --learning-rate 2e-5" "--learning-rate is 2e-05 here, 1e-05 on rank 0; $together"
+differs "tiny $data --learning-rate 2e-5" "--learning-rate is 2e-05 here, -1 on rank 0; $together"
 differs "tiny $data --sharding none" "--sharding is none here, full on rank 0; $together"
 differs "tiny $data --num-steps 4 --seed 43" "--num-steps is 4 here, 3 on rank 0; $together"
 differs "tiny $data --val-data $tmp/s_val.bin" "--val-data is given here, not given on rank 0; $together"

@@ -1530,8 +1530,7 @@ static void test_learning(void) {
 
 static void test_output(void) {
     char *output;
-    CHECK(run_program(SMALL_RUN "--num-steps 2 --sample-every 1 --sample-tokens 40 --export-hf @/exported", &output) ==
-              0,
+    CHECK(run_program(SMALL_RUN "--num-steps 2 --sample-every 1 --max-tokens 40 --export-hf @/exported", &output) == 0,
           "a run with samples and export ends with status 0: %s", output);
     CHECK(strstr(output, "recipe    bf16") && strstr(output, "sample after step 2: ") &&
               strstr(output, "step 1/2 | loss "),

@@ -10,6 +10,7 @@
 
 #include "../base/file_io.h"
 #include "../base/json.h"
+#include "../config/defaults.h"
 #include "../config/hf_config.h"
 #include "../config/schedule.h"
 #include "../data/dataloader.h"
@@ -374,6 +375,21 @@ static inline void checkpoint_read_setting(const char *checkpoint, const char *n
                    *node = settings ? json_member(&json, settings, name) : NULL;
     format_checked(out, capacity, "%s", node ? node->text : "");
     json_free(&json);
+}
+
+// Takes the learning rate, and what goes with it, from the checkpoint, where the command line leaves it open. A setting
+// that the checkpoint lacks did not exist yet: that run worked as its default does.
+static inline void checkpoint_take_rate(const char *checkpoint, Options *o) {
+    Options given = options_default();
+    given.argc = o->argc, given.argv = o->argv;
+    for (const char *const *name = defaults_names(); *name; name++) {
+        char value[64];
+        const OptionRow *row = option_find(*name, strlen(*name));
+        if (!defaults_choose(&given, *name)) continue;
+        checkpoint_read_setting(checkpoint, *name, value, sizeof value);
+        if (!*value) option_format(&given, row, value, sizeof value);
+        option_set(o, row, value);
+    }
 }
 
 // True if a run that branches may take over the checkpoint's state of delayed scaling: that holds amaxes and scales of

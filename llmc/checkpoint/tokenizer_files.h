@@ -1,11 +1,11 @@
-// Files of a tokenizer, as transformers names them: read into memory at the start, written to checkpoints and exports.
+// Files of a tokenizer, as transformers names them, and its table: they go into checkpoints and exports.
 // They are small, and stay in memory because their folder may be gone when a checkpoint or export is written.
 #ifndef LLMC_TOKENIZER_FILES_H
 #define LLMC_TOKENIZER_FILES_H
 
 #include "../base/file_io.h"
 
-enum { TOKENIZER_FILES = 10, TOKENIZER_SOURCES = 3 };
+enum { TOKENIZER_FILES = 11, TOKENIZER_SOURCES = 3, TOKENIZER_TABLE = 10 };
 
 typedef struct {
     char *folder;                   // from which they were read; NULL: none
@@ -16,8 +16,9 @@ typedef struct {
 // Returns the names of these files. Each of the first TOKENIZER_SOURCES is enough for a tokenizer.
 static inline const char *const *tokenizer_file_names(void) {
     static const char *const names[TOKENIZER_FILES] = {
-        "tokenizer.json",          "tokenizer.model",   "vocab.json", "tokenizer_config.json", "generation_config.json",
-        "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja",   "chat_template.json"};
+        "tokenizer.json",         "tokenizer.model",         "vocab.json",        "tokenizer_config.json",
+        "generation_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt",
+        "chat_template.jinja",    "chat_template.json",      "tokens.tokenizer"};
     return names;
 }
 

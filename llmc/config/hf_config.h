@@ -1,4 +1,4 @@
-// Reads and writes Hugging Face's config.json of LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM.
+// Reads and writes Hugging Face's config.json of Llama, Mistral, Qwen2 and Qwen3 models (ForCausalLM).
 //
 // RoPE settings are read in both styles: `rope_theta` and `rope_scaling` (transformers 4), `rope_parameters`
 // (transformers 5). A model that was read is written with the text that it was read from (hf_config_source_text), a
@@ -26,6 +26,7 @@ typedef struct {
 
 static inline const HfClass *hf_classes(void) {
     static const HfClass classes[] = {{FAMILY_LLAMA, "LlamaForCausalLM", "llama", 0, 0, 2048, 1, 2},
+                                      {FAMILY_LLAMA, "MistralForCausalLM", "mistral", 8, 0, 131072, 1, 2},
                                       {FAMILY_QWEN2, "Qwen2ForCausalLM", "qwen2", 32, 0, 32768, -1, -1},
                                       {FAMILY_QWEN3, "Qwen3ForCausalLM", "qwen3", 32, 128, 32768, -1, -1},
                                       {FAMILY_LLAMA, NULL, NULL, 0, 0, 0, 0, 0}};
@@ -104,6 +105,23 @@ static inline void hf_refuse_classless(const Json *json, const JsonNode *list) {
         list->type == JSON_ARRAY && !first ? "an empty array" : json_type_name(first ? first->type : list->type));
 }
 
+// Dies because the class is not supported. Says what the trainers lack for the best known ones.
+static inline void hf_refuse_class(const Json *json, const char *name) {
+    static const char *const lacking[][2] = {
+        {"phi3",
+         "its q, k, v and its gate, up are one matrix each in the files, and its RoPE may be longrope or partial"},
+        {"gemma",
+         "it has GELU in the MLP, norms that multiply by 1 + weight, and a scaled embedding; its later versions "
+         "also sliding windows, and norms after each block"}};
+    const char *reason = "";
+    for (size_t i = 0; i < sizeof lacking / sizeof lacking[0]; i++)
+        if (strncasecmp(name, lacking[i][0], strlen(lacking[i][0])) == 0) reason = lacking[i][1];
+    die_with(EXIT_UNSUPPORTED,
+             "%s: %s is not supported%s%s; LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM and "
+             "Qwen3ForCausalLM are",
+             json->source, name, *reason ? ": " : "", reason);
+}
+
 static inline const HfClass *hf_class_of(const Json *json) {
     const JsonNode *root = json_root(json), *list = hf_member(json, root, "architectures");
     if (root->type != JSON_OBJECT) die("%s holds %s, not an object", json->source, json_type_name(root->type));
@@ -118,11 +136,11 @@ static inline const HfClass *hf_class_of(const Json *json) {
                     model_type, c->model_type);
             return c;
         }
-    die_with(EXIT_UNSUPPORTED,
-             "%s: %s is not supported; LlamaForCausalLM, Qwen2ForCausalLM and "
-             "Qwen3ForCausalLM are",
-             json->source, architecture ? architecture : model_type);
+    hf_refuse_class(json, architecture ? architecture : model_type);
+    return NULL;
 }
+
+static inline bool hf_is_mistral(const HfClass *c) { return strcmp(c->model_type, "mistral") == 0; }
 
 // Dies if config.json has a setting that is not supported. Sizes (model_config_check) and RoPE's base and scaling
 // (hf_read_rope) are checked elsewhere.
@@ -170,7 +188,8 @@ static inline void hf_refuse_variants(const Json *json, const HfClass *c) {
             die_with(EXIT_UNSUPPORTED,
                      "%s: %s says that the weights are quantized; use the original bf16 or fp32 model", json->source,
                      keys[i]);
-        if (i == 3 && c->family != FAMILY_LLAMA) continue;  // use_sliding_window decides in Qwen's classes
+        // use_sliding_window decides in Qwen's classes, supported() in Mistral's
+        if (i == 3 && (c->family != FAMILY_LLAMA || hf_is_mistral(c))) continue;
         die_with(EXIT_UNSUPPORTED, "%s: %s is not supported, and is no setting of %s; remove it to train without it",
                  json->source, keys[i], c->architecture);
     }
@@ -268,6 +287,8 @@ static inline void hf_read_sizes(const Json *json, const HfClass *c, ModelConfig
         m->head_dim = m->hidden_size / m->num_heads;
     }
     m->max_position_embeddings = hf_int(json, root, "max_position_embeddings", c->max_position_embeddings);
+    const bool missing = !json_member(json, root, "sliding_window");  // means transformers' default; null means none
+    if (hf_is_mistral(c)) m->sliding_window = hf_int(json, root, "sliding_window", missing ? 4096 : 0);
 }
 
 // Writes the last part of a path, for messages and logs. A name that does not fit is cut.
@@ -378,10 +399,9 @@ static inline JsonText hf_config_source_text(const ModelConfig *m, const char *d
     Failure failure;
     JsonText out = {NULL, 0, 0};
     char quoted[64];
-    const HfClass *c = hf_classes();
-    while (c->family != m->family) c++;
     json_text_add(&out, "%s", m->source);
     if (!json_parse(&json, "config.json", out.data, out.size, &failure)) die("%s", failure.text);
+    const HfClass *c = hf_class_of(&json);
     const JsonNode *root = json_root(&json);
     const bool newer = json_member(&json, root, "dtype"), older = json_member(&json, root, "torch_dtype") || !newer;
     format_checked(quoted, sizeof quoted, "\"%s\"", dtype);

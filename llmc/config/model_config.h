@@ -35,6 +35,7 @@ typedef struct {
     RopeScaling rope_scaling;
     double initializer_range;  // standard deviation of the initial weights
     int64_t max_position_embeddings;
+    int64_t sliding_window;              // Mistral: each token sees so many, itself included; 0: all
     int64_t bos_token_id, eos_token_id;  // -1: none
     char *source;                        // the JSON text of the config.json that it was read from; NULL: a preset
 } ModelConfig;

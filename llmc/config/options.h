@@ -129,6 +129,8 @@ static inline void option_set(Options *o, const OptionRow *row, const char *valu
     } else if (row->kind == OPTION_REAL) {
         *(double *)at = option_number(row->name, value, false, row->low, row->high);
     } else if (row->kind == OPTION_TEXT) {
+        if (strlen(value) >= OPTION_TEXT_CAPACITY)
+            die_with(EXIT_USAGE, "--%s: the text has more than %d bytes", row->name, OPTION_TEXT_CAPACITY - 1);
         *(const char **)at = value;
     } else if (row->kind == OPTION_CHOICE) {
         *(int *)at = option_choice_number(row->text, value);
@@ -181,8 +183,8 @@ static inline void options_help(const char *program, const char *presets, bool a
     const char *group = NULL;  // the heading that comes before the next option
     int left_out = 0;
     printf("usage: %s MODEL [--option value ...]\n\nMODEL: %s,\n  or a folder with a Hugging Face config.json (Llama, "
-           "Qwen2, Qwen3). Training starts from its weights if it has any:\n  model.safetensors, or the files that "
-           "model.safetensors.index.json names\n",
+           "Mistral, Qwen2, Qwen3). Training starts from its weights if it has any:\n  model.safetensors, or the files "
+           "that model.safetensors.index.json names\n",
            program, presets);
     for (const OptionRow *row = option_rows(); row->name; row++) {
         const bool heading = row->kind == OPTION_GROUP, shown = !heading && (all || row->level == COMMON);
@@ -210,7 +212,8 @@ static inline const char *option_elsewhere(const char *word) {
                                            {"clip-grad", "grad-clip"},         {"max-grad-norm", "grad-clip"},
                                            {"output-dir", "checkpoint-dir"},   {"save-every", "checkpoint-every"},
                                            {"save-steps", "checkpoint-every"}, {"eval-steps", "val-every"},
-                                           {"min-lr", "min-lr-ratio"},         {"hf-export", "export-hf"}};
+                                           {"min-lr", "min-lr-ratio"},         {"hf-export", "export-hf"},
+                                           {"sample-tokens", "max-tokens"},    {"max-new-tokens", "max-tokens"}};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
         if (strcmp(word, names[i][0]) == 0) return names[i][1];
     return NULL;
@@ -250,6 +253,16 @@ static inline const OptionRow *option_find(const char *name, size_t length) {
              nearest ? nearest->name : "");
 }
 
+// True if the command line gives the option.
+static inline bool options_give(const Options *o, const char *name) {
+    const size_t n = strlen(name);
+    for (int i = 1; i < o->argc; i++)
+        if (strncmp(o->argv[i], "--", 2) == 0 && strncmp(o->argv[i] + 2, name, n) == 0 &&
+            strchr("=", o->argv[i][2 + n]))  // '=' or the end
+            return true;
+    return false;
+}
+
 // Sets the options that the level of --msamp stands for.
 static inline void options_set_msamp(Options *o) {
     static const struct {
@@ -276,6 +289,7 @@ static inline const char *option_value(const OptionRow *row, const char *next) {
 // wrong, but a missing MODEL is found later, by options_require_model.
 static inline Options options_parse(int argc, char **argv) {
     Options o = options_default();
+    o.argc = argc, o.argv = argv;
     const OptionRow *flag = NULL;  // the flag right before this argument, or NULL
     for (int i = 1; i < argc; i++) {
         const char *argument = argv[i];
@@ -415,8 +429,7 @@ static inline int options_sum_storage(const Options *o) {
     return wanted || o->grad_accumulation_steps >= FP32_SUM_MICRO_STEPS ? SUM_FP32 : SUM_BF16;
 }
 
-// Returns why --deterministic gives the same bits on one number of ranks alone, and not on any number of ranks with one
-// --batch-size and one number of sequences in a step; NULL: it does.
+// Returns why --deterministic gives equal bits on one number of ranks alone; NULL: it gives them on any number.
 static inline const char *options_bits_of_ranks(const Options *o) {
     if (options_fp8_gradients(o)) return "sums of FP8 gradients have scales that depend on the number of ranks";
     if (o->sharding == SHARDING_NONE || o->sharding == SHARDING_HYBRID)
@@ -461,6 +474,9 @@ static inline void options_resolve(Options *o) {
         o->fp8_format = options_recipe(o)->dy_format == FP8_E5M2 ? FP8_FORMAT_HYBRID : FP8_FORMAT_E4M3;
 }
 
+// True if the run trains nothing: it loads a model and uses it.
+static inline bool options_uses_model(const Options *o) { return *o->generate || *o->evaluate; }
+
 // True if the master weights are bf16, after options_resolve.
 static inline bool options_bf16_weights(const Options *o) {
     return o->master_weights == STORAGE_BF16 || o->master_weights == STORAGE_BF16_NEAREST;
@@ -476,8 +492,7 @@ static inline bool options_nearest_weights(const Options *o) {
     return o->master_weights == STORAGE_BF16_NEAREST || o->master_weights == STORAGE_FP16;
 }
 
-// Bytes of a weight in checkpoints and exports, after options_resolve. FP16 masters are written as the fp32 numbers
-// that they stand for.
+// Bytes of a weight in checkpoints and exports, after options_resolve. FP16 masters are written as fp32 numbers.
 static inline int64_t options_weight_bytes(const Options *o) { return options_bf16_weights(o) ? 2 : 4; }
 
 // Parts of a layer's activations. True: backward computes them again, so forward need not keep them (--recompute, after

@@ -115,7 +115,9 @@ static inline void options_backward_conflict(const Options *o, char *message, si
 
 // Rules of the learning rate's schedule.
 static inline void options_schedule_conflict(const Options *o, char *message, size_t capacity) {
-    if (o->warmup_steps > o->num_steps)
+    if (o->learning_rate < 0 && o->learning_rate != -1)
+        format_checked(message, capacity, "--learning-rate %g is below 0; -1 lets the run choose it", o->learning_rate);
+    else if (o->warmup_steps > o->num_steps)
         format_checked(message, capacity, "--warmup-steps %lld is more than --num-steps %lld",
                        (long long)o->warmup_steps, (long long)o->num_steps);
     else if (o->decay_steps && o->lr_schedule != SCHEDULE_WSD)
@@ -127,7 +129,8 @@ static inline void options_schedule_conflict(const Options *o, char *message, si
                        "--warmup-steps %lld)",
                        (long long)o->decay_steps, (long long)(o->num_steps - o->warmup_steps), (long long)o->num_steps,
                        (long long)o->warmup_steps);
-    else if (o->min_lr_ratio > 0 && o->lr_schedule == SCHEDULE_CONSTANT)
+    else if (o->min_lr_ratio > 0 && o->lr_schedule == SCHEDULE_CONSTANT &&
+             (o->learning_rate >= 0 || options_give(o, "lr-schedule")))
         format_checked(message, capacity,
                        "--min-lr-ratio is the end of --lr-schedule cosine, linear or wsd, and a constant rate does not "
                        "fall; add one of these or leave it out");
@@ -226,6 +229,23 @@ static inline void options_replay_conflict(const Options *o, char *message, size
         format_checked(message, capacity,
                        "--replay-every needs the weights that a step began with, and --optimizer-in-backward changes "
                        "them within it; leave out one of the two");
+}
+
+// Rules of --generate and --evaluate. run_use_model asks for them, before it changes options.
+static inline void options_use_conflict(const Options *o, char *message, size_t capacity) {
+    const char *name = *o->generate ? "generate" : "evaluate";
+    const char *other = *o->generate && *o->evaluate ? "evaluate"
+                        : o->dry_run                 ? "dry-run"
+                        : *o->log_dir                ? "log-dir"
+                        : *o->export_hf              ? "export-hf"
+                        : *o->branch                 ? "branch"
+                        : *o->val_data               ? "val-data"
+                                                     : NULL;
+    if (!options_uses_model(o)) return;
+    if (other) format_checked(message, capacity, "--%s does nothing else; leave --%s out", name, other);
+    else if (*o->checkpoint_dir && !o->resume)
+        format_checked(message, capacity, "--%s saves nothing; add --resume to take the newest checkpoint in %s", name,
+                       o->checkpoint_dir);
 }
 
 // Checks rules between options, before options_resolve. Returns `message`: "" if the rules hold, else the reason and

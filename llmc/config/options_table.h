@@ -64,6 +64,7 @@ enum { HELPS(CHOICE_ID) };
 
 #define OPTION_MAX 1e15
 #define ACCUMULATION_MAX (1 << 20)
+#define OPTION_TEXT_CAPACITY 4096  // bytes of a text, with its zero byte
 
 // MUST_MATCH: a resumed run must have the value of the run that wrote the checkpoint. FREE: it need not. TOLD: it need
 // not, but its steps differ then, so it says so. BRANCHES: MUST_MATCH with --resume, TOLD with --branch.
@@ -180,8 +181,11 @@ enum { RARE, COMMON };
          "before it starts, and says how it would need less; 0: all that the GPU has free (CPU trainer: the rank's " \
          "part of the machine's memory); a dry run with 0 has no limit") \
     GROUP("optimizer") \
-    REAL(learning_rate, "learning-rate", 1e-5, 0, 1e3, TOLD, COMMON, \
-         "learning rate after warm-up; --lr-schedule may lower it from there") \
+    REAL(learning_rate, "learning-rate", -1, -1, 1e3, TOLD, COMMON, \
+         "learning rate after warm-up; --lr-schedule may lower it from there; -1: chosen for pre-training, by the model's " \
+         "size, or 1e-5 if the run starts from weights; then the run also chooses what is not given of --lr-schedule " \
+         "(cosine), --min-lr-ratio (0.1), --warmup-steps (a twentieth of the steps, at most 2000), --weight-decay (0.1), " \
+         "--beta2 (0.95) and --grad-clip (1); a run that goes on from a checkpoint takes the checkpoint's") \
     CHOICE(lr_schedule, "lr-schedule", SCHEDULE_CONSTANT, SCHEDULES, TOLD, COMMON, \
          "how the learning rate goes on after warm-up; cosine and linear fall, and reach 0 one step after the last; " \
          "wsd is constant, then falls linearly in the last steps (--decay-steps), to 0 one step after the last") \
@@ -194,11 +198,11 @@ enum { RARE, COMMON };
     INT(warmup_steps, "warmup-steps", 0, 0, 1000000000, TOLD, COMMON, \
          "number of first steps in which the learning rate grows linearly: of N such steps, step k has k/N of " \
          "--learning-rate") \
-    REAL(weight_decay, "weight-decay", 0.01, 0, 1e3, TOLD, COMMON, "decoupled weight decay, of matrices only") \
+    REAL(weight_decay, "weight-decay", 0.01, 0, 1e3, TOLD, RARE, "decoupled weight decay, of matrices only") \
     REAL(beta1, "beta1", 0.9, 0, 0.9999999, TOLD, RARE, "AdamW's decay of the first moment") \
     REAL(beta2, "beta2", 0.999, 0, 0.9999999, TOLD, RARE, "AdamW's decay of the second moment") \
     REAL(eps, "eps", 1e-8, 1e-30, 1, TOLD, RARE, "AdamW's epsilon, added to the square root of the second moment (after bias correction)") \
-    REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, TOLD, COMMON, \
+    REAL(grad_clip, "grad-clip", 0, 0, OPTION_MAX, TOLD, RARE, \
          "largest norm of the whole gradient: a gradient with a larger norm is scaled down to it (0: off); with " \
          "--optimizer-in-backward each layer's gradient is scaled before the norm of the whole is known, by an estimate " \
          "of it from the step's gradients so far and the last step's norms") \
@@ -283,8 +287,8 @@ enum { RARE, COMMON };
          "loss depends a little on the others in its batch") \
     INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, RARE, \
          "steps between printed samples of text; the last step prints one too, unless a signal ends the run; 0: none") \
-    INT(sample_tokens, "sample-tokens", 64, 1, 65536, FREE, RARE, \
-         "largest number of tokens that the model generates for a sample; a separator token ends it earlier") \
+    INT(max_tokens, "max-tokens", 64, 1, 65536, FREE, RARE, \
+         "largest number of tokens that the model writes for a sample or with --generate; a separator ends it earlier") \
     TEXT(log_dir, "log-dir", "", FREE, COMMON, "folder for log.jsonl, which has every step") \
     CHOICE(on_output_lost, "on-output-lost", OUTPUT_LOST_CONTINUE, OUTPUT_LOSSES, FREE, RARE, \
          "what to do when stdout or stderr cannot be written any more (closed pipe, full disk); continue: train " \
@@ -318,6 +322,14 @@ enum { RARE, COMMON };
          "compares those of its checkpoint)") \
     TEXT(export_hf, "export-hf", "", FREE, COMMON, \
          "folder for the final weights in Hugging Face's format; nothing is exported if a signal ends the run early") \
+    GROUP("use of a trained model, without training") \
+    TEXT(generate, "generate", "", FREE, COMMON, \
+         "a text: print it and what the model writes after it, then stop; MODEL is a folder with weights, or " \
+         "--checkpoint-dir DIR --resume takes the newest checkpoint; the sequence length is that of the text and of " \
+         "--max-tokens; the tokenizer table is that in the folder, else that beside the first shard of --train-data") \
+    TEXT(evaluate, "evaluate", "", FREE, COMMON, \
+         "shards, as for --train-data: print the model's loss on them with its interval, perplexity and bits per byte, " \
+         "then stop; MODEL as for --generate; all sequences of --sequence-length count, or --val-steps of them") \
     GROUP("run") \
     FLAG(dry_run, "dry-run", COMMON, \
          "print settings, memory plan, GEMM table and an estimate of a step's time (or why there is none), then stop; " \
@@ -349,6 +361,8 @@ typedef struct {
 #undef TEXT
 #undef CHOICE
 #undef FLAG
+    int argc;  // the command line; 0 if the options come from none
+    char **argv;
 } Options;
 
 typedef enum { OPTION_GROUP, OPTION_INT, OPTION_REAL, OPTION_TEXT, OPTION_CHOICE, OPTION_FLAG } OptionKind;

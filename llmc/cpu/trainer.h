@@ -207,13 +207,14 @@ static inline void place_parameters(Trainer *t, Arena *a) {
     arena_group(a, "gradients");
     p->gradients = take(a, t->o->optimizer_in_backward ? shard_begin(&t->plan, 1) : t->plan.total);
     arena_group(a, "optimizer state");
+    const int64_t moments = options_uses_model(t->o) ? 0 : t->plan.total;
     if (options_coat(t->o)) {
-        p->coat_avg = take_coat(a, t->plan.total), p->coat_avg_sq = take_coat(a, t->plan.total);
+        p->coat_avg = take_coat(a, moments), p->coat_avg_sq = take_coat(a, moments);
     } else if (t->o->optimizer_state == MOMENTS_MSAMP) {
-        p->msamp.exp_avg = (uint8_t *)arena_take(a, t->plan.total);
-        p->msamp.exp_avg_sq = (fp16_bits *)arena_take(a, t->plan.total * (int64_t)sizeof(fp16_bits));
+        p->msamp.exp_avg = (uint8_t *)arena_take(a, moments);
+        p->msamp.exp_avg_sq = (fp16_bits *)arena_take(a, moments * (int64_t)sizeof(fp16_bits));
     } else {
-        p->exp_avg = take(a, t->plan.total), p->exp_avg_sq = take(a, t->plan.total);
+        p->exp_avg = take(a, moments), p->exp_avg_sq = take(a, moments);
     }
     if (options_tensor_scales(t->o)) {
         p->scales = take(a, TENSOR_SCALES * t->table.count);

@@ -1,8 +1,8 @@
-// The tokenizer table beside a shard: it turns sampled tokens into text, and cannot encode text.
+// The tokenizer table beside a shard: it turns sampled tokens into text.
 //
 // File (little-endian): uint32 magic 20251121, version 1, count, separator; then for each id 0 ... count - 1: uint32
 // length, bytes. The separator is the id of the token before each document: a sample starts after it, and ends where
-// the model emits it again, after --sample-tokens tokens, or when the run is asked to stop.
+// the model emits it again, after --max-tokens tokens, or when the run is asked to stop.
 //
 // Name: the shard's path without ".bin", then without a "_DIGITS" at its end (a shard's number), then without "_train",
 // "_val" or "_valid", then ".tokenizer": data/tiny_train.bin, data/tiny_val.bin and data/tiny_train_000001.bin all have

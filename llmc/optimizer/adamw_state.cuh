@@ -42,7 +42,7 @@ static inline void adamw_place(AdamwArrays *p, const Options *o, const Parameter
                                         "optimizer state (FP8)", "optimizer state (FP8, FP16)"};
     const bool fp16 = options_fp16_weights(o), fp32 = o->master_weights == STORAGE_FP32;
     const Offloaded offloaded = options_offloaded(o);
-    const int64_t n = plan->total;
+    const int64_t n = plan->total, m = options_uses_model(o) ? 0 : n;
     memset(p, 0, sizeof *p);
     p->moments = adamw_moments_of(o);
     const int64_t first = adamw_moment_bytes(p->moments), second = adamw_moments_bytes(p->moments) - first;
@@ -52,8 +52,8 @@ static inline void adamw_place(AdamwArrays *p, const Options *o, const Parameter
     if (fp32 && !offloaded.master) p->master = (float *)arena_take(a, n * (int64_t)sizeof(float));
     if (fp16) p->scaled.master = (fp16_bits *)arena_take(a, n * (int64_t)sizeof(fp16_bits));
     arena_group(a, names[p->moments]);
-    if (!offloaded.moments) p->exp_avg = arena_take(a, n * first), p->exp_avg_sq = arena_take(a, n * second);
-    if (adamw_is_coat(p->moments)) adamw_place_coat(&p->coat, n, a);
+    if (!offloaded.moments) p->exp_avg = arena_take(a, m * first), p->exp_avg_sq = arena_take(a, m * second);
+    if (adamw_is_coat(p->moments)) adamw_place_coat(&p->coat, m, a);
     if (options_tensor_scales(o)) adamw_place_scales(&p->scaled, t->count, a);
 }
 

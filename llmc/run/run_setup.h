@@ -4,10 +4,10 @@
 
 #include "../config/hf_config.h"
 #include "../checkpoint/hf_export.h"
-#include "../checkpoint/store.h"
 #include "logger.h"
 #include "../config/supported.h"
-#include "../data/tokenizer.h"
+#include "separator.h"
+#include "use.h"
 
 #define VOCABULARY_MULTIPLE 64
 
@@ -28,11 +28,12 @@ typedef struct {
     bool branches;   // that checkpoint is the one of --branch: --resume finds none, or is not given
     const char *model_folder;  // NULL: a preset
     bool load_weights;         // the folder has weights to start from
-    DataLoader train, val;  // num_shards 0: not opened (val: no --val-data; both: a dry run that knows the vocabulary)
-    DataIdentity data;      // identity of `train`
-    DataIdentity val_data;  // identity of `val`
+    DataLoader train, val;     // num_shards 0: not opened (a dry run that knows the vocabulary; options_uses_model)
+    DataIdentity data;         // identity of `train`
+    DataIdentity val_data;     // identity of `val`
     char checkpoint[PATH_CAPACITY];  // to continue from; "": none
     TrainerProgress start;           // that checkpoint's progress, or 0
+    const char *rate_reason;         // how --learning-rate was chosen, in parentheses, or ""
     bool fresh_scales;               // the state of delayed scaling in it is not that of this run
     Lineage lineage;
     JsonText told;  // settings of the checkpoint that differ from the run's, as members of a JSON object
@@ -46,6 +47,8 @@ typedef struct {
     char fp8_filter[1024];           // the filter that auto stands for
     Tokenizer tokenizer;             // count 0: there is none beside the first training shard, or data is not opened
     TokenizerFiles tokenizer_files;  // for checkpoints and exports; empty on ranks other than 0
+    int32_t *prompt;                 // [prompt_length] --generate: a separator and the text; else NULL
+    int64_t prompt_length;
 } RunSetup;
 
 // True if --resume finds checkpoints, whole or damaged.
@@ -84,6 +87,7 @@ static inline void run_setup_verify_weights(const RunSetup *s, const Options *o,
 
 static inline void run_setup_model(RunSetup *s, const Options *o) {
     char presets[1024];
+    if (options_uses_model(o)) use_require_weights(o);
     if (model_config_preset(&s->model, o->model)) return;
     model_config_preset_names(presets, sizeof presets);
     const char *nearest = model_config_nearest(o->model);
@@ -110,7 +114,8 @@ static inline void run_setup_model(RunSetup *s, const Options *o) {
 // texts.
 static inline void run_setup_check_tables(const RunSetup *s, const DataLoader *dl) {
     char first[PATH_CAPACITY], path[PATH_CAPACITY], known[PATH_CAPACITY];
-    tokenizer_path(first, sizeof first, s->train.shards[0].path);
+    if (!dl->num_shards) return;
+    tokenizer_path(first, sizeof first, (s->train.num_shards ? &s->train : &s->val)->shards[0].path);
     format_checked(known, sizeof known, "%s", first);
     for (int64_t i = 0; i < dl->num_shards; i++) {
         tokenizer_path(path, sizeof path, dl->shards[i].path);
@@ -241,6 +246,16 @@ static inline void run_setup_same_data(const DataLoader *data, const char *optio
             mine->tokens == first.tokens ? "but the shards differ" : "so the ranks would read different samples");
 }
 
+// Adds the shards' tokenizer table, if there is one, to the files that checkpoints and exports get.
+static inline void run_setup_keep_table(RunSetup *s) {
+    TokenizerFiles *f = &s->tokenizer_files;
+    if (!s->tokenizer.count) return;
+    free(f->data[TOKENIZER_TABLE]);
+    f->sizes[TOKENIZER_TABLE] = s->tokenizer.bytes;
+    f->data[TOKENIZER_TABLE] = (char *)xcalloc(s->tokenizer.bytes, 1);
+    memcpy(f->data[TOKENIZER_TABLE], s->tokenizer.file, s->tokenizer.bytes);
+}
+
 // Reads the tokenizer's files that this run's checkpoints and export get, on rank 0: those of MODEL's folder; for a
 // preset those in the folder of the first training shard, if they make a tokenizer. Dies if one cannot be read.
 static inline void run_setup_tokenizer_files(RunSetup *s, const Options *o, const Comm *c) {
@@ -251,23 +266,29 @@ static inline void run_setup_tokenizer_files(RunSetup *s, const Options *o, cons
     else format_checked(folder, sizeof folder, "%.*s", slash ? (int)max_i64(1, slash - shard) : 1, slash ? shard : ".");
     tokenizer_files_read(&s->tokenizer_files, folder);
     if (!s->model_folder && !tokenizer_is_known(&s->tokenizer_files)) tokenizer_files_free(&s->tokenizer_files);
+    run_setup_keep_table(s);
 }
 
-// Opens the shards, and the tokenizer table beside the first training shard. Dies if other ranks have other data, or if
-// shards have different tables.
+// Opens shards for sequences of T tokens. Dies if other ranks have other data. `option` names them.
+static inline DataLoader run_setup_open(const char *text, const char *option, const Options *o, bool shuffle,
+                                        const Comm *c, DataIdentity *identity) {
+    DataLoader data = dataloader_open(text, o->sequence_length, shuffle, (uint64_t)o->seed);
+    *identity = dataloader_identity(&data);
+    run_setup_same_data(&data, option, identity, c);
+    if (c->rank == 0) dataloader_warn(&data, option);
+    return data;
+}
+
+// Opens the shards, and the tokenizer table beside the first training shard. Dies if shards have different tables.
 static inline void run_setup_data(RunSetup *s, const Options *o, const Comm *c) {
-    s->train = dataloader_open(o->train_data, o->sequence_length, o->shuffle == ON, (uint64_t)o->seed);
-    s->data = dataloader_identity(&s->train);
-    run_setup_same_data(&s->train, "--train-data", &s->data, c);
-    if (c->rank == 0) dataloader_warn(&s->train, "--train-data");
-    if (*o->val_data) {
-        s->val = dataloader_open(o->val_data, o->sequence_length, false, (uint64_t)o->seed);
-        s->val.spread = min_i64(o->val_steps, s->val.num_sequences);
-        s->val_data = dataloader_identity(&s->val);
-        run_setup_same_data(&s->val, "--val-data", &s->val_data, c);
-        if (c->rank == 0) dataloader_warn(&s->val, "--val-data");
-    }
-    s->tokenizer = tokenizer_open_beside(s->train.shards[0].path);
+    const char *val = *o->evaluate ? "--evaluate" : "--val-data";
+    if (!options_uses_model(o))
+        s->train = run_setup_open(o->train_data, "--train-data", o, o->shuffle == ON, c, &s->data);
+    if (*o->val_data) s->val = run_setup_open(o->val_data, val, o, false, c, &s->val_data);
+    s->val.spread = min_i64(o->val_steps, s->val.num_sequences);
+    if (options_uses_model(o))
+        s->tokenizer = use_find_table(o, s->model_folder, *o->evaluate ? s->val.shards[0].path : NULL);
+    else s->tokenizer = tokenizer_open_beside(s->train.shards[0].path);
     if (!s->tokenizer.count) return;
     run_setup_check_tables(s, &s->train);
     run_setup_check_tables(s, &s->val);
@@ -297,43 +318,16 @@ static inline void run_setup_vocabulary(RunSetup *s) {
             (long long)s->tokenizer.separator, (long long)s->model.vocab_size);
 }
 
-// The token before each document: that of --document-mask ID, else the tokenizer table's or, without a table, the
-// model's BOS token; -1: not known.
-static inline int64_t run_setup_separator(const RunSetup *s, const Options *o) {
-    if (isdigit((unsigned char)*o->document_mask)) return strtoll(o->document_mask, NULL, 10);
-    return s->tokenizer.count ? s->tokenizer.separator : s->model.bos_token_id;
-}
-
-// With --document-mask: tells the loaders how a document begins. Dies if that is not known, differs from rank 0's, or
-// if no document begins so. All ranks call.
-static inline void run_setup_documents(RunSetup *s, const Options *o, const Comm *c) {
-    const int64_t separator = s->train.separator = s->val.separator = run_setup_separator(s, o);
-    int64_t first = separator;
-    char table[PATH_CAPACITY];
-    if (!options_masks_documents(o)) return;
-    tokenizer_path(table, sizeof table, s->train.shards[0].path);
-    comm_broadcast(c, COMM_WORLD, 0, &first, sizeof first);
-    if (separator != first)
-        die("--document-mask on: here documents begin with token %lld (tokenizer table %s), on rank 0 with %lld; give "
-            "all hosts the same files",
-            (long long)separator, table, (long long)first);
-    if (separator < 0)
-        die_with(EXIT_USAGE,
-                 "--document-mask on: it is not known which token begins a document: there is no tokenizer table %s, "
-                 "and model %s has no BOS token; give the token's id: --document-mask ID",
-                 table, s->model.name);
-    if (c->local_rank == 0 && !dataloader_holds(&s->train, separator))
-        die_with(EXIT_USAGE,
-                 "--document-mask %s: --train-data has no token %lld, %s; give the id of the token that begins each "
-                 "document: --document-mask ID",
-                 o->document_mask, (long long)separator,
-                 isdigit((unsigned char)*o->document_mask) ? "the id that it names"
-                 : s->tokenizer.count                      ? "the separator of its tokenizer table"
-                                                           : "the model's BOS token");
+// Chooses the learning rate, and what goes with it, where the command line leaves that open.
+static inline void run_setup_rate(RunSetup *s, Options *o) {
+    ParameterTable t = parameter_table(&s->model);
+    s->rate_reason = o->learning_rate != -1 ? "" : s->load_weights ? " (for trained weights)" : " (by size)";
+    defaults_set(o, t.num_parameters, s->load_weights);
+    parameter_table_free(&t);
 }
 
 static inline void run_setup_warn_of_length(const RunSetup *s, const Options *o) {
-    if (o->sequence_length > s->model.max_position_embeddings)
+    if (!s->prompt && o->sequence_length > s->model.max_position_embeddings)
         warn("--sequence-length %lld is more than the %lld positions that model %s is made for "
              "(max_position_embeddings)",
              (long long)o->sequence_length, (long long)s->model.max_position_embeddings, s->model.name);
@@ -427,13 +421,16 @@ static inline RunSetup run_setup(Options *o, const Comm *c, TrainerKind kind) {
     run_setup_same_model(&s, c, s.load_weights && !o->resume && !*o->branch && !o->dry_run);
     if (!o->dry_run || s.model.vocab_size == 0) run_setup_data(&s, o, c);
     run_setup_vocabulary(&s);
+    run_setup_rate(&s, o);
+    if (*o->generate) s.prompt = use_encode(o, &s.model, &s.tokenizer, &s.prompt_length);
     supported_require(kind, &s.model, o, world);
     if (c->rank == 0) run_setup_warn_of_length(&s, o), run_setup_warn_of_rounding(&s, o);
     if (o->dry_run) return s;
     if (c->rank == 0) run_setup_warn_of_tokenizer(&s);
     if (c->local_rank == 0) dataloader_check_vocabulary(&s.train, s.model.vocab_size);
-    if (c->local_rank == 0 && *o->val_data) dataloader_check_vocabulary(&s.val, s.model.vocab_size);
-    run_setup_documents(&s, o, c);
+    if (c->local_rank == 0) dataloader_check_vocabulary(&s.val, s.model.vocab_size);
+    s.train.separator = s.val.separator = documents_separator(o, &s.tokenizer, &s.model);
+    if (options_masks_documents(o)) documents_require(o, c, *o->evaluate ? &s.val : &s.train, &s.tokenizer, &s.model);
     if (s.load_weights) {
         ParameterTable t = parameter_table(&s.model);
         model_check_weights(s.model_folder, &s.model, &t);
@@ -484,6 +481,7 @@ static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
         checkpoint_read_setting(s->checkpoint, "fp8-filter", s->fp8_filter, sizeof s->fp8_filter);
         run_setup_decide_filter(s, o);
     }
+    if (*s->rate_reason) checkpoint_take_rate(s->checkpoint, o), s->rate_reason = " (the checkpoint's)";
     const CheckpointRun run = run_setup_checkpoint(s, o);
     s->start = checkpoint_check(s->checkpoint, &run);
     s->fresh_scales = branch && !checkpoint_has_scales(s->checkpoint, o);
@@ -491,7 +489,7 @@ static inline void run_setup_resume(RunSetup *s, Options *o, const Comm *c) {
     lineage_print(&s->lineage);
     if (!branch) run_setup_note_own(s, o);
     if (c->rank == 0 && !tokenizer_is_known(&s->tokenizer_files))
-        tokenizer_files_read(&s->tokenizer_files, s->checkpoint);
+        tokenizer_files_read(&s->tokenizer_files, s->checkpoint), run_setup_keep_table(s);
     if (s->start.step >= o->num_steps)
         printf("%s: %lld steps are done and --num-steps is %lld: nothing is left to train\n", checkpoint_verb(&run),
                (long long)s->start.step, (long long)o->num_steps);
@@ -538,6 +536,7 @@ static inline void run_setup_close(RunSetup *s) {
     dataloader_close(&s->val);
     tokenizer_close(&s->tokenizer);
     tokenizer_files_free(&s->tokenizer_files);
+    free(s->prompt);
 }
 
 #endif

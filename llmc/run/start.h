@@ -1,7 +1,7 @@
 // Prints the start of a run: model, device, data, recipe, options and memory, in at most 25 lines.
 // A dry run does not print this: it prints the whole plan (run_print_plan). The largest number of lines: 1 model,
 // 1 validation data, 2 starting weights and --resume or --branch, 1 earlier export that was restored,
-// 1 --fp8-filter auto, 1 device, 1 ranks, 1 data, 1 recipe, 1 sums, 5 options, 2 derived options, 2 memory,
+// 1 --fp8-filter auto, 1 device, 1 ranks, 1 data, 1 learning, 1 recipe, 1 sums, 5 options, 2 derived options, 2 memory,
 // 3 communication and GEMMs of the GPU trainer, 1 earlier log, 1 empty: 25. More lines come only with warnings, with a
 // lineage, with settings that differ from the checkpoint's, with checkpoints that --resume or --branch skips (one
 // each), when no step is left, with ranks that come late (rendezvous.h), and with the report of --check-links.
@@ -102,6 +102,7 @@ static inline void start_print_ranks(const Options *o, const Comm *c) {
 static inline void start_print_data(const RunSetup *s, const Options *o, const Comm *c) {
     const DataLoader *d = &s->train;
     char tokens[32], step[32];
+    if (!d->num_shards) return;
     const int64_t sequences = c->world * o->grad_accumulation_steps * o->batch_size;
     start_count(tokens, sizeof tokens, d->num_tokens);
     start_count(step, sizeof step, sequences * o->sequence_length);
@@ -120,6 +121,20 @@ static inline void start_print_bf16_linears(const Precision *p) {
         if (n == p->num_layers) printf(", %s", p->linear[id].name);
         else if (n) printf(", %s in %lld of %lld layers", p->linear[id].name, (long long)n, (long long)p->num_layers);
     }
+}
+
+// Prints what decides how the loss falls: rate, schedule, optimizer, and how often the data is read.
+static inline void start_print_learning(const RunSetup *s, const Options *o, const Comm *c) {
+    char schedule[32], fall[32] = "", epochs[48] = "";
+    option_format(o, option_find("lr-schedule", strlen("lr-schedule")), schedule, sizeof schedule);
+    if (o->lr_schedule != SCHEDULE_CONSTANT) format_checked(fall, sizeof fall, " to %g%%", 100 * o->min_lr_ratio);
+    if (s->train.num_sequences)
+        format_checked(epochs, sizeof epochs, "; %.3g epochs",
+                       (double)(o->num_steps * c->world * o->grad_accumulation_steps * o->batch_size) /
+                           (double)s->train.num_sequences);
+    printf("%-*s rate %.3g%s, warm-up %lld of %lld steps, %s%s; decay %g, betas %g and %g, clip %g%s\n", START_LABEL,
+           "learning", o->learning_rate, s->rate_reason, (long long)o->warmup_steps, (long long)o->num_steps, schedule,
+           fall, o->weight_decay, o->beta1, o->beta2, o->grad_clip, epochs);
 }
 
 static inline void start_print_recipe(const Options *o, const Precision *p) {
@@ -160,20 +175,12 @@ static inline const char *start_same_bits(const Options *o, const Comm *c) {
     return text;
 }
 
-// True if the command line gives the option.
-static inline bool start_is_given(const OptionRow *row, int argc, char **argv) {
-    const size_t n = strlen(row->name);
-    for (int i = 1; i < argc; i++)
-        if (strncmp(argv[i], "--", 2) == 0 && strncmp(argv[i] + 2, row->name, n) == 0 &&
-            (argv[i][2 + n] == 0 || argv[i][2 + n] == '='))
-            return true;
-    return false;
-}
-
 // True if a derived option is worth printing. These are not: options for FP8 without --precision fp8, --fp8-all-gather
 // and --reduce-dtype on one rank, and a --rounding-seed that equals --seed.
 static inline bool start_concerns(const OptionRow *row, const Options *o, const Comm *c) {
     const size_t f = row->field;
+    for (const char *const *name = defaults_names(); *name; name++)  // start_print_learning prints these
+        if (strcmp(row->name, *name) == 0) return false;
     if (f == offsetof(Options, rounding_seed)) return o->rounding_seed != o->seed;
     if (option_is_fp8(row) && o->precision != PRECISION_FP8) return false;
     return c->world > 1 || (f != offsetof(Options, fp8_all_gather) && f != offsetof(Options, reduce_dtype));
@@ -183,8 +190,6 @@ static inline bool start_concerns(const OptionRow *row, const Options *o, const 
 typedef struct {
     const Options *o, *given;
     const Comm *comm;
-    int argc;
-    char **argv;
 } StartOptions;
 
 // True if an option is printed. The line of options has each option that the command line names, unless the program
@@ -198,7 +203,7 @@ static inline bool start_prints(const StartOptions *s, const OptionRow *row, boo
     option_format(s->o, row, value, sizeof value);
     option_format(s->given, row, given, sizeof given);
     option_format(&defaults, row, standard, sizeof standard);
-    const bool changed = strcmp(value, given) != 0, named = start_is_given(row, s->argc, s->argv);
+    const bool changed = strcmp(value, given) != 0, named = options_give(s->o, row->name);
     if (!derived) return named && !changed;
     return (changed || (!named && strcmp(given, standard) != 0)) && start_concerns(row, s->o, s->comm);
 }

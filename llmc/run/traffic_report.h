@@ -59,6 +59,8 @@ static inline void traffic_print_estimate(const TrafficFacts *f, const Traffic *
            "%.1f ms and adds %.1f ms%s\n",
            e.total * 1e3, tokens, mfu, e.work * 1e3, e.exchange * 1e3, (e.total - e.work) * 1e3,
            strcmp(o->offload, "none") == 0 ? "" : "; the copies of --offload are not counted and can take longer");
+    printf("estimate of the run: %.3g hours for %lld steps\n", e.total * (double)o->num_steps / 3600,
+           (long long)o->num_steps);
 }
 
 // Prints the traffic, if there are several ranks, and the estimate of the step's time, or why there is none.

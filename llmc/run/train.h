@@ -8,6 +8,7 @@
 #include "../ranks/watch.h"
 #include "../reference/rounding.h"
 #include "audit_report.h"
+#include "evaluate.h"
 #include "memory_fit.h"
 #include "nonfinite.h"
 #include "plan_json.h"
@@ -72,7 +73,7 @@ typedef struct {
     void (*read_audit)(void *t, AuditSums *sums);
 
     // Runs the forward pass on this rank's part of batch number `batch`. Returns the loss of each token [B][T].
-    const float *(*token_losses)(void *t, DataLoader *data, int64_t batch);
+    TokenLosses token_losses;
     NextLogits next_logits;
     // Waits for all started work. May also drop delayed scales that validation or samples made (train_fp8.cu). May be
     // NULL.
@@ -85,9 +86,7 @@ typedef struct {
 typedef struct {
     const TrainerOps *ops;
     void *trainer;
-    double began;  // seconds_now() at the start of the process
-    int argc;
-    char **argv;
+    double began;            // seconds_now() at the start of the process
     Options given, options;  // as the command line gives them, and with their `auto` values replaced step by step
     Comm comm;
     RunSetup setup;
@@ -229,8 +228,9 @@ static inline int run_between_steps(Run *run, int64_t done, Due due, int stop) {
     if (!stop && due.validate) stop = run_validate(run, done);
     if (!stop && due.sample) {
         const double start = seconds_now();
-        sampler_print(o, c, &run->setup.model, &run->setup.tokenizer, run_setup_separator(&run->setup, o), done,
-                      run->ops->next_logits, run->trainer);
+        sampler_print(o, c, &run->setup.model, &run->setup.tokenizer,
+                      documents_separator(o, &run->setup.tokenizer, &run->setup.model), done, run->ops->next_logits,
+                      run->trainer);
         run->logger.times.sampling += seconds_now() - start;
     }
     run_settle(run);
@@ -270,7 +270,25 @@ static inline int64_t run_steps(Run *run, int *stop) {
     return done;
 }
 
+// Does what --generate or --evaluate asks for.
+static inline void run_use(Run *run) {
+    RunSetup *s = &run->setup;
+    const Options *o = &run->options;
+    if (*o->evaluate) evaluation_run(o, &run->comm, &s->val, &s->tokenizer, run->ops->token_losses, run->trainer);
+    else
+        sampler_generate(o, &run->comm, &s->model, &s->tokenizer, s->prompt, s->prompt_length, run->ops->next_logits,
+                         run->trainer);
+}
+
 // ---- from the command line to the first step
+
+// With --generate or --evaluate: changes the options for it. Dies if one of them is given without a text.
+static inline void run_use_model(Run *run) {
+    Options *o = &run->options;
+    if (!*o->generate && options_give(o, "generate")) die_with(EXIT_USAGE, "--generate is given without a text");
+    if (!*o->evaluate && options_give(o, "evaluate")) die_with(EXIT_USAGE, "--evaluate is given without shards");
+    if (options_uses_model(o)) use_set_options(o, &run->comm);
+}
 
 // Replaces --fp8-filter auto by the fastest filter, which rank 0 finds. (In a run that continues from a checkpoint,
 // run_setup_resume has replaced it already.) Then checks the options with the new filter.
@@ -289,8 +307,7 @@ static inline void run_find_filter(Run *run) {
 static inline void run_set_accumulation(Run *run) {
     Options *o = &run->options;
     char message[512];
-    const char *const name = "grad-accumulation-steps";
-    const bool given = start_is_given(option_find(name, strlen(name)), run->argc, run->argv);
+    const bool given = options_give(o, "grad-accumulation-steps");
     const int64_t world = o->world_size ? o->world_size : run->comm.world;
     if (*options_set_accumulation(o, world, given, message, sizeof message)) die_with(EXIT_USAGE, "%s", message);
 }
@@ -303,13 +320,13 @@ static inline void run_begin(Run *run, int argc, char **argv) {
     Comm *c = &run->comm;
     *c = comm_open(&argc, &argv);
     *o = run->given = options_parse(argc, argv);
-    run->argc = argc, run->argv = argv;
     watch_open(c, o->stall_timeout);
     output_survive(o);
     run_setup_same_options(c, o, run->ops->program);
     model_config_preset_names(presets, sizeof presets);
     options_require_model(o, argc, argv, presets);
     run_set_accumulation(run);
+    run_use_model(run);
     run->setup = run_setup(o, c, run->ops->kind);
     if (o->world_size) comm_assume(c, o->world_size);
     comm_split(c, options_shard_group(o, c->world));
@@ -338,6 +355,7 @@ static inline void run_print_plan(const Run *run) {
     const TrainerParts *p = &run->parts;
     const PlanFacts facts = run_plan_facts(run);
     if (run->options.json) return plan_json_print(&facts);
+    start_print_learning(&run->setup, &run->options, &run->comm);
     run_print(&run->setup, &run->options, &run->comm, p->table, p->state.plan, p->precision);
     if (ops->print_settings) ops->print_settings(run->trainer);
     arena_print_plan(&p->memory, p->memory_overhead);
@@ -352,12 +370,13 @@ static inline void run_print_start(const Run *run) {
     start_print_device(&run->device);
     start_print_ranks(o, &run->comm);
     start_print_data(&run->setup, o, &run->comm);
+    if (!options_uses_model(o)) start_print_learning(&run->setup, o, &run->comm);
     start_print_recipe(o, run->parts.precision);
     start_print_sums(o);
     if (o->deterministic) printf("%-*s the same %s\n", START_LABEL, "bits", start_same_bits(o, &run->comm));
-    const StartOptions options = {o, &run->given, &run->comm, run->argc, run->argv};
+    const StartOptions options = {o, &run->given, &run->comm};
     start_print_options(&options, false);
-    start_print_options(&options, true);
+    if (!options_uses_model(o)) start_print_options(&options, true);
     start_print_memory(&run->parts.memory, run->parts.memory_overhead);
     fflush(stdout);
 }
@@ -489,7 +508,7 @@ static inline void run_check_limit(const Run *run) {
 // Runs a trainer: the whole of its main. A dry run ends when it has printed the plan.
 static inline int run_trainer(int argc, char **argv, const TrainerOps *ops, void *trainer) {
     static Run run;  // not on the stack, which process_prepare has not checked yet
-    int stop;
+    int stop = 0;
     process_prepare();
     run.began = seconds_now();
     run.ops = ops, run.trainer = trainer;
@@ -502,7 +521,9 @@ static inline int run_trainer(int argc, char **argv, const TrainerOps *ops, void
     } else {
         run_print_start(&run);
         run_create(&run);
-        const int64_t steps_done = run_steps(&run, &stop);
+        const bool uses = options_uses_model(&run.options);
+        if (uses) run_use(&run);
+        const int64_t steps_done = uses ? 0 : run_steps(&run, &stop);
         run_close(&run, steps_done, stop);
     }
     run_setup_close(&run.setup);

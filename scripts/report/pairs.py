@@ -10,8 +10,8 @@ import collections
 import dataclasses
 
 # Options that change neither the training nor its speed, or that only tell where a run began.
-IGNORED = {"log-every", "val-every", "sample-every", "sample-tokens", "log-dir", "on-output-lost", "profile",
-           "peak-tflops", "check-links", "checkpoint-dir", "checkpoint-every", "keep-checkpoints", "resume",
+IGNORED = {"log-every", "val-every", "sample-every", "max-tokens", "sample-tokens", "log-dir", "on-output-lost",
+           "profile", "peak-tflops", "check-links", "checkpoint-dir", "checkpoint-every", "keep-checkpoints", "resume",
            "on-save-error", "no-verify", "export-hf", "dry-run", "json", "list", "stall-timeout", "world-size",
            "ranks-per-host", "tokens-per-step", "network-gbps", "step-ms", "init-from", "init-timeout", "gpu",
            "branch"}
