@@ -495,13 +495,11 @@ static void reduce_scatter_gradients(Trainer *t, int64_t l) {
     if (bytes) profile_bytes(&t->profile, "sums over micro-steps", bytes);
 }
 
-// Delayed recipe, at the end of a micro-step. After the last one adds the largest amaxes of the step's inputs and
-// output gradients, over all micro-steps and ranks, to their histories.
-static void update_delayed_scales(Trainer *t, bool last) {
+// Delayed recipe, after the last micro-step: adds the largest amaxes of the step's inputs and output gradients, over
+// all micro-steps and ranks, to their histories.
+static void update_delayed_scales(Trainer *t) {
     TensorScales *s = &t->linears.scales;
-    if (t->step.replay.again) return;
-    tensor_scales_end_micro_step(s);
-    if (!s->delayed_scale || !last) return;
+    if (!s->delayed_scale) return;
     fsdp_reduce_amaxes(&t->fsdp, COMM_WORLD, s->step_amax);
     tensor_scales_update_activations(s);
 }
@@ -575,6 +573,7 @@ static void update_in_backward(Trainer *t, int64_t l) {
 static void optimizer_step(Trainer *t) {
     Fsdp *f = &t->fsdp;
     const bool norm_first = fsdp_norm_first(t->o);
+    update_delayed_scales(t);
     compute_waits_comm(&f->transport);
     profile_mark(&t->profile, "gradients: waiting", PROFILE_WAIT, 0);
     if (norm_first) {
@@ -627,7 +626,7 @@ static void model_forward_backward(Trainer *t, const Batch *batch, float grad_sc
     embedding_backward(t, batch);
     if (!fsdp_embedding_joins(f)) reduce_scatter_gradients(t, ROOT);
     fsdp_reduce_replicas(f, ROOT, last);
-    update_delayed_scales(t, last);
+    if (!t->step.replay.again) tensor_scales_end_micro_step(&t->linears.scales);
 }
 
 // The host waits for all enqueued work.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Tests train_fp8cu on several GPUs of one host: sharding strategies and recipes against one GPU, copy engines against
 # NCCL, FP8 all-gather on and off, FP8 gradients, resuming on other numbers of GPUs, and memcheck. Uses 4 GPUs, or 2 if
-# there are fewer; two ranks share a single GPU. Needs ./train_fp8cu, ./train_fp8, build/synth_stories, mpirun and
-# python3. Ends with "N passed, N failed".
+# there are fewer; two ranks share a single GPU. Needs ./train_fp8cu, ./train_fp8, build/faulty_rankcu,
+# build/synth_stories, mpirun and python3. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 . dev/test/lib/gpu_lines.sh
@@ -60,6 +60,18 @@ bits "bf16, fp32 masters" --precision bf16 --master-weights fp32
 for recipe in tensorwise delayed rowwise rowwise_with_gw_hp; do bits $recipe --precision fp8 --fp8-recipe $recipe; done
 bits "coat-stochastic" --precision fp8 --optimizer-state coat-stochastic
 bits "msamp" --precision fp8 --optimizer-state msamp --master-weights fp16-stochastic
+# ---- A replay changes no line; a rank that computes wrongly is found (dev/test/lib/faulty_rank.h).
+for recipe in tensorwise delayed; do
+    options="$common --num-steps $steps $(split 2) --precision fp8 --fp8-recipe $recipe"
+    run plain 2 $options && run replayed 2 $options --replay-every 2 &&
+        same "$recipe: --replay-every changes no line" plain replayed
+done
+# Both ranks take 2 W passes in steps 1 and 2, and then one that repeats the last one of the other rank.
+export FAULTY_RANK=1 FAULTY_PASS=$((2 * W))
+timeout 120 $launcher -np 2 build/faulty_rankcu $options --replay-every 2 >"$tmp/refused.log" 2>&1 </dev/null
+unset FAULTY_RANK FAULTY_PASS
+check "a rank with a flipped bit is found in step 2, and named" grep -q \
+    "^error: rank 1 on .*: step 2: rank 1 on .* (GPU-.*) computed wrongly" "$tmp/refused.log"
 if [ -n "${ONLY_BITS-}" ]; then
     echo "$passed passed, $failed failed"
     exit $((failed > 0))
