@@ -42,4 +42,11 @@ static inline void documents_require(const Options *o, const Comm *c, DataLoader
                                                            : "the model's BOS token");
 }
 
+// Tells the loaders how a document begins. With --document-mask dies as documents_require does. All ranks call.
+static inline void documents_find(const Options *o, const Comm *c, DataLoader *train, DataLoader *val,
+                                  const Tokenizer *tokenizer, const ModelConfig *m) {
+    train->separator = val->separator = documents_separator(o, tokenizer, m);
+    if (options_masks_documents(o)) documents_require(o, c, *o->evaluate ? val : train, tokenizer, m);
+}
+
 #endif
