@@ -32,7 +32,7 @@ static void hooked_gemm(Trainer *t, Real *c, const QTensor *a, TensorUsage copy_
 
 static void gradients(void *context, DataLoader *data, int64_t first_sample) {
     Trainer *t = (Trainer *)context;
-    read_batch(t, data, first_sample, 0);
+    read_batch(t, data, first_sample, 0, 0);
     micro_step(t, 1.0f / (float)t->d.R, 0, 0);
     end_micro_steps(t);
 }

@@ -74,7 +74,7 @@ static void gradients(void *context, DataLoader *data, int64_t first_sample) {
     fsdp_begin_step(&t->fsdp, 0);
     tensor_scales_begin_step(&t->linears.scales);
     fsdp_begin_micro_step(&t->fsdp, 0);
-    const Batch batch = send_batch(t, data, first_sample, 0);
+    const Batch batch = send_batch(t, data, first_sample, 0, 0);
     model_forward_backward(t, &batch, 1.0f / (float)t->d.R, true);
     trainer_wait_all(t);
 }

@@ -429,7 +429,7 @@ static inline RunSetup run_setup(Options *o, const Comm *c, TrainerKind kind) {
     if (c->rank == 0) run_setup_warn_of_tokenizer(&s);
     if (c->local_rank == 0) dataloader_check_vocabulary(&s.train, s.model.vocab_size);
     if (c->local_rank == 0) dataloader_check_vocabulary(&s.val, s.model.vocab_size);
-    documents_find(o, c, &s.train, &s.val, &s.tokenizer, &s.model);
+    separator_find(o, c, &s.train, &s.val, &s.tokenizer, &s.model);
     if (s.load_weights) {
         ParameterTable t = parameter_table(&s.model);
         model_check_weights(s.model_folder, &s.model, &t);

@@ -9,14 +9,14 @@
 
 // The token before each document: that of --document-mask ID, else the tokenizer table's or, without a table, the
 // model's BOS token; -1: not known.
-static inline int64_t documents_separator(const Options *o, const Tokenizer *tokenizer, const ModelConfig *m) {
+static inline int64_t separator_of(const Options *o, const Tokenizer *tokenizer, const ModelConfig *m) {
     if (isdigit((unsigned char)*o->document_mask)) return strtoll(o->document_mask, NULL, 10);
     return tokenizer->count ? tokenizer->separator : m->bos_token_id;
 }
 
 // With --document-mask: dies if it is not known how a document begins in `data`, if that differs from rank 0's, or if
 // no document begins so. All ranks call.
-static inline void documents_require(const Options *o, const Comm *c, DataLoader *data, const Tokenizer *tokenizer,
+static inline void separator_require(const Options *o, const Comm *c, DataLoader *data, const Tokenizer *tokenizer,
                                      const ModelConfig *m) {
     const int64_t separator = data->separator;
     int64_t first = separator;
@@ -42,11 +42,11 @@ static inline void documents_require(const Options *o, const Comm *c, DataLoader
                                                            : "the model's BOS token");
 }
 
-// Tells the loaders how a document begins. With --document-mask dies as documents_require does. All ranks call.
-static inline void documents_find(const Options *o, const Comm *c, DataLoader *train, DataLoader *val,
+// Tells the loaders how a document begins. With --document-mask dies as separator_require does. All ranks call.
+static inline void separator_find(const Options *o, const Comm *c, DataLoader *train, DataLoader *val,
                                   const Tokenizer *tokenizer, const ModelConfig *m) {
-    train->separator = val->separator = documents_separator(o, tokenizer, m);
-    if (options_masks_documents(o)) documents_require(o, c, *o->evaluate ? val : train, tokenizer, m);
+    train->separator = val->separator = separator_of(o, tokenizer, m);
+    if (options_masks_documents(o)) separator_require(o, c, *o->evaluate ? val : train, tokenizer, m);
 }
 
 #endif

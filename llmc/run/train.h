@@ -229,7 +229,7 @@ static inline int run_between_steps(Run *run, int64_t done, Due due, int stop) {
     if (!stop && due.sample) {
         const double start = seconds_now();
         sampler_print(o, c, &run->setup.model, &run->setup.tokenizer,
-                      documents_separator(o, &run->setup.tokenizer, &run->setup.model), done, run->ops->next_logits,
+                      separator_of(o, &run->setup.tokenizer, &run->setup.model), done, run->ops->next_logits,
                       run->trainer);
         run->logger.times.sampling += seconds_now() - start;
     }
