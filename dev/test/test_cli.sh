@@ -212,7 +212,7 @@ check "--evaluate of the newest checkpoint, on 2 ranks and in batches, gives the
 check "--evaluate takes no memory for the optimizer" lacks "$tmp/evaluated" "optimizer state"
 check "--evaluate of a part of the sequences counts sequences" \
     eval '$trainer $used --evaluate "$tmp/s_train.bin" --val-steps 3 | grep -q ": 96 tokens in 3 sequences$"'
-generated() { "${launch[@]}" $trainer "$@" --max-tokens 20 2>&1 | sed -n '/^Once upon/,$p'; }
+generated() { "${launch[@]}" $trainer "$@" --max-tokens 20 2>&1 | awk '/^Once upon/ { on = 1 } on'; }
 launch=()
 once=$(generated "$tmp/used" --generate "Once upon")
 make_launch 2

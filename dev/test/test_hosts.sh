@@ -22,6 +22,7 @@ if ! start_sshd a b c; then
 fi
 build/synth_stories --out "$ROOM/s" --bytes 60000 --seed 3 >/dev/null
 common="tiny --train-data $ROOM/s_train.bin --sequence-length 32 --deterministic --stall-timeout 10 --num-steps 6"
+common="$common --learning-rate 1e-5"
 
 # Starts mpirun on host a. It runs a command on the hosts $1: "a,b,c" means one rank on each, "a:3" means 3 ranks on
 # host a. Ranks yield their core while they wait.

@@ -62,6 +62,7 @@ check "a run exports over an earlier export" \
     trains "$tmp/model" $data --num-steps 1 --seed 5 --export-hf "$tmp/e/../e/hf/."
 check "the new export replaces the earlier one" [ "$(ls "$tmp/e/hf")" = "config.json
 model.safetensors
+tokens.tokenizer
 train_fp8.json" -a "$(ls "$tmp/e")" = hf ]
 check "the new export has other weights than the earlier one" eval '! cmp -s "$tmp/first" "$tmp/e/hf/model.safetensors"'
 for option in log-dir checkpoint-dir; do

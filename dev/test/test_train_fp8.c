@@ -901,7 +901,7 @@ static void test_clip_in_backward(void) {
     for (int64_t step = 0; step < 6; step++) {
         StepRecord s[3];
         for (int i = 0; i < 3; i++) s[i] = train_step(&t[i], &data, step, 2 * step);
-        read_batch(p, &data, 2 * step, 0);
+        read_batch(p, &data, 2 * step, 0, 0);
         micro_step(p, 1.0f / 32, step, 0);
         const double norm = global_norm(p->params.gradients, p->table.total);
         const Factors f = clip_plainly(&p->table, p->params.gradients, m.num_layers, clipped.grad_clip, norms);

@@ -2,6 +2,7 @@
 #ifndef LLMC_SEPARATOR_H
 #define LLMC_SEPARATOR_H
 
+#include "../config/model_config.h"
 #include "../config/options.h"
 #include "../data/dataloader.h"
 #include "../data/tokenizer.h"
