@@ -64,6 +64,14 @@ static inline const char *gpu_throttle_name(int bit) {
     return bit < (int)(sizeof names / sizeof names[0]) ? names[bit] : "";
 }
 
+// Writes the names of throttle reasons, separated by commas; "" if there are none.
+static inline void gpu_throttle_text(char *out, size_t capacity, uint64_t reasons) {
+    *out = '\0';
+    for (int bit = 0; bit < 64; bit++)
+        if (reasons >> bit & 1 && *gpu_throttle_name(bit))
+            format_checked(out + strlen(out), capacity - strlen(out), "%s%s", *out ? ", " : "", gpu_throttle_name(bit));
+}
+
 // Loads NVML's functions. False if the library or one of these functions is missing.
 static inline bool nvml_load(Nvml *n, const char *library) {
     void *handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);

@@ -346,14 +346,9 @@ static inline void logger_add_gpus(JsonText *line, const char *key, const GpuRea
 static inline void logger_add_throttle(JsonText *line, const GpuReading *gpus, int64_t n) {
     json_text_add(line, ", \"throttle\": [");
     for (int64_t i = 0; i < n; i++) {
-        const char *separator = "";
-        json_text_add(line, i ? ", \"" : "\"");
-        for (int bit = 0; bit < 64; bit++) {
-            if (!(gpus[i].throttle >> bit & 1) || !*gpu_throttle_name(bit)) continue;
-            json_text_add(line, "%s%s", separator, gpu_throttle_name(bit));
-            separator = ", ";
-        }
-        json_text_add(line, "\"");
+        char reasons[128];
+        gpu_throttle_text(reasons, sizeof reasons, gpus[i].throttle);
+        json_text_add(line, "%s\"%s\"", i ? ", " : "", reasons);
     }
     json_text_add(line, "]");
 }

@@ -43,14 +43,10 @@ static inline bool slow_rank_count(SlowRank *s, double own, double median) {
 static inline void slow_rank_warn(const SlowRank *s, int64_t rank, const char *host, const GpuReading *gpu,
                                   double others) {
     char reading[256] = "", reasons[128] = "";
-    for (int bit = 0; bit < 64; bit++)
-        if (gpu->throttle >> bit & 1 && *gpu_throttle_name(bit)) {
-            const size_t used = strlen(reasons);
-            format_checked(reasons + used, sizeof reasons - used, ", %s", gpu_throttle_name(bit));
-        }
+    gpu_throttle_text(reasons, sizeof reasons, gpu->throttle);
     if (gpu->present)
-        format_checked(reading, sizeof reading, "; its GPU: %.0f MHz (median of all %.0f), %.0f C%s", gpu->sm_mhz,
-                       others, gpu->celsius, reasons);
+        format_checked(reading, sizeof reading, "; its GPU: %.0f MHz (median of all %.0f), %.0f C%s%s", gpu->sm_mhz,
+                       others, gpu->celsius, *reasons ? ", " : "", reasons);
     warn("rank %lld on %s is slow: for %d steps its own work took %.1f%% longer than the median rank's%s",
          (long long)rank, host, SLOW_RANK_STEPS, 100 * (s->own / s->median - 1), reading);
 }
