@@ -89,9 +89,9 @@ enum { RARE, COMMON };
     CHOICE(shuffle, "shuffle", ON, SWITCHES, MUST_MATCH, RARE, \
          "order of training sequences; on: a new permutation in each epoch, from --seed; off: as in the files") \
     TEXT(document_mask, "document-mask", "off", MUST_MATCH, RARE, \
-         "on: attention stays within a document, and its positions begin at 0, in training and validation; a document " \
-         "begins with the separator token of the shards' tokenizer table or, without a table, with the model's BOS " \
-         "token; a number: with the token of this id; mfu, sol and --profile count attention as with off") \
+         "on: attention stays within a document, and its positions begin at 0, in training and validation; a " \
+         "document begins with the separator token of the shards' tokenizer table or, without a table, with the " \
+         "model's BOS token; a number: with the token of this id; mfu, sol and --profile count attention as with off") \
     INT(sequence_length, "sequence-length", 2048, 1, 1 << 20, MUST_MATCH, COMMON, "tokens per sequence (T)") \
     INT(batch_size, "batch-size", 1, 1, 65535, TOLD, COMMON, "sequences per rank and micro-step (B)") \
     INT(grad_accumulation_steps, "grad-accumulation-steps", 1, 1, ACCUMULATION_MAX, TOLD, COMMON, \
@@ -120,9 +120,9 @@ enum { RARE, COMMON };
          "and down in FP8 and bf16, and keep the faster in all layers (GPU trainer; a resumed run keeps its filter)") \
     INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, BRANCHES, RARE, \
          "recipe delayed: length of a tensor's amax history; each tensor adds one amax per optimizer step (in " \
-         "Transformer Engine, by default, one per micro-step), the largest of all micro-steps and ranks, except amaxes " \
-         "that are 0 or NaN; until its first step has ended a tensor is cast by its current amax: an input or gradient " \
-         "by that of the rank's micro-step, a weight by that over all ranks that share it") \
+         "Transformer Engine, by default, one per micro-step), the largest of all micro-steps and ranks, except " \
+         "amaxes that are 0 or NaN; until its first step has ended a tensor is cast by its current amax: an input " \
+         "or gradient by that of the rank's micro-step, a weight by that over all ranks that share it") \
     INT(fp8_margin, "fp8-margin", 0, 0, 16, BRANCHES, RARE, "recipe delayed: scales are divided by 2 to this power") \
     CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, FAST_ACCUMS, BRANCHES, RARE, \
          "FP8 GEMMs that use fast accumulation (Hopper), where cuBLASLt has it: fprop, all or none; recipes " \
@@ -182,10 +182,11 @@ enum { RARE, COMMON };
          "part of the machine's memory); a dry run with 0 has no limit") \
     GROUP("optimizer") \
     REAL(learning_rate, "learning-rate", -1, -1, 1e3, TOLD, COMMON, \
-         "learning rate after warm-up; --lr-schedule may lower it from there; -1: chosen for pre-training, by the model's " \
-         "size, or 1e-5 if the run starts from weights; then the run also chooses what is not given of --lr-schedule " \
-         "(cosine), --min-lr-ratio (0.1), --warmup-steps (a twentieth of the steps, at most 2000), --weight-decay (0.1), " \
-         "--beta2 (0.95) and --grad-clip (1); a run that goes on from a checkpoint takes the checkpoint's") \
+         "learning rate after warm-up; --lr-schedule may lower it from there; -1: chosen for pre-training, by the " \
+         "model's size, or 1e-5 if the run starts from weights; then the run also chooses what is not given of " \
+         "--lr-schedule (cosine), --min-lr-ratio (0.1), --warmup-steps (a twentieth of the steps, at most 2000), " \
+         "--weight-decay (0.1), --beta2 (0.95) and --grad-clip (1); a run that goes on from a checkpoint takes the " \
+         "checkpoint's") \
     CHOICE(lr_schedule, "lr-schedule", SCHEDULE_CONSTANT, SCHEDULES, TOLD, COMMON, \
          "how the learning rate goes on after warm-up; cosine and linear fall, and reach 0 one step after the last; " \
          "wsd is constant, then falls linearly in the last steps (--decay-steps), to 0 one step after the last") \
@@ -270,14 +271,14 @@ enum { RARE, COMMON };
          "steps between printed step lines; the first step of a run has one too, and the last one unless an error ends " \
          "the run; log.jsonl has the steps between") \
     INT(receipt, "receipt", 0, 0, 1000000000, FREE, RARE, \
-         "steps between receipts in log.jsonl: hashes of each tensor's weights, moments, scales and gradients, equal on " \
-         "any number of ranks, which scripts/verify.py checks by a replay; also at the start, before a save and at the " \
-         "end; replicas that differ end the run; needs --deterministic; 0: none") \
+         "steps between receipts in log.jsonl: hashes of each tensor's weights, moments, scales and gradients, " \
+         "equal on any number of ranks, which scripts/verify.py checks by a replay; also at the start, before a " \
+         "save and at the end; replicas that differ end the run; needs --deterministic; 0: none") \
     INT(replay_every, "replay-every", 0, 0, 1000000000, FREE, RARE, \
-         "steps between replays, in which each rank computes the gradients of another rank's last micro-batch again; if a " \
-         "bit differs, a third computation decides, and the run ends and names the rank, host and GPU that computed " \
-         "wrongly; takes the time of a micro-step; needs --deterministic, 2 ranks or more, and --sharding full or grad_op; " \
-         "0: none") \
+         "steps between replays, in which each rank computes the gradients of another rank's last micro-batch " \
+         "again; if a bit differs, a third computation decides, and the run ends and names the rank, host and GPU " \
+         "that computed wrongly; takes the time of a micro-step; needs --deterministic, 2 ranks or more, and " \
+         "--sharding full or grad_op; 0: none") \
     INT(val_every, "val-every", 0, 0, 1000000000, FREE, COMMON, \
          "steps between validations, with --val-data (0: only the last step); the last step is always validated, unless " \
          "a signal ends the run") \
@@ -288,7 +289,8 @@ enum { RARE, COMMON };
     INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, RARE, \
          "steps between printed samples of text; the last step prints one too, unless a signal ends the run; 0: none") \
     INT(max_tokens, "max-tokens", 64, 1, 65536, FREE, RARE, \
-         "largest number of tokens that the model writes for a sample or with --generate; a separator ends it earlier") \
+         "largest number of tokens that the model writes for a sample or with --generate; a separator ends it " \
+         "earlier") \
     TEXT(log_dir, "log-dir", "", FREE, COMMON, "folder for log.jsonl, which has every step") \
     CHOICE(on_output_lost, "on-output-lost", OUTPUT_LOST_CONTINUE, OUTPUT_LOSSES, FREE, RARE, \
          "what to do when stdout or stderr cannot be written any more (closed pipe, full disk); continue: train " \
@@ -328,8 +330,8 @@ enum { RARE, COMMON };
          "--checkpoint-dir DIR --resume takes the newest checkpoint; the sequence length is that of the text and of " \
          "--max-tokens; the tokenizer table is that in the folder, else that beside the first shard of --train-data") \
     TEXT(evaluate, "evaluate", "", FREE, COMMON, \
-         "shards, as for --train-data: print the model's loss on them with its interval, perplexity and bits per byte, " \
-         "then stop; MODEL as for --generate; all sequences of --sequence-length count, or --val-steps of them") \
+         "shards, as for --train-data: print the model's loss on them with its interval, perplexity and bits per " \
+         "byte, then stop; MODEL as for --generate; all sequences of --sequence-length count, or --val-steps of them") \
     GROUP("run") \
     FLAG(dry_run, "dry-run", COMMON, \
          "print settings, memory plan, GEMM table and an estimate of a step's time (or why there is none), then stop; " \
