@@ -347,7 +347,7 @@ static void replay_pass(void *trainer, const ReplayedStep *r, int64_t shift, uin
         read_batch(t, r->data, r->first_sample, micro, shift);
         micro_step(t, gradient_scale(t), r->step, micro);
     }
-    memcpy(hashes, t->units.replay.values, (size_t)replay_units(t->d.L) * sizeof *hashes);
+    memcpy(hashes, t->units.replay.values, (size_t)replay_count(&t->table) * sizeof *hashes);
     t->units.replay.hashes = t->units.replay.again = false;
 }
 
@@ -403,7 +403,7 @@ static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t
         losses[micro] = micro_step(t, gradient_scale(t), step, micro);
     }
     const ReplayedStep replayed = {data, first_sample, step};
-    if (t->units.replay.hashes) replay_check(t->comm, replay_units(t->d.L), replay_pass, t, &replayed, "CPU");
+    if (t->units.replay.hashes) replay_check(t->comm, &t->table, replay_pass, t, &replayed, "CPU");
     end_micro_steps(t);
     if (t->units.fp8_sums) reduce_replicas_of_units(t);
     for (int64_t l = ROOT; l < t->d.L && !t->units.fp8_sums && !in_backward; l++) reduce_replicas(t, l);

@@ -98,9 +98,9 @@ static void place_statistics(Trainer *t, Arena *a) {
     if (t->o->optimizer_in_backward)
         t->step.block_squares = (double *)arena_take(a, adamw_workspace_bytes(&t->table, &t->fsdp.plan.shard));
     t->step.stats = (StepStats *)arena_take(a, sizeof(StepStats));
-    t->step.replay.units = replay_units(t->d.L);
+    t->step.replay.count = replay_count(&t->table);
     if (t->o->replay_every)
-        t->step.replay.sums = (uint64_t *)arena_take(a, t->step.replay.units * (int64_t)sizeof(uint64_t));
+        t->step.replay.sums = (uint64_t *)arena_take(a, t->step.replay.count * (int64_t)sizeof(uint64_t));
     t->acts.losses = take_float(a, t->d.R);
     t->acts.rope_table = take_float(a, t->d.T * t->d.HD);
     batches_place(&t->batches, a, t->d.R, fsdp_input_ranks(&t->fsdp), fsdp_embedding_indexes(&t->fsdp),
@@ -693,7 +693,7 @@ static void start_step(void *context, DataLoader *data, int64_t step, int64_t sk
         loss_sum(&t->step.losses[micro * world + t->comm->rank], t->acts.losses, t->d.R, t->stream);
     }
     const ReplayedStep replayed = {data, first_sample, step};
-    if (replays) replay_check(t->comm, t->step.replay.units, replay_pass, t, &replayed, device_uuid().text);
+    if (replays) replay_check(t->comm, &t->table, replay_pass, t, &replayed, device_uuid().text);
     t->step.skipped = skipped + (after_pause || o->on_nonfinite != NONFINITE_SKIP ? 0 : was_skipped(t, step - 1));
     step_log_work(&t->log, TIME_OPTIMIZER);
     profile_range_begin("optimizer", -1);

@@ -61,7 +61,8 @@ check "there are four lines" equal "$(wc -l <"$out.lines")" 4
 # blames: $1 the faulty rank, $2 its first wrong pass, $3 the step that finds it
 blames() {
     FAULTY_RANK=$1 FAULTY_PASS=$2 replay build/faulty_rank --replay-every 2
-    grep -q "^error: rank $1 on .*: step $3: rank $1 on .* computed wrongly: .* first in lm_head" "$out.$1"
+    grep -q "^error: rank $1 on .*: step $3: rank $1 on .* computed wrongly: .*, first of model.embed_tokens.weight" \
+        "$out.$1"
 }
 check "a wrong last micro-step is found" blames 1 4 2
 check "a wrong repetition is found" blames 0 5 2

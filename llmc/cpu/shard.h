@@ -236,12 +236,22 @@ static inline void reduce_scatter_segment(Trainer *t, int64_t l, const ShardSegm
     }
 }
 
+// Hashes the gradients of the tensors of unit l for a replay.
+static inline void replay_unit(Trainer *t, int64_t l, const float *whole) {
+    for (int64_t i = 0; t->units.replay.hashes && i < t->table.count; i++) {
+        const Parameter *p = &t->table.entries[i];
+        if (p->layer != l) continue;
+        const int64_t at = gathered_offset(&t->table, &t->plan, l, p->offset - layer_offset(&t->table, l));
+        const ReceiptPart part = {at, parameter_elements(p), at};
+        t->units.replay.values[i] = receipt_sum(whole, sizeof *whole, part);
+    }
+}
+
 // Called after the backward pass of the root or of layer l. Does nothing unless gradients are computed in buffers. Adds
 // those of the shard group to this rank's slices in params.gradients; the first micro-step replaces these.
 static inline void reduce_scatter_gradients(Trainer *t, int64_t l) {
     const float *whole = unit_gradients(t, l);
-    const ReceiptPart unit = {0, gathered_elements(&t->plan, l), 0};
-    if (t->units.replay.hashes) t->units.replay.values[l + 1] = receipt_sum(whole, sizeof *whole, unit);
+    replay_unit(t, l, whole);
     if (t->units.replay.again) return;
     for (int k = 0; t->units.buffered && k < NUM_SEGMENTS; k++) {
         const ShardSegment g = segment_slice(&t->table, &t->plan, l, k);

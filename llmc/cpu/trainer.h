@@ -395,7 +395,7 @@ static inline void trainer_allocate(Trainer *t) {
     a.base = (char *)(t->memory = xcalloc((size_t)t->memory_bytes, 1));
     place_all(t, &a);
     rope_table_fill(t->acts.rope_table, &t->m, t->d.T);
-    t->units.replay.values = (uint64_t *)xcalloc((size_t)replay_units(t->d.L), sizeof(uint64_t));
+    t->units.replay.values = (uint64_t *)xcalloc((size_t)replay_count(&t->table), sizeof(uint64_t));
     for (int64_t i = 0; t->params.scales && i < t->table.count; i++)
         *tensor_scale(t, STATE_EXP_AVG_SCALE, i) = *tensor_scale(t, STATE_EXP_AVG_SQ_SCALE, i) = 1;
 }

@@ -6,7 +6,7 @@
 #include "cuda_utils.cuh"
 
 enum { RECEIPT_THREADS = 256, RECEIPT_BLOCKS = 128 };  // threads of a block, blocks for each part
-enum { RECEIPT_ADD_BLOCKS = 1056 };                    // blocks for a whole array
+enum { RECEIPT_ADD_BLOCKS = 1056 };                    // blocks for a single part
 
 // *sum += the hash of a part, by all blocks of the same y.
 __device__ static inline void receipt_add_words(unsigned long long *sum, const void *array, int64_t bytes,
@@ -27,15 +27,15 @@ static __global__ void receipt_kernel(unsigned long long *sums, const void *arra
     receipt_add_words(&sums[blockIdx.y], array, bytes, parts[blockIdx.y]);
 }
 
-// *sum += the hash of an array of n elements.
-static __global__ void receipt_add_kernel(unsigned long long *sum, const void *array, int64_t bytes, int64_t n) {
+// *sum += the hash of a part.
+static __global__ void receipt_add_kernel(unsigned long long *sum, const void *array, int64_t bytes, ReceiptPart p) {
     grid_dependency_wait();
-    receipt_add_words(sum, array, bytes, ReceiptPart{0, n, 0});
+    receipt_add_words(sum, array, bytes, p);
 }
 
-static inline void receipt_add(uint64_t *sum, const void *array, int64_t bytes, int64_t n, cudaStream_t stream) {
+static inline void receipt_add(uint64_t *sum, const void *array, int64_t bytes, ReceiptPart p, cudaStream_t stream) {
     CUDA_LAUNCH(receipt_add_kernel, RECEIPT_ADD_BLOCKS, RECEIPT_THREADS, 0, stream, (unsigned long long *)sum, array,
-                bytes, n);
+                bytes, p);
 }
 
 // Bytes of the device memory that receipt_sums needs for n parts.
