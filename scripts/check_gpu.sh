@@ -74,6 +74,7 @@ tally test_fsdp_order build/test_fsdp_order
 tally test_placement build/test_placement
 tally gpu_runs dev/test/gpu_runs.sh
 check "make faulty_rankcu" make -s build/faulty_rankcu
+tally gpu_bits dev/test/gpu_bits.sh
 tally gpu_ranks dev/test/gpu_ranks.sh
 tally gpu_faults dev/test/gpu_faults.sh
 

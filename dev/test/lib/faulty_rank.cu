@@ -1,16 +1,34 @@
-// The GPU trainer with a rank that flips a bit of the first layer's input (faulty_rank.h): for tests of --replay-every.
+// The GPU trainer with a rank that flips a bit of the first layer's input or, with FAULTY_WEIGHTS=BIT, of the weights
+// that it has gathered (faulty_rank.h): for tests of --replay-every.
 #include "faulty_rank.h"
 
 #include "../../../llmc/kernels/embedding.cuh"
+#include "../../../llmc/shard/fsdp.cuh"
 
-static __global__ void flip_bit_kernel(bf16 *x) { *(uint16_t *)x ^= 1 << 5; }
+static __global__ void flip_bit_kernel(unsigned char *at, int bit) { *at ^= 1 << bit; }
 
 static inline int64_t faulty_embedding_forward(bf16 *x, const bf16 *table, const int32_t *tokens, int64_t R, int64_t C,
                                                cudaStream_t stream) {
     const int64_t bytes = embedding_forward(x, table, tokens, R, C, stream);
-    if (pass_is_faulty()) CUDA_LAUNCH(flip_bit_kernel, 1, 1, 0, stream, x + R * C / 2);
+    if (!getenv("FAULTY_WEIGHTS") && pass_is_faulty())
+        CUDA_LAUNCH(flip_bit_kernel, 1, 1, 0, stream, (unsigned char *)(x + R * C / 2), 5);
     return bytes;
 }
 
+// Here each layer's forward and each layer's backward is a pass. The bit, counted from the layer's first one, is
+// flipped when the layer has arrived, before the pass casts or reads it.
+static inline void faulty_unshard(Fsdp *f, int64_t l, bool backward) {
+    const char *bit = getenv("FAULTY_WEIGHTS");
+    if (bit && pass_is_faulty()) {
+        const int64_t slot = l % f->weights.num_slots, at = atoll(bit) % (8 * fsdp_layer_matrices(f));
+        fsdp_prefetch(f, l);
+        compute_waits_event(&f->transport, f->weights.slot[slot].arrived);
+        CUDA_LAUNCH(flip_bit_kernel, 1, 1, 0, f->transport.compute, (unsigned char *)fsdp_slot_data(f, slot) + at / 8,
+                    (int)(at % 8));
+    }
+    fsdp_unshard(f, l, backward);
+}
+
 #define embedding_forward faulty_embedding_forward
+#define fsdp_unshard faulty_unshard
 #include "../../../train_fp8.cu"

@@ -1,4 +1,4 @@
-# Sourced by gpu_runs.sh, gpu_ranks.sh and gpu_faults.sh. Runs trainers, counts checks and compares the output of runs,
+# Sourced by gpu_runs.sh, gpu_bits.sh, gpu_ranks.sh and gpu_faults.sh. Runs trainers, counts checks and compares output,
 # which is in $tmp/NAME.log.
 . scripts/tally.sh
 ok() { passed=$((passed + 1)); echo "ok: $*"; }

@@ -1,4 +1,4 @@
-# Sourced by gpu_ranks.sh and gpu_faults.sh. Finds the GPUs, makes data, and sets options that most runs share.
+# Sourced by gpu_bits.sh, gpu_ranks.sh and gpu_faults.sh. Finds the GPUs, makes data, and sets options of most runs.
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
