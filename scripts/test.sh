@@ -18,22 +18,31 @@ esac
 install_tools
 QUIET=1
 
-# Runs the tests $@, three at a time with one thread each, in this order, and tallies them with their seconds. Two cores
-# stay busy: one of three tests mostly waits.
+# Runs the tests $@, three at a time with one thread each, in this order, and tallies each with its seconds when it and
+# those before it have ended. Two cores stay busy: one of three tests mostly waits. Says each minute what runs.
 tally_three_at_a_time() {
-    local program name
+    local program name out runner said=$SECONDS
     outputs=$(mktemp -d)
     export outputs
-    printf '%s\n' "$@" | xargs -P 3 -I {} bash -c 'run_one {}'
+    printf '%s\n' "$@" | xargs -P 3 -I {} bash -c 'run_one {}' &
+    runner=$!
     for program; do
-        name=${program#dev/test/} name=${name#build/} program=${program//\//.}
-        tally "$name, $(cat "$outputs/$program.seconds") s" replay "$program"
+        name=${program#dev/test/} name=${name#build/} program=${program//\//.} out=$outputs/$program
+        while [ ! -e "$out.seconds" ] && kill -0 $runner 2>/dev/null; do
+            sleep 0.2
+            [ $((SECONDS - said)) -ge 60 ] || continue
+            said=$SECONDS
+            echo "running: $(ls "$outputs" | sed -n 's/.*\(test_.*\)\.running/\1/p' | xargs)"
+        done
+        tally "$name, $(cat "$out.seconds") s" replay "$program"
     done
+    wait $runner
     rm -rf "$outputs"
 }
 # Writes the output of test $1, its status, and the seconds that it took.
 run_one() {
     local command=("$1") out=$outputs/${1//\//.} begin=$SECONDS
+    : >"$out.running"
     case $1 in
     *.py) command=(python3 "$1") ;;
     *.sh) command=(bash "$1") ;;
@@ -41,7 +50,8 @@ run_one() {
     esac
     "${command[@]}" >"$out" 2>&1
     echo $? >"$out.status"
-    echo $((SECONDS - begin)) >"$out.seconds"
+    echo $((SECONDS - begin)) >"$out.running"
+    mv "$out.running" "$out.seconds"  # it appears with its content
 }
 replay() { cat "$outputs/$1" && return "$(cat "$outputs/$1.status")"; }
 export -f run_one
