@@ -18,7 +18,7 @@ LIMITS = {"train_fp8.c": 1000, "train_fp8.cu": 930, "llmc/shard/fsdp.cuh": 450}
 # a budget in a commit of its own, whose message says what the added lines buy a user.
 BUDGETS = {"llmc": (32460, "llmc/*/*.h", "llmc/*/*.cuh"),
            "dev/test": (27410, "dev/test/*.[chps]*", "dev/test/lib/*.[chps]*"),
-           "scripts": (6700, "scripts/*.py", "scripts/*.sh", "scripts/*/*.py", "scripts/*/*.sh"),
+           "scripts": (6710, "scripts/*.py", "scripts/*.sh", "scripts/*/*.py", "scripts/*/*.sh"),
            "README.md and docs": (1874, "README.md", "docs/*.md")}
 OPTIONS = 81
 FSDP_STRUCTS = ("FsdpPlan", "FsdpWeights", "FsdpGradients", "FsdpClip", "Fsdp")
