@@ -334,7 +334,8 @@ def test_processes(folder):
             "def add_and_kill(run, batch, encoded):\n"
             "    add(run, batch, encoded)\n"
             "    if run.saved and run.position[0] == 1:\n"
-            "        import multiprocessing; multiprocessing.active_children()[0].kill()\n"
+            "        import multiprocessing\n"
+            "        for process in multiprocessing.active_children()[:1]: process.kill()\n"
             "prepare.Run.add = add_and_kill\n")
     status, output = run_changed(SMALL + kill, *words, "--out", f"{folder}/k", "--processes", "2")
     check(status != 0 and "a process that tokenizes was killed" in output and "Traceback" not in output and
@@ -610,6 +611,34 @@ def test_tokenizer_json(folder):
           f"a bad tokenizer.json is refused: {output}")
 
 
+READ_TOKENIZER = """
+import json, sys, tokenizers
+t = tokenizers.Tokenizer.from_file(sys.argv[1] + "/tokenizer.json")
+print(json.dumps([t.encode(text).ids for text in json.loads(sys.argv[2])]))
+"""
+
+
+def test_export_tokenizer(folder):
+    """The tokenizer that transformers gets has the ids of the shards, the separator first."""
+    texts = STORIES + ["a\r\n\n  b 12345 \u00e9\u4e2d don't I'LL <|x|> \U0001f600 x_y\t#!"]
+    text, val = write_text(f"{folder}/t.txt", texts), write_text(f"{folder}/v.txt", STORIES[:1])
+    for name in ("bytes", "llama3", "qwen"):
+        status, output = run(text, "--tokenizer", name, "--out", folder, "--name", name, "--val", val,
+                             python=VENV_PYTHON)
+        check(status == 0, output)
+        os.makedirs(f"{folder}/hf_{name}")
+        shutil.copy(f"{folder}/{name}.tokenizer", f"{folder}/hf_{name}/tokens.tokenizer")
+        command = [sys.executable, os.path.join(ROOT, "data/export_tokenizer.py"), f"{folder}/hf_{name}"]
+        check(subprocess.run(command, capture_output=True).returncode == 0, f"{name}: tokenizer.json is made")
+        again = subprocess.run(command, capture_output=True, text=True)
+        check(again.returncode == 1 and "is there already" in again.stderr, f"{name}: none is replaced {again.stderr}")
+        read = subprocess.run([VENV_PYTHON, "-c", READ_TOKENIZER, f"{folder}/hf_{name}",
+                               json.dumps(texts)],
+                              capture_output=True, text=True)
+        ids = [i for one in json.loads(read.stdout or "[]") for i in one]
+        check(ids == read_shard(f"{folder}/{name}_train.bin")[2], f"{name}: its ids are the shard's {read.stderr}")
+
+
 def test_synth(folder):
     binary = f"{folder}/synth_stories"
     subprocess.run([os.environ.get("CC", "cc"), "-std=gnu11", "-O1", os.path.join(ROOT, "data", "synth_stories.c"),
@@ -664,7 +693,7 @@ def main():
         print("skipped: .jsonl.zst, .parquet, comparison with ../shared/data, tokenizer.json: data/.venv is missing or "
               "lacks pyarrow, tiktoken or tokenizers (make it with data/setup_venv.sh)")
     else:
-        tests += [test_packages, test_tokenizer_json]
+        tests += [test_packages, test_tokenizer_json, test_export_tokenizer]
         if os.path.isdir(SHARED):
             tests.append(test_against_shared)
         else:
