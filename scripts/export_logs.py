@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""usage: scripts/export_logs.py FOLDER... [--out OUT] [--wandb]
+"""usage: scripts/export_logs.py FOLDER... [--out OUT] [--follow] [--wandb]
 
 Writes the steps and validation losses of each run's log.jsonl as TensorBoard event files. Leaves out runs that a sweep
 or verdict lists as failed, with a warning. FOLDER is the --log-dir of a run, the --out folder of scripts/verdict.sh or
 scripts/sweep.sh, or a folder of such folders.
 
   --out OUT  gets a subfolder for each run (log/tensorboard); `tensorboard --logdir OUT` shows them
+  --follow   stay, and add new steps and runs every 10 seconds, until Ctrl-C
   --wandb    also make an offline W&B run of each, below OUT/wandb, for `wandb sync`; wandb must be installed
 
 Needs the libraries that scripts/setup_report.sh installs.
 """
-import os
 import sys
+import time
 from pathlib import Path
 
 from report import venv
@@ -22,6 +23,7 @@ STEP_SCALARS = {"loss": "loss/training", "norm": "optimizer/gradient_norm", "lr"
                 "optimizer_ms": "time/optimizer_ms", "tokens_per_second": "speed/tokens_per_second",
                 "tflops_per_gpu": "speed/tflops_per_gpu", "mfu": "speed/mfu", "sol": "speed/sol",
                 "memory_bytes": "gpu/memory_bytes", "joules": "gpu/joules"}
+FOLLOW_SECONDS = 10
 GPU_SCALARS = {"watts": "gpu/watts", "sm_mhz": "gpu/sm_mhz", "celsius": "gpu/celsius"}
 
 
@@ -50,17 +52,25 @@ def scalars(run):
         yield step, now, {name: value for name, value in values.items() if value is not None}
 
 
-def write_tensorboard(run, folder, tensorboard):
-    """Writes one event for each step, with all values of the step."""
+def open_writer(folder, tensorboard):
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("events.out.tfevents.*"):  # from an earlier export
         path.unlink()
-    writer = tensorboard.FileWriter(str(folder), flush_secs=3600)
+    return tensorboard.FileWriter(str(folder), flush_secs=3600)
+
+
+def write_tensorboard(run, writer, after, waits, tensorboard):
+    """Writes one event for each step after step `after`, with all values of the step. If it waits, the last step of a
+    run that goes on is left for later: its validation may follow. Returns the last step written."""
     summary = tensorboard.proto.summary_pb2.Summary
+    open_step = run.column("step")[-1] if waits and not run.ended else None
     for step, now, values in scalars(run):
-        writer.add_summary(summary(value=[summary.Value(tag=name, simple_value=value)
-                                          for name, value in values.items()]), step, walltime=now)
-    writer.close()
+        if step > after and step != open_step:
+            writer.add_summary(summary(value=[summary.Value(tag=name, simple_value=value)
+                                              for name, value in values.items()]), step, walltime=now)
+            after = step
+    writer.flush()
+    return after
 
 
 def write_wandb(run, folder, wandb):
@@ -72,7 +82,7 @@ def write_wandb(run, folder, wandb):
 
 
 def parse(words):
-    folders, out, use_wandb = [], Path("log/tensorboard"), False
+    folders, out, use_wandb, follow = [], Path("log/tensorboard"), False, False
     while words:
         word = words.pop(0)
         if word == "--help":
@@ -80,6 +90,8 @@ def parse(words):
             sys.exit(0)
         if word == "--wandb":
             use_wandb = True
+        elif word == "--follow":
+            follow = True
         elif word.split("=")[0] == "--out":
             if "=" not in word and not words:
                 fail("--out needs a value")
@@ -90,28 +102,45 @@ def parse(words):
             folders.append(word)
     if not folders:
         fail("no folder is given; --help says which folders can be given")
-    return folders, out, use_wandb
+    if follow and use_wandb:
+        fail("--wandb goes without --follow: its offline runs are made once")
+    return folders, out, use_wandb, follow
 
 
-def main():
-    folders, out, use_wandb = parse(sys.argv[1:])
-    tensorboard = need_library("tensorboardX", "run scripts/setup_report.sh, which installs it")
-    wandb = need_library("wandb", "--wandb needs it: build/report-venv/bin/pip install wandb") if use_wandb else None
+def export(folders, out, writers, waits, tensorboard, wandb):
+    """Exports what the logs have. writers: {run's name: (its writer, the last step written)}, empty at first."""
     from report.folders import read_folders
     try:
         found = read_folders(folders)
     except ValueError as error:
         fail(error)
-    for problem in found.problems:
-        print(f"warning: {problem}", file=sys.stderr)
-    for name, reason in found.without:
-        print(f"warning: {name}: {reason}", file=sys.stderr)
+    for problem in [*found.problems, *(f"{name}: {reason}" for name, reason in found.without)]:
+        if not writers:
+            print(f"warning: {problem}", file=sys.stderr)
     for run in found.runs:
         folder = out / run.name.replace("/", "_")  # a run's name may be a path, which must not lead out of `out`
-        write_tensorboard(run, folder, tensorboard)
+        writer, after = writers.get(run.name) or (open_writer(folder, tensorboard), 0)
+        writers[run.name] = writer, write_tensorboard(run, writer, after, waits, tensorboard)
         if wandb:
             write_wandb(run, out / "wandb", wandb)
-        print(f"{run.name}: {len(run.steps)} steps in {folder}")
+        if writers[run.name][1] > after:
+            print(f"{run.name}: {len(run.steps)} steps in {folder}", flush=True)
+
+
+def main():
+    folders, out, use_wandb, follow = parse(sys.argv[1:])
+    tensorboard = need_library("tensorboardX", "run scripts/setup_report.sh, which installs it")
+    wandb = need_library("wandb", "--wandb needs it: build/report-venv/bin/pip install wandb") if use_wandb else None
+    writers = {}
+    try:
+        while follow:
+            export(folders, out, writers, True, tensorboard, None)
+            time.sleep(FOLLOW_SECONDS)
+    except KeyboardInterrupt:
+        print()
+    export(folders, out, writers, False, tensorboard, wandb)
+    for writer, _ in writers.values():
+        writer.close()
 
 
 if __name__ == "__main__":

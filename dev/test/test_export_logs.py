@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -99,6 +100,26 @@ def test_events(folder):
           f"the times of events never decrease, and the last one is less than 600 s ago: {times}")
 
 
+def test_follow(folder):
+    """A log that grows while it is followed. Each step has one event, and its validation, which comes after it."""
+    lines = pathlib.Path(folder, "run", "log.jsonl").read_text().splitlines(keepends=True)
+    log = pathlib.Path(folder, "grows", "log.jsonl")
+    log.parent.mkdir()
+    fourth = next(i for i, line in enumerate(lines) if '"step", "step": 4,' in line)
+    log.write_text("".join(lines[:fourth + 1]) + lines[fourth + 1][:20])
+    command = [ROOT / "scripts/export_logs.py", log.parent, "--out", f"{folder}/live", "--follow"]
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
+    first = process.stdout.readline()
+    log.write_text("".join(lines))
+    second = process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    check("4 steps" in first and "6 steps" in second and process.returncode == 0, f"it follows: {first} {second}")
+    whole, live = ({key: value[0] for path in pathlib.Path(folder, name).rglob("events.*")
+                    for key, value in read_events(path).items()} for name in ("events", "live"))
+    check(whole == live, "events of a followed log are those of the whole log")
+
+
 def test_equal_names(folder):
     """Runs of one name in two folders get names that are paths. All events must still be in --out."""
     for name in ("a", "b"):
@@ -129,6 +150,7 @@ def main():
     check(crc32c(b"123456789") == 0xe3069283, "crc32c() gives the check value of CRC-32C")
     with tempfile.TemporaryDirectory() as folder:
         test_events(folder)
+        test_follow(folder)
         test_equal_names(folder)
         test_errors(folder)
     finish()
