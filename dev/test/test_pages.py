@@ -31,7 +31,7 @@ PLACEHOLDER = re.compile(r"[A-Z][A-Z_0-9]*")
 # What stands for a placeholder, or the preset that CONTRIBUTING.md adds, in a trainer's command. For any other
 # placeholder it is the number 1.
 VALUES = {"MODEL": "llama3.2-1b", "T": "2048", "R": "rowwise", "STATE": "coat", "BETA2": "0.95", "SHARD": "no.bin",
-          "GLOB": "no.bin", "DIR": "build/no", "NAME": "rowwise", "qwen2.5-3b": "qwen2.5-7b"}
+          "GLOB": "no.bin", "DIR": "build/no", "NAME": "rowwise", "qwen2.5-3b": "qwen2.5-7b", "models/my": "tiny"}
 # Options of mpirun and sbatch that stand between backticks, and the one that CONTRIBUTING.md adds.
 OTHERS = {"--allow-run-as-root", "--bind-to", "--mca", "--requeue", "--signal", "--greeting"}
 # Records of the past, whose commands and options need not exist any more.
@@ -145,6 +145,8 @@ def check_trainer(args, ranks, options):
     yield not unknown, f"the trainers have no option {' '.join(unknown)}"
     if unknown or not args or "--list" in args or "--help" in args or any("..." in a or "$" in a for a in args):
         return
+    uses = [i for i, a in enumerate(args) if a in ("--generate", "--evaluate")]  # these go without --dry-run
+    args = [a for i, a in enumerate(args) if i not in uses and i - 1 not in uses]
     for picked in dry_runs(args):
         sizes = ["--world-size", ranks] if ranks and "--world-size" not in picked else []
         result = run("./train_fp8", *picked, *sizes, "--dry-run")
