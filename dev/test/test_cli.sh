@@ -100,6 +100,9 @@ $trainer "$tmp/own/step-00000030" $data >"$tmp/trained.out"
 check "a run from weights continues with 1e-5" \
     holds "$tmp/trained.out" "learning  rate 1e-05 (for trained weights), warm-up 1 "
 $trainer tiny $data --learning-rate 1e-5 --checkpoint-dir "$tmp/old" >/dev/null
+$trainer tiny $data --checkpoint-dir "$tmp/old" --num-steps 4 --resume --step-ms 1 --dry-run >"$tmp/plan.out"
+check "a dry run with --resume shows the checkpoint's rate" \
+    holds "$tmp/plan.out" "learning  rate 1e-05 (the checkpoint's), "
 $trainer tiny $data --checkpoint-dir "$tmp/old" --num-steps 4 --resume >"$tmp/old.out"
 check "a resumed run without a rate keeps the checkpoint's rate, schedule and optimizer" holds "$tmp/old.out" \
     "learning  rate 1e-05 (the checkpoint's), warm-up 0 of 4 steps, constant; decay 0.01, betas 0.9 and 0.999, clip 0; "

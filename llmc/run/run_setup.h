@@ -51,12 +51,13 @@ typedef struct {
     int64_t prompt_length;
 } RunSetup;
 
-// True if --resume finds checkpoints, whole or damaged.
-static inline bool run_setup_continues(const Options *o) {
+// True if --resume finds checkpoints, whole or damaged. `checkpoint` becomes the newest.
+static inline bool run_setup_continues(RunSetup *s, const Options *o) {
     CheckpointSteps list = {NULL, 0};
     Failure failure;
     if (!o->resume || !folder_exists(o->checkpoint_dir)) return false;
     if (!checkpoint_list(o->checkpoint_dir, &list, &failure)) die("--resume: %s", failure.text);
+    if (list.count) checkpoint_name(o->checkpoint_dir, list.steps[0], "", s->checkpoint, sizeof s->checkpoint);
     free(list.steps);
     return list.count > 0;
 }
@@ -64,7 +65,7 @@ static inline bool run_setup_continues(const Options *o) {
 // Decides if the run continues from a checkpoint, and if that is the one of --branch: on all ranks as on rank 0. Dies
 // if it cannot branch.
 static inline void run_setup_find_start(RunSetup *s, const Options *o, const Comm *c) {
-    s->continues = run_setup_continues(o);
+    s->continues = run_setup_continues(s, o);
     if (!*o->branch) return;
     s->branches = !s->continues, s->continues = true;
     if (!o->dry_run && c->rank == 0) checkpoint_check_branch(o->branch, o->checkpoint_dir, s->branches);
@@ -322,6 +323,9 @@ static inline void run_setup_vocabulary(RunSetup *s) {
 static inline void run_setup_rate(RunSetup *s, Options *o) {
     ParameterTable t = parameter_table(&s->model);
     s->rate_reason = o->learning_rate != -1 ? "" : s->load_weights ? " (for trained weights)" : " (by size)";
+    // a dry run does not look for damage: it takes the newest checkpoint's at once
+    if (o->dry_run && *s->checkpoint && *s->rate_reason)
+        checkpoint_take_rate(s->checkpoint, o), s->rate_reason = " (the checkpoint's)";
     defaults_set(o, t.num_parameters, s->load_weights);
     parameter_table_free(&t);
 }
