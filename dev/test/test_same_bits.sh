@@ -7,6 +7,14 @@ cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1  # there are more ranks than cores, so threads would wait for each other
 . dev/test/lib/cpu_trainer.sh
 build/synth_stories --out "$tmp/s" --bytes 60000 --seed 3 >/dev/null
+# The shard with a mask, in runs of up to 9 tokens that are context or count.
+python3 - "$tmp" <<'EOF'
+import array, sys
+tokens = array.array("H", open(sys.argv[1] + "/s_train.bin", "rb").read()[1024:])
+words = array.array("I", [20240801, 9, len(tokens)] + [0] * 253)
+words.extend(token | (i // 9 % 7 > 2) << 31 for i, token in enumerate(tokens))
+open(sys.argv[1] + "/m_train.bin", "wb").write(words.tobytes())
+EOF
 steps=$([ -n "${ALL-}" ] && echo 200 || echo 4)
 common="tiny --train-data $tmp/s_train.bin --val-data $tmp/s_val.bin --val-steps 5 --learning-rate 3e-3 --batch-size 1 \
 --deterministic"
@@ -56,6 +64,8 @@ short="--sequence-length 32"
 bits bf16 12 "2 3 4" $short --grad-clip 0.5
 check "a run says that it has the same bits on any number of ranks" says "on any number of ranks" bf16-4
 bits fp32 4 "4" $short --precision fp32 --sharding grad_op
+bits mask 6 "2 3" $short --train-data "$tmp/m_train.bin" --val-data "$tmp/m_train.bin" --precision fp8
+check "a run says that it has a mask" holds "$out.0" "tokens marked as context do not count in the loss"
 bits masters 6 "3" $short --master-weights fp32 --grad-clip 0.5
 bits skips 6 "2 3" $short --precision fp8 --fp8-recipe delayed --on-nonfinite skip
 bits finer 4 "4" $short --precision fp8 --fp8-recipe rowwise --optimizer-state coat-stochastic --sharding grad_op
