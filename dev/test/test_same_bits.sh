@@ -7,14 +7,7 @@ cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1  # there are more ranks than cores, so threads would wait for each other
 . dev/test/lib/cpu_trainer.sh
 build/synth_stories --out "$tmp/s" --bytes 60000 --seed 3 >/dev/null
-# The shard with a mask, in runs of up to 9 tokens that are context or count.
-python3 - "$tmp" <<'EOF'
-import array, sys
-tokens = array.array("H", open(sys.argv[1] + "/s_train.bin", "rb").read()[1024:])
-words = array.array("I", [20240801, 9, len(tokens)] + [0] * 253)
-words.extend(token | (i // 9 % 7 > 2) << 31 for i, token in enumerate(tokens))
-open(sys.argv[1] + "/m_train.bin", "wb").write(words.tobytes())
-EOF
+python3 dev/test/lib/mask_shard.py "$tmp/s_train.bin" "$tmp/m_train.bin"
 steps=$([ -n "${ALL-}" ] && echo 200 || echo 4)
 common="tiny --train-data $tmp/s_train.bin --val-data $tmp/s_val.bin --val-steps 5 --learning-rate 3e-3 --batch-size 1 \
 --deterministic"
