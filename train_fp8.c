@@ -318,9 +318,7 @@ static void read_batch(Trainer *t, DataLoader *data, int64_t first_sample, int64
 }
 
 // The weight of each row's loss in a step's mean.
-static float gradient_scale(const Trainer *t) {
-    return (float)(1.0 / (double)(t->comm->world * t->d.R * t->o->grad_accumulation_steps));
-}
+static float gradient_scale(const Trainer *t) { return (float)(1.0 / (double)t->units.targets); }
 
 static int64_t host_memory(void) {
     struct rusage usage;
@@ -329,7 +327,7 @@ static int64_t host_memory(void) {
 }
 
 // Runs the forward and backward pass over t->batch, for micro-step `micro` of optimizer step `step`, both counted from
-// 0. Returns the mean loss over this rank's rows.
+// 0. Returns the sum of the losses of this rank's rows, divided by their number.
 static double micro_step(Trainer *t, float grad_scale, int64_t step, int64_t micro) {
     t->training = true;
     t->units.step = step, t->units.micro = micro;
@@ -359,14 +357,15 @@ static void end_micro_steps(Trainer *t) {
     histories_update(t, false);
 }
 
-// Returns the mean of the losses [micro_steps] of all ranks. Adds them in the order of samples.
+// Returns the mean over the step's targets that count, from the losses [micro_steps] of all ranks. Adds them in the
+// order of samples.
 static double mean_loss(const Trainer *t, const double *losses, int64_t micro_steps) {
     const int64_t world = t->comm->world, count = world * micro_steps;
     double *all = (double *)xcalloc((size_t)count, sizeof *all), sum = 0;
     comm_all_gather(t->comm, COMM_WORLD, losses, all, micro_steps * (int64_t)sizeof *all);
     for (int64_t i = 0; i < count; i++) sum += all[i % world * micro_steps + i / world];
     free(all);
-    return sum / (double)count;
+    return sum / ((double)t->units.targets / (double)t->d.R);
 }
 
 // Splits the time of a step that began at `start` and whose optimizer began at `optimizer` into its parts. data:
@@ -388,9 +387,11 @@ static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t
     const double start = seconds_now(), waited = *comm_seconds();
     const int64_t micro_steps = t->o->grad_accumulation_steps;
     const bool in_backward = t->o->optimizer_in_backward;
-    double reading = 0, *losses = (double *)xcalloc((size_t)micro_steps, sizeof *losses);
+    double *losses = (double *)xcalloc((size_t)micro_steps, sizeof *losses);
     StepRecord s;
     memset(&s, 0, sizeof s);
+    t->units.targets = step_targets(t->o, t->comm, data, step, first_sample);
+    double reading = seconds_now() - start;
     t->bad_norm = t->early.large.position = NONFINITE_NONE, t->early.large.magnitude = 0;
     t->early.step = step, t->early.squares = 0;
     copy_delayed_before(t, true);

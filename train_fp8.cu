@@ -56,6 +56,7 @@ static_assert((int)SUPPORTED_CAST_TILE == CAST_TILE && (int)SUPPORTED_NORM_COLUM
 typedef struct {
     StepStats *stats;
     int64_t skipped;        // how many steps before it were skipped
+    int64_t targets;        // that count in it, of all ranks
     double *squares;        // one number: the gradient's sum of squares
     double *losses;         // [micro-steps, ranks] sums of the rows' losses
     double *block_squares;  // with --optimizer-in-backward: AdamwUpdate.squares; else NULL
@@ -89,7 +90,7 @@ typedef struct {
 static int64_t micro_batches(const Trainer *t) { return t->o->grad_accumulation_steps * t->comm->world; }
 
 // The weight of each row's loss in a step's mean.
-static float gradient_scale(const Trainer *t) { return (float)(1 / (double)(micro_batches(t) * t->d.R)); }
+static float gradient_scale(const Trainer *t) { return (float)(1 / (double)t->step.targets); }
 
 static void place_statistics(Trainer *t, Arena *a) {
     arena_group(a, "statistics, tokens");
@@ -515,7 +516,7 @@ static double *block_squares(const Trainer *t) {
 // Makes the step's loss that of all ranks, and t->step.squares too if gradients are sharded.
 static void reduce_step_stats(Trainer *t) {
     fsdp_reduce_step_stats(&t->fsdp, t->step.losses, micro_batches(t), t->step.squares, block_squares(t));
-    loss_mean(&t->step.stats->loss, t->step.losses, micro_batches(t), (double)(micro_batches(t) * t->d.R), t->stream);
+    loss_mean(&t->step.stats->loss, t->step.losses, micro_batches(t), (double)t->step.targets, t->stream);
 }
 
 // Returns the arguments of this step's updates.
@@ -682,6 +683,7 @@ static void start_step(void *context, DataLoader *data, int64_t step, int64_t sk
     tensor_scales_audit_casts(&t->linears.scales, is_due(o->fp8_audit, step + 1));
     tensor_scales_copy_before(&t->linears.scales, true);
     tensor_scales_begin_step(&t->linears.scales);
+    t->step.targets = step_targets(o, t->comm, data, step, first_sample);
     CUDA_CHECK(cudaMemsetAsync(t->step.losses, 0, (size_t)micro_batches(t) * sizeof(double), t->stream));
     for (int64_t micro = 0; micro < micro_steps; micro++) {
         if (micro) step_log_work(&t->log, TIME_DATA);

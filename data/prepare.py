@@ -10,7 +10,7 @@ them with all folders within, and globs. Writes OUT/NAME_train.bin, NAME_train_0
 (format: llmc/data/dataloader.h), which --train-data 'OUT/NAME_train*.bin' reads, and OUT/NAME.tokenizer
 (llmc/data/tokenizer.h). White space at both ends of a document is removed, and a separator token stands before it:
 Llama 3 <|begin_of_text|> 128000, Qwen <|endoftext|> 151643, bytes 256. The same command goes on with a run that broke
-off, and gives the same bytes, as does any number of processes.
+off, and gives the same bytes, as does any number of processes. With --chat each record is a chat (data/README.md).
 Tokenizers other than bytes, .zst and .parquet need packages: run data/setup_venv.sh, then data/.venv/bin/python.
 """
 
@@ -63,7 +63,7 @@ def find_files(options):
             if (real := os.path.realpath(path)) in seen:
                 raise BadInput(f"{path}: is named twice, by {seen[real]} and by {argument}")
             seen[real] = argument
-            files.append(judge(path, i, split, options.field))
+            files.append(judge(path, i, split, options.field, chat=options.chat))
     return files, [a for a, _ in arguments]
 
 
@@ -93,7 +93,7 @@ class Run:
         self.position, self.counts = start["position"], start["counts"]
         self.undecodable, self.either = start["undecodable"], start["either"]
         self.train, self.val = self.splits = [
-            Shards(f"{self.prefix}_{split}", self.kind, options.shard_tokens, start.get(split))
+            Shards(f"{self.prefix}_{split}", tokenizer, options.shard_tokens, start.get(split))
             for split in ("train", "val")
         ]
         self.saved_at, self.saved_shards = time.monotonic(), 2
@@ -201,7 +201,7 @@ def write_all(run, files, options):
 
 
 def prepare(options):
-    tokenizer = open_tokenizer(options.tokenizer, options.separator)
+    tokenizer = open_tokenizer(options.tokenizer, options.separator, options.chat)
     files, arguments = find_files(options)
     os.makedirs(options.out, exist_ok=True)
     run = Run(options, tokenizer, files, arguments)
@@ -260,7 +260,9 @@ def make_parser():
     add("--name", type=parse_name, help=f"name of the shards; needed, but with {HUB} ({HUB}_TOKENIZER)")
     add("--val", nargs="+", metavar="PATH", default=[],
         help=f"validation text; without it, each {VAL_EVERY}th document is validation")
-    add("--field", default="text", help="the field of JSON lines, or the column, that is the text (%(default)s)")
+    add("--field", help="the field of JSON lines, or the column, that is the text (text; with --chat: messages)")
+    add("--chat", action="store_true", help="each JSON line is a chat, a list of {role, content}: it is written by the "
+        "chat template in the tokenizer's folder, and the assistant's messages alone count in the loss")
     add("--fraction", type=parse_fraction, metavar="F",
         help=f"only the first part of the training text of {HUB}, by bytes, up to its last whole document (1.0)")
     add("--out", default=here, metavar="DIR", help="where to write, and where downloads are kept (%(default)s)")
@@ -280,11 +282,14 @@ def parse_options():
     is_hub = options.paths == [HUB]
     if HUB in options.paths and (not is_hub or options.val):
         parser.error(f"{HUB} goes with no other text; a folder of that name is ./{HUB}")
+    if options.chat and is_hub:
+        parser.error(f"--chat does not go with {HUB}")
     if options.fraction and not is_hub:
         parser.error(f"--fraction goes with {HUB}")
     if not options.name and not is_hub:
         parser.error("name the shards with --name")
     options.fraction = options.fraction or 1.0
+    options.field = options.field or ("messages" if options.chat else "text")
     return options
 
 

@@ -22,6 +22,6 @@ command -v "$python" >/dev/null || fail "$python is not installed (Debian: apt i
     fail "$python cannot make virtual environments (Debian: apt install python3-venv)"
 "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r "$here/requirements.txt"
-"$venv/bin/python" -c 'import pyarrow.parquet, tiktoken, tokenizers'
+"$venv/bin/python" -c 'import jinja2, pyarrow.parquet, tiktoken, tokenizers'
 cp "$here/requirements.txt" "$venv/installed.txt"  # last, so that an incomplete environment is made again
 echo "$venv: ready"

@@ -12,14 +12,14 @@ import struct
 from problems import BadInput, Interrupted
 
 HEADER_BYTES = 1024
-SHARD_U32, SHARD_U16 = (20240801, 7), (20240520, 1)  # magic, version
-LARGEST_SHARD = (1 << 31) - 1  # both formats have a signed 32-bit count of tokens
+SHARD_U32, SHARD_MASKED, SHARD_U16 = (20240801, 7), (20240801, 9), (20240520, 1)  # magic, version
+LARGEST_SHARD = (1 << 31) - 1  # versions 7 and 1 have a signed 32-bit count of tokens
 TABLE_MAGIC, TABLE_VERSION = 20251121, 1
 
 
 def token_kind(tokenizer):
     """The array type code of the ids: 16 bits if they suffice."""
-    return "H" if tokenizer.vocabulary <= 1 << 16 else "I"
+    return "H" if tokenizer.vocabulary <= 1 << 16 and not tokenizer.masked else "I"
 
 
 def sync(file):
@@ -38,8 +38,9 @@ def write_safely(path, data):
 class Shards:
     """The shards of training or of validation: PREFIX.bin, and where one is full, PREFIX_000002.bin and so on."""
 
-    def __init__(self, prefix, kind, most, saved):
-        self.prefix, self.kind, self.most, self.file = prefix, kind, most, None
+    def __init__(self, prefix, tokenizer, most, saved):
+        self.prefix, self.kind, self.most, self.file = prefix, token_kind(tokenizer), most, None
+        self.format = SHARD_MASKED if tokenizer.masked else SHARD_U16 if self.kind == "H" else SHARD_U32
         self.documents, self.counts = (saved["documents"], saved["counts"]) if saved else (0, [0])
 
     def path(self, i):
@@ -73,9 +74,8 @@ class Shards:
         self.documents += 1
 
     def close(self):
-        magic, version = SHARD_U16 if self.kind == "H" else SHARD_U32
         self.file.seek(0)
-        self.file.write(struct.pack("<iii", magic, version, self.counts[-1]))
+        self.file.write(struct.pack("<iii", *self.format, self.counts[-1]))
         sync(self.file)
         self.file.close()
 

@@ -23,6 +23,7 @@ SMALL_GROUP_BYTES = 256 << 20
 MANY_ROWS, FEW_ROWS = 1024, 8  # read at once of small and of larger row groups: any row may be a long document
 
 TEXT, LINES, PARQUET = f"UTF-8 text with {MARK.decode()} lines between documents", "JSON lines", "Parquet data"
+CHATS = "JSON lines with chats"  # with --chat
 FORMS = {".txt": TEXT, ".jsonl": LINES, ".parquet": PARQUET}
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 PACKED_BEGIN = ((b"\x1f\x8b", ".gz"), (b"\x28\xb5\x2f\xfd", ".zst"))
@@ -137,7 +138,7 @@ def read_head(path, file):
     return head
 
 
-def judge(path, argument, split, field, limit=None, size=None):
+def judge(path, argument, split, field, limit=None, size=None, chat=False):
     """Returns the File. Ends the program if it cannot be read as its name and its first bytes say."""
     size = size or os.path.getsize(path)
     file = File(path, "", "", size, limit or size, 0, split, argument)
@@ -153,9 +154,12 @@ def judge(path, argument, split, field, limit=None, size=None):
         ending = next(ending for ending, form in FORMS.items() if form == file.form)
         refuse_name(path, promised, file.form if promised == TEXT else "not; it begins like " + file.form,
                     f"give it the ending {ending}, or correct what it holds")
+    if chat and file.form != LINES:
+        raise BadInput(f"{path}: is {file.form}; --chat reads JSON lines")
+    file.form = CHATS if chat else file.form
     if file.form == PARQUET:
         check_parquet(file, field)
-    elif file.form == LINES and (b"\n" in head or len(head) < HEAD_BYTES):
+    elif file.form != TEXT and (b"\n" in head or len(head) < HEAD_BYTES):
         record_text(file, field, 0, head.split(b"\n")[0])
     return file
 
@@ -294,7 +298,7 @@ def refuse_record(file, number, problem):
 
 
 def record_text(file, field, number, record):
-    """Returns the text of record `number`, from 0. None: a blank line."""
+    """Returns the text of record `number`, from 0, or the arguments of its chat template. None: a blank line."""
     if file.form == TEXT:
         return record.decode("utf-8", errors="replace")
     if file.form == PARQUET:
@@ -314,8 +318,10 @@ def record_text(file, field, number, record):
         refuse_record(file, number, "is no JSON object; each line must be one, such as {\"text\": \"Once.\"}")
     if field not in values:
         names = ", ".join(map(str, list(values)[:20])) or "none"
-        remedy = "name the field of the text with --field"
+        remedy = f"name the field of the {'messages' if file.form == CHATS else 'text'} with --field"
         refuse_record(file, number, f"has no field \"{field}\"; {remedy}; it has: {names}")
+    if file.form == CHATS:
+        return {"messages": values[field], "tools": values.get("tools")}
     if not isinstance(values[field], str):
         refuse_record(file, number, f"has a field \"{field}\" that is no string but {json.dumps(values[field])[:60]}; "
                       "name the field of the text with --field")

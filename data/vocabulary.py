@@ -1,7 +1,8 @@
 """The tokenizers of data/prepare.py.
 
 Each has: name; separator, an id; vocabulary, the largest id + 1; identity, which differs where ids may differ; longest,
-the most bytes of a document, which keep a process below 1 GB; encode(text): the ids; table(): the bytes of each id.
+the most bytes of a document, which keep a process below 1 GB; masked, true if ids have a loss mask (chat.py);
+encode(text): the ids; table(): the bytes of each id.
 """
 
 import array
@@ -20,7 +21,7 @@ SPLIT_PATTERN = (
 
 
 class ByteTokenizer:
-    name, identity, separator, vocabulary, longest = "bytes", "bytes", 256, 257, 64 << 20
+    name, identity, separator, vocabulary, longest, masked = "bytes", "bytes", 256, 257, 64 << 20, False
 
     def encode(self, text):
         """Widens the bytes without an object for each."""
@@ -38,7 +39,7 @@ class ByteTokenizer:
 class RankTokenizer:
     """Byte pair encoding from a file of `base64 rank` lines, by tiktoken."""
 
-    longest = 16 << 20
+    longest, masked = 16 << 20, False
 
     def __init__(self, name, package, path, digits, special_names, vocabulary):
         tiktoken = import_package("tiktoken", f"--tokenizer {name}")
@@ -63,7 +64,7 @@ class RankTokenizer:
 class JsonTokenizer:
     """Any tokenizer.json, by the tokenizers package."""
 
-    longest = 4 << 20  # the package takes 170 bytes of memory for each byte of a document
+    longest, masked = 4 << 20, False  # the package takes 170 bytes of memory for each byte of a document
     SEPARATORS = ["<|begin_of_text|>", "<|endoftext|>", "<s>", "<bos>"]
 
     def __init__(self, path, separator):
@@ -123,7 +124,9 @@ def sentencepiece_token(token):
     return token.replace("\u2581", " ").encode()
 
 
-def open_tokenizer(name, separator):
+def open_tokenizer(name, separator, chat=False):
+    if chat and name in ("llama3", "qwen", "bytes"):
+        raise BadInput(f"--chat takes the folder of a model's tokenizer, with its chat template; {name} has none")
     if separator and name in ("llama3", "qwen", "bytes"):
         raise BadInput(f"--separator goes with a tokenizer.json; --tokenizer {name} has its own")
     if name == "bytes":
@@ -137,4 +140,8 @@ def open_tokenizer(name, separator):
     path = os.path.join(name, "tokenizer.json") if os.path.isdir(name) else name
     if not os.path.isfile(path):
         raise BadInput(f"--tokenizer {name}: not llama3, qwen or bytes, and no file {path}")
+    if chat:
+        from chat import ChatTokenizer
+
+        return ChatTokenizer(path, separator)
     return JsonTokenizer(path, separator)

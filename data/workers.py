@@ -13,9 +13,9 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 
-from problems import Interrupted
+from problems import BadInput, Interrupted
 from shards import token_kind
-from sources import TEXT, Records, record_text
+from sources import CHATS, TEXT, Records, record_text, refuse_record
 from vocabulary import open_tokenizer
 
 BATCH_BYTES = 1 << 20
@@ -70,6 +70,13 @@ def valid_text(text):
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def encode_chat(tokenizer, file, number, chat):
+    try:
+        return tokenizer.encode_chat(chat)
+    except BadInput as e:
+        refuse_record(file, number, str(e))
+
+
 def encode(tokenizer, text_field, segments):
     tokens = array.array(token_kind(tokenizer))
     encoded = Encoded(tokens)
@@ -77,6 +84,11 @@ def encode(tokenizer, text_field, segments):
         lengths = []
         for number, record in enumerate(records, first):
             given = record_text(file, text_field, number, record)
+            if file.form == CHATS:
+                ids = encode_chat(tokenizer, file, number, given) if given else ()
+                tokens.extend(ids)
+                lengths += [len(ids)] if given else []
+                continue
             text = valid_text(given or "")
             encoded.undecodable += bool(given) and (
                 text is not given or file.form == TEXT and "\ufffd" in text and b"\xef\xbf\xbd" not in record)
@@ -101,10 +113,10 @@ def leave_with_parent():
     os._exit(1)
 
 
-def start_worker(name, separator, text_field):
+def start_worker(name, separator, chat, text_field):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one ends the others
     threading.Thread(target=leave_with_parent, daemon=True).start()
-    worker.update(tokenizer=open_tokenizer(name, separator), field=text_field)
+    worker.update(tokenizer=open_tokenizer(name, separator, chat), field=text_field)
 
 
 def encode_in_worker(segments):
@@ -117,7 +129,7 @@ def encode_all(batches, tokenizer, options, processes):
         for batch in batches:
             yield batch, encode(tokenizer, options.field, batch.segments)
         return
-    words = (options.tokenizer, options.separator, options.field)
+    words = (options.tokenizer, options.separator, options.chat, options.field)
     spawn = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks of pyarrow
     pool = ProcessPoolExecutor(processes, spawn, start_worker, words)
     waiting, held, most = collections.deque(), 0, max(2 * processes * BATCH_BYTES, tokenizer.longest)

@@ -1,4 +1,4 @@
-// Reads token shards of all three formats: header, batches, scan, identity.
+// Reads token shards of all formats: header, batches, scan, identity.
 #include "fuzz.h"
 
 // Makes a shard in `file` and returns its size. `data` holds the first 16 bytes of the header (fewer if it has fewer),
@@ -30,7 +30,11 @@ static void shard_check(DataLoader *dl) {
         FUZZ_CHECK(sequence >= 0 && sequence < dl->num_sequences);
         dataloader_batch(dl, sample * 1000003, 2, inputs, targets);
         for (int64_t row = 0; row < 2; row++)
-            for (int64_t t = 0; t + 1 < dl->T; t++) FUZZ_CHECK(targets[row * dl->T + t] == inputs[row * dl->T + t + 1]);
+            for (int64_t t = 0; t + 1 < dl->T; t++) {
+                const int32_t target = targets[row * dl->T + t];
+                FUZZ_CHECK(target == inputs[row * dl->T + t + 1] || (dl->masked && target == -1));
+            }
+        FUZZ_CHECK(dataloader_counted(dl, sample * 1000003, 2) <= 2 * dl->T);
         for (int64_t t = 0; t < 2 * dl->T; t++) FUZZ_CHECK((int64_t)(uint32_t)inputs[t] <= largest.token);
     }
     dataloader_check_vocabulary(dl, largest.token + 1);
@@ -50,11 +54,12 @@ static void shard_run(const uint8_t *data, size_t size) {
 }
 
 static size_t shard_seed(int i, uint8_t *out) {
-    static const int32_t formats[][2] = {{SHARD_MAGIC_U16, 1}, {SHARD_MAGIC_U32, 7}, {SHARD_MAGIC_U32, 8}};
-    if (i >= 6) return 0;
-    const int32_t header[4] = {formats[i % 3][0], formats[i % 3][1], 100, 0};
-    const size_t bytes = i % 3 ? 400 : 200;
-    out[0] = (uint8_t)(15 >> (i / 3)), out[1] = (uint8_t)(i < 3 ? 0 : 13);
+    static const int32_t formats[][2] = {
+        {SHARD_MAGIC_U16, 1}, {SHARD_MAGIC_U32, 7}, {SHARD_MAGIC_U32, 8}, {SHARD_MAGIC_U32, SHARD_MASKED}};
+    if (i >= 8) return 0;
+    const int32_t header[4] = {formats[i % 4][0], formats[i % 4][1], 100, 0};
+    const size_t bytes = i % 4 ? 400 : 200;
+    out[0] = (uint8_t)(15 >> (i / 4)), out[1] = (uint8_t)(i < 4 ? 0 : 13);
     memcpy(out + 2, header, sizeof header);
     for (size_t k = 0; k < bytes; k++) out[18 + k] = (uint8_t)(k % 4 == 0 ? k : 0);
     return 18 + bytes;

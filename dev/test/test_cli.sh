@@ -212,6 +212,16 @@ assert 1 < bits * math.log(2) / loss < 1.01, text  # a byte is a token here, but
 EOF"
 check "--evaluate of the newest checkpoint, on 2 ranks and in batches, gives the same loss" \
     evaluates 2 tiny --sequence-length 32 --batch-size 3 --checkpoint-dir "$tmp/ck2" --resume
+python3 dev/test/lib/mask_shard.py "$tmp/s_train.bin" "$tmp/m_train.bin"
+# True if --evaluate counts the tokens of a loss mask alone, 3 of 7, and gives the loss of their validation.
+evaluates_mask() {
+    local loss tokens
+    loss=$($trainer tiny $data --val-data "$tmp/m_train.bin" --val-steps 1000 | sed -n 's/^validation .* loss //p')
+    $trainer $used --evaluate "$tmp/m_train.bin" >"$tmp/evaluated" 2>&1
+    tokens=$(sed -n 's/^evaluation of .*: \([0-9]*\) tokens.*/\1/p' "$tmp/evaluated")
+    holds "$tmp/evaluated" "loss $loss nats" && [ $((tokens * 28 / $(stat -c %s "$tmp/m_train.bin"))) -eq 2 ]
+}
+check "--evaluate with a loss mask" evaluates_mask
 check "--evaluate takes no memory for the optimizer" lacks "$tmp/evaluated" "optimizer state"
 check "--evaluate of a part of the sequences counts sequences" \
     eval '$trainer $used --evaluate "$tmp/s_train.bin" --val-steps 3 | grep -q ": 96 tokens in 3 sequences$"'

@@ -633,10 +633,121 @@ def test_export_tokenizer(folder):
         again = subprocess.run(command, capture_output=True, text=True)
         check(again.returncode == 1 and "is there already" in again.stderr, f"{name}: none is replaced {again.stderr}")
         read = subprocess.run([VENV_PYTHON, "-c", READ_TOKENIZER, f"{folder}/hf_{name}",
-                               json.dumps(texts)],
-                              capture_output=True, text=True)
+                               json.dumps(texts)], capture_output=True, text=True)
         ids = [i for one in json.loads(read.stdout or "[]") for i in one]
         check(ids == read_shard(f"{folder}/{name}_train.bin")[2], f"{name}: its ids are the shard's {read.stderr}")
+
+
+CHATML = """{%- for m in messages %}
+    {%- if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('no ' + m.role) }}{%- endif %}
+    {{- '<|im_start|>' + m.role + '\\n' }}
+    {%- generation %}{{ m.content + '<|im_end|>\\n' }}{%- endgeneration %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
+# With the separator at its begin, another end token in each turn, and white space removed, as Llama 3's.
+LLAMA = """{{- bos_token }}
+{%- for m in messages %}<h>{{ m.role }}</h>{{ m.content | trim }}{{ eos_token }}{% endfor %}
+{%- if add_generation_prompt %}<h>assistant</h>{% endif %}"""
+# Like Qwen3's: an answer that is the last message is written otherwise.
+THINK = CHATML.replace("m.content", "('<think></think>' if loop.last and m.role == 'assistant' else '') + m.content")
+ADD_TOKENS = """
+import sys
+from tokenizers import Tokenizer
+tokenizer = Tokenizer.from_file(sys.argv[1])
+tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<h>", "</h>"])
+tokenizer.save(sys.argv[1])
+"""
+CHATS = [[("user", "Who sat?"), ("assistant", " A \"cat\" sat.\n")],
+         [("system", "Be \u2603."), ("user", "Once upon?"), ("assistant", "a time."), ("user", "The end?"),
+          ("assistant", "\n\nZwei B\u00e4ren.\n")]]
+
+
+def write_chats(path, chats):
+    with open(path, "w", encoding="utf-8") as f:
+        for chat in chats:
+            messages = [{"role": role, "content": text} for role, text in chat]
+            f.write(json.dumps({"id": 3, "messages": messages}) + "\n \n")
+    return path
+
+
+def chats_of(folder):
+    """Returns the text of training shards with a mask, and its parts that count, joined by |."""
+    table, text, counted = read_table(f"{folder}/n.tokenizer")[1], b"", b""
+    for name in sorted(n for n in os.listdir(folder) if n.startswith("n_train")):
+        magic, version, tokens = read_shard(f"{folder}/{name}")
+        check((magic, version) == (20240801, 9), f"a shard of chats declares a mask: {magic}, {version}")
+        for token in tokens:
+            text += table[token & 0x7fffffff]
+            counted += b"|" if token >> 31 else table[token]
+    return text.decode(), re.sub(r"\|+", "|", counted.decode()).strip("|")
+
+
+def test_chat(folder):
+    """Chats are written by the template; the assistant's messages with their end tokens count, and nothing else."""
+    os.makedirs(f"{folder}/model/keep")
+    model, config = f"{folder}/model", f"{folder}/model/tokenizer_config.json"
+    subprocess.run([VENV_PYTHON, "-c", MAKE_TOKENIZER, "bytelevel", write_text(f"{folder}/t.txt", STORIES * 9),
+                    f"{model}/tokenizer.json", "<|endoftext|>"], check=True)
+    subprocess.run([VENV_PYTHON, "-c", ADD_TOKENS, f"{model}/tokenizer.json"], check=True)
+    chats, val = write_chats(f"{folder}/c.jsonl", CHATS * 60), write_chats(f"{folder}/v.jsonl", CHATS)
+    with open(chats, "rb") as f, gzip.open(f"{folder}/d.jsonl.gz", "wb") as packed:
+        packed.write(f.read())
+    words = ["--chat", "--val", val, "--tokenizer", model, "--name", "n"]
+    refused = functools.partial(check_refused, f"{model}/keep", python=VENV_PYTHON)
+    refused("tokenizer_config.json; copy one of them there", chats, *words)
+
+    def set_template(text):
+        with open(config, "w") as f:
+            json.dump({"chat_template": text, "bos_token": "<|endoftext|>", "eos_token": {"content": "<|im_end|>"}}, f)
+
+    for name, template in (("chatml", CHATML), ("llama", LLAMA)):
+        set_template(template)
+        for n in ("1", "2"):
+            status, output = run_changed(SMALL, chats, f"{folder}/d.jsonl.gz", *words, "--out", f"{folder}/{name}{n}",
+                                         "--processes", n, "--shard-tokens", "5000", python=VENV_PYTHON)
+            check(status == 0, f"{name}, {n} processes: {output}")
+        check(files_of(f"{folder}/{name}1") == files_of(f"{folder}/{name}2"), f"{name}: processes do not matter")
+        text, counted = chats_of(f"{folder}/{name}1")
+        strip, line = (str.strip, "") if name == "llama" else (str, "\n")
+        begin, end = ("<h>%s</h>", "<|im_end|>") if name == "llama" else ("<|im_start|>%s\n", "<|im_end|>\n")
+        whole = "".join("<|endoftext|>" + "".join(begin % role + strip(said) + end for role, said in chat)
+                        for chat in CHATS)
+        answers = [strip(said) + "<|im_end|>" for chat in CHATS for role, said in chat if role == "assistant"]
+        check(text == whole * 120, f"{name}: the template gives the text: {text[:300]!r}")
+        check(counted == "|".join(answers * 120), f"{name}: answers count: {counted[:300]!r}")
+    die = SMALL + ("add = prepare.Run.add\n"
+                   "def add_and_die(run, batch, encoded):\n"
+                   "    add(run, batch, encoded)\n"
+                   "    if run.saved: os.kill(os.getpid(), 9)\n"
+                   "prepare.Run.add = add_and_die\n")
+    again = [chats, f"{folder}/d.jsonl.gz", *words, "--shard-tokens", "5000", "--out", f"{folder}/again"]
+    check(run_changed(die, *again, python=VENV_PYTHON)[0] == -9, "the run is killed")
+    status, output = run(*again, python=VENV_PYTHON)
+    check("going on after" in output and files_of(f"{folder}/again") == files_of(f"{folder}/llama1"),
+          f"a run that broke off goes on: {output}")
+    with open(f"{model}/chat_template.jinja", "w") as f:
+        f.write(THINK)  # it goes before tokenizer_config.json
+    refused("line 3 cannot be masked: the chat template does not write messages 1 to 3 as", chats, *words)
+    for broken, message in (("{% if %}", "the chat template is broken: Expected an expression"),
+                            ("{{ raise_exception('no') }}", "chat template: no"),
+                            ("{{ strftime_now('%Y') }}", "chat template: 'strftime_now' is undefined")):
+        with open(f"{model}/chat_template.jinja", "w") as f:
+            f.write(broken)
+        refused(message, chats, *words)
+    os.remove(f"{model}/chat_template.jinja")
+    for record, message in (
+            ('{"messages": "Hello"}', "line 3 has no list of messages"), ('{"messages": []}', "no message of the assi"),
+            ('{"text": "Hello"}', 'line 3 has no field "messages"; name the field of the messages with --field'),
+            ('{"messages": [{"role": "user", "content": null}]}', 'line 3 has a message 1 without a string "content"'),
+            ('{"messages": [{"role": "human", "content": "a"}]}', 'line 3 has a message 1 of the role "human", not'),
+            ('{"messages": [{"role": "user", "content": "a"}]}', "line 3 has no message of the assistant"),
+            ('{"messages": [{"role": "assistant", "content": "\\ud800"}]}', "surrogates not allowed")):
+        with open(write_chats(f"{folder}/bad.jsonl", CHATS[:1]), "a") as f:
+            f.write(record)
+        refused(message, f"{folder}/bad.jsonl", *words)
+    refused("t.txt: is UTF-8 text", f"{folder}/t.txt", *words)
+    refused("--chat takes the folder", chats, *words[:3], "--tokenizer", "bytes", "--name", "n")
+    refused("--chat does not go with tinystories", "tinystories", "--chat", "--tokenizer", model)
 
 
 def test_synth(folder):
@@ -688,12 +799,12 @@ def main():
     tests = [test_bytes, test_layouts, test_split, test_kinds, test_options, test_foreign, test_full_shards,
              test_processes, test_restart, test_hub, test_synth]
     have_packages = os.path.exists(VENV_PYTHON) and subprocess.run(
-        [VENV_PYTHON, "-c", "import pyarrow, tiktoken, tokenizers"], capture_output=True).returncode == 0
+        [VENV_PYTHON, "-c", "import jinja2, pyarrow, tiktoken, tokenizers"], capture_output=True).returncode == 0
     if not have_packages:
-        print("skipped: .jsonl.zst, .parquet, comparison with ../shared/data, tokenizer.json: data/.venv is missing or "
-              "lacks pyarrow, tiktoken or tokenizers (make it with data/setup_venv.sh)")
+        print("skipped: .jsonl.zst, .parquet, comparison with ../shared/data, tokenizer.json, --chat: data/.venv is "
+              "missing or lacks jinja2, pyarrow, tiktoken or tokenizers (make it with data/setup_venv.sh)")
     else:
-        tests += [test_packages, test_tokenizer_json, test_export_tokenizer]
+        tests += [test_packages, test_tokenizer_json, test_export_tokenizer, test_chat]
         if os.path.isdir(SHARED):
             tests.append(test_against_shared)
         else:

@@ -16,7 +16,7 @@ static void write_shard(const char *name, int32_t magic, int32_t version, int64_
     int32_t header[SHARD_HEADER_INTS] = {0};
     header[0] = magic;
     header[1] = version;
-    if (version == 8) memcpy(header + 2, &count_in_header, sizeof count_in_header);
+    if (version >= 8) memcpy(header + 2, &count_in_header, sizeof count_in_header);
     else header[2] = (int32_t)count_in_header;
     fwrite(header, 1, sizeof header, f);
     for (int64_t i = 0; i < count; i++) {
@@ -39,10 +39,12 @@ static void test_formats_and_windows(void) {
     static const struct {
         const char *name;
         int32_t magic, version;
-    } formats[] = {
-        {"u32.bin", SHARD_MAGIC_U32, 7}, {"u64count.bin", SHARD_MAGIC_U32, 8}, {"u16.bin", SHARD_MAGIC_U16, 1}};
+    } formats[] = {{"u32.bin", SHARD_MAGIC_U32, 7},
+                   {"u64count.bin", SHARD_MAGIC_U32, 8},
+                   {"u16.bin", SHARD_MAGIC_U16, 1},
+                   {"mask.bin", SHARD_MAGIC_U32, SHARD_MASKED}};
     const int64_t T = 8;
-    for (int f = 0; f < 3; f++) {
+    for (int f = 0; f < 4; f++) {
         // 81 tokens hold 10 windows and the last target. 80 tokens hold 9, because the tenth window lacks its last
         // target.
         for (int64_t count = 80; count <= 81; count++) {
@@ -407,7 +409,7 @@ static void test_bad_inputs(void) {
 
     write_shard("magic.bin", 20240520, 7, 100, 100, 0);
     check_refused("magic.bin", 8, 0,
-                  "magic 20240520 version 7 found; 20240801 version 7 or 8 (uint32 tokens) or 20240520 version 1 "
+                  "magic 20240520 version 7 found; 20240801 version 7, 8 or 9 (uint32 tokens) or 20240520 version 1 "
                   "(uint16 tokens) expected");
     write_shard("magic.bin", 1, 1, 100, 100, 0);
     check_refused("magic.bin", 8, 0, "not a token shard: magic 1 version 1 found");
@@ -604,6 +606,49 @@ static void test_documents(void) {
     dataloader_close(&dl);
 }
 
+// Tokens with bit 31 are context in a shard that declares a mask: their ids count as inputs and for the vocabulary, but
+// as targets they are -1. The loader counts the other targets of any samples. In a shard without a mask all count.
+static void test_mask(void) {
+    enum { T = 5 };
+    static const int64_t counting[] = {5, 10, 11}, counts[] = {1, 1, 1, 0};  // in each of 4 sequences
+    int32_t inputs[4 * T], targets[4 * T];
+    int64_t wrong = 0;
+    write_shard("mask_a.bin", SHARD_MAGIC_U32, SHARD_MASKED, 4 * T + 1, 4 * T + 1, SHARD_CONTEXT | 100);
+    for (size_t i = 0; i < 3; i++) {
+        const Rewrite r = {SHARD_MAGIC_U32, SHARD_MASKED, counting[i], (uint32_t)(100 + counting[i]), false};
+        rewrite_shard("mask_a.bin", &r);
+    }
+    write_shard("mask_b.bin", SHARD_MAGIC_U16, 1, 2 * T + 1, 2 * T + 1, 100);
+    DataLoader dl = open_loader("mask_a.bin", T, false, 1);
+    dl.vocabulary = 121;
+    dataloader_check_vocabulary(&dl, 121);
+    dataloader_batch(&dl, 0, 4, inputs, targets);
+    for (int32_t i = 0; i < 4 * T; i++)
+        wrong += inputs[i] != 100 + i || targets[i] != (i == 4 || i == 9 || i == 10 ? 101 + i : -1);
+    CHECK(!wrong && dl.masked && dataloader_max_token(&dl) == 120 && dataloader_holds(&dl, 103),
+          "inputs are ids, and targets are -1 where they are context; %lld are wrong", (long long)wrong);
+    for (int64_t i = 0; i < 4; i++)
+        CHECK(dataloader_counted(&dl, i, 1) == counts[i], "sequence %lld has %lld targets that count; found %lld",
+              (long long)i, (long long)counts[i], (long long)dataloader_counted(&dl, i, 1));
+    CHECK(dataloader_counted(&dl, 2, 7) == 5, "7 samples from the third on count 1, 0, 1, 1, 1, 0, 1; found %lld",
+          (long long)dataloader_counted(&dl, 2, 7));
+    dl.spread = 2;
+    CHECK(dataloader_counted(&dl, 0, 2) == 2, "with spread 2, sequences 0 and 2 are counted");
+    dataloader_close(&dl);
+    dl = open_loader("mask_?.bin", T, false, 1);
+    CHECK(dl.masked && dataloader_counted(&dl, 0, 6) == 3 + 2 * T,
+          "beside a masked shard, all tokens of another count");
+    dataloader_close(&dl);
+    dl = open_loader("mask_b.bin", T, false, 1);
+    CHECK(!dl.masked && dataloader_counted(&dl, 0, 3) == 3 * T, "without a mask all targets count");
+    dataloader_close(&dl);
+    check_refused("mask_a.bin", T, 120, "token 20 has id 120, but the model's vocabulary is 120");
+    write_shard("mask_a.bin", SHARD_MAGIC_U32, 7, 99, 99, SHARD_CONTEXT);
+    check_refused("mask_a.bin", T, 250, "token 0 has id 2147483648");
+    write_shard("mask_a.bin", SHARD_MAGIC_U32, 10, 99, 99, 0);
+    check_refused("mask_a.bin", T, 0, "version 10 found");
+}
+
 int main(void) {
     scratch_create();
     test_formats_and_windows();
@@ -621,6 +666,7 @@ int main(void) {
     test_identity();
     test_bad_inputs();
     char output[8192];
+    test_mask();
     test_rewritten();
     test_touched();
     test_replaced();

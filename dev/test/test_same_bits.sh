@@ -7,6 +7,7 @@ cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1  # there are more ranks than cores, so threads would wait for each other
 . dev/test/lib/cpu_trainer.sh
 build/synth_stories --out "$tmp/s" --bytes 60000 --seed 3 >/dev/null
+python3 dev/test/lib/mask_shard.py "$tmp/s_train.bin" "$tmp/m_train.bin"
 steps=$([ -n "${ALL-}" ] && echo 200 || echo 4)
 common="tiny --train-data $tmp/s_train.bin --val-data $tmp/s_val.bin --val-steps 5 --learning-rate 3e-3 --batch-size 1 \
 --deterministic"
@@ -56,6 +57,8 @@ short="--sequence-length 32"
 bits bf16 12 "2 3 4" $short --grad-clip 0.5
 check "a run says that it has the same bits on any number of ranks" says "on any number of ranks" bf16-4
 bits fp32 4 "4" $short --precision fp32 --sharding grad_op
+bits mask 6 "2 3" $short --train-data "$tmp/m_train.bin" --val-data "$tmp/m_train.bin" --precision fp8
+check "a run says that it has a mask" holds "$out.0" "tokens marked as context do not count in the loss"
 bits masters 6 "3" $short --master-weights fp32 --grad-clip 0.5
 bits skips 6 "2 3" $short --precision fp8 --fp8-recipe delayed --on-nonfinite skip
 bits finer 4 "4" $short --precision fp8 --fp8-recipe rowwise --optimizer-state coat-stochastic --sharding grad_op

@@ -243,6 +243,65 @@ static void test_documents(ModelFamily family, int recompute) {
     trainer_free(&packed);
 }
 
+// Writes a shard of 4 sequences of T tokens with a mask, of which sequence i has 3 i + 1 targets that count.
+static void write_masked_shard(const char *name, int64_t T) {
+    Failure failure;
+    const int64_t tokens = 4 * T + 1;
+    uint32_t *words = (uint32_t *)xcalloc((size_t)(SHARD_HEADER_INTS + tokens), sizeof(uint32_t));
+    words[0] = SHARD_MAGIC_U32, words[1] = SHARD_MASKED, words[2] = (uint32_t)tokens;
+    for (int64_t i = 0; i < tokens; i++) {
+        words[SHARD_HEADER_INTS + i] = (uint32_t)(rng_u64(3, (uint64_t)i) % 37);
+        if (i == 0 || (i - 1) % T > (i - 1) / T * 3) words[SHARD_HEADER_INTS + i] |= SHARD_CONTEXT;
+    }
+    if (!file_write(scratch, name, words, (SHARD_HEADER_INTS + tokens) * 4, NULL, &failure)) die("%s", failure.text);
+    free(words);
+}
+
+// Returns the mean loss of the 4 sequences over their targets that count, by hand: from the loss of every target.
+static double masked_loss(Trainer *t) {
+    double sum = 0, counted = 0;
+    model_forward(t, &t->batch);
+    loss_forward(t, &t->batch);
+    for (int64_t i = 0; i < t->d.R; i++)
+        if (i % t->d.T <= i / t->d.T * 3) sum += (double)t->acts.losses[i], counted++;
+    return sum / counted;
+}
+
+// With a mask, the step's loss is the mean over the targets of all micro-steps that count, and its gradient is that
+// mean's: moving the weights along it changes the mean that is computed by hand. 4 micro-steps of 1 sequence give what
+// one of 4 gives, though their numbers of counted targets differ.
+static void test_mask(ModelFamily family) {
+    enum { T = 12 };
+    Options o = small_options(PRECISION_FP32, 4, T), micro;
+    ModelConfig m = odd_model(family);
+    Trainer t, cut;
+    write_masked_shard("masked.bin", T);
+    DataLoader data = dataloader_open(scratch_path("masked.bin"), T, false, 1);
+    o.learning_rate = 0, micro = o;
+    micro.batch_size = 1, micro.grad_accumulation_steps = 4;
+    trainer_create(&t, &o, &m), trainer_create(&cut, &micro, &m);
+    initialize_weights(&t), initialize_weights(&cut);
+    const StepRecord s = train_step(&t, &data, 0, 0), c = train_step(&cut, &data, 0, 0);
+    for (int64_t i = 0; i < 4; i++) dataloader_read(&data, i), memcpy(t.batch.targets + i * T, data.buffer + 1, T * 4);
+    const double error = fabs(masked_loss(&t) / s.loss - 1), h = 2e-3;
+    const double cut_error = check_relative_error(cut.params.gradients, t.params.gradients, t.table.total);
+    CHECK(error < 1e-6 && fabs(c.loss / s.loss - 1) < 1e-6 && cut_error < 1e-6,
+          "family %d: the loss %g is the mean over counted targets; relative error %g; 4 micro-steps: loss %g, "
+          "gradients %g",
+          (int)family, s.loss, error, c.loss, cut_error);
+    double loss[2];
+    for (int side = 0; side < 2; side++) {
+        for (int64_t i = 0; i < t.table.total; i++)
+            t.params.master[i] = (float)(cut.params.master[i] + (side ? h : -h) * t.params.gradients[i] / s.norm);
+        loss[side] = masked_loss(&t);
+    }
+    const double slope = (loss[1] - loss[0]) / (2 * h);
+    CHECK(fabs(slope / s.norm - 1) < 2e-3, "family %d: the slope of that mean is %g, the gradient norm %g (test_slope)",
+          (int)family, slope, s.norm);
+    dataloader_close(&data);
+    trainer_free(&t), trainer_free(&cut);
+}
+
 // A model with sizes on which every recipe can run FP8.
 static ModelConfig fp8_model(void) {
     ModelConfig m = odd_model(FAMILY_QWEN3);
@@ -1656,6 +1715,7 @@ int main(int argc, char **argv) {
         test_slope(families[i], 2, 7);
         test_slope(families[i], 1, 70);
     }
+    for (int i = 0; i < 3; i++) test_mask(families[i]);
     for (int i = 0; i < 3; i++) test_documents(families[i], i == 1 ? RECOMPUTE_LAYER : RECOMPUTE_NONE);
     test_invariance(PRECISION_FP32, RECIPE_BF16);
     if (!SANITIZED) test_invariance(PRECISION_BF16, RECIPE_BF16);

@@ -141,6 +141,7 @@ typedef struct {
     float *root_gradients;   // the root's
     float *layer_gradients;  // one layer's
     int64_t step, micro;     // the optimizer step and micro-step, counted from 0 (micro_sum)
+    int64_t targets;         // that count in the step, of all ranks
     Replay replay;           // --replay-every
     float *received;         // [ranks, slice] gradients, or their FP8 codes, from all ranks of a group
 } Units;

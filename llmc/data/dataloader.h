@@ -3,7 +3,9 @@
 // Shard: 256 x int32 header (little-endian), then the tokens, to the end of the file.
 //   header[0], header[1] = 20240801, 7   uint32 tokens, header[2] = their number
 //                          20240801, 8   uint32 tokens, header[2..3] = their number as uint64
+//                          20240801, 9   as 8, with a loss mask: bit 31 of a token says that it is context
 //                          20240520, 1   uint16 tokens, header[2] = their number
+// Predicting a token that is context does not count: its target is -1, which has no loss and no gradient.
 // Sequences: each shard is cut into windows of T + 1 tokens at stride T: window i holds tokens i*T to i*T + T, both
 // included. So the last target of one window is the first input of the next. No window crosses from one shard into the
 // next. Each token is predicted once an epoch, except a shard's first and those at its end, fewer than T, that fill no
@@ -28,6 +30,8 @@
 
 #define SHARD_MAGIC_U32 20240801
 #define SHARD_MAGIC_U16 20240520
+#define SHARD_MASKED 9
+#define SHARD_CONTEXT 0x80000000u
 #define SHARD_HEADER_INTS 256
 #define SHARD_HEADER_BYTES (SHARD_HEADER_INTS * (int64_t)sizeof(int32_t))
 #define SHARD_FEISTEL_ROUNDS 6
@@ -42,6 +46,7 @@ typedef struct {
     struct timespec changed;  // its modification time then, or when shard_has_changed last found its data unchanged
     uint64_t fingerprint;     // made by dataloader_identity; 0: not known
     int token_bytes;          // 2 or 4
+    bool masked;              // tokens have the bit SHARD_CONTEXT
     int64_t num_tokens;
     int64_t first_sequence;  // number of the shard's first window among those of all shards
     int64_t num_sequences;   // windows of this shard
@@ -60,7 +65,9 @@ typedef struct {
     bool shuffle;
     uint64_t seed;
     int64_t spread;    // not with shuffle; the caller sets it; 0: the samples are all sequences
+    bool masked;       // true if a shard is
     uint32_t *buffer;  // holds max(T + 1, SHARD_SCAN_TOKENS) tokens
+    bool *context;     // for each token of the buffer: predicting it does not count
 } DataLoader;
 
 // Identifies the contents of the shards and their order, but not their names and folders.
@@ -71,7 +78,7 @@ typedef struct {
 
 // Token ids of a batch of B sequences of T tokens, in memory of the host or of a GPU.
 typedef struct {
-    int32_t *inputs, *targets;  // [B, T]; targets may be NULL if no loss is computed
+    int32_t *inputs, *targets;  // [B, T]; targets may be NULL if no loss is computed; -1: does not count
     Documents documents;        // NULL without --document-mask
     int32_t *index;             // the rows of the inputs, grouped by token id (embedding.cuh); NULL on the CPU
 } Batch;
@@ -95,12 +102,16 @@ static inline void shard_read_bytes(const DataShard *shard, int64_t offset, int6
     }
 }
 
-// Reads tokens [first, first + count) as uint32.
-static inline void shard_read_tokens(const DataShard *shard, int64_t first, int64_t count, uint32_t *out) {
+// Reads the ids of tokens [first, first + count), and which of them are context.
+static inline void shard_read_tokens(const DataShard *shard, int64_t first, int64_t count, uint32_t *out,
+                                     bool *context) {
     int64_t width = shard->token_bytes;
     // uint16 tokens are read into the second half of the buffer and widened in place, without another buffer
     char *raw = (char *)out + count * ((int64_t)sizeof(uint32_t) - width);
     shard_read_bytes(shard, SHARD_HEADER_BYTES + first * width, count * width, raw);
+    memset(context, 0, (size_t)count * sizeof *context);
+    for (int64_t i = 0; shard->masked && i < count; i++)
+        context[i] = (out[i] & SHARD_CONTEXT) != 0, out[i] &= ~SHARD_CONTEXT;
     if (width == sizeof(uint32_t)) return;
     for (int64_t i = 0; i < count; i++) {
         uint16_t token;
@@ -123,15 +134,16 @@ static inline uint32_t tokens_largest(const uint32_t *tokens, int64_t count) {
     return largest;
 }
 
-// Sets token_bytes and num_tokens from the header. Dies if it has none of the three formats at the head of this file.
+// Sets token_bytes and num_tokens from the header. Dies if it has none of the formats at the head of this file.
 static inline void shard_parse_header(DataShard *shard, const int32_t *header) {
     const char *words = file_look_alike((const char *)header, SHARD_HEADER_BYTES);
     int32_t magic = header[0], version = header[1];
     shard->num_tokens = header[2];
-    if (magic == SHARD_MAGIC_U32 && version == 8) {
+    shard->masked = magic == SHARD_MAGIC_U32 && version == SHARD_MASKED;
+    if (shard->masked || (magic == SHARD_MAGIC_U32 && version == 8)) {
         memcpy(&shard->num_tokens, header + 2, sizeof(int64_t));
     } else if (!(magic == SHARD_MAGIC_U32 && version == 7) && !(magic == SHARD_MAGIC_U16 && version == 1)) {
-        die("%s: not a token shard: magic %d version %d found; %d version 7 or 8 (uint32 tokens) or %d version 1 "
+        die("%s: not a token shard: magic %d version %d found; %d version 7, 8 or 9 (uint32 tokens) or %d version 1 "
             "(uint16 tokens) expected. "
             "data/prepare.py and build/synth_stories make such shards%s%s",
             shard->path, magic, version, SHARD_MAGIC_U32, SHARD_MAGIC_U16, words ? ". The file is " : "",
@@ -251,6 +263,7 @@ static inline DataLoader dataloader_open(const char *text, int64_t T, bool shuff
         shard.first_sequence = dl.num_sequences;
         dl.num_sequences += shard.num_sequences;
         dl.num_tokens += shard.num_sequences ? shard.num_tokens : 0;
+        dl.masked |= shard.masked && shard.num_sequences;
         if (shard.num_sequences) dl.shards[dl.num_shards++] = shard;
         else dataloader_leave_out(&dl, &shard);
     }
@@ -260,6 +273,7 @@ static inline DataLoader dataloader_open(const char *text, int64_t T, bool shuff
             dl.left_out.path, (long long)dl.left_out.num_tokens, named > 1 ? ", the most of all shards" : "",
             (long long)T, (long long)T + 1);
     dl.buffer = (uint32_t *)xcalloc((size_t)max_i64(T + 1, SHARD_SCAN_TOKENS), sizeof(uint32_t));
+    dl.context = (bool *)xcalloc((size_t)max_i64(T + 1, SHARD_SCAN_TOKENS), sizeof(bool));
     return dl;
 }
 
@@ -280,6 +294,7 @@ static inline void dataloader_close(DataLoader *dl) {
     free(dl->left_out.path);
     free(dl->shards);
     free(dl->buffer);
+    free(dl->context);
     memset(dl, 0, sizeof *dl);
 }
 
@@ -378,13 +393,13 @@ static inline DataShard *dataloader_find_shard(const DataLoader *dl, int64_t seq
     return &dl->shards[low];
 }
 
-// Reads the tokens of a sequence, [T + 1], into dl->buffer. Dies if the shard has changed (shard_has_changed), or if an
-// id is not in the vocabulary. Files may be rewritten and disks may fail during a run, and such an id would be looked
-// up outside the embedding.
+// Reads the tokens of a sequence, [T + 1], into dl->buffer and dl->context. Dies if the shard has changed
+// (shard_has_changed), or if an id is not in the vocabulary. Files may be rewritten and disks may fail during a run,
+// and such an id would be looked up outside the embedding.
 static inline void dataloader_read(DataLoader *dl, int64_t sequence) {
     DataShard *shard = dataloader_find_shard(dl, sequence);
     const int64_t first = (sequence - shard->first_sequence) * dl->T, count = dl->T + 1;
-    shard_read_tokens(shard, first, count, dl->buffer);
+    shard_read_tokens(shard, first, count, dl->buffer, dl->context);
     const bool changed = shard_has_changed(shard);  // after the read: notices a change before it too
     if ((int64_t)tokens_largest(dl->buffer, count) >= dl->vocabulary) {
         int64_t i = 0;
@@ -398,16 +413,29 @@ static inline void dataloader_read(DataLoader *dl, int64_t sequence) {
 }
 
 // Reads samples first_sample ... first_sample + B - 1, one into each row. inputs [B, T] and targets [B, T] are token
-// ids; targets[b][t] is the token after inputs[b][t]. targets may be NULL: they are then not returned. Dies as
-// dataloader_read does.
+// ids; targets[b][t] is the token after inputs[b][t], or -1 if it is context. targets may be NULL: they are then not
+// returned. Dies as dataloader_read does.
 static inline void dataloader_batch(DataLoader *dl, int64_t first_sample, int64_t B, int32_t *inputs,
                                     int32_t *targets) {
     int64_t T = dl->T;
     for (int64_t b = 0; b < B; b++) {
         dataloader_read(dl, dataloader_sequence(dl, first_sample + b));
         memcpy(inputs + b * T, dl->buffer, (size_t)T * sizeof(int32_t));
-        if (targets) memcpy(targets + b * T, dl->buffer + 1, (size_t)T * sizeof(int32_t));
+        for (int64_t t = 0; targets && t < T; t++)
+            targets[b * T + t] = dl->context[t + 1] ? -1 : (int32_t)dl->buffer[t + 1];
     }
+}
+
+// Returns how many targets of the `samples` samples from first_sample on count. Reads them if there is a mask, and dies
+// as dataloader_read does.
+static inline int64_t dataloader_counted(DataLoader *dl, int64_t first_sample, int64_t samples) {
+    int64_t counted = 0;
+    if (!dl->masked) return samples * dl->T;
+    for (int64_t i = 0; i < samples; i++) {
+        dataloader_read(dl, dataloader_sequence(dl, first_sample + i));
+        for (int64_t t = 1; t <= dl->T; t++) counted += !dl->context[t];
+    }
+    return counted;
 }
 
 // Reads a batch as dataloader_batch does, and finds its documents if it has memory for them.
@@ -424,7 +452,7 @@ static inline TokenPlace dataloader_scan(DataLoader *dl, int64_t limit) {
         const DataShard *shard = &dl->shards[s];
         for (int64_t first = 0; first < shard->num_tokens; first += SHARD_SCAN_TOKENS) {
             int64_t count = min_i64(SHARD_SCAN_TOKENS, shard->num_tokens - first);
-            shard_read_tokens(shard, first, count, dl->buffer);
+            shard_read_tokens(shard, first, count, dl->buffer, dl->context);
             const uint32_t top = tokens_largest(dl->buffer, count);
             // these tokens are searched for the position only if one of them has a larger id
             if ((int64_t)top <= largest.token) continue;
@@ -444,7 +472,7 @@ static inline bool dataloader_holds(DataLoader *dl, int64_t id) {
     for (int64_t s = 0; s < dl->num_shards; s++)
         for (int64_t first = 0, count; first < dl->shards[s].num_tokens; first += count) {
             count = min_i64(SHARD_SCAN_TOKENS, dl->shards[s].num_tokens - first);
-            shard_read_tokens(&dl->shards[s], first, count, dl->buffer);
+            shard_read_tokens(&dl->shards[s], first, count, dl->buffer, dl->context);
             for (int64_t i = 0; i < count; i++)
                 if ((int64_t)dl->buffer[i] == id) return true;
         }

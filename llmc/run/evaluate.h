@@ -33,14 +33,14 @@ static inline void evaluation_end_unit(Evaluation *e) {
 }
 
 // Adds one sequence of T tokens: the loss of predicting each target. A separator among the inputs begins a document;
-// as a target it belongs to the document that it ends, and has no bytes.
+// as a target it belongs to the document that it ends, and has no bytes. A negative target does not count.
 static inline void evaluation_add(Evaluation *e, const int32_t *inputs, const int32_t *targets, const float *losses,
                                   int64_t T) {
     for (int64_t i = 0; i < T; i++) {
         size_t bytes = 0;
         if (e->documents && inputs[i] == e->tokenizer->separator) evaluation_end_unit(e);
         if (targets[i] != e->tokenizer->separator) tokenizer_decode(e->tokenizer, targets[i], &bytes);
-        e->unit_loss += (double)losses[i], e->unit_tokens++, e->bytes += (double)bytes;
+        e->unit_loss += (double)losses[i], e->unit_tokens += targets[i] >= 0, e->bytes += (double)bytes;
     }
     if (!e->documents) evaluation_end_unit(e);
 }

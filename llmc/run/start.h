@@ -110,7 +110,7 @@ static inline void start_print_data(const RunSetup *s, const Options *o, const C
            o->train_data, tokens, (long long)d->num_shards, d->num_shards == 1 ? "" : "s", step, (long long)sequences,
            sequences == 1 ? "" : "s", (long long)o->sequence_length);
     if (options_masks_documents(o)) printf("; documents begin with token %lld", (long long)d->separator);
-    printf("\n");
+    printf("%s\n", d->masked ? "; tokens marked as context do not count in the loss" : "");
 }
 
 // Prints the linear layers, other than lm_head, that stay bf16 in an FP8 run.

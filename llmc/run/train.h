@@ -182,17 +182,32 @@ static inline void run_settle(Run *run) {
     if (run->ops->settle) run->ops->settle(run->trainer);
 }
 
-// Computes the loss of each of the `sequences` validation sequences into losses [sequences], equal on all ranks.
+// Returns how many targets count in a step, over all micro-steps and ranks. Every rank counts all, without
+// communication. If none counts, warns and returns 1: then the step's loss and gradient are 0, not NaN.
+static inline int64_t step_targets(const Options *o, const Comm *c, DataLoader *data, int64_t step,
+                                   int64_t first_sample) {
+    const int64_t sequences = o->grad_accumulation_steps * c->world * o->batch_size,
+                  counted = dataloader_counted(data, first_sample, sequences);
+    if (!counted && c->rank == 0)
+        warn("step %lld: all targets of its %lld sequences are context, so its loss and gradient are 0; larger batches "
+             "or longer sequences avoid this",
+             (long long)step + 1, (long long)sequences);
+    return max_i64(1, counted);
+}
+
+// Computes the loss of each of the `sequences` validation sequences into losses [sequences], equal on all ranks: its
+// sum divided by the mean number of targets that count in a sequence. So their mean is the mean over these targets.
 // Some ranks may have fewer sequences than others in the last batch, or none: they compute a whole batch all the same.
 // `losses` must be zero at first. Returns false if a stop was requested meanwhile.
 static inline bool run_validation_losses(Run *run, int64_t sequences, double *losses) {
     const int64_t B = run->options.batch_size, T = run->options.sequence_length, world = run->comm.world;
+    const double counted = (double)max_i64(1, dataloader_counted(&run->setup.val, 0, sequences)) / (double)sequences;
     for (int64_t i = 0; i * world * B < sequences; i++) {
         if (stop_requested(&run->comm)) return false;
         const int64_t first = dataloader_sample_index(0, i, world, run->comm.rank, B),
                       own = dataloader_rows_before(first, B, sequences);
         const float *tokens = run->ops->token_losses(run->trainer, &run->setup.val, i);
-        for (int64_t s = 0; s < own; s++) losses[first + s] = array_sum(tokens + s * T, T) / (double)T;
+        for (int64_t s = 0; s < own; s++) losses[first + s] = array_sum(tokens + s * T, T) / counted;
     }
     comm_sum(&run->comm, COMM_WORLD, losses, sequences);  // one rank has each loss; the others have 0 there
     return true;
