@@ -18,11 +18,14 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 def read_template(folder):
     """Returns the chat template of a model's folder and the names of its special tokens, as transformers finds them."""
-    path, template = os.path.join(folder, "tokenizer_config.json"), os.path.join(folder, "chat_template.jinja")
-    config = {}
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
-            config = json.load(f)
+    config, template = {}, os.path.join(folder, "chat_template.jinja")
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if os.path.exists(path := os.path.join(folder, name)):
+            with open(path, encoding="utf-8") as f:
+                try:
+                    config.update(json.load(f))
+                except ValueError as e:
+                    raise BadInput(f"{path}: is no JSON object: {e}") from None
     text = config.get("chat_template")
     if isinstance(text, list):  # several templates
         text = next((t["template"] for t in text if t["name"] == "default"), None)

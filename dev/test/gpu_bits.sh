@@ -52,6 +52,8 @@ bits "bf16, unclipped, grad_op" --precision bf16 --grad-clip 0 --sharding grad_o
 bits "bf16, fp32 masters" --precision bf16 --master-weights fp32
 for recipe in tensorwise delayed rowwise rowwise_with_gw_hp; do bits $recipe --precision fp8 --fp8-recipe $recipe; done
 bits "coat-stochastic" --precision fp8 --optimizer-state coat-stochastic
+python3 dev/test/lib/mask_shard.py "$tmp/synth_train.bin" "$tmp/masked.bin"
+bits "tensorwise, loss mask" --precision fp8 --train-data "$tmp/masked.bin" --val-data "$tmp/masked.bin"
 bits "msamp" --precision fp8 --optimizer-state msamp --master-weights fp16-stochastic
 # ---- A replay changes no line; a rank that computes wrongly is found (dev/test/lib/faulty_rank.h).
 for recipe in tensorwise delayed; do

@@ -58,6 +58,10 @@ against_cpu "tensorwise, FP8 from FP16 masters" "--precision fp8 --master-weight
 against_cpu "tensorwise, filtered" "--precision fp8 --fp8-filter first,down" 1e-3 1e-1
 against_cpu "bf16, documents" "--precision bf16 --document-mask on" 1e-4 1e-2
 against_cpu "tensorwise, documents" "--precision fp8 --document-mask on" 1e-3 1e-1
+python3 dev/test/lib/mask_shard.py "$tmp/synth_train.bin" "$tmp/masked.bin"
+against_cpu "bf16, loss mask" "--precision bf16 --train-data $tmp/masked.bin" 1e-4 1e-2
+against_cpu "tensorwise, loss mask, documents" \
+    "--precision fp8 --train-data $tmp/masked.bin --document-mask 256 --grad-accumulation-steps 2" 1e-3 1e-1
 
 # Results do not depend on when kernels are loaded. With CUDA_MODULE_LOADING=EAGER all are loaded at start-up, and
 # loading does not delay a launch. Clearing the memory of this model takes milliseconds, longer than the host needs to

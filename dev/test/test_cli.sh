@@ -222,6 +222,13 @@ evaluates_mask() {
     holds "$tmp/evaluated" "loss $loss nats" && [ $((tokens * 28 / $(stat -c %s "$tmp/m_train.bin"))) -eq 2 ]
 }
 check "--evaluate with a loss mask" evaluates_mask
+# In step 2 targets 17 to 26 count, in step 3 none of 33 to 48.
+all_context() {
+    $trainer tiny --train-data "$tmp/m_train.bin" --shuffle off --sequence-length 16 --num-steps 3 --precision fp8 \
+        >"$tmp/context" 2>&1 && holds "$tmp/context" "step 3: all targets of its 1 sequences are context" &&
+        holds "$tmp/context" "step 3/3 | loss 0.000000 | norm 0.0000" && lacks "$tmp/context" "step 2: all"
+}
+check "a batch without a token that counts: loss and gradient 0, and a warning" all_context
 check "--evaluate takes no memory for the optimizer" lacks "$tmp/evaluated" "optimizer state"
 check "--evaluate of a part of the sequences counts sequences" \
     eval '$trainer $used --evaluate "$tmp/s_train.bin" --val-steps 3 | grep -q ": 96 tokens in 3 sequences$"'

@@ -696,6 +696,10 @@ def test_chat(folder):
     refused = functools.partial(check_refused, f"{model}/keep", python=VENV_PYTHON)
     refused("tokenizer_config.json; copy one of them there", chats, *words)
 
+    with open(config, "w") as f:
+        f.write('{"chat_template": "')
+    refused("tokenizer_config.json: is no JSON object", chats, *words)
+
     def set_template(text):
         with open(config, "w") as f:
             json.dump({"chat_template": text, "bos_token": "<|endoftext|>", "eos_token": {"content": "<|im_end|>"}}, f)

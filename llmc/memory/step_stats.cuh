@@ -15,7 +15,7 @@
 
 // Statistics of one step.
 typedef struct {
-    float loss;  // mean over the step's tokens of all ranks
+    float loss;  // mean over the step's targets that count, of all ranks
     // Number of the first norm on this rank with bad input (NonfiniteStep.forward); UINT32_MAX: none.
     uint32_t bad_norm;
     AdamwControl control;  // gradient norm, and whether the step is taken
