@@ -48,7 +48,7 @@ static size_t options_seed(int i, uint8_t *out) {
         ("tiny\n--precision\nfp8\n--fp8-recipe=delayed\n--sequence-length\n128\n--learning-rate\n3e-3\n"
          "--fp8-amax-history\n16\n--fp8-filter\nfirst,last"),
         ("small\n--sharding\nhybrid\n--shard-size\n2\n--num-steps=20\n--checkpoint-dir\nck\n--checkpoint-every\n5\n"
-         "--resume\n--deterministic"),
+         "--resume\n--deterministic\n--mix\na=1,b*.bin=0.5"),
         "--help",
         "tiny\n--help\nall",
         ("tiny\n--val-data\nv.bin\n--val-every\n2\n--beta1\n0.95\n--lr-schedule\nwsd\n--warmup-steps\n3\n"

@@ -33,7 +33,7 @@ static void trainer_run(const uint8_t *data, size_t size) {
         return;
     }
     JsonText differs = checkpoint_settings_mismatch(&json, &options, false);
-    checkpoint_data_mismatch(&json, &identity, &differs);
+    checkpoint_data_mismatch(&json, "train-data", &identity, &differs);
     json_text_free(&differs);
     json_free(&json);
     checkpoint_read_setting(folder, "precision", setting, sizeof setting);

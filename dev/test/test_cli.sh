@@ -250,6 +250,7 @@ refuses() {
 }
 check "--generate needs weights" refuses "MODEL tiny has no weights" 2 tiny --generate x
 check "--generate without a text" refuses "given without a text" 2 "$tmp/used" --generate ""
+check "--evaluate with --mix" refuses "leave --mix out" 2 "$tmp/used" --evaluate y --mix a=1,b=1
 check "--generate with --evaluate" refuses "leave --evaluate out" 2 "$tmp/used" --generate x --evaluate y
 check "--generate past the model's positions" refuses "but model used has 8192 positions" 2 "$tmp/used" --generate x \
     --max-tokens 8191

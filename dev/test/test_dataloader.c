@@ -1,6 +1,6 @@
-// Tests the token loader: formats, windows, order, ranks, the fingerprint of the data, wrong input, and files that
-// change during a run.
-#include "../../llmc/data/dataloader.h"
+// Tests the token loader: formats, windows, order, ranks, the fingerprint of the data, --mix, wrong input, and files
+// that change during a run.
+#include "../../llmc/data/sources.h"
 
 #include "lib/check.h"
 #include "lib/scratch.h"
@@ -378,6 +378,105 @@ static void test_identity(void) {
     dataloader_close(&dl);
 }
 
+static DataLoader open_mix(const char *parts, bool shuffle, uint64_t seed) {
+    char text[4096];
+    const char *at = parts, *comma = strchr(parts, ',');
+    int n = 0;
+    for (; comma; at = comma + 1, comma = strchr(at, ','))
+        n += snprintf(text + n, sizeof text - (size_t)n, "%s/%.*s,", scratch, (int)(comma - at), at);
+    format_checked(text + n, sizeof text - (size_t)n, "%s/%s", scratch, at);
+    return sources_open(text, 4, shuffle, seed);
+}
+
+// Checks `samples` samples of a mix against loaders of its sources alone: each source has the order of its own, and a
+// multiple of 1000 samples has its share to one in 1000.
+static void check_mix(const DataLoader *mix, const DataLoader *alone, const double *shares, int64_t samples) {
+    int64_t seen[3] = {0}, wrong = 0;
+    for (int64_t g = 0; g < samples; g++) {
+        const int64_t sequence = dataloader_sequence(mix, g);
+        int i = 2;
+        while (sequence < mix->mix.sources[i].first_sequence) i--;
+        wrong += sequence - mix->mix.sources[i].first_sequence != dataloader_sequence(&alone[i], seen[i]++);
+    }
+    CHECK(wrong == 0, "each source is read in its own order, all of it before any repeats; %lld samples are not",
+          (long long)wrong);
+    for (int i = 0; i < 3; i++)
+        CHECK(fabs((double)seen[i] / (double)samples - shares[i]) <= 0.001,
+              "source %d has a share of %g; found %lld of %lld", i, shares[i], (long long)seen[i], (long long)samples);
+}
+
+// The sources differ in size: the run takes the first for many epochs, the last for less than one. The second has two
+// shards of two widths, and a short one that is left out.
+static void test_mix(void) {
+    static const struct {
+        const char *text;
+        double shares[3];
+    } mixes[] = {{"mix_a.bin=0.5,mix_b*.bin=0.3,mix_c.bin=0.2", {0.5, 0.3, 0.2}},
+                 {"mix_a.bin=1,mix_b*.bin=1,mix_c.bin=1", {1.0 / 3, 1.0 / 3, 1.0 / 3}},
+                 {"mix_a.bin=998,mix_b*.bin=1e0,mix_c.bin=1.0", {0.998, 0.001, 0.001}}};
+    write_shard("mix_a.bin", SHARD_MAGIC_U32, 7, 4 * 300 + 1, 4 * 300 + 1, 0);
+    write_shard("mix_b0.bin", SHARD_MAGIC_U16, 1, 4 * 900 + 3, 4 * 900 + 3, 10000);
+    write_shard("mix_b1.bin", SHARD_MAGIC_U32, 7, 4 * 800 + 1, 4 * 800 + 1, 20000);
+    write_shard("mix_b2.bin", SHARD_MAGIC_U32, 7, 3, 3, 0);
+    write_shard("mix_c.bin", SHARD_MAGIC_U32, 7, 4 * 5000 + 1, 4 * 5000 + 1, 30000);
+    static const char *const names[] = {"mix_a.bin", "mix_b*.bin", "mix_c.bin"};
+    DataLoader alone[3];
+    DataIdentity same[3];
+    for (size_t m = 0; m < 3; m++)
+        for (int shuffle = 0; shuffle < 2; shuffle++) {
+            DataLoader mix = open_mix(mixes[m].text, shuffle == 1, 7 + m);
+            for (int i = 0; i < 3; i++) alone[i] = open_loader(names[i], 4, shuffle == 1, 7 + m);
+            check_mix(&mix, alone, mixes[m].shares, 10000);
+            CHECK(mix.num_left_out == 1 && mix.num_shards == 4, "one shard is left out");
+            CHECK(sources_lacking(&mix, 5) == 1 && sources_lacking(&alone[1], 5) == 0 &&
+                      sources_lacking(&alone[0], 5) == -1,
+                  "the first source without a token is found");
+            same[m] = dataloader_identity(&mix);
+            dataloader_close(&mix);
+            for (int i = 0; i < 3; i++) dataloader_close(&alone[i]);
+        }
+    DataLoader list = open_loader("mix_*.bin", 4, true, 7), moved = open_mix("mix_[ab]*.bin=1,mix_c.bin=1", true, 7);
+    CHECK(same[0].fingerprint == same[2].fingerprint, "the fingerprint does not depend on shares");
+    CHECK(same[0].fingerprint != dataloader_identity(&list).fingerprint &&
+              same[0].fingerprint != dataloader_identity(&moved).fingerprint,
+          "it depends on which shards are of one source");
+    dataloader_close(&list), dataloader_close(&moved);
+}
+
+// A step of 1 rank, of 3 ranks, and of 3 ranks with other batches reads the same samples of a mix, read as tokens.
+static void test_mix_ranks(void) {
+    static const int64_t splits[][3] = {{6, 1, 1}, {2, 3, 1}, {1, 3, 2}};  // accumulation, world, B
+    DataLoader mix = open_mix("mix_a.bin=0.7,mix_b*.bin=0.3", true, 3);
+    int32_t tokens[3][6 * 4];
+    int64_t wrong = 0;
+    for (int64_t step = 0; step < 500; step++) {
+        for (int k = 0; k < 3; k++) {
+            const int64_t B = splits[k][2];
+            int32_t *at = tokens[k];
+            for (int64_t micro = 0; micro < splits[k][0]; micro++)
+                for (int64_t rank = 0; rank < splits[k][1]; rank++, at += B * 4)
+                    dataloader_batch(&mix, dataloader_sample_index(step * 6, micro, splits[k][1], rank, B), B, at,
+                                     NULL);
+        }
+        wrong += memcmp(tokens[0], tokens[1], sizeof tokens[0]) || memcmp(tokens[0], tokens[2], sizeof tokens[0]);
+    }
+    CHECK(wrong == 0, "all splits of a step read the same samples; %lld steps differ", (long long)wrong);
+    dataloader_close(&mix);
+}
+
+static void open_bad_mix(void *text) { open_mix((const char *)text, true, 1); }
+
+static void test_bad_mix(void) {
+    static const char *const cases[][2] = {
+        {"mix_a.bin=1,mix_?.bin=1", "mix_a.bin a second time; name each shard once"},
+        {"mix_a.bin=1,mix_b2.bin=1", "mix_b2.bin has the 5 tokens that one sequence needs"},
+        {"mix_a.bin=1,none.bin=1", "no token shard matches"}};
+    char output[8192];
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        CHECK(check_dies(open_bad_mix, (void *)cases[i][0], cases[i][1], output, sizeof output), "%s: %s", cases[i][0],
+              output);
+}
+
 typedef struct {
     const char *name;
     int64_t T, vocabulary;
@@ -664,6 +763,9 @@ int main(void) {
     test_resume();
     test_scan();
     test_identity();
+    test_mix();
+    test_mix_ranks();
+    test_bad_mix();
     test_bad_inputs();
     char output[8192];
     test_mask();

@@ -543,6 +543,58 @@ static void test_conflicts(void) {
     }
 }
 
+static void conflict_action(void *text) {
+    char message[512];
+    CommandLine c = command_line((const char *)text);
+    const Options o = options_parse(c.argc, c.argv);
+    if (*options_conflict(&o, message, sizeof message)) die("%s", message);
+}
+
+static void mix_action(void *text) { mix_read((const char *)text); }
+
+// The shares of --mix are counts of 1000, by the largest remainder. Damaged texts are refused.
+static void test_mix(void) {
+    static const struct {
+        const char *text;
+        int64_t counts[3];
+    } read[] = {{"a=0.7,b=0.3", {700, 300}},
+                {"a*.bin=1, b=1,c=1", {334, 333, 333}},
+                {"a=b=2,b=1e3", {2, 998}},
+                {"a=1,b=2,c=4", {143, 286, 571}},
+                {"a=1e15,b=1e15", {500, 500}}};
+    static const char *const refused[][2] = {
+        {"a", "--mix: \"a\" is not of the form PATH=WEIGHT"},
+        {"a=1,b", "\"b\" is not of the form"},
+        {"a=1,=2", "\"=2\" is not of the form"},
+        {"a=1,b=2,", "\"\" is not of the form"},
+        {"a=1", "--mix names one source; name a second one, or use --train-data"},
+        {"a=1,b=0", "--mix: 0 is outside"},
+        {"a=1,b=-0.5", "--mix: -0.5 is outside"},
+        {"a=1,b=", "--mix: \"\" cannot be read as a number"},
+        {"a=1,b=nan", "\"nan\" cannot be read as a number"},
+        {"a=1,b=2/c", "\"2/c\" cannot be read as a number"},
+        {"a=1,b=1e-5", "--mix: with weight 1e-05 of 1.00001 b has none of 1000 sequences"},
+        {"a=1,b=1 --train-data c", "--mix names all training data; leave out --train-data"}};
+    char line[128], output[4096], many[65 * 4 + 1] = "";
+    for (size_t i = 0; i < sizeof read / sizeof read[0]; i++) {
+        const Mix mix = mix_read(read[i].text);
+        for (int k = 0; k < 3; k++)
+            CHECK(mix.sources[k].count == read[i].counts[k], "%s: source %d has %lld of 1000", read[i].text, k,
+                  (long long)mix.sources[k].count);
+    }
+    CHECK(mix_read("a=b=2,b=1e3").sources[0].length == 3, "a path may hold \"=\"");
+    for (size_t i = 0; i < sizeof refused / sizeof refused[0]; i++) {
+        format_checked(line, sizeof line, "tiny --mix %s", refused[i][0]);
+        CHECK(check_dies(conflict_action, line, refused[i][1], output, sizeof output), "%s is refused: %s", line,
+              output);
+    }
+    for (int i = 0; i < 65; i++) strcat(many, i ? ",a=1" : "a=1");
+    CHECK(check_dies(mix_action, many, "--mix names more than 64 sources", output, sizeof output), "%s", output);
+    Options o = parse("tiny --mix a=1,b=2");
+    options_resolve(&o);
+    CHECK(!*o.train_data, "--mix clears --train-data");
+}
+
 static void test_resolve(void) {
     static const struct {
         const char *line;
@@ -800,6 +852,7 @@ int main(void) {
     test_backward_conflicts();
     test_offload();
     test_stray_fp8();
+    test_mix();
     test_resolve();
     test_resolve_fp8();
     test_sharding();

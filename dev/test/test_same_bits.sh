@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests --deterministic on the CPU trainer: the same losses, norms, validation and checkpoints on 1, 2, 3 and 4 ranks,
-# and in a run that goes from 4 ranks to 2, to 1 and back to 4. With ALL=1: more precisions, recipes and states, and 200
-# steps. Ends with "N passed, N failed".
+# in a run that goes from 4 ranks to 2, to 1 and back to 4, and with --mix on 1 and 3 ranks, also resumed. With ALL=1:
+# more precisions, recipes and states, and 200 steps. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1  # there are more ranks than cores, so threads would wait for each other
@@ -9,7 +9,9 @@ export OMP_NUM_THREADS=1  # there are more ranks than cores, so threads would wa
 build/synth_stories --out "$tmp/s" --bytes 60000 --seed 3 >/dev/null
 python3 dev/test/lib/mask_shard.py "$tmp/s_train.bin" "$tmp/m_train.bin"
 steps=$([ -n "${ALL-}" ] && echo 200 || echo 4)
-common="tiny --train-data $tmp/s_train.bin --val-data $tmp/s_val.bin --val-steps 5 --learning-rate 3e-3 --batch-size 1 \
+build/synth_stories --out "$tmp/t" --bytes 9000 --seed 5 >/dev/null
+data="--train-data $tmp/s_train.bin"
+common="tiny --val-data $tmp/s_val.bin --val-steps 5 --learning-rate 3e-3 --batch-size 1 \
 --deterministic"
 
 # trains: $1 the run's name, $2 ranks, $3 micro-batches of a step, the rest: options.
@@ -18,8 +20,9 @@ trains() {
     shift 3
     rm -f "$tmp/meeting"
     for ((rank = 0; rank < n; rank++)); do
-        RANK=$rank WORLD_SIZE=$n ./train_fp8 $common --grad-accumulation-steps $((micro / n)) --num-steps "$steps" \
-            --checkpoint-dir "$tmp/$name" --log-dir "$tmp/$name" --init-from "file:$tmp/meeting" "$@" \
+        RANK=$rank WORLD_SIZE=$n ./train_fp8 $common $data --grad-accumulation-steps $((micro / n)) \
+            --num-steps "$steps" --checkpoint-dir "$tmp/$name" --log-dir "$tmp/$name" \
+            --init-from "file:$tmp/meeting" "$@" \
             >"$out.$rank" 2>&1 &
         pids+=($!)
     done
@@ -95,6 +98,32 @@ check "both have the same losses and norms" equal "$(lines moved | grep -v valid
     "$(lines still | grep -v validation)"
 check "both have the same last checkpoint" cmp "$tmp"/{moved,still}/step-"$(printf %08d "$steps")"/optimizer.safetensors
 check "and the same weights" cmp "$tmp"/{moved,still}/step-"$(printf %08d "$steps")"/model.safetensors
+
+# ---- --mix: an unbroken run has the bits of one that is resumed in its middle, on 1 and on 3 ranks.
+mixed="--mix $tmp/s_t*.bin=0.7,$tmp/t_train.bin=0.3"
+data=$mixed
+bits mixed 6 "3" $short --document-mask on
+losses() { lines "$1" | grep -v validation; }
+# goes_on: $1 ranks of the first half, $2 ranks of the second
+goes_on() {
+    trains "half-$1" "$1" 6 $short --document-mask on --num-steps $((steps / 2)) &&
+        trains "half-$1" "$2" 6 $short --document-mask on --resume && lacks "$out.0" "--mix is" &&
+        equal "$(losses "half-$1")" "$(losses mixed-1)" && equal "$(losses mixed-1 | wc -l)" "$steps"
+}
+check "--mix: 3 ranks go on where 1 has stopped" goes_on 1 3
+check "--mix: 1 rank goes on where 3 have stopped" goes_on 3 1
+check "each source has a line at the start" holds "$out.0" "source    $tmp/t_train.bin: share 30.0%, "
+data=${mixed/0.7/0.5}
+more() { trains "half-3" 1 6 $short --document-mask on --num-steps $((steps + 1)) --resume; }
+check "a resume with other shares trains" more
+check "it tells of them" holds "$out.0" "resume: --mix is ${mixed#--mix } in the checkpoint, ${data#--mix } now"
+data=${mixed/t_train/t_val}
+check "a resume with other sources is refused" eval "! more >/dev/null"
+check "and the error says so" holds "$out.0" "--mix has "
+data="--mix $tmp/t_train.bin=1,$tmp/s_t*.bin=1"
+check "sources in another order are refused too" eval "! more >/dev/null"
+check "and the error says so" holds "$out.0" "--mix has as many tokens as in the checkpoint, but its shards differ or"
+data="--train-data $tmp/s_train.bin"
 
 # ---- What has the same bits on one number of ranks alone says so.
 check "FP8 gradients train" trains o1 2 2 $short --msamp O1

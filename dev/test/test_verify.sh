@@ -7,8 +7,9 @@ cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
 . dev/test/lib/cpu_trainer.sh
 build/synth_stories --out "$tmp/s" --bytes 30000 --seed 3 >/dev/null
+data="--train-data $tmp/s_train.bin"
 train() {
-    ./train_fp8 tiny --train-data "$tmp/s_train.bin" --sequence-length 32 --batch-size 1 --grad-accumulation-steps 4 \
+    ./train_fp8 tiny $data --sequence-length 32 --batch-size 1 --grad-accumulation-steps 4 \
         --learning-rate 1e-3 --precision fp8 --fp8-recipe delayed --optimizer-state coat-stochastic --deterministic \
         --receipt 2 --log-dir "$tmp/log" --checkpoint-dir "$tmp/ck" --checkpoint-every 4 --keep-checkpoints 9 "$@" \
         >"$out" 2>&1
@@ -33,6 +34,10 @@ check "other weights are found at the start" verify 1 "step 0 differs: weights o
 check "a step without a receipt is refused" verify 1 "--step 3 has no receipt after a step" "$tmp/log" --step 3
 check "ranks that do not divide the micro-batches are refused" verify 1 "give a number that divides them" \
     "$tmp/log" --ranks 3
+build/synth_stories --out "$tmp/t" --bytes 9000 --seed 5 >/dev/null
+data="--mix $tmp/t_*.bin=1,$tmp/s_train.bin=2" check "a run with --mix" train --num-steps 2 --log-dir "$tmp/mixed" \
+    --checkpoint-dir "$tmp/mixed"
+check "it is verified on 2 ranks" verify 0 "equal: 2 receipts, steps 0 to 2" "$tmp/mixed" --ranks 2
 sed -i '/"receipt", "step": 2/s/"weights": "./"weights": "x/; s/"weights": "x/"weights": "0/' "$tmp/log/log.jsonl"
 check "a changed log is found" verify 1 "step 2: the receipt does not follow" "$tmp/log"
 ./train_fp8 tiny --train-data "$tmp/s_train.bin" --receipt 2 >"$out" 2>&1

@@ -338,9 +338,10 @@ static inline void checkpoint_tell_settings(const Json *json, const CheckpointRu
                checkpoint_verb(run), (long long)step + 1, after, before);
 }
 
-// Appends lines to *out if --train-data holds other data than in the checkpoint: the data cursor would be wrong. The
+// Appends lines to *out if --`option` holds other data than in the checkpoint: the data cursor would be wrong. The
 // path may differ, so that data can be moved. A checkpoint without a data entry matches any data.
-static inline void checkpoint_data_mismatch(const Json *json, const DataIdentity *now, JsonText *out) {
+static inline void checkpoint_data_mismatch(const Json *json, const char *option, const DataIdentity *now,
+                                            JsonText *out) {
     const JsonNode *data = json_member(json, json_root(json), "training_data");
     const struct {
         const char *name;
@@ -352,7 +353,7 @@ static inline void checkpoint_data_mismatch(const Json *json, const DataIdentity
         int64_t then = rows[i].now;
         Failure ignored;
         if (!node || !json_int(json, node, 0, INT64_MAX, &then, &ignored) || then == rows[i].now) continue;
-        json_text_add(out, "\n  --train-data has %lld %s in the checkpoint, %lld now", (long long)then, rows[i].name,
+        json_text_add(out, "\n  --%s has %lld %s in the checkpoint, %lld now", option, (long long)then, rows[i].name,
                       (long long)rows[i].now);
         same = false;
     }
@@ -360,9 +361,9 @@ static inline void checkpoint_data_mismatch(const Json *json, const DataIdentity
     const JsonNode *node = data ? json_member(json, data, "fingerprint") : NULL;
     format_checked(fingerprint, sizeof fingerprint, FINGERPRINT_FORMAT, (unsigned long long)now->fingerprint);
     if (same && node && strcmp(node->text, fingerprint) != 0)
-        json_text_add(
-            out,
-            "\n  --train-data has as many tokens as in the checkpoint, but its shards differ or have another order");
+        json_text_add(out,
+                      "\n  --%s has as many tokens as in the checkpoint, but its shards differ or have another order",
+                      option);
 }
 
 // Reads setting `name` of the run that wrote the checkpoint, as text; "" if the checkpoint lacks it. Dies if
@@ -479,7 +480,7 @@ static inline TrainerProgress checkpoint_check(const char *checkpoint, const Che
     free(then.source);
     JsonText model = checkpoint_model_mismatch(&then, run->model),
              settings = checkpoint_settings_mismatch(&json, run->options, run->branches);
-    checkpoint_data_mismatch(&json, &run->data, &settings);
+    checkpoint_data_mismatch(&json, *run->options->mix ? "mix" : "train-data", &run->data, &settings);
     if (!model.size && !settings.size) checkpoint_tell_settings(&json, run, progress.step);
     json_free(&json);
     const char *verb = checkpoint_verb(run);

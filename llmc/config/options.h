@@ -442,8 +442,7 @@ static inline const char *options_bits_of_ranks(const Options *o) {
 // True if the run must have the same bits on any number of ranks.
 static inline bool options_any_ranks(const Options *o) { return o->deterministic && !options_bits_of_ranks(o); }
 
-// If options_any_ranks, --grad-accum-dtype auto counts the micro-steps of all `world` ranks. Call it before
-// options_resolve.
+// If options_any_ranks, --grad-accum-dtype auto counts micro-steps of all `world` ranks. Call before options_resolve.
 static inline void options_count_micro_steps(Options *o, int64_t world) {
     if (options_any_ranks(o) && o->grad_accum_dtype == SUM_AUTO &&
         o->grad_accumulation_steps * world >= FP32_SUM_MICRO_STEPS)
@@ -461,12 +460,13 @@ static inline bool options_fp32_gradients(const Options *o, int64_t world) {
 
 // Replaces `auto` by its value where the options alone decide it. --copy-engines, --init-from, --fp8-filter and
 // --recompute keep `auto`: the run decides them. In runs without FP8, --fp8-format keeps `auto` too. Replaces
-// --rounding-seed -1 by --seed. With --precision fp32, sets --reduce-dtype to fp32.
+// --rounding-seed -1 by --seed. With --precision fp32, sets --reduce-dtype to fp32. With --mix, clears --train-data.
 static inline void options_resolve(Options *o) {
     const bool fp32 = o->precision == PRECISION_FP32;
     if (o->master_weights == STORAGE_AUTO) o->master_weights = fp32 ? STORAGE_FP32 : STORAGE_BF16;
     if (o->optimizer_state == MOMENTS_AUTO) o->optimizer_state = fp32 ? MOMENTS_FP32 : MOMENTS_BF16;
     if (fp32) o->reduce_dtype = REDUCE_FP32;
+    if (*o->mix) o->train_data = "";
     if (o->rounding_seed < 0) o->rounding_seed = o->seed;
     if (o->grad_accum_dtype == SUM_AUTO) o->grad_accum_dtype = options_sum_storage(o);
     if (o->fp8_all_gather == AUTO) o->fp8_all_gather = recipe_has_tensor_scales(options_recipe(o)) ? ON : OFF;

@@ -2,7 +2,7 @@
 #ifndef LLMC_OPTIONS_RULES_H
 #define LLMC_OPTIONS_RULES_H
 
-#include "options.h"
+#include "mix.h"
 
 // The first option for FP8 that does not have its default; NULL if all have it. --fp8-all-gather off counts as default.
 // Runs without FP8 refuse such an option.
@@ -240,6 +240,7 @@ static inline void options_use_conflict(const Options *o, char *message, size_t 
                         : *o->export_hf              ? "export-hf"
                         : *o->branch                 ? "branch"
                         : *o->val_data               ? "val-data"
+                        : *o->mix                    ? "mix"
                                                      : NULL;
     if (!options_uses_model(o)) return;
     if (other) format_checked(message, capacity, "--%s does nothing else; leave --%s out", name, other);
@@ -272,6 +273,9 @@ static inline const char *options_conflict(const Options *o, char *message, size
     if (!*message) options_backward_conflict(o, message, capacity);
     if (!*message) options_offload_conflict(o, message, capacity);
     if (!*message) options_mask_conflict(o, message, capacity);
+    if (!*message && *o->mix) mix_read(o->mix);  // dies if it is wrong
+    if (!*message && *o->mix && options_give(o, "train-data"))
+        format_checked(message, capacity, "--mix names all training data; leave out --train-data");
     if (!*message && o->json && !o->dry_run)
         format_checked(message, capacity, "--json is for --dry-run; a run writes log.jsonl to --log-dir");
     if (!*message && o->precision == PRECISION_FP8) options_fp8_conflict(o, message, capacity);

@@ -14,7 +14,8 @@
 // Order: sample g of a run (g = 0, 1, 2, ...) lies in epoch g / num_sequences, rounded down. The order of an epoch is a
 // permutation of all sequences of all shards, keyed by seed and epoch. So it depends on the seed, T and the shards
 // alone: not on ranks, batch size or where the run was resumed. Without shuffling it is the order of the files. With
-// `spread`, the samples are so many sequences, which lie evenly over all shards.
+// `spread`, the samples are so many sequences, which lie evenly over all shards. With --mix, each source has the epochs
+// and orders that it would have alone (config/mix.h).
 #ifndef LLMC_DATALOADER_H
 #define LLMC_DATALOADER_H
 
@@ -27,6 +28,7 @@
 #include "../base/rng.h"
 #include "../base/utils.h"
 #include "../base/xxhash64.h"
+#include "../config/mix.h"
 
 #define SHARD_MAGIC_U32 20240801
 #define SHARD_MAGIC_U16 20240520
@@ -66,6 +68,7 @@ typedef struct {
     uint64_t seed;
     int64_t spread;    // not with shuffle; the caller sets it; 0: the samples are all sequences
     bool masked;       // true if a shard is
+    Mix mix;           // sources, whose shards follow each other in `shards`
     uint32_t *buffer;  // holds max(T + 1, SHARD_SCAN_TOKENS) tokens
     bool *context;     // for each token of the buffer: predicting it does not count
 } DataLoader;
@@ -243,9 +246,8 @@ static inline void dataloader_leave_out(DataLoader *dl, DataShard *shard) {
     if (longest) dl->left_out = *shard;
 }
 
-// Opens every shard that `text` names (dataloader_find) for sequences of T tokens. A shard without a whole sequence is
-// left out. Dies if all are, if `text` names none, or if shard_open dies.
-static inline DataLoader dataloader_open(const char *text, int64_t T, bool shuffle, uint64_t seed) {
+// Returns a loader without shards.
+static inline DataLoader dataloader_begin(int64_t T, bool shuffle, uint64_t seed) {
     if (T < 1) die("sequence length %lld: at least 1 token is needed", (long long)T);
     DataLoader dl;
     memset(&dl, 0, sizeof dl);
@@ -253,27 +255,40 @@ static inline DataLoader dataloader_open(const char *text, int64_t T, bool shuff
     dl.vocabulary = (int64_t)INT32_MAX + 1;  // batches hold int32
     dl.shuffle = shuffle;
     dl.seed = seed;
-    dataloader_find(&dl, text);
-    const int64_t named = dl.num_shards;
-    dl.num_shards = 0;
-    for (int64_t i = 0; i < named; i++) {
-        char *path = dl.shards[i].path;
-        DataShard shard = shard_open(path, T, named);
+    dl.buffer = (uint32_t *)xcalloc((size_t)max_i64(T + 1, SHARD_SCAN_TOKENS), sizeof(uint32_t));
+    dl.context = (bool *)xcalloc((size_t)max_i64(T + 1, SHARD_SCAN_TOKENS), sizeof(bool));
+    return dl;
+}
+
+// Opens every shard that `text` names (dataloader_find). A shard without a whole sequence is left out. Dies if `text`
+// names none, or if shard_open dies.
+static inline void dataloader_append(DataLoader *dl, const char *text) {
+    const int64_t before = dl->num_shards;
+    dataloader_find(dl, text);
+    const int64_t named = dl->num_shards;
+    dl->num_shards = before;
+    for (int64_t i = before; i < named; i++) {
+        char *path = dl->shards[i].path;
+        DataShard shard = shard_open(path, dl->T, named);
         free(path);
-        shard.first_sequence = dl.num_sequences;
-        dl.num_sequences += shard.num_sequences;
-        dl.num_tokens += shard.num_sequences ? shard.num_tokens : 0;
-        dl.masked |= shard.masked && shard.num_sequences;
-        if (shard.num_sequences) dl.shards[dl.num_shards++] = shard;
-        else dataloader_leave_out(&dl, &shard);
+        shard.first_sequence = dl->num_sequences;
+        dl->num_sequences += shard.num_sequences;
+        dl->num_tokens += shard.num_sequences ? shard.num_tokens : 0;
+        dl->masked |= shard.masked && shard.num_sequences;
+        if (shard.num_sequences) dl->shards[dl->num_shards++] = shard;
+        else dataloader_leave_out(dl, &shard);
     }
+}
+
+// Opens shards as dataloader_append does, for sequences of T tokens. Dies if all are left out.
+static inline DataLoader dataloader_open(const char *text, int64_t T, bool shuffle, uint64_t seed) {
+    DataLoader dl = dataloader_begin(T, shuffle, seed);
+    dataloader_append(&dl, text);
     if (!dl.num_shards)
         die("%s: %lld tokens%s, but one sequence of length %lld needs %lld (its inputs and one more target); use a "
             "shorter --sequence-length or more text",
-            dl.left_out.path, (long long)dl.left_out.num_tokens, named > 1 ? ", the most of all shards" : "",
+            dl.left_out.path, (long long)dl.left_out.num_tokens, dl.num_left_out > 1 ? ", the most of all shards" : "",
             (long long)T, (long long)T + 1);
-    dl.buffer = (uint32_t *)xcalloc((size_t)max_i64(T + 1, SHARD_SCAN_TOKENS), sizeof(uint32_t));
-    dl.context = (bool *)xcalloc((size_t)max_i64(T + 1, SHARD_SCAN_TOKENS), sizeof(bool));
     return dl;
 }
 
@@ -320,6 +335,7 @@ static inline uint64_t shard_fingerprint(const DataShard *shard, XxHash64 *all) 
 static inline DataIdentity dataloader_identity(const DataLoader *dl) {
     XxHash64 hash = xxhash64_begin();
     for (int64_t s = 0; s < dl->num_shards; s++) dl->shards[s].fingerprint = shard_fingerprint(&dl->shards[s], &hash);
+    for (int i = 0; i < dl->mix.num; i++) xxhash64_add(&hash, &dl->mix.sources[i].num_shards, sizeof(int64_t));
     const DataIdentity identity = {dl->num_tokens, dl->num_shards, xxhash64_end(&hash)};
     return identity;
 }
@@ -376,10 +392,15 @@ static inline int64_t dataloader_sequence(const DataLoader *dl, int64_t sample) 
         const int64_t i = sample % dl->spread;
         return i * (dl->num_sequences / dl->spread) + i * (dl->num_sequences % dl->spread) / dl->spread;
     }
-    int64_t epoch = sample / dl->num_sequences, position = sample % dl->num_sequences;
-    if (!dl->shuffle) return position;
+    int64_t first = 0, n = dl->num_sequences;
+    if (dl->mix.num) {
+        const MixSource *source = mix_place(&dl->mix, &sample);
+        first = source->first_sequence, n = source->num_sequences;
+    }
+    const int64_t epoch = sample / n, position = sample % n;
+    if (!dl->shuffle) return first + position;
     const uint64_t order_stream = 0x6f72646572ull;  // "order": apart from the streams that the weights draw from
-    return dataloader_permute(position, dl->num_sequences, rng_key(rng_key(dl->seed, order_stream), (uint64_t)epoch));
+    return first + dataloader_permute(position, n, rng_key(rng_key(dl->seed, order_stream), (uint64_t)epoch));
 }
 
 // The shard that holds a sequence (binary search on first_sequence).

@@ -167,10 +167,12 @@ static inline void bias_check(BiasRun *b) {
     const int64_t L = b->run.setup.model.num_layers, B = o->batch_size,
                   needed = (1 + b->num_checkpoints) * b->micro_batches * B;
     if (!b->out) die_with(EXIT_USAGE, "--bias-out FILE is missing; --help prints the options");
-    if (b->run.comm.world > 1 || o->grad_accumulation_steps > 1 || o->optimizer_in_backward || o->resume ||
+    if (b->run.comm.world > 1 || o->grad_accumulation_steps > 1 || o->optimizer_in_backward || o->resume || *o->mix ||
         o->dry_run || options_fp8_gradients(o) || options_fp16_weights(o) || o->precision == PRECISION_FP32)
-        die_with(EXIT_USAGE, "gradient_bias runs on one rank, in bf16 or fp8, and takes no --grad-accumulation-steps, "
-                             "--optimizer-in-backward, --resume, --dry-run, FP8 gradients or FP16 weights");
+        die_with(
+            EXIT_USAGE,
+            "gradient_bias runs on one rank, in bf16 or fp8, and takes no --mix, "
+            "--grad-accumulation-steps, --optimizer-in-backward, --resume, --dry-run, FP8 gradients or FP16 weights");
     if (max_i64(h->only.layer, h->plant.layer) >= L)
         die_with(EXIT_USAGE, "the model has no layer %lld; it has 0 to %lld",
                  (long long)max_i64(h->only.layer, h->plant.layer), (long long)L - 1);

@@ -270,10 +270,12 @@ static inline void run_setup_tokenizer_files(RunSetup *s, const Options *o, cons
     run_setup_keep_table(s);
 }
 
-// Opens shards for sequences of T tokens. Dies if other ranks have other data. `option` names them.
+// Opens shards, or the sources of --mix, for sequences of T tokens. Dies if other ranks have other data. `option` names
+// them by `text`.
 static inline DataLoader run_setup_open(const char *text, const char *option, const Options *o, bool shuffle,
                                         const Comm *c, DataIdentity *identity) {
-    DataLoader data = dataloader_open(text, o->sequence_length, shuffle, (uint64_t)o->seed);
+    DataLoader data =
+        (text == o->mix ? sources_open : dataloader_open)(text, o->sequence_length, shuffle, (uint64_t)o->seed);
     *identity = dataloader_identity(&data);
     run_setup_same_data(&data, option, identity, c);
     if (c->rank == 0) dataloader_warn(&data, option);
@@ -284,7 +286,8 @@ static inline DataLoader run_setup_open(const char *text, const char *option, co
 static inline void run_setup_data(RunSetup *s, const Options *o, const Comm *c) {
     const char *val = *o->evaluate ? "--evaluate" : "--val-data";
     if (!options_uses_model(o))
-        s->train = run_setup_open(o->train_data, "--train-data", o, o->shuffle == ON, c, &s->data);
+        s->train = run_setup_open(*o->mix ? o->mix : o->train_data, *o->mix ? "--mix" : "--train-data", o,
+                                  o->shuffle == ON, c, &s->data);
     if (*o->val_data) s->val = run_setup_open(o->val_data, val, o, false, c, &s->val_data);
     s->val.spread = min_i64(o->val_steps, s->val.num_sequences);
     if (options_uses_model(o))

@@ -4,7 +4,7 @@
 
 #include "../config/model_config.h"
 #include "../config/options.h"
-#include "../data/dataloader.h"
+#include "../data/sources.h"
 #include "../data/tokenizer.h"
 #include "../ranks/comm.h"
 
@@ -33,14 +33,18 @@ static inline void separator_require(const Options *o, const Comm *c, DataLoader
                  "--document-mask on: it is not known which token begins a document: there is no tokenizer table %s, "
                  "and model %s has no BOS token; give the token's id: --document-mask ID",
                  table, m->name);
-    if (c->local_rank == 0 && !dataloader_holds(data, separator))
-        die_with(EXIT_USAGE,
-                 "--document-mask %s: --%s has no token %lld, %s; give the id of the token that begins each document: "
-                 "--document-mask ID",
-                 o->document_mask, *o->evaluate ? "evaluate" : "train-data", (long long)separator,
-                 isdigit((unsigned char)*o->document_mask) ? "the id that it names"
-                 : tokenizer->count                        ? "the separator of its tokenizer table"
-                                                           : "the model's BOS token");
+    const char *option = *o->evaluate ? "evaluate" : *o->mix ? "mix: " : "train-data";
+    const int lacking = c->local_rank == 0 ? sources_lacking(data, separator) : -1;
+    const MixSource *source = &data->mix.sources[max_i64(0, lacking)];
+    if (lacking >= 0)
+        die_with(
+            EXIT_USAGE,
+            "--document-mask %s: --%s%.*s has no token %lld, %s; give the id of the token that begins each document: "
+            "--document-mask ID",
+            o->document_mask, option, source->length, source->length ? source->name : "", (long long)separator,
+            isdigit((unsigned char)*o->document_mask) ? "the id that it names"
+            : tokenizer->count                        ? "the separator of its tokenizer table"
+                                                      : "the model's BOS token");
 }
 
 // Tells the loaders how a document begins. With --document-mask dies as separator_require does. All ranks call.

@@ -4,7 +4,8 @@
 // 1 --fp8-filter auto, 1 device, 1 ranks, 1 data, 1 learning, 1 recipe, 1 sums, 5 options, 2 derived options, 2 memory,
 // 3 communication and GEMMs of the GPU trainer, 1 earlier log, 1 empty: 25. More lines come only with warnings, with a
 // lineage, with settings that differ from the checkpoint's, with checkpoints that --resume or --branch skips (one
-// each), when no step is left, with ranks that come late (rendezvous.h), and with the report of --check-links.
+// each), when no step is left, with the sources of --mix, with ranks that come late (rendezvous.h), and with the report
+// of --check-links.
 #ifndef LLMC_START_H
 #define LLMC_START_H
 
@@ -107,8 +108,8 @@ static inline void start_print_data(const RunSetup *s, const Options *o, const C
     start_count(tokens, sizeof tokens, d->num_tokens);
     start_count(step, sizeof step, sequences * o->sequence_length);
     printf("%-*s %s: %s tokens in %lld shard%s; a step takes %s: %lld sequence%s of %lld", START_LABEL, "data",
-           o->train_data, tokens, (long long)d->num_shards, d->num_shards == 1 ? "" : "s", step, (long long)sequences,
-           sequences == 1 ? "" : "s", (long long)o->sequence_length);
+           *o->mix ? o->mix : o->train_data, tokens, (long long)d->num_shards, d->num_shards == 1 ? "" : "s", step,
+           (long long)sequences, sequences == 1 ? "" : "s", (long long)o->sequence_length);
     if (options_masks_documents(o)) printf("; documents begin with token %lld", (long long)d->separator);
     printf("%s\n", d->masked ? "; tokens marked as context do not count in the loss" : "");
 }
@@ -123,18 +124,26 @@ static inline void start_print_bf16_linears(const Precision *p) {
     }
 }
 
+// Prints a line for each source of --mix. `samples`: all that the run reads.
+static inline void start_print_sources(const Mix *mix, int64_t samples) {
+    for (const MixSource *s = mix->sources; s < mix->sources + mix->num; s++)
+        printf("%-*s %.*s: share %.1f%%, %lld sequences, %.3g epochs\n", START_LABEL, "source", s->length, s->name,
+               100.0 * (double)s->count / MIX_BLOCK, (long long)s->num_sequences,
+               (double)samples * (double)s->count / MIX_BLOCK / (double)s->num_sequences);
+}
+
 // Prints what decides how the loss falls: rate, schedule, optimizer, and how often the data is read.
 static inline void start_print_learning(const RunSetup *s, const Options *o, const Comm *c) {
     char schedule[32], fall[32] = "", epochs[48] = "";
     option_format(o, option_find("lr-schedule", strlen("lr-schedule")), schedule, sizeof schedule);
     if (o->lr_schedule != SCHEDULE_CONSTANT) format_checked(fall, sizeof fall, " to %g%%", 100 * o->min_lr_ratio);
-    if (s->train.num_sequences)
-        format_checked(epochs, sizeof epochs, "; %.3g epochs",
-                       (double)(o->num_steps * c->world * o->grad_accumulation_steps * o->batch_size) /
-                           (double)s->train.num_sequences);
+    const int64_t samples = o->num_steps * c->world * o->grad_accumulation_steps * o->batch_size;
+    if (s->train.num_sequences && !s->train.mix.num)
+        format_checked(epochs, sizeof epochs, "; %.3g epochs", (double)samples / (double)s->train.num_sequences);
     printf("%-*s rate %.3g%s, warm-up %lld of %lld steps, %s%s; decay %g, betas %g and %g, clip %g%s\n", START_LABEL,
            "learning", o->learning_rate, s->rate_reason, (long long)o->warmup_steps, (long long)o->num_steps, schedule,
            fall, o->weight_decay, o->beta1, o->beta2, o->grad_clip, epochs);
+    start_print_sources(&s->train.mix, samples);
 }
 
 static inline void start_print_recipe(const Options *o, const Precision *p) {
@@ -195,11 +204,12 @@ typedef struct {
 // True if an option is printed. The line of options has each option that the command line names, unless the program
 // changed its value; if --msamp comes later on the command line, the value is that of --msamp. The line of `derived`
 // options has each other option that the program or --msamp set, if start_concerns is true for it. Neither line has
-// --train-data.
+// --train-data and --mix.
 static inline bool start_prints(const StartOptions *s, const OptionRow *row, bool derived) {
     char value[PATH_CAPACITY], given[PATH_CAPACITY], standard[PATH_CAPACITY];
     const Options defaults = options_default();
-    if (!option_is_setting(row) || row->field == offsetof(Options, train_data)) return false;
+    if (!option_is_setting(row)) return false;
+    if (row->field == offsetof(Options, train_data) || row->field == offsetof(Options, mix)) return false;
     option_format(s->o, row, value, sizeof value);
     option_format(s->given, row, given, sizeof given);
     option_format(&defaults, row, standard, sizeof standard);
