@@ -24,7 +24,8 @@ tally_three_at_a_time() {
     local program name out runner said=$SECONDS
     outputs=$(mktemp -d)
     export outputs
-    printf '%s\n' "$@" | xargs -P 3 -I {} bash -c 'run_one {}' &
+    # bash has what it starts in the background ignore SIGINT, so that Ctrl-C would not end the tests
+    printf '%s\n' "$@" | env --default-signal=INT xargs -P 3 -I {} bash -c 'run_one {}' &
     runner=$!
     for program; do
         name=${program#dev/test/} name=${name#build/} program=${program//\//.} out=$outputs/$program
