@@ -86,8 +86,8 @@ enum { RARE, COMMON };
     TEXT(train_data, "train-data", "data/tinystories_llama3_train*.bin", FREE, COMMON, \
          "training shards: a path or glob, or several with commas between") \
     TEXT(mix, "mix", "", TOLD, RARE, \
-         "sources of training data and their weights, in place of --train-data: PATH=WEIGHT,PATH=WEIGHT and so on, with " \
-         "paths or globs; every 1000 sequences hold each source's share, and each source is repeated by itself") \
+         "sources of training data and their weights, in place of --train-data: PATH=WEIGHT,PATH=WEIGHT and so on, " \
+         "with paths or globs; every 1000 sequences hold each source's share, and each source is repeated by itself") \
     TEXT(val_data, "val-data", "", FREE, COMMON, "validation shards, as for --train-data") \
     CHOICE(shuffle, "shuffle", ON, SWITCHES, MUST_MATCH, RARE, \
          "order of training sequences; on: a new permutation in each epoch, from --seed; off: as in the files") \
