@@ -30,10 +30,12 @@ def read_table(path):
         raise BadInput(f"{path}: not a tokenizer table")
     _, _, count, separator = struct.unpack_from("<IIII", data)
     tokens, at = [], 16
-    for _ in range(count):
+    while len(tokens) < count and at + 4 <= len(data):
         (length,) = struct.unpack_from("<I", data, at)
         tokens.append(data[at + 4 : at + 4 + length])
         at += 4 + length
+    if len(tokens) < count or at != len(data):
+        raise BadInput(f"{path}: the table is damaged: {len(data)} bytes do not hold its {count} tokens")
     return tokens, separator
 
 

@@ -623,19 +623,21 @@ def test_export_tokenizer(folder):
     texts = STORIES + ["a\r\n\n  b 12345 \u00e9\u4e2d don't I'LL <|x|> \U0001f600 x_y\t#!"]
     text, val = write_text(f"{folder}/t.txt", texts), write_text(f"{folder}/v.txt", STORIES[:1])
     for name in ("bytes", "llama3", "qwen"):
-        status, output = run(text, "--tokenizer", name, "--out", folder, "--name", name, "--val", val,
-                             python=VENV_PYTHON)
-        check(status == 0, output)
+        words = [text, "--tokenizer", name, "--out", folder, "--name", name, "--val", val]
+        check(run(*words, python=VENV_PYTHON)[0] == 0, f"{name}: shards are made")
         os.makedirs(f"{folder}/hf_{name}")
         shutil.copy(f"{folder}/{name}.tokenizer", f"{folder}/hf_{name}/tokens.tokenizer")
         command = [sys.executable, os.path.join(ROOT, "data/export_tokenizer.py"), f"{folder}/hf_{name}"]
         check(subprocess.run(command, capture_output=True).returncode == 0, f"{name}: tokenizer.json is made")
         again = subprocess.run(command, capture_output=True, text=True)
         check(again.returncode == 1 and "is there already" in again.stderr, f"{name}: none is replaced {again.stderr}")
-        read = subprocess.run([VENV_PYTHON, "-c", READ_TOKENIZER, f"{folder}/hf_{name}",
-                               json.dumps(texts)], capture_output=True, text=True)
+        read = subprocess.run([VENV_PYTHON, "-c", READ_TOKENIZER, command[2], json.dumps(texts)], capture_output=True)
         ids = [i for one in json.loads(read.stdout or "[]") for i in one]
         check(ids == read_shard(f"{folder}/{name}_train.bin")[2], f"{name}: its ids are the shard's {read.stderr}")
+    with open(f"{folder}/tokens.tokenizer", "wb") as f, open(f"{folder}/bytes.tokenizer", "rb") as whole:
+        f.write(whole.read()[:-3])
+    cut = subprocess.run([*command[:2], folder], capture_output=True, text=True)
+    check(cut.returncode == 1 and "table is damaged" in cut.stderr, f"a damaged table is refused: {cut.stderr}")
 
 
 CHATML = """{%- for m in messages %}
