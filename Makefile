@@ -52,9 +52,9 @@ BENCH_CHECKS := $(patsubst dev/cuda/%.cu,build/headers/bench_%.ok,$(wildcard dev
 HOST_TESTS := build/test_fsdp_order build/test_placement
 FUZZ_TARGETS := $(patsubst dev/fault/%.c,build/fault/%,$(wildcard dev/fault/fuzz_*.c))
 COMPILED := train_fp8 train_fp8cu build/train_fp8cu_apart build/gradient_bias build/gradient_biascu \
-	build/synth_stories build/compare_checkpoints build/faulty_rank build/faulty_rankcu $(UNIT_TESTS) \
-	$(SANITIZED) $(GPU_TESTS) $(BENCHES) $(BENCH_CHECKS) $(HEADER_CHECKS) $(CUDA_HEADER_CHECKS) build/fault/replay \
-	$(FUZZ_TARGETS)
+	build/synth_stories build/compare_checkpoints build/faulty_rank build/faulty_rankcu build/sums_fp8 \
+	build/sums_fp8cu $(UNIT_TESTS) $(SANITIZED) $(GPU_TESTS) $(BENCHES) $(BENCH_CHECKS) $(HEADER_CHECKS) \
+	$(CUDA_HEADER_CHECKS) build/fault/replay $(FUZZ_TARGETS)
 DEPENDENCY_FILES := $(patsubst build/%,build/deps/%.d,$(filter build/%,$(COMPILED))) \
 	build/deps/train_fp8.d build/deps/train_fp8cu.d
 FOLDERS := $(sort $(patsubst %/,%,$(dir $(filter build/%,$(COMPILED)) $(DEPENDENCY_FILES))))
@@ -99,7 +99,7 @@ build/synth_stories: data/synth_stories.c build/deps/synth_stories.d | $(FOLDERS
 build/compare_checkpoints: dev/test/lib/compare_checkpoints.c build/deps/compare_checkpoints.d | $(FOLDERS)
 	$(CC) $(CFLAGS) $(DEPENDENCIES) -o $@ $< $(LIBS)
 
-build/faulty_rank: dev/test/lib/faulty_rank.c build/deps/faulty_rank.d | $(FOLDERS)
+build/faulty_rank build/sums_fp8: build/%: dev/test/lib/%.c build/deps/%.d | $(FOLDERS)
 	$(CC) $(CFLAGS) $(DEPENDENCIES) -o $@ $< $(LIBS)
 
 build/test_%: dev/test/test_%.c build/deps/test_%.d | $(FOLDERS)
@@ -122,7 +122,7 @@ train_fp8cu: train_fp8.cu build/cuda_arch build/deps/train_fp8cu.d | $(FOLDERS)
 build/gradient_biascu: gradient_bias.cu build/cuda_arch build/deps/gradient_biascu.d | $(FOLDERS)
 	$(CUDA_COMPILER) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(CUDA_LIBS)
 
-build/faulty_rankcu: dev/test/lib/faulty_rank.cu build/cuda_arch build/deps/faulty_rankcu.d | $(FOLDERS)
+build/faulty_rankcu build/sums_fp8cu: build/%cu: dev/test/lib/%.cu build/cuda_arch build/deps/%cu.d | $(FOLDERS)
 	$(CUDA_COMPILER) $(NVCCFLAGS) $(DEPENDENCIES) -o $@ $< $(CUDA_LIBS)
 
 # In this program each range of GPU memory is an allocation of its own, so that memcheck finds overruns (arena.h).

@@ -72,8 +72,8 @@ say "GPU tests"
 tally test_gpu build/test_gpu
 tally test_fsdp_order build/test_fsdp_order
 tally test_placement build/test_placement
+check "make programs of tests" make -s -j3 build/sums_fp8 build/sums_fp8cu build/faulty_rankcu
 tally gpu_runs dev/test/gpu_runs.sh
-check "make faulty_rankcu" make -s build/faulty_rankcu
 tally gpu_bits dev/test/gpu_bits.sh
 tally gpu_ranks dev/test/gpu_ranks.sh
 tally gpu_faults dev/test/gpu_faults.sh

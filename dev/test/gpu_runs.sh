@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Tests whole runs of train_fp8cu on one GPU: compared with the CPU trainer and with runs of other options, repeated,
-# resumed, interrupted, with weights that overflow, and refused. Needs ./train_fp8, ./train_fp8cu, build/synth_stories,
-# build/compare_checkpoints, nvidia-smi, mpirun and python3. Ends with "N passed, N failed".
+# resumed, interrupted, with weights that overflow, and refused. Needs ./train_fp8, ./train_fp8cu, build/sums_fp8,
+# build/sums_fp8cu, build/synth_stories, build/compare_checkpoints, nvidia-smi, mpirun and python3. Ends with
+# "N passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
 tmp=$(mktemp -d)
@@ -278,6 +279,29 @@ for case in "bf16 auto 1e-3" "bf16 bf16 4e-3" "fp8 auto 1e-2" "bf16 fp8 9e-2"; d
         "$(field b norm 1)" "$(field a norm 1)" $limit
     same "$precision, 256 micro-steps, sums in $dtype: two runs" b c
 done
+# FP8 sums beside fp32 sums of the same gradients: the mean slope over rounding seeds is one, and the norm is what noise
+# of their rms error makes of it. Few elements make up most of the gradient of `tiny`, so that one seed's slope varies
+# with a standard deviation of 0.4%. $1 trainer, $2 model, $3 number of seeds.
+fp8_sums() {
+    local seed
+    for seed in $(seq "$3"); do
+        trains "sums_$seed" "$1" "$2" $data --sequence-length 64 --batch-size 1 --grad-accumulation-steps 257 \
+            --num-steps 1 --precision bf16 --grad-accum-dtype fp8 --rounding-seed "$seed"
+        grep '^FP8 sums of' "$tmp/sums_$seed.log"
+    done | tr -d , | awk '{ runs[$4]++; slope[$4] += $7; square[$4] += $10 * $10; norm[$4] += $12 }
+        END { for (n in runs) print n, slope[n] / runs[n], sqrt(square[n] / runs[n]), norm[n] / runs[n] }' \
+        >"$tmp/sums.txt"
+    check "$1 $2: FP8 sums of 3 numbers of micro-steps" equal "$(grep -c . "$tmp/sums.txt")" 3
+    while read -r n slope error norm; do
+        near "$1 $2: slope of FP8 sums of $n micro-steps (rms error $error)" "$slope" 1 5e-3
+        near "$1 $2: norm of FP8 sums of $n micro-steps" "$norm" "$(awk "BEGIN { print sqrt(1 + $error ^ 2) }")" 1e-2
+        check "$1 $2: $error is at most the rms error of gradient_fp8.h for $n micro-steps" \
+            awk "BEGIN { exit !($error < 1.05 * sqrt(7e-4 * $n)) }"
+    done <"$tmp/sums.txt"
+}
+fp8_sums build/sums_fp8 tiny 8
+fp8_sums build/sums_fp8cu tiny 8
+fp8_sums build/sums_fp8cu llama3.2-1b 1
 # FP8 gradients: two runs have equal bits, and so has a resumed one. The norms are close to those with bf16 gradients,
 # and losses and norms to those of the CPU, whose GEMMs sum in another order: that moves some gradients to other codes.
 for options in "bf16" "fp8 --optimizer-state msamp --master-weights fp16" "bf16 --grad-clip 0.5 --master-weights fp32" \
