@@ -5,6 +5,7 @@
 #include "../../train_fp8.cu"
 
 #include "lib/check.h"
+#include "lib/flips.cuh"
 #include "lib/golden.h"
 #include "lib/scratch.h"
 
@@ -371,13 +372,6 @@ static void test_bad_norm(int recompute) {
 
 enum { FLIP_STEPS = 4, FLIPS = 100 };  // steps of a trial, and trials for each place
 
-// Waits, then flips one bit, while the trainer works on another stream.
-static __global__ void flip_kernel(unsigned char *at, int bit, int64_t cycles) {
-    const int64_t start = clock64();
-    while (clock64() - start < cycles) continue;
-    *at ^= (unsigned char)(1 << bit);
-}
-
 // The trainer of the trials, its memory before the first step, and what trials without a flip leave.
 typedef struct {
     Trainer t;
@@ -389,16 +383,15 @@ typedef struct {
     cudaStream_t flips;
 } FlipTrials;
 
-// Takes FLIP_STEPS steps from the start. A flip comes after the first: before the next step (cycles < 0), or within it.
-static void flip_trial(FlipTrials *f, char *at, int bit, int64_t cycles) {
+// Takes FLIP_STEPS steps from the start. Without a place, nothing is flipped; else bit number `trial` after the first.
+static void flip_trial(FlipTrials *f, const FlipPlace *place, uint64_t trial) {
     Trainer *t = &f->t;
     Logger logger = {};
     const Receipts receipts = {&t->table, &f->access, &logger, 0, true};
     CUDA_CHECK(cudaMemcpy(t->memory, f->start, (size_t)f->bytes, cudaMemcpyDeviceToDevice));
     weights_changed(t);
     for (int64_t step = 0; step < FLIP_STEPS; step++) {
-        if (at && step == 1) CUDA_LAUNCH(flip_kernel, 1, 1, 0, f->flips, (unsigned char *)at, bit, cycles);
-        if (at && step == 1 && cycles < 0) CUDA_CHECK(cudaStreamSynchronize(f->flips));
+        if (place && step == 1) flip_bit(place, trial, f->flips);
         delayed_step(t, step, false);
         CUDA_CHECK(cudaDeviceSynchronize());
         receipt_hash(&receipts, f->receipts + step * f->hashes);
@@ -421,9 +414,9 @@ static FlipTrials *flip_trials(const Options *o, const ModelConfig *m) {
     const size_t bytes = (size_t)(FLIP_STEPS * f->hashes) * sizeof(uint64_t);
     f->receipts = (uint64_t *)xcalloc(bytes, 1), f->clean = (uint64_t *)xcalloc(bytes, 1);
     f->state = (char *)xcalloc((size_t)f->compared, 1), f->clean_state = (char *)xcalloc((size_t)f->compared, 1);
-    flip_trial(f, NULL, 0, 0);
+    flip_trial(f, NULL, 0);
     memcpy(f->clean, f->receipts, bytes), memcpy(f->clean_state, f->state, (size_t)f->compared);
-    flip_trial(f, NULL, 0, 0);
+    flip_trial(f, NULL, 0);
     CHECK(memcmp(f->clean, f->receipts, bytes) == 0, "receipts of two equal runs are equal");
     return f;
 }
@@ -452,21 +445,21 @@ static void test_receipt_kernel(void) {
     CUDA_CHECK(cudaFree(device));
 }
 
-// Flips FLIPS random bits in `bytes` bytes of a place, and counts how many changed weights or moments, and how many of
-// these the receipts find. `passing`: at a random time within a step.
-static void flip_place(FlipTrials *f, const char *name, void *begin, int64_t bytes, bool passing) {
+// Flips FLIPS random bits of a place, and counts how many changed weights or moments, and how many of these the
+// receipts find.
+static void flip_place(FlipTrials *f, const FlipPlace *place) {
     int changed = 0, found = 0, missed = 0;
     for (uint64_t i = 0; i < FLIPS; i++) {
-        const uint64_t key = rng_key(31, i);
-        char *at = (char *)begin + rng_u64(key, 0) % (uint64_t)bytes;
-        flip_trial(f, at, (int)(rng_u64(key, 1) % 8), passing ? (int64_t)(rng_u64(key, 2) % 4000000) : -1);
+        flip_trial(f, place, i);
         const bool differs = memcmp(f->state, f->clean_state, (size_t)f->compared) != 0;
         const bool seen = memcmp(f->receipts, f->clean, (size_t)(FLIP_STEPS * f->hashes) * sizeof(uint64_t)) != 0;
         changed += differs, found += seen, missed += differs && !seen;
     }
-    printf("flips in %s: %d of %d changed weights or moments, %d found by receipts\n", name, changed, FLIPS, found);
-    CHECK(missed == 0 && changed >= (passing ? 1 : FLIPS / 2),
-          "receipts find each flip in %s that changed the result: %d changed it, %d missed", name, changed, missed);
+    printf("flips in %s: %d of %d changed weights or moments, %d found by receipts\n", place->name, changed, FLIPS,
+           found);
+    CHECK(missed == 0 && changed >= (place->passing ? 1 : FLIPS / 2),
+          "receipts find each flip in %s that changed the result: %d changed it, %d missed", place->name, changed,
+          missed);
 }
 
 static void test_flips(void) {
@@ -475,16 +468,9 @@ static void test_flips(void) {
     o.grad_accumulation_steps = 2, o.grad_clip = 1;
     options_resolve(&o);
     FlipTrials *f = flip_trials(&o, &m);
-    const AdamwArrays *p = &f->t.params;
-    const FsdpWeights *w = &f->t.fsdp.weights;
-    const int64_t total = f->t.table.total, layer = layer_offset(&f->t.table, 1) - layer_offset(&f->t.table, 0);
-    const int64_t first = f->t.table.root_size;  // a layer has no padding in its matrices
-    flip_place(f, "weights", p->weights + first, layer * 2, false);
-    flip_place(f, "first moments", (bf16 *)p->exp_avg + first, layer * 2, false);
-    flip_place(f, "second moments", (bf16 *)p->exp_avg_sq + first, layer * 2, false);
-    flip_place(f, "gradients, within a step", gradients(&f->t), total * 2, true);
-    flip_place(f, "FP8 weights, within a step", w->rowwise, w->num_rowwise * fsdp_layer_matrices(&f->t.fsdp), true);
-    flip_place(f, "activations, within a step", f->t.acts.layer[0].x, f->t.d.R * f->t.d.C * 2, true);
+    FlipPlace places[FLIP_PLACES];
+    flip_places(places, &f->t);
+    for (int i = 0; i < FLIP_PLACES; i++) flip_place(f, &places[i]);
     CUDA_CHECK(cudaFree(f->start));
     trainer_destroy(&f->t);
     free(f->receipts), free(f->clean), free(f->state), free(f->clean_state), free(f);

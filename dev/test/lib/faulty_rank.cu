@@ -1,5 +1,7 @@
 // The GPU trainer with a rank that flips a bit of the first layer's input or, with FAULTY_WEIGHTS=BIT, of the weights
-// that it has gathered (faulty_rank.h): for tests of --replay-every.
+// that it has gathered (faulty_rank.h), for tests of --replay-every; or bit FAULTY_BIT of FAULTY_PLACE (flips.cuh) in
+// step FAULTY_STEP, for tests of receipts.
+#define TESTING
 #include "faulty_rank.h"
 
 #include "../../../llmc/kernels/embedding.cuh"
@@ -32,3 +34,24 @@ static inline void faulty_unshard(Fsdp *f, int64_t l, bool backward) {
 #define embedding_forward faulty_embedding_forward
 #define fsdp_unshard faulty_unshard
 #include "../../../train_fp8.cu"
+#include "flips.cuh"
+
+static void faulty_step(void *context, DataLoader *data, int64_t step, int64_t skipped, int64_t first_sample,
+                        bool after_pause) {
+    static cudaStream_t stream;
+    const char *place = getenv("FAULTY_PLACE"), *faulty = getenv("FAULTY_STEP"), *bit = getenv("FAULTY_BIT");
+    FlipPlace places[FLIP_PLACES];
+    flip_places(places, (const Trainer *)context);
+    if (!stream) CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    for (int i = 0; place && faulty && bit && i < FLIP_PLACES; i++)
+        if (strcmp(places[i].name, place) == 0 && step + 1 == atol(faulty))
+            flip_bit(&places[i], (uint64_t)atoll(bit), stream);
+    start_step(context, data, step, skipped, first_sample, after_pause);
+}
+
+int main(int argc, char **argv) {
+    static Trainer trainer;
+    TrainerOps ops = trainer_ops;
+    ops.start_step = faulty_step;
+    return run_trainer(argc, argv, &ops, &trainer);
+}
