@@ -158,11 +158,11 @@ def test_kinds(folder):
         packed.write(f.read())
     os.rename(f"{folder}/in/c.jsonl", f"{folder}/c.jsonl")
     with gzip.open(f"{folder}/in/d.txt.gz", "wt") as packed:
-        packed.write("d1\n<|endoftext|>\nd2")
+        packed.write('{\n"d1"\n<|endoftext|>\nd2')  # as C may begin
     write_text(f"{folder}/in/notes.md", ["left out"])
     status, output = run(f"{folder}/in", f"{folder}/*.jsonl", "--val", val, "--tokenizer", "bytes", "--out", folder,
                          "--name", "k")
-    expected = ["b \u2603", "half \ufffd pair", "<|endoftext|> stays", "d1", "d2", "c1", "c2", "c3", "c1", "c2", "c3"]
+    expected = ["b \u2603", "half \ufffd pair", "<|endoftext|> stays", '{\n"d1"', "d2", *["c1", "c2", "c3"] * 2]
     check(status == 0 and texts_of(folder, "k") == expected, f"{texts_of(folder, 'k')}: {output}")
     for words in ("/in: 1 files of other names are left out", "/in: 8 documents, ", "/*.jsonl: 3 documents, 9 tokens",
                   "_train.bin: 11 documents", "of them separators", "warning: 1 documents are not valid UTF-8"):
