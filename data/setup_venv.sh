@@ -20,6 +20,7 @@ fail() { echo "error: $1" >&2; exit 1; }
 command -v "$python" >/dev/null || fail "$python is not installed (Debian: apt install python3 python3-venv)"
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "$python cannot make virtual environments (Debian: apt install python3-venv)"
+echo "installing $(grep -c == "$here/requirements.txt") packages in $venv; this takes half a minute"
 "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r "$here/requirements.txt"
 "$venv/bin/python" -c 'import jinja2, pyarrow.parquet, tiktoken, tokenizers'

@@ -42,6 +42,7 @@ class Shards:
         self.prefix, self.kind, self.most, self.file = prefix, token_kind(tokenizer), most, None
         self.format = SHARD_MASKED if tokenizer.masked else SHARD_U16 if self.kind == "H" else SHARD_U32
         self.documents, self.counts = (saved["documents"], saved["counts"]) if saved else (0, [0])
+        self.context = saved.get("context", 0) if saved else 0  # tokens that do not count in the loss
 
     def path(self, i):
         return self.prefix + (f"_{i + 1:06}.bin" if i else ".bin")
@@ -72,6 +73,8 @@ class Shards:
         self.file.write(tokens)
         self.counts[-1] += count
         self.documents += 1
+        if self.format == SHARD_MASKED:
+            self.context += tokens.tobytes()[3::4].count(0x80)  # the byte of the mark; ids stay below it
 
     def close(self):
         self.file.seek(0)
@@ -83,7 +86,7 @@ class Shards:
         """Returns what the state keeps, once the tokens are on the disk."""
         if not self.file.closed:
             sync(self.file)
-        return {"documents": self.documents, "counts": self.counts}
+        return {"documents": self.documents, "counts": self.counts, "context": self.context}
 
     def discard(self):
         if self.file:
@@ -101,7 +104,9 @@ class Shards:
         for path, count in zip(self.paths(), self.counts) if many else []:
             print(f"{path}: {count} tokens")
         name = f"'{self.prefix}*.bin'" if many else self.path(0)
-        print(f"{name}: {self.documents} documents, {sum(self.counts)} tokens, {self.documents} of them separators")
+        tokens = sum(self.counts)
+        counted = f", {tokens - self.context} count in the loss" if self.format == SHARD_MASKED else ""
+        print(f"{name}: {self.documents} documents, {tokens} tokens, {self.documents} of them separators{counted}")
 
 
 def write_table(path, tokenizer):

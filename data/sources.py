@@ -138,6 +138,17 @@ def read_head(path, file):
     return head
 
 
+def begins_lines(head, promised):
+    """True if the bytes begin with a line of JSON. If the name promises no such lines, a whole object stands in the
+    line: text in C may begin with a brace and a string."""
+    if promised or b"\n" not in head.lstrip():
+        return re.match(rb"\s*\{" if promised else rb'\s*\{\s*"', head)
+    try:
+        return isinstance(json.loads(head.lstrip().split(b"\n")[0]), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 def judge(path, argument, split, field, limit=None, size=None, chat=False):
     """Returns the File. Ends the program if it cannot be read as its name and its first bytes say."""
     size = size or os.path.getsize(path)
@@ -148,8 +159,7 @@ def judge(path, argument, split, field, limit=None, size=None, chat=False):
         file.form = PARQUET
     else:
         refuse_foreign(path, promised or TEXT, head)
-        is_lines = re.match(rb'\s*\{\s*"' if promised != LINES else rb"\s*\{", head.removeprefix(b"\xef\xbb\xbf"))
-        file.form = LINES if is_lines else TEXT
+        file.form = LINES if begins_lines(head.removeprefix(b"\xef\xbb\xbf"), promised == LINES) else TEXT
     if promised and file.form != promised:
         ending = next(ending for ending, form in FORMS.items() if form == file.form)
         refuse_name(path, promised, file.form if promised == TEXT else "not; it begins like " + file.form,

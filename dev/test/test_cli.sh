@@ -199,9 +199,9 @@ evaluates() {
     grep -q "^evaluation of $tmp/s_train.bin: [0-9]* tokens in [1-9][0-9]* documents" "$tmp/evaluated" &&
         no_step "$tmp/evaluated" && equal "$(sed -n 's/^loss \([0-9.]*\) nats.*/\1/p' "$tmp/evaluated")" "$loss"
 }
-check "--evaluate of an export gives its validation loss" evaluates 1 $used
-check "--evaluate prints perplexity, bits per byte and an interval" eval "python3 - <'$tmp/evaluated' <<'EOF'
-import math, re
+check "--evaluate of an export gives its validation loss" evaluates 1 $used --log-dir "$tmp/evaluation"
+check "--evaluate prints and logs perplexity, bits per byte and an interval" eval "python3 - <'$tmp/evaluated' <<'EOF'
+import json, math, re
 text = open('$tmp/evaluated').read()
 found = re.search(r'loss (\S+) nats per token . perplexity (\S+) . (\S+) bits', text)
 loss, perplexity, bits = map(float, found.groups())
@@ -209,6 +209,10 @@ tokens = int(re.search(r': (\d+) tokens', text).group(1))
 low, high = map(float, re.search(r'95% interval over documents: loss (\S+) to (\S+),', text).groups())
 assert low < loss < high < low + 0.2 and abs(math.exp(loss) / perplexity - 1) < 1e-4, text
 assert 1 < bits * math.log(2) / loss < 1.01, text  # a byte is a token here, but separators have none
+record = json.loads(open('$tmp/evaluation/log.jsonl').readlines()[-1])
+logged = [record[key] for key in ('loss', 'perplexity', 'bits_per_byte', 'loss_low', 'loss_high')]
+assert record['type'] == 'evaluation' and (record['tokens'], record['unit']) == (tokens, 'documents'), record
+assert all(abs(a - b) < 1e-4 for a, b in zip(logged, (loss, perplexity, bits, low, high))), record
 EOF"
 check "--evaluate of the newest checkpoint, on 2 ranks and in batches, gives the same loss" \
     evaluates 2 tiny --sequence-length 32 --batch-size 3 --checkpoint-dir "$tmp/ck2" --resume

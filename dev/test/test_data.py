@@ -158,11 +158,11 @@ def test_kinds(folder):
         packed.write(f.read())
     os.rename(f"{folder}/in/c.jsonl", f"{folder}/c.jsonl")
     with gzip.open(f"{folder}/in/d.txt.gz", "wt") as packed:
-        packed.write("d1\n<|endoftext|>\nd2")
+        packed.write('{\n"d1"\n<|endoftext|>\nd2')  # as C may begin
     write_text(f"{folder}/in/notes.md", ["left out"])
     status, output = run(f"{folder}/in", f"{folder}/*.jsonl", "--val", val, "--tokenizer", "bytes", "--out", folder,
                          "--name", "k")
-    expected = ["b \u2603", "half \ufffd pair", "<|endoftext|> stays", "d1", "d2", "c1", "c2", "c3", "c1", "c2", "c3"]
+    expected = ["b \u2603", "half \ufffd pair", "<|endoftext|> stays", '{\n"d1"', "d2", *["c1", "c2", "c3"] * 2]
     check(status == 0 and texts_of(folder, "k") == expected, f"{texts_of(folder, 'k')}: {output}")
     for words in ("/in: 1 files of other names are left out", "/in: 8 documents, ", "/*.jsonl: 3 documents, 9 tokens",
                   "_train.bin: 11 documents", "of them separators", "warning: 1 documents are not valid UTF-8"):
@@ -673,15 +673,16 @@ def write_chats(path, chats):
 
 
 def chats_of(folder):
-    """Returns the text of training shards with a mask, and its parts that count, joined by |."""
-    table, text, counted = read_table(f"{folder}/n.tokenizer")[1], b"", b""
+    """Returns the text of training shards with a mask, its parts that count, joined by |, and how many tokens count."""
+    table, text, counted, number = read_table(f"{folder}/n.tokenizer")[1], b"", b"", 0
     for name in sorted(n for n in os.listdir(folder) if n.startswith("n_train")):
         magic, version, tokens = read_shard(f"{folder}/{name}")
         check((magic, version) == (20240801, 9), f"a shard of chats declares a mask: {magic}, {version}")
         for token in tokens:
             text += table[token & 0x7fffffff]
             counted += b"|" if token >> 31 else table[token]
-    return text.decode(), re.sub(r"\|+", "|", counted.decode()).strip("|")
+            number += not token >> 31
+    return text.decode(), re.sub(r"\|+", "|", counted.decode()).strip("|"), number
 
 
 def test_chat(folder):
@@ -713,7 +714,8 @@ def test_chat(folder):
                                          "--processes", n, "--shard-tokens", "5000", python=VENV_PYTHON)
             check(status == 0, f"{name}, {n} processes: {output}")
         check(files_of(f"{folder}/{name}1") == files_of(f"{folder}/{name}2"), f"{name}: processes do not matter")
-        text, counted = chats_of(f"{folder}/{name}1")
+        text, counted, number = chats_of(f"{folder}/{name}1")
+        check(f"240 of them separators, {number} count in the loss\n" in output, f"the counted tokens: {output}")
         strip, line = (str.strip, "") if name == "llama" else (str, "\n")
         begin, end = ("<h>%s</h>", "<|im_end|>") if name == "llama" else ("<|im_start|>%s\n", "<|im_end|>\n")
         whole = "".join("<|endoftext|>" + "".join(begin % role + strip(said) + end for role, said in chat)
@@ -729,7 +731,8 @@ def test_chat(folder):
     again = [chats, f"{folder}/d.jsonl.gz", *words, "--shard-tokens", "5000", "--out", f"{folder}/again"]
     check(run_changed(die, *again, python=VENV_PYTHON)[0] == -9, "the run is killed")
     status, output = run(*again, python=VENV_PYTHON)
-    check("going on after" in output and files_of(f"{folder}/again") == files_of(f"{folder}/llama1"),
+    check("going on after" in output and files_of(f"{folder}/again") == files_of(f"{folder}/llama1") and
+          f", {number} count in the loss\n" in output,
           f"a run that broke off goes on: {output}")
     with open(f"{model}/chat_template.jinja", "w") as f:
         f.write(THINK)  # it goes before tokenizer_config.json

@@ -1,9 +1,9 @@
-// Tests the step line, lines of log.jsonl (read back with the JSON reader), the summary, and files that cannot be
-// written.
+// Tests the step line, progress of an evaluation, lines of log.jsonl (read back with the JSON reader), the summary, and
+// files that cannot be written.
 #include <signal.h>
 #include <sys/resource.h>
 
-#include "../../llmc/run/logger.h"
+#include "../../llmc/run/evaluate.h"
 #include "lib/check.h"
 #include "lib/json_check.h"
 #include "lib/scratch.h"
@@ -350,8 +350,25 @@ static void test_full_disk(void) {
     unlink(scratch_path("log.jsonl"));
 }
 
+static void log_progress(Logger *l, void *evaluation) {
+    evaluation_progress((Evaluation *)evaluation, l, 40, 120);
+    evaluation_progress((Evaluation *)evaluation, l, 60, 120);  // too soon
+}
+
+static void test_evaluation_progress(void) {
+    const double now = seconds_now();
+    Evaluation e = {.loss = 90, .tokens = 50, .unit_loss = 10, .unit_tokens = 50, .began = now - 30, .shown = now - 11};
+    Logger l = {0};
+    const char *expected = "evaluated 40 of 120 sequences, 100 tokens | loss 1.000000 | 60 s left, until ";
+    char *printed = captured(log_progress, &l, &e);
+    CHECK(strncmp(printed, expected, strlen(expected)) == 0 && strlen(printed) == strlen(expected) + strlen("14:03\n"),
+          "progress of an evaluation comes once in ten seconds: %s", printed);
+    free(printed);
+}
+
 int main(void) {
     scratch_create();
+    test_evaluation_progress();
     test_step_line();
     test_diverged();
     test_skipped_losses();

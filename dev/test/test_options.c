@@ -192,7 +192,7 @@ static void test_refused(void) {
         {"tiny -", "unknown option -"},
         {"tiny --", "unknown option --"},
         {"tiny --zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz", "unknown option --zzz"},
-        {"tiny small", "two models given: \"tiny\" and \"small\""},
+        {"tiny small", "two models given: \"tiny\" and \"small\"; a glob needs quotes"},
         {"--seed 3", "no MODEL given"},
         {"~ --seed 3", "no MODEL given"},
         {"tiny --seed", "--seed needs a value"},

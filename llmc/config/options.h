@@ -297,7 +297,7 @@ static inline Options options_parse(int argc, char **argv) {
             if (*o.model && flag)
                 die_with(EXIT_USAGE, "--%s takes no value, but \"%s\" follows it", flag->name, argument);
             if (*o.model)
-                die_with(EXIT_USAGE, "two models given: \"%s\" and \"%s\"; a run trains one model", o.model, argument);
+                die_with(EXIT_USAGE, "two models given: \"%s\" and \"%s\"; a glob needs quotes", o.model, argument);
             o.model = argument, flag = NULL;
             continue;
         }

@@ -234,14 +234,14 @@ static inline void options_replay_conflict(const Options *o, char *message, size
 // Rules of --generate and --evaluate. run_use_model asks for them, before it changes options.
 static inline void options_use_conflict(const Options *o, char *message, size_t capacity) {
     const char *name = *o->generate ? "generate" : "evaluate";
-    const char *other = *o->generate && *o->evaluate ? "evaluate"
-                        : o->dry_run                 ? "dry-run"
-                        : *o->log_dir                ? "log-dir"
-                        : *o->export_hf              ? "export-hf"
-                        : *o->branch                 ? "branch"
-                        : *o->val_data               ? "val-data"
-                        : *o->mix                    ? "mix"
-                                                     : NULL;
+    const char *other = *o->generate && *o->evaluate  ? "evaluate"
+                        : o->dry_run                  ? "dry-run"
+                        : *o->log_dir && *o->generate ? "log-dir"
+                        : *o->export_hf               ? "export-hf"
+                        : *o->branch                  ? "branch"
+                        : *o->val_data                ? "val-data"
+                        : *o->mix                     ? "mix"
+                                                      : NULL;
     if (!options_uses_model(o)) return;
     if (other) format_checked(message, capacity, "--%s does nothing else; leave --%s out", name, other);
     else if (*o->checkpoint_dir && !o->resume)

@@ -274,22 +274,23 @@ static inline void logger_print_line(Logger *l) {
     l->unprinted[0] = 0;
 }
 
-// Formats " | 12 min left, until 14:03", validation and saves counted in; "" after the run's first and last step.
-static inline void logger_format_left(const Logger *l, int64_t step, char *out, size_t capacity) {
-    *out = '\0';
-    if (l->count < 2 || step >= l->num_steps) return;
-    const double passed = seconds_now() - l->times.began - l->times.start,
-                 left = passed / (double)l->count * (double)(l->num_steps - step);
+// Formats " | 12 min left, until 14:03".
+static inline void logger_format_left(double left, char *out, size_t capacity) {
     const time_t end = time(NULL) + (time_t)left;
     struct tm local;
     char at[32];
     strftime(at, sizeof at, left < 20 * 3600 ? "%H:%M" : "%b %d, %H:%M", localtime_r(&end, &local));
     const char *unit = left < 90 ? "s" : left < 5400 ? "min" : "h";
-    format_checked(out, capacity, " | %.*f %s left, until %s", left < 5400 ? 0 : 1,
-                   left / (left < 90     ? 1
-                           : left < 5400 ? 60
-                                         : 3600),
-                   unit, at);
+    const double unit_seconds = left < 90 ? 1 : left < 5400 ? 60 : 3600;
+    format_checked(out, capacity, " | %.*f %s left, until %s", left < 5400 ? 0 : 1, left / unit_seconds, unit, at);
+}
+
+// Formats the time left, validation and saves counted in; "" after the run's first and last step.
+static inline void logger_format_run_left(const Logger *l, int64_t step, char *out, size_t capacity) {
+    *out = '\0';
+    if (l->count < 2 || step >= l->num_steps) return;
+    const double passed = seconds_now() - l->times.began - l->times.start;
+    logger_format_left(passed / (double)l->count * (double)(l->num_steps - step), out, capacity);
 }
 
 // Formats one step's line, and prints it unless --log-every leaves it out. This process's first step, step --num-steps
@@ -298,7 +299,7 @@ static inline void logger_print_step(Logger *l, const StepRecord *s, const Throu
     char speed[256], width[32], left[64];
     format_checked(width, sizeof width, "%lld", (long long)l->num_steps);
     logger_format_speed(speed, sizeof speed, r, s->seconds, s->memory);
-    logger_format_left(l, s->step, left, sizeof left);
+    logger_format_run_left(l, s->step, left, sizeof left);
     format_checked(l->unprinted, sizeof l->unprinted, "step %*lld/%s | loss %.6f | norm %.4f | lr %.3e | %s%s%s\n",
                    (int)strlen(width), (long long)s->step, width, s->loss, s->norm, s->learning_rate, speed, left,
                    s->skipped ? " | SKIPPED: loss or gradient norm not finite, or norm too large" : "");

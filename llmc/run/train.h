@@ -289,7 +289,8 @@ static inline int64_t run_steps(Run *run, int *stop) {
 static inline void run_use(Run *run) {
     RunSetup *s = &run->setup;
     const Options *o = &run->options;
-    if (*o->evaluate) evaluation_run(o, &run->comm, &s->val, &s->tokenizer, run->ops->token_losses, run->trainer);
+    if (*o->evaluate)
+        evaluation_run(o, &run->comm, &s->val, &s->tokenizer, run->ops->token_losses, run->trainer, &run->logger);
     else
         sampler_generate(o, &run->comm, &s->model, &s->tokenizer, s->prompt, s->prompt_length, run->ops->next_logits,
                          run->trainer);
@@ -509,13 +510,8 @@ static inline void run_choose_recompute(Run *run) {
 // Dies if the run needs more than --memory-limit.
 static inline void run_check_limit(const Run *run) {
     const Options *o = &run->options;
-    const MemoryFit fit = {o,
-                           &run->setup.model,
-                           &run->comm,
-                           run->ops->kind,
-                           run->ops->memory_needed,
-                           (int64_t)(o->memory_limit * 1073741824),
-                           true};
+    const int64_t limit = (int64_t)(o->memory_limit * 1073741824);
+    const MemoryFit fit = {o, &run->setup.model, &run->comm, run->ops->kind, run->ops->memory_needed, limit, true};
     if (o->memory_limit > 0)
         memory_fit_require(&fit, run->parts.memory.used + run->parts.memory_overhead, "--memory-limit is");
 }
