@@ -110,7 +110,9 @@ static inline void evaluation_run(const Options *o, const Comm *c, DataLoader *d
                                   TokenLosses token_losses, void *trainer, Logger *l) {
     const int64_t T = o->sequence_length, rows = c->world * o->batch_size;
     int64_t done = 0;
-    Evaluation e = {.tokenizer = tokenizer, .documents = tokenizer->count && data->spread == data->num_sequences};
+    Evaluation e;
+    memset(&e, 0, sizeof e);
+    e.tokenizer = tokenizer, e.documents = tokenizer->count && data->spread == data->num_sequences;
     float *losses = (float *)xcalloc((size_t)(rows * T), sizeof *losses);
     int32_t *tokens = (int32_t *)xcalloc((size_t)(2 * T), sizeof *tokens);
     activity_phase(PHASE_VALIDATION, 0);
