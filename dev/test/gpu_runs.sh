@@ -288,10 +288,13 @@ fp8_sums() {
         trains "sums_$seed" "$1" "$2" $data --sequence-length 64 --batch-size 1 --grad-accumulation-steps 257 \
             --num-steps 1 --precision bf16 --grad-accum-dtype fp8 --rounding-seed "$seed"
         grep '^FP8 sums of' "$tmp/sums_$seed.log"
-    done | tr -d , | awk '{ runs[$4]++; slope[$4] += $7; square[$4] += $10 * $10; norm[$4] += $12 }
-        END { for (n in runs) print n, slope[n] / runs[n], sqrt(square[n] / runs[n]), norm[n] / runs[n] }' \
+    done | tr -d , | awk -v seeds="$3" '{ runs[$4]++; slope[$4] += $7; square[$4] += $10 * $10; norm[$4] += $12 }
+        END {
+            for (n in runs)
+                if (runs[n] == seeds) print n, slope[n] / seeds, sqrt(square[n] / seeds), norm[n] / seeds
+        }' \
         >"$tmp/sums.txt"
-    check "$1 $2: FP8 sums of 3 numbers of micro-steps" equal "$(grep -c . "$tmp/sums.txt")" 3
+    check "$1 $2: each of $3 runs has FP8 sums of 3 numbers of micro-steps" equal "$(grep -c . "$tmp/sums.txt")" 3
     while read -r n slope error norm; do
         near "$1 $2: slope of FP8 sums of $n micro-steps (rms error $error)" "$slope" 1 5e-3
         near "$1 $2: norm of FP8 sums of $n micro-steps" "$norm" "$(awk "BEGIN { print sqrt(1 + $error ^ 2) }")" 1e-2
