@@ -53,7 +53,7 @@ static void join(void *plain, void *other, const BiasWork *w) {
 
 int main(int argc, char **argv) {
     static Trainer plain, other;
-    openmp_spin_briefly(argv);
+    openmp_give_way();
     const BiasOps ops = {&trainer_ops, &plain, &other, NULL, gradients, sum_memory, shared_memory, join};
     return bias_main(argc, argv, &ops);
 }

@@ -659,7 +659,7 @@ static const TrainerOps trainer_ops = {.program = "train_fp8",
 #ifndef TESTING
 int main(int argc, char **argv) {
     static Trainer trainer;
-    openmp_spin_briefly(argv);
+    openmp_give_way();
     return run_trainer(argc, argv, &trainer_ops, &trainer);
 }
 #endif
