@@ -18,7 +18,8 @@ COST_MODEL := $(shell $(CC) -fvect-cost-model=cheap -Werror -E -x c /dev/null >/
 	echo -fvect-cost-model=cheap)
 CFLAGS = -std=gnu11 -O3 -march=native $(COST_MODEL) -fopenmp -pthread -ffp-contract=off \
 	$(WARNINGS) $(MPI_CFLAGS)
-SANITIZE = -std=gnu11 -O1 -g -march=native -fopenmp -pthread -ffp-contract=off $(WARNINGS) \
+# -Og compiles in half the time of -O1, and finds more: it merges no stack frames, which hides a dangling pointer.
+SANITIZE = -std=gnu11 -Og -g -march=native -fopenmp -pthread -ffp-contract=off $(WARNINGS) \
 	-fsanitize=address,undefined -fno-sanitize-recover=all $(MPI_CFLAGS)
 LIBS = $(MPI_LIBS) -lm
 # Code for Hopper. Other GPUs of compute capability 8.0 and above run the portable kernels, in a program that is built
