@@ -99,12 +99,14 @@ say "tests, those in C also under address and undefined-behaviour sanitizers"
 # First those that mostly wait, beside test_hosts, which measures times; then the long ones, so that none of them runs
 # alone at the end.
 programs=(dev/test/test_hosts.sh dev/test/test_rendezvous.sh dev/test/test_stall.sh dev/test/test_ranks.sh
-    build/asan/test_train_fp8 dev/test/test_report.py dev/test/test_sweep.sh dev/test/test_prose.sh
+    dev/test/test_prose.sh build/asan/test_train_fp8 dev/test/test_verdict.py dev/test/test_report.py
     dev/test/test_setup.sh dev/test/test_faults.sh dev/test/test_cli.sh build/test_train_fp8
-    dev/test/test_verdict_stats.py dev/test/test_verdict.py
-    "${gpu_tests[@]}")
+    "${gpu_tests[@]}" dev/test/test_verify.sh dev/test/test_verdict_stats.py)
 for program in dev/test/test_*.c "${optimized[@]}" dev/test/test_*.py dev/test/test_*.sh; do
-    case $program in *.c) program=build/asan/$(basename "$program" .c) ;; esac
+    case $program in
+    *.c) program=build/asan/$(basename "$program" .c) ;;
+    */test_sweep.sh | */test_run_recipes.sh) continue ;;  # test_prose.sh runs them
+    esac
     [[ " ${programs[*]} " = *" $program "* ]] || programs+=("$program")
 done
 tally_three_at_a_time "${programs[@]}"
