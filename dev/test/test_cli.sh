@@ -35,15 +35,15 @@ check "an unknown option ends with status 2" ends 2 tiny $data --bogus
 check "--json without --dry-run ends with status 2" ends 2 tiny $data --json
 check "a missing shard ends with status 1" ends 1 tiny $data --train-data "$tmp/none.bin"
 check "a plan larger than the memory ends with status 3" ends 3 llama3.1-405b $data
-# Prints the number of threads of a run with the setting $1.
+# Prints the number of threads of a run with the settings $@.
 threads() {
-    env "$1" $trainer tiny $data --num-steps 1000000 >"$tmp/one" 2>&1 &
+    env -u GOMP_SPINCOUNT "$@" $trainer tiny $data --num-steps 1000000 >"$tmp/one" 2>&1 &
     for ((i = 0; i < 100; i++)); do grep -q "^step 2/" "$tmp/one" && break || sleep 0.1; done
     ls /proc/$!/task | wc -l
     kill $! && wait $! 2>/dev/null
 }
 check "a thread looks whether others take the cores (test_openmp.c), unless the user has chosen" \
-    [ "$(threads OMP_NUM_THREADS=2)" -gt "$(threads GOMP_SPINCOUNT=7)" ]
+    [ "$(threads)" -gt "$(threads GOMP_SPINCOUNT=7)" ]
 limited="small $data --batch-size 64 --dry-run --memory-limit"
 check "a plan larger than --memory-limit ends with status 3" ends 3 $limited 0.1
 check "the message names options with which the run fits" \
