@@ -230,6 +230,17 @@ check "a batch without a token that counts: loss and gradient 0, and a warning" 
 check "--evaluate takes no memory for the optimizer" lacks "$tmp/evaluated" "optimizer state"
 check "--evaluate of a part of the sequences counts sequences" \
     eval '$trainer $used --evaluate "$tmp/s_train.bin" --val-steps 3 | grep -q ": 96 tokens in 3 sequences$"'
+# True if a signal ends --evaluate early, and the run prints and logs which, and how much was evaluated.
+evaluates_part() {
+    build/synth_stories --out "$tmp/long" --bytes 4000000 --seed 3 >/dev/null
+    timeout -s TERM 1 $trainer $used --evaluate "$tmp/long_train.bin" --log-dir "$tmp/part" >"$tmp/evaluated" 2>&1
+    local done all
+    read -r done all < <(sed -n 's/.*"sequences": \([0-9]*\), "all_sequences": \([0-9]*\).*/\1 \2/p' \
+        "$tmp/part/log.jsonl")
+    [ "${done:-0}" -gt 0 ] && [ "$done" -lt "$all" ] &&
+        holds "$tmp/evaluated" "stopped by signal 15 after $done of $all sequences; the result is theirs"
+}
+check "--evaluate stopped by a signal" evaluates_part
 generated() { "${launch[@]}" $trainer "$@" --max-tokens 20 2>&1 | awk '/^Once upon/ { on = 1 } on'; }
 launch=()
 once=$(generated "$tmp/used" --generate "Once upon")

@@ -59,8 +59,8 @@ static inline double evaluation_error(const Evaluation *e) {
 // Student's t at 97.5%, by the first terms of its series in 1 / df: from df 4 on within 0.3%.
 static inline double evaluation_t(double df) { return 1.959964 + (2.372271 + (2.822486 + 2.556 / df) / df) / df; }
 
-// Prints and logs the result of `sequences` sequences of `data`.
-static inline void evaluation_report(Evaluation *e, Logger *l, const char *data, int64_t sequences) {
+// Prints and logs the result of `sequences` of all sequences of `data`.
+static inline void evaluation_report(Evaluation *e, Logger *l, const char *data, int64_t sequences, int64_t all) {
     evaluation_end_unit(e);
     const double loss = e->loss / e->tokens, reach = evaluation_t(e->units - 1) * evaluation_error(e),
                  byte = e->bytes > 0 ? e->loss / log(2) / e->bytes : (double)NAN;
@@ -79,6 +79,7 @@ static inline void evaluation_report(Evaluation *e, Logger *l, const char *data,
     json_text_add(&line, "{\"type\": \"evaluation\"");
     logger_add_text(&line, "data", data);
     logger_add_int(&line, "sequences", sequences);
+    logger_add_int(&line, "all_sequences", all);
     logger_add_int(&line, "tokens", (int64_t)e->tokens);
     logger_add_text(&line, "unit", unit);
     logger_add_int(&line, "units", (int64_t)e->units);
@@ -110,6 +111,7 @@ static inline void evaluation_run(const Options *o, const Comm *c, DataLoader *d
                                   TokenLosses token_losses, void *trainer, Logger *l) {
     const int64_t T = o->sequence_length, rows = c->world * o->batch_size;
     int64_t done = 0;
+    int stop = 0;
     Evaluation e;
     memset(&e, 0, sizeof e);
     e.tokenizer = tokenizer, e.documents = tokenizer->count && data->spread == data->num_sequences;
@@ -117,7 +119,7 @@ static inline void evaluation_run(const Options *o, const Comm *c, DataLoader *d
     int32_t *tokens = (int32_t *)xcalloc((size_t)(2 * T), sizeof *tokens);
     activity_phase(PHASE_VALIDATION, 0);
     e.began = e.shown = seconds_now();
-    while (done < data->spread && !stop_requested(c)) {
+    while (done < data->spread && !(stop = stop_requested(c))) {
         const float *mine = token_losses(trainer, data, done / rows);
         comm_all_gather(c, COMM_WORLD, mine, losses, o->batch_size * T * (int64_t)sizeof *losses);
         const int64_t end = done + dataloader_rows_before(done, rows, data->spread);
@@ -127,8 +129,10 @@ static inline void evaluation_run(const Options *o, const Comm *c, DataLoader *d
         }
         evaluation_progress(&e, l, done, data->spread);
     }
-    if (done < data->spread) printf("stopped after %lld of %lld sequences\n", (long long)done, (long long)data->spread);
-    if (done) evaluation_report(&e, l, o->evaluate, done);
+    if (stop)
+        printf("stopped by signal %d after %lld of %lld sequences; the result is theirs\n", stop, (long long)done,
+               (long long)data->spread);
+    if (done) evaluation_report(&e, l, o->evaluate, done, data->spread);
     free(losses);
     free(tokens);
 }
