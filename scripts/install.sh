@@ -13,6 +13,17 @@ take_none() {
 
 say() { printf '\n== %s\n' "$*"; }
 
+# Runs a command that prints little or nothing, and every 5 seconds prints how long it has taken, to stderr.
+alive() {
+    local begin=$SECONDS status=0
+    while sleep 5 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do echo "($((SECONDS - begin)) s)" >&2; done &
+    local ticker=$!
+    "$@" || status=$?
+    kill $ticker
+    wait $ticker 2>/dev/null || :
+    return $status
+}
+
 # Installs packages of Debian or Ubuntu, as root or by sudo. Ends the script if apt-get fails or is missing, or if there
 # is no sudo for a user who is not root.
 install_packages() {
@@ -24,8 +35,8 @@ install_packages() {
         sudo=(sudo)
     fi
     command -v apt-get >/dev/null || { echo "error: no apt-get here; install these packages by hand: $*" >&2; exit 1; }
-    "${sudo[@]}" apt-get update -qq &&
-        "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" \
+    alive "${sudo[@]}" apt-get update -qq &&
+        alive "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" \
             >/dev/null || { echo "error: apt-get failed; install these packages by hand: $*" >&2; exit 1; }
 }
 

@@ -16,7 +16,8 @@ install_tools
 output=$(mktemp)
 trap 'rm -f "$output"' EXIT
 # Runs a command without showing its output. If it fails, shows the output and ends the script.
-quietly() { "$@" >"$output" 2>&1 || { cat "$output"; exit 1; }; }
+hidden() { "$@" >"$output" 2>&1; }
+quietly() { alive hidden "$@" || { cat "$output"; exit 1; }; }
 
 say "build"
 trainer=./train_fp8 steps=${STEPS:-1500}
@@ -38,14 +39,14 @@ build/synth_stories --out build/stories --bytes 2000000 --seed 1
 
 out=${OUT:-log/quickstart}
 run="--train-data build/stories_train.bin --val-data build/stories_val.bin --num-steps $steps --log-dir $out
-    --lr-schedule cosine --log-every $((steps / 10)) --sample-every $steps --max-tokens 240"
+    --lr-schedule cosine --log-every $(((steps + 29) / 30)) --sample-every $steps --max-tokens 240"
 if [ "$trainer" = ./train_fp8cu ]; then
     say "training: small (4 layers), ${precision^^}, on the GPU"
     $trainer small $run --precision $precision --sequence-length 512 --batch-size 16 --learning-rate 1e-3 \
         --warmup-steps $((steps / 20))
 else
     say "training: tiny (2 layers), BF16 as a GPU would round it, on the CPU"
-    $trainer tiny $run --sequence-length 256 --batch-size 8 --learning-rate 3e-3 --warmup-steps $((steps / 30))
+    $trainer tiny $run --sequence-length 256 --batch-size 8 --learning-rate 3e-3 --warmup-steps $(((steps + 29) / 30))
 fi
 echo
 echo "Every step is in $out/log.jsonl. Next: docs/TRAINING.md."
