@@ -49,7 +49,8 @@ HEADER_CHECKS := $(HEADERS:llmc/%=build/headers/%.ok) build/headers/cxx.ok
 CUDA_HEADER_CHECKS := $(CUDA_HEADERS:llmc/%=build/headers/%.ok)
 # Programs that only a GPU can run. make check-gpu builds them all.
 GPU_PROGRAMS := $(wildcard dev/cuda/*.cu dev/test/lib/*.cu) dev/test/test_gpu.cu gradient_bias.cu
-GPU_SOURCES := $(HEADERS) $(CUDA_HEADERS) $(wildcard dev/cuda/*.cuh dev/test/lib/*.h dev/test/lib/*.cuh) train_fp8.cu $(GPU_PROGRAMS)
+GPU_SOURCES := $(HEADERS) $(CUDA_HEADERS) $(wildcard dev/cuda/*.cuh dev/test/lib/*.h dev/test/lib/*.cuh) train_fp8.cu \
+	$(GPU_PROGRAMS)
 # GPU tests that need no GPU: they run host code alone.
 HOST_TESTS := build/test_fsdp_order build/test_placement
 FUZZ_TARGETS := $(patsubst dev/fault/%.c,build/fault/%,$(wildcard dev/fault/fuzz_*.c))
