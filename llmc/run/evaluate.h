@@ -119,7 +119,9 @@ static inline void evaluation_run(const Options *o, const Comm *c, DataLoader *d
     int32_t *tokens = (int32_t *)xcalloc((size_t)(2 * T), sizeof *tokens);
     activity_phase(PHASE_VALIDATION, 0);
     e.began = e.shown = seconds_now();
-    while (done < data->spread && !(stop = stop_requested(c))) {
+    while (done < data->spread) {
+        stop = stop_requested(c);
+        if (stop) break;
         const float *mine = token_losses(trainer, data, done / rows);
         comm_all_gather(c, COMM_WORLD, mine, losses, o->batch_size * T * (int64_t)sizeof *losses);
         const int64_t end = done + dataloader_rows_before(done, rows, data->spread);
