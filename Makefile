@@ -177,14 +177,16 @@ build/headers/%.cuh.ok: llmc/%.cuh build/cuda_arch build/deps/headers/%.cuh.ok.d
 
 # All GPU_PROGRAMS in one translation unit: so the system's headers are parsed once. Each program is in a namespace of
 # its own with a copy of the headers of llmc/ that it includes, and has no macro of the program before it. So an include
-# that it lacks is found. The texts are copied, because nvcc reports no unused function of an included file.
+# that it lacks is found. The texts are copied, because nvcc reports no unused function of an included file; as deep in
+# the tree as the deepest program, so that no ../ leads out of it.
 build/headers/programs.ok: build/cuda_arch build/deps/headers/programs.ok.d $(GPU_PROGRAMS) | $(FOLDERS)
-	@sed -n 's/^ *# *define *\(\w*\).*/#undef \1/p' $(GPU_SOURCES) | sort -u >build/headers/undef.h
+	@mkdir -p build/headers/programs
+	@sed -n 's/^ *# *define *\(\w*\).*/#undef \1/p' $(GPU_SOURCES) | sort -u >build/headers/programs/undef.h
 	@{ sed -n 's/^#include \(<.*>\).*/#if __has_include(\1)\n#include \1\n#endif/p' $(GPU_SOURCES); \
 		for program in $(GPU_PROGRAMS); do \
 		printf '#include "undef.h"\nnamespace %s_program {\n' $$(basename $$program .cu); cat $$program; echo '}'; \
-		done; } >build/headers/programs.cu
-	@$(PARSE) -DOMPI_SKIP_MPICXX=1 -I. -Idev/cuda -Idev/test -Idev/test/lib build/headers/programs.cu
+		done; } >build/headers/programs/all.cu
+	@$(PARSE) -DOMPI_SKIP_MPICXX=1 -I. -Idev/cuda -Idev/test -Idev/test/lib build/headers/programs/all.cu
 	@touch $@
 
 # ---- faults and hostile input

@@ -29,7 +29,7 @@ static inline int64_t openmp_waited(void) {
 // Makes OpenMP threads that sleep, until *end is posted.
 static inline void *openmp_crowd(void *end) {
     const int free_cpus = omp_get_num_procs() - omp_get_max_threads();
-    omp_set_num_threads(free_cpus > 0 ? free_cpus + 2 : 2);  // those of this thread's loops
+    omp_set_num_threads(free_cpus > 0 ? free_cpus + 2 : 2);  // for this thread's loops alone
     PARALLEL_FOR
     for (int i = 0; i < omp_get_max_threads(); i++) __asm__ volatile("");  // else the compiler may drop the loop
     while (sem_wait((sem_t *)end)) {}
