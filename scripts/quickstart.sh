@@ -15,8 +15,8 @@ install_tools
 
 output=$(mktemp)
 trap 'rm -f "$output"' EXIT
-# Runs a command without showing its output. If it fails, shows the output and ends the script.
 hidden() { "$@" >"$output" 2>&1; }
+# Runs a command without showing its output. If it fails, shows the output and ends the script.
 quietly() { alive hidden "$@" || { cat "$output"; exit 1; }; }
 
 say "build"
@@ -46,7 +46,7 @@ if [ "$trainer" = ./train_fp8cu ]; then
         --warmup-steps $((steps / 20))
 else
     say "training: tiny (2 layers), BF16 as a GPU would round it, on the CPU"
-    $trainer tiny $run --sequence-length 256 --batch-size 8 --learning-rate 3e-3 --warmup-steps $(((steps + 29) / 30))
+    $trainer tiny $run --sequence-length 256 --batch-size 8 --learning-rate 3e-3 --warmup-steps $((steps / 30))
 fi
 echo
 echo "Every step is in $out/log.jsonl. Next: docs/TRAINING.md."
