@@ -79,6 +79,8 @@ static inline void supported_gpu(const ModelConfig *m, const Options *o, int64_t
                        o->offload);
     else supported_gpu_model(m, message, capacity);
     if (!*message) supported_casts(m, o, message, capacity);
+    if (!*message && o->fp8_lm_head != LM_HEAD_OFF)
+        format_checked(message, capacity, "--fp8-lm-head runs only in the CPU trainer (train_fp8); leave it out");
 }
 
 // Writes the reason if the CPU trainer does not support the options.
