@@ -65,8 +65,8 @@ static void other_algorithm(const Gemm *g, GemmPlan *p) {
 static void sum_otherwise(void *context) {
     Linears *ln = &((Trainer *)context)->linears;
     for (int id = 0; id < NUM_LINEARS; id++) other_algorithm(&ln->gemm, &ln->plans[id].bf16[GEMM_WGRAD]);
-    other_algorithm(&ln->gemm, &ln->lm_head.bf16[GEMM_WGRAD]);
-    other_algorithm(&ln->gemm, &ln->lm_head_tail.bf16[GEMM_WGRAD]);
+    other_algorithm(&ln->gemm, &ln->lm_head[GEMM_WGRAD]);
+    other_algorithm(&ln->gemm, &ln->lm_head_tail[GEMM_WGRAD]);
 }
 
 static void gradients(void *context, DataLoader *data, int64_t first_sample) {

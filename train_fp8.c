@@ -239,8 +239,7 @@ static void model_forward(Trainer *t, const Batch *batch) {
 
 // Computes acts.logits [R, V] from acts.y_final.
 static void logits_forward(Trainer *t) {
-    linear_forward_reference(t->acts.logits, t->acts.y_final, root_weights(t).lm_head, NULL, t->d.R, t->d.C, t->d.V,
-                             t->rounding);
+    head_gemm(t, GEMM_FPROP, t->acts.logits, root_weights(t).lm_head, t->acts.y_final, 0);
 }
 
 // Computes the cross-entropy of every row into acts.losses, after model_forward.
@@ -257,8 +256,8 @@ static void loss_forward_backward(Trainer *t, const Batch *batch, float grad_sca
     const Root w = root_weights(t), dw = root_gradients(t);
     loss_forward(t, batch);
     cross_entropy_backward(a->logits, a->logits, batch->targets, d->R, d->V, grad_scale, t->rounding);
-    linear_dgrad_reference(a->dbranch, a->logits, w.lm_head, d->R, d->C, d->V, t->rounding);
-    linear_wgrad_reference(dw.lm_head, a->logits, a->y_final, d->R, d->C, d->V, t->rounding);
+    head_gemm(t, GEMM_DGRAD, a->dbranch, w.lm_head, a->logits, precision_dlogits_amax(grad_scale));
+    head_gemm(t, GEMM_WGRAD, dw.lm_head, a->y_final, a->logits, 0);
     rmsnorm_backward_reference(a->dx, dw.norm, NULL, a->dbranch, a->x_final, a->rstd_final, w.norm, d->R, d->C,
                                t->rounding);
 }

@@ -116,6 +116,7 @@ static void place_activations(Trainer *t, Arena *a) {
     layout.chunk = t->linears.head_rows;
     fsdp_place_gradients(&t->fsdp, a);
     t->params.gradients = fsdp_sums(&t->fsdp);
+    if (linears_head_is_fp8(&t->linears)) layout.head = ArenaGuest{linears_place_head, &t->linears};
     fsdp_share_memory(&t->fsdp, &layout);
     activations_place(&t->acts, &layout, a);
 }
@@ -391,17 +392,15 @@ static void model_forward(Trainer *t, const Batch *batch) {
     final_norm(t, w.norm);
 }
 
-// Computes the logits of rows [first, first + rows) into t->acts.logits. Returns lm_head's GEMMs for as many rows.
-static GemmPlan *logits_forward(Trainer *t, int64_t first, int64_t rows) {
-    GemmPlan *head = linears_lm_head(&t->linears, rows);
-    const QTensor w = qtensor_bf16(root_weights(t).lm_head), y = qtensor_bf16(t->acts.y_final + first * t->d.C);
-    linears_gemm(&t->linears, "lm_head", &head[GEMM_FPROP], t->acts.logits, &w, &y, NULL, false);
-    return head;
+// Computes the logits of rows [first, first + rows) into t->acts.logits. Returns these rows of lm_head's input.
+static QTensor logits_forward(Trainer *t, int64_t first, int64_t rows) {
+    return linears_head_logits(&t->linears, t->acts.logits, t->acts.y_final + first * t->d.C, rows);
 }
 
 // Computes the cross-entropy of every row into t->acts.losses, after model_forward.
 static void loss_forward(Trainer *t, const Batch *batch) {
     const Dims d = t->d;
+    linears_head_begin(&t->linears, root_weights(t).lm_head, t->acts.y_final, false);
     for (int64_t first = 0, chunk = t->linears.head_rows; first < d.R; first += chunk) {
         const int64_t rows = min_i64(chunk, d.R - first);
         logits_forward(t, first, rows);
@@ -419,17 +418,15 @@ static void loss_forward_backward(Trainer *t, const Batch *batch, float grad_sca
     Activations *a = &t->acts;
     const Root w = root_weights(t), dw = root_gradients(t);
     const int64_t chunk = t->linears.head_rows;
+    linears_head_begin(&t->linears, w.lm_head, a->y_final, true);
     for (int64_t first = 0; first < d->R; first += chunk) {
         const int64_t rows = min_i64(chunk, d->R - first);
-        GemmPlan *head = logits_forward(t, first, rows);
+        const QTensor y = logits_forward(t, first, rows);
         profile_bytes(&t->profile, "cross-entropy",
                       cross_entropy_loss_and_gradient(a->losses + first, a->logits, batch->targets + first, rows, d->V,
                                                       d->VP, grad_scale, t->stream));
-        const QTensor lm_head = qtensor_bf16(w.lm_head), dlogits = qtensor_bf16(a->logits);
-        const QTensor y = qtensor_bf16(a->y_final + first * d->C);
-        linears_gemm(&t->linears, "lm_head", &head[GEMM_DGRAD], a->dbranch + first * d->C, &lm_head, &dlogits, NULL,
-                     false);
-        linears_gemm(&t->linears, "lm_head", &head[GEMM_WGRAD], dw.lm_head, &y, &dlogits, NULL, first > 0);
+        linears_head_backward(&t->linears, a->dbranch + first * d->C, dw.lm_head, a->logits, &y, rows, grad_scale,
+                              first > 0);
     }
     const OutputGradients last = layer_output_gradients(t, d->L - 1);
     profile_bytes(&t->profile, "RMSNorm, backward",
@@ -766,6 +763,7 @@ static const float *next_logits(void *context, const int32_t *tokens, int64_t le
     const Batch text = {slot->device.inputs, NULL, {}, NULL};
     model_forward(t, &text);
     const int64_t last = length - 1, first = last / t->linears.head_rows * t->linears.head_rows;
+    linears_head_begin(&t->linears, root_weights(t).lm_head, t->acts.y_final, false);
     logits_forward(t, first, min_i64(t->linears.head_rows, d->R - first));
     trainer_wait_all(t);
     bf16_bits *row = (bf16_bits *)xcalloc((size_t)d->V, sizeof *row);

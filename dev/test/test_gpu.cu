@@ -2,6 +2,7 @@
 // against itself (recompute, repetition, skipped steps, values that are not finite). gpu_runs.sh compares whole runs
 // with the CPU trainer.
 #define TESTING
+#include "../../llmc/reference/linear.h"
 #include "../../train_fp8.cu"
 
 #include "lib/check.h"
@@ -462,6 +463,91 @@ static void flip_place(FlipTrials *f, const FlipPlace *place) {
           missed);
 }
 
+// ---- lm_head in FP8.
+
+// Returns the relative error of c, on the device, against the product of operands that are cast here: x or dy [R,
+// depth], by `scale` if that is above 0, and w [VP, C].
+static double head_error(Trainer *t, GemmKind gemm, const bf16 *c, const bf16 *second, float scale) {
+    const Recipe *r = t->precision.recipe;
+    const GemmSizes n = precision_sizes(&t->linears.head, gemm, t->d.R);
+    const Fp8Format format = precision_format(&t->precision, gemm_tensor(gemm, 1));
+    float *x = download(second, n.rows * n.depth), *w = download(root_weights(t).lm_head, t->d.VP * t->d.C),
+          *got = download(c, n.rows * n.columns), *want = (float *)xcalloc((size_t)(n.rows * n.columns), sizeof *want);
+    LinearOperand a = linear_operand(x, n.rows, n.depth, ROWWISE, r->granularity[gemm][1], r->rule, format, scale);
+    LinearOperand b =
+        linear_operand(w, t->d.VP, t->d.C, gemm_usage(gemm, 0), r->granularity[gemm][0], r->rule, FP8_E4M3, 0);
+    linear_product(want, a, b, n.rows, n.columns, n.depth, NULL, ROUND_NONE);
+    const double error = check_relative_error(got, want, n.rows * n.columns);
+    linear_operand_free(&a), linear_operand_free(&b);
+    free(x), free(w), free(got), free(want);
+    return error;
+}
+
+// The codes of rows that are cast alone are those of the same rows in a larger chunk.
+static bool head_codes_of_chunks(Trainer *t, float grad_scale) {
+    Linears *ln = &t->linears;
+    const int64_t R = t->d.R, first = R / 2, widest = max_i64(t->d.C, t->d.VP);
+    uint8_t *codes = (uint8_t *)xcalloc((size_t)(R * widest), 1), *part = (uint8_t *)xcalloc((size_t)(R * widest), 1);
+    bool same = true;
+    for (int gradient = 0; gradient < (ln->head_tensors.dlogits.fp8 ? 2 : 1); gradient++) {
+        const int64_t C = gradient ? t->d.VP : t->d.C;
+        const bf16 *data = gradient ? t->acts.logits : t->acts.y_final;
+        for (int chunk = 0; chunk < 2; chunk++) {
+            const int64_t rows = chunk ? R - first : R;
+            const bf16 *from = data + (chunk ? first * C : 0);
+            const QTensor q =
+                gradient ? linears_head_gradient(ln, from, rows, grad_scale) : linears_head_input(ln, from, rows);
+            CUDA_CHECK(cudaStreamSynchronize(t->stream));
+            CUDA_CHECK(cudaMemcpy(chunk ? part : codes, q.rowwise, (size_t)(rows * C), cudaMemcpyDeviceToHost));
+        }
+        same = same && memcmp(codes + first * C, part, (size_t)((R - first) * C)) == 0;
+    }
+    free(codes), free(part);
+    return same;
+}
+
+// --fp8-lm-head: logits, and with `on` the gradient of lm_head's input, are products of the bytes that the CPU casts.
+static void test_lm_head(int recipe, int head) {
+    ModelConfig m = small_model(FAMILY_LLAMA);
+    m.vocab_size = 380;  // padded to 384, a multiple of 128
+    Options o = test_options(PRECISION_FP8, 1, 256);
+    o.fp8_recipe = recipe, o.fp8_lm_head = head, o.fp8_emulate = recipe == RECIPE_MXFP8;
+    o.fp8_format = FP8_FORMAT_AUTO, o.fp8_all_gather = AUTO;
+    options_resolve(&o);
+    Trainer t;
+    create_random(&t, &o, &m);
+    weights_changed(&t);
+    int32_t *tokens = (int32_t *)xcalloc((size_t)(2 * t.d.R), sizeof *tokens);
+    for (int64_t i = 0; i < 2 * t.d.R; i++) tokens[i] = (int32_t)(rng_u64(7, (uint64_t)i) % 380);
+    const Batch sent = send_tokens(&t, tokens, tokens + t.d.R);
+    const float grad_scale = 1 / (float)t.d.R;
+    const bool whole = t.precision.recipe->granularity[GEMM_DGRAD][1] == PER_TENSOR;
+    const float scale =
+        whole ? fp8_rule_scale(t.precision.recipe->rule, bf16_round(grad_scale), t.precision.dy_format) : 0;
+    fsdp_begin_micro_step(&t.fsdp, 0);
+    model_forward(&t, &sent);
+    linears_head_begin(&t.linears, root_weights(&t).lm_head, t.acts.y_final, true);
+    const QTensor y = logits_forward(&t, 0, t.d.R);
+    CUDA_CHECK(cudaStreamSynchronize(t.stream));
+    const double logits = head_error(&t, GEMM_FPROP, t.acts.logits, t.acts.y_final, 0);
+    CHECK(logits < 0x1p-8, "%s, head %d: logits are FP8 products, rounded to bf16: relative error %g",
+          t.precision.recipe->name, head, logits);
+    fsdp_begin_gradients(&t.fsdp, ROOT);
+    cross_entropy_loss_and_gradient(t.acts.losses, t.acts.logits, sent.targets, t.d.R, t.d.V, t.d.VP, grad_scale,
+                                    t.stream);
+    linears_head_backward(&t.linears, t.acts.dbranch, root_gradients(&t).lm_head, t.acts.logits, &y, t.d.R, grad_scale,
+                          false);
+    CUDA_CHECK(cudaStreamSynchronize(t.stream));
+    const double dx = head_error(&t, GEMM_DGRAD, t.acts.dbranch, t.acts.logits, scale);
+    CHECK(head == LM_HEAD_ON ? dx < 0x1p-8 : dx > 0x1p-8,
+          "%s, head %d: the input's gradient is the FP8 product exactly with on: relative error %g",
+          t.precision.recipe->name, head, dx);
+    CHECK(head_codes_of_chunks(&t, grad_scale), "%s, head %d: codes do not depend on the size of chunks",
+          t.precision.recipe->name, head);
+    free(tokens);
+    trainer_destroy(&t);
+}
+
 static void test_flips(void) {
     const ModelConfig m = small_model(FAMILY_LLAMA);
     Options o = test_options(PRECISION_FP8, 1, 128);
@@ -498,6 +584,9 @@ int main(void) {
     test_bad_norm(RECOMPUTE_LAYER);
     test_receipt_kernel();
     test_flips();
+    for (int recipe = 0; recipe < NUM_RECIPES; recipe++)
+        for (int head = LM_HEAD_FORWARD; head <= LM_HEAD_ON && recipe != RECIPE_DELAYED; head++)
+            test_lm_head(recipe, head);
     scratch_remove();
     return check_report();
 }

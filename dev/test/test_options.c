@@ -306,6 +306,9 @@ static void test_fp8_conflicts(void) {
         {"--fp8-amax-history 16",
          "--fp8-amax-history 16 is for --fp8-recipe delayed; recipe tensorwise scales by current"},
         {"--fp8-amax-history 1024", ""},
+        {"--fp8-lm-head forward", ""},
+        {"--fp8-recipe mxfp8 --fp8-lm-head on", ""},
+        {"--fp8-recipe delayed --fp8-lm-head on", "use another --fp8-recipe, or leave --fp8-lm-head out"},
         {"--fp8-recipe blockwise --fp8-margin 1",
          "--fp8-margin 1 is for --fp8-recipe delayed; recipe blockwise scales by current"},
         // every recipe takes every --fp8-format
@@ -505,6 +508,7 @@ static void test_conflicts(void) {
         {"tiny --reduce-dtype bf16 --grad-accum-dtype fp8 --optimizer-state msamp --master-weights fp16", ""},
         {"tiny --precision fp32 --optimizer-state bf16", "--precision fp32 keeps weights and optimizer state in fp32"},
         {"tiny --precision fp32 --optimizer-state coat", "--precision fp32 keeps weights and optimizer state in fp32"},
+        {"tiny --precision bf16 --fp8-lm-head on", "--fp8-lm-head is for --precision fp8"},
         {"tiny --precision bf16 --fp8-activations on", "--fp8-activations is for --precision fp8"},
         {"tiny --precision fp8 --fp8-activations on --recompute mlp",
          "with --recompute mlp backward computes gate and"},

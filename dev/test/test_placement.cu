@@ -298,6 +298,29 @@ static void list_layer(const Trainer *t, Moments m, int64_t l) {
     }
 }
 
+// lm_head's tensors in FP8 are needed while the logits are.
+static void list_head(const Trainer *t, Moments m) {
+    const Linears *ln = &t->linears;
+    const QTensor *tensors[NUM_TENSORS] = {&ln->head_tensors.w, &ln->head_tensors.y, &ln->head_tensors.dlogits};
+    for (int role = 0; role < NUM_TENSORS && linears_head_is_fp8(ln); role++) {
+        const QTensor *q = tensors[role];
+        const int64_t rows = role == TENSOR_W ? t->d.VP : ln->head_rows, cols = role == TENSOR_DY ? t->d.VP : t->d.C;
+        const bool row = q->row_granularity != NO_SCALE, col = q->col_granularity != NO_SCALE;
+        CHECK(row == (q->rowwise != NULL) && col == (q->columnwise != NULL) && q->fp8 == row,
+              "lm_head has the data that its FP8 GEMMs read, of tensor %d", role);
+        if (row) needed("rowwise data of lm_head", q->rowwise, rows * cols, loss(m), loss(m));
+        if (col) needed("columnwise data of lm_head", q->columnwise, rows * cols, loss(m), loss(m));
+        if (row)
+            needed("scales of lm_head's rowwise data", q->rowwise_scale_inv,
+                   scale_bytes(q->row_granularity, rows, cols), loss(m), loss(m));
+        if (col && q->columnwise_scale_inv != q->rowwise_scale_inv)
+            needed("scales of lm_head's columnwise data", q->columnwise_scale_inv,
+                   scale_bytes(q->col_granularity, cols, rows), loss(m), loss(m));
+        const int64_t amaxes = tensor_amaxes(q->row_granularity, q->col_granularity, rows, cols);
+        if (amaxes) needed("amaxes of lm_head", q->amax, amaxes * 4, loss(m), loss(m));
+    }
+}
+
 static void list_activations(const Trainer *t, Moments m) {
     const Dims *d = &t->d;
     const Activations *acts = &t->acts;
@@ -325,6 +348,7 @@ static void list_activations(const Trainer *t, Moments m) {
     needed("y_final", acts->y_final, d->R * d->C * 2, final_norm(m), loss(m));
     needed("rstd_final", acts->rstd_final, d->R * 4, final_norm(m), final_norm_backward(m));
     needed("logits", acts->logits, t->linears.head_rows * d->V * 2, loss(m), loss(m));
+    list_head(t, m);
 }
 
 static void list_backward(const Trainer *t, Moments m) {
@@ -444,6 +468,7 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
             o.sharding = ranks.sharding, o.shard_size = ranks.shard_size;
             o.precision = recipe == RECIPE_BF16 ? PRECISION_BF16 : PRECISION_FP8;
             if (recipe < RECIPE_BF16) o.fp8_recipe = recipe, o.fp8_emulate = recipe == RECIPE_MXFP8;
+            if (recipe < RECIPE_BF16 && recipe != RECIPE_DELAYED) o.fp8_lm_head = variant % 3;
             o.recompute = variant / 16;
             o.grad_accumulation_steps = variant & 1 ? 2 : 1;
             o.grad_clip = variant & 2 ? 1 : 0;

@@ -322,6 +322,40 @@ static void test_tables(void) {
         }
 }
 
+static void filter_head(void *context) {
+    Plan *x = (Plan *)context;
+    precision_plan(&x->o, "lm_head", &x->m, &x->t, true);
+}
+
+// --fp8-lm-head: the table's rows of lm_head, the number of FP8 GEMMs, and a filter that wants the contrary.
+static void test_lm_head(void) {
+    static const char *const rows[] = {"fprop      1024   128256     4096  e4m3 row     x e4m3 row      fast_accum\n",
+                                       "dgrad      1024     4096   128256  e4m3 row     x e4m3 tensor\n",
+                                       "wgrad    128256     4096     1024  bf16         x bf16\n"};
+    for (int head = LM_HEAD_OFF; head <= LM_HEAD_ON; head++) {
+        Plan x = make_plan("llama3.1-8b", RECIPE_ROWWISE_GW_HP, "");
+        const int64_t gemms = precision_fp8_gemms(&x.p);
+        precision_free(&x.p);
+        x.o.fp8_lm_head = head;
+        x.p = precision_plan(&x.o, "", &x.m, &x.t, true);
+        char *text = printed(&x), line[128];
+        for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
+            const bool shown = gemm == GEMM_WGRAD || head > gemm;
+            format_checked(line, sizeof line, "\n  lm_head   %s", rows[gemm]);
+            CHECK(check_count(text, line) == shown, "--fp8-lm-head %d: the row %s is%s in\n%s", head, rows[gemm],
+                  shown ? "" : " not", text);
+        }
+        CHECK(precision_fp8_gemms(&x.p) == gemms + head, "--fp8-lm-head %d has as many FP8 GEMMs more; found %lld",
+              head, (long long)(precision_fp8_gemms(&x.p) - gemms));
+        free(text);
+        char output[2048];
+        if (head > LM_HEAD_OFF)
+            CHECK(check_dies(filter_head, &x, "but --fp8-lm-head wants it in FP8", output, sizeof output),
+                  "--fp8-filter lm_head is refused: \"%s\"", output);
+        free_plan(&x);
+    }
+}
+
 // Tests the notes that the table has in special cases.
 static void test_table_notes(void) {
     Plan x = make_plan("tiny", RECIPE_BLOCKWISE, "");
@@ -425,6 +459,7 @@ int main(void) {
     test_fast_sums();
     test_golden_table();
     test_tables();
+    test_lm_head();
     test_table_notes();
     return check_report();
 }

@@ -16,11 +16,11 @@ TRAINERS = ("train_fp8.c", "train_fp8.cu")
 LIMITS = {"train_fp8.c": 1000, "train_fp8.cu": 930, "llmc/shard/fsdp.cuh": 450}
 # Lines of all files that the patterns match. To add lines to a full budget, first cut as many elsewhere under it. Raise
 # a budget in a commit of its own, whose message says what the added lines buy a user.
-BUDGETS = {"llmc": (32760, "llmc/*/*.h", "llmc/*/*.cuh"),
-           "dev/test": (28260, "dev/test/*.[chps]*", "dev/test/lib/*.[chps]*"),
+BUDGETS = {"llmc": (33020, "llmc/*/*.h", "llmc/*/*.cuh"),
+           "dev/test": (28500, "dev/test/*.[chps]*", "dev/test/lib/*.[chps]*"),
            "scripts": (6755, "scripts/*.py", "scripts/*.sh", "scripts/*/*.py", "scripts/*/*.sh"),
            "README.md and docs": (1777, "README.md", "docs/*.md")}
-OPTIONS = 82
+OPTIONS = 83
 FSDP_STRUCTS = ("FsdpPlan", "FsdpWeights", "FsdpGradients", "FsdpClip", "Fsdp")
 # structs with at most FIELDS
 STRUCTS = {"llmc/shard/fsdp_plan.cuh": FSDP_STRUCTS, "llmc/cpu/trainer.h": ("Trainer",), "train_fp8.cu": ("Trainer",)}

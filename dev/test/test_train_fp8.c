@@ -385,6 +385,81 @@ static void test_fp8_activations(int recipe) {
     free(with.values);
 }
 
+// True if c is the product of two operands of lm_head that are cast here: rowwise x or dy [R, depth], by
+// `scale` if that is above 0, and w [V, C], read by rows (fprop) or by columns (dgrad).
+static bool head_product(const Trainer *t, GemmKind gemm, const Real *c, const Real *second, float scale) {
+    const Recipe *r = recipe_row(t->o->fp8_recipe);
+    const GemmSizes n = precision_sizes(&t->precision.lm_head, gemm, t->d.R);
+    const TensorUsage usage = gemm == GEMM_FPROP ? ROWWISE : COLUMNWISE;
+    const Fp8Format format = gemm == GEMM_DGRAD ? t->precision.dy_format : FP8_E4M3;
+    LinearOperand a = linear_operand(second, n.rows, n.depth, ROWWISE, r->granularity[gemm][1], r->rule, format, scale);
+    LinearOperand w = linear_operand(t->params.weights + t->table.root.embedding, t->d.V, t->d.C, usage,
+                                     r->granularity[gemm][0], r->rule, FP8_E4M3, 0);
+    float *want = (float *)xcalloc((size_t)(n.rows * n.columns), sizeof *want);
+    for (int64_t i = 0; i < n.rows; i++)
+        for (int64_t j = 0; j < n.columns; j++) {
+            double sum = 0;
+            for (int64_t k = 0; k < n.depth; k++)
+                sum += (double)a.view.data[i * a.view.row_stride + k * a.view.col_stride] *
+                       (double)w.view.data[j * w.view.row_stride + k * w.view.col_stride];
+            want[i * n.columns + j] = (float)(sum * (double)a.scale_inv * (double)w.scale_inv);
+        }
+    const double error = check_relative_error(c, want, n.rows * n.columns);
+    linear_operand_free(&a), linear_operand_free(&w);
+    free(want);
+    return error < 0x1p-8;  // c is rounded to bf16
+}
+
+// --fp8-lm-head: logits, and with `on` the gradient of lm_head's input, are products of the cast bytes. The gradient of
+// lm_head's weight is the bf16 product in each case, and with `forward` that of its input too.
+static void test_lm_head(int recipe) {
+    ModelConfig m = fp8_model();
+    m.tie_word_embeddings = true;
+    m.initializer_range = 0.02;  // no softmax is near 0 or 1, so the bound is above the amax
+    for (int head = LM_HEAD_OFF; head <= LM_HEAD_ON; head++) {
+        Options o = small_options(PRECISION_FP8, 1, 32);
+        o.fp8_recipe = recipe, o.fp8_lm_head = head;
+        Trainer t;
+        trainer_create(&t, &o, &m);
+        initialize_weights(&t);
+        const int64_t R = t.d.R, V = t.d.V, C = t.d.C;
+        const float grad_scale = 1 / (float)R, bound = bf16_round(grad_scale);
+        for (int64_t i = 0; i < R; i++)
+            t.batch.inputs[i] = (int32_t)(i * 7 % V), t.batch.targets[i] = (int32_t)(i * 5 % V);
+        const Root w = root_weights(&t);
+        float *plain = (float *)xcalloc((size_t)(R * V + R * C + V * C), sizeof *plain), *dx = plain + R * V,
+              *dw = dx + R * C;
+        model_forward(&t, &t.batch);
+        logits_forward(&t);
+        linear_forward_reference(plain, t.acts.y_final, w.lm_head, NULL, R, C, V, t.rounding);
+        const bool same = memcmp(plain, t.acts.logits, (size_t)(R * V) * sizeof *plain) == 0;
+        const bool product = head_product(&t, GEMM_FPROP, t.acts.logits, t.acts.y_final, 0);
+        CHECK(head == LM_HEAD_OFF ? same : !same && product, "%s, head %d: logits are FP8 products, or bf16 (%d, %d)",
+              recipe_row(recipe)->name, head, same, product);
+        loss_forward_backward(&t, &t.batch, grad_scale);
+        linear_dgrad_reference(dx, t.acts.logits, w.lm_head, R, C, V, t.rounding);
+        linear_wgrad_reference(dw, t.acts.logits, t.acts.y_final, R, C, V, t.rounding);
+        const bool same_dx = memcmp(dx, t.acts.dbranch, (size_t)(R * C) * sizeof *dx) == 0,
+                   same_dw = memcmp(dw, root_gradients(&t).lm_head, (size_t)(V * C) * sizeof *dw) == 0;
+        const float scale = recipe_row(recipe)->granularity[GEMM_DGRAD][1] == PER_TENSOR
+                                ? fp8_rule_scale(SCALE_TORCHAO, bound, t.precision.dy_format)
+                                : 0;
+        const bool product_dx = head_product(&t, GEMM_DGRAD, t.acts.dbranch, t.acts.logits, scale);
+        float largest = 0;
+        for (int64_t i = 0; i < R * V; i++) largest = fmaxf(largest, fabsf(t.acts.logits[i]));
+        CHECK(largest <= bound && largest > bound / 2, "no gradient of a logit is above its bound %g: %g",
+              (double)bound, (double)largest);
+        CHECK(head < LM_HEAD_ON ? same_dx : !same_dx && product_dx,
+              "%s, head %d: the input's gradient is an FP8 product, or bf16 (%d, %d)", recipe_row(recipe)->name, head,
+              same_dx, product_dx);
+        CHECK(same_dw, "%s, head %d: the weight's gradient is bf16", recipe_row(recipe)->name, head);
+        CHECK(check_relative_error(t.acts.dbranch, dx, R * C) < 0.06, "%s, head %d: FP8 changes it a little: %g",
+              recipe_row(recipe)->name, head, check_relative_error(t.acts.dbranch, dx, R * C));
+        free(plain);
+        trainer_free(&t);
+    }
+}
+
 // Rounding to groups of FP8 codes changes a value by at most half a unit in E4M3's last place. The results are bf16
 // numbers. Rounding the results again changes nothing.
 static void test_fp8_groups(void) {
@@ -1734,6 +1809,8 @@ int main(int argc, char **argv) {
     for (int recipe = 0; recipe < NUM_RECIPES; recipe++)  // sanitizers see the others in test_fp8_activations
         if (!SANITIZED || recipe == RECIPE_DELAYED) test_invariance(PRECISION_FP8, recipe);
     for (int recipe = 0; recipe < NUM_RECIPES; recipe++) test_fp8_activations(recipe);
+    for (int recipe = 0; recipe < NUM_RECIPES; recipe++)
+        if (recipe != RECIPE_DELAYED) test_lm_head(recipe);
     test_fp8_groups();
     test_delayed();
     test_delayed_skip();

@@ -12,7 +12,7 @@
 #endif
 
 #define ARENA_ALIGNMENT 256
-#define ARENA_MAX_GROUPS 16
+#define ARENA_MAX_GROUPS 17
 
 // Bytes [begin, end) of an arena; empty if begin == end.
 typedef struct {

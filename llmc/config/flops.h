@@ -6,9 +6,10 @@
 // FLOPs a multiply-add: 2 x heads x head_dim x T FLOPs. Backward has twice as many. Recomputation does not count.
 //   mfu = model FLOP/s over the dense BF16 peak of the GPU
 //   sol = time of all GEMMs at the dense peak of their precision (FP8: twice BF16), over the measured time
-// FP8 FLOPs are counted GEMM by GEMM. A linear layer [N, K] has three GEMMs of 2 x N x K FLOPs a token. With
-// --precision fp8, a GEMM of a transformer layer counts as bf16 if a filter keeps its linear layer in bf16, if N or K
-// does not fit FP8 GEMMs (linear_fits), if the recipe keeps this GEMM in bf16 (wgrad of rowwise_with_gw_hp), or with
+// FP8 FLOPs are counted GEMM by GEMM. A linear layer [N, K] has three GEMMs of 2 x N x K FLOPs a token. lm_head has
+// those in FP8 that --fp8-lm-head says. With --precision fp8, a GEMM of a transformer layer counts as bf16 if a filter
+// keeps its linear layer in bf16, if N or K does not fit FP8 GEMMs (linear_fits), if the recipe keeps this GEMM in bf16
+// (wgrad of rowwise_with_gw_hp), or with
 // --fp8-emulate.
 #ifndef LLMC_FLOPS_H
 #define LLMC_FLOPS_H
@@ -28,8 +29,16 @@ typedef struct {
     char pci_bus_id[32];            // the GPU's address; "": a CPU
 } DeviceInfo;
 
-// Returns the FLOPs per token of training on sequences of T tokens. lm_head and attention count as bf16; `p` decides
-// for each of the layers' linear layers.
+// Returns the FLOPs per token of lm_head's GEMMs that read FP8.
+static inline double flops_head_fp8(const Precision *p) {
+    double flops = 0;
+    for (int gemm = 0; gemm < NUM_GEMMS && !p->emulated; gemm++)
+        if (recipe_is_fp8(&p->head, (GemmKind)gemm)) flops += 2.0 * (double)p->lm_head.N * (double)p->lm_head.K;
+    return flops;
+}
+
+// Returns the FLOPs per token of training on sequences of T tokens. Attention counts as bf16; `p` decides for each
+// linear layer.
 static inline TokenFlops flops_per_token(const ParameterTable *t, const ModelConfig *m, int64_t T, const Precision *p) {
     TokenFlops f = {6.0 * (double)matmul_parameters(t, m) +
                         6.0 * (double)m->num_layers * (double)m->num_heads * (double)m->head_dim * (double)T,
@@ -39,6 +48,7 @@ static inline TokenFlops flops_per_token(const ParameterTable *t, const ModelCon
             for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
                 if (recipe_is_fp8(precision_of(p, l, id), (GemmKind)gemm))
                     f.fp8 += 2.0 * (double)p->linear[id].N * (double)p->linear[id].K;
+    f.fp8 += flops_head_fp8(p);
     f.bf16 -= f.fp8;
     return f;
 }

@@ -33,6 +33,14 @@ static inline void options_filter_conflict(const Options *o, char *message, size
                        "promises the same bits; name the layers that stay bf16");
 }
 
+// Rules of --fp8-lm-head.
+static inline void options_head_conflict(const Options *o, char *message, size_t capacity) {
+    if (o->fp8_lm_head != LM_HEAD_OFF && options_recipe(o)->delayed)
+        format_checked(message, capacity,
+                       "--fp8-lm-head scales lm_head's tensors by current amaxes, and recipe delayed by past ones, of "
+                       "which it has none for lm_head; use another --fp8-recipe, or leave --fp8-lm-head out");
+}
+
 // Rules of --precision fp8.
 static inline void options_fp8_conflict(const Options *o, char *message, size_t capacity) {
     const Options initial = options_default();
@@ -279,6 +287,7 @@ static inline const char *options_conflict(const Options *o, char *message, size
     if (!*message && o->json && !o->dry_run)
         format_checked(message, capacity, "--json is for --dry-run; a run writes log.jsonl to --log-dir");
     if (!*message && o->precision == PRECISION_FP8) options_fp8_conflict(o, message, capacity);
+    if (!*message) options_head_conflict(o, message, capacity);
     return message;
 }
 

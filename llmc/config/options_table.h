@@ -34,6 +34,7 @@
 #define SWITCHES(X) X(OFF, "off") X(ON, "on")
 #define AUTO_SWITCHES(X) SWITCHES(X) X(AUTO, "auto")
 #define FP8_FORMATS(X) X(FP8_FORMAT_AUTO, "auto") X(FP8_FORMAT_HYBRID, "hybrid") X(FP8_FORMAT_E4M3, "e4m3")
+#define LM_HEADS(X) X(LM_HEAD_OFF, "off") X(LM_HEAD_FORWARD, "forward") X(LM_HEAD_ON, "on")
 #define FAST_ACCUMS(X) X(FAST_ACCUM_FPROP, "fprop") X(FAST_ACCUM_ALL, "all") X(FAST_ACCUM_NONE, "none")
 
 #define LISTS(X) \
@@ -58,6 +59,7 @@ enum { REDUCES(CHOICE_ID) };
 enum { AUTO_SWITCHES(CHOICE_ID) };
 enum { GPUS(CHOICE_ID) };
 enum { FP8_FORMATS(CHOICE_ID) };
+enum { LM_HEADS(CHOICE_ID) };
 enum { FAST_ACCUMS(CHOICE_ID) };
 enum { LISTS(CHOICE_ID) };
 enum { HELPS(CHOICE_ID) };
@@ -111,7 +113,7 @@ enum { RARE, COMMON };
     GROUP("precision") \
     CHOICE(precision, "precision", PRECISION_BF16, PRECISIONS, BRANCHES, COMMON, \
          "dtype of GEMMs; fp8: by --fp8-recipe in the layers' linear layers, unless --fp8-filter or their sizes keep " \
-         "them bf16, and bf16 in lm_head and attention; fp32: CPU trainer only") \
+         "them bf16, and bf16 in attention and, without --fp8-lm-head, in lm_head; fp32: CPU trainer only") \
     CHOICE(fp8_recipe, "fp8-recipe", RECIPE_TENSORWISE, RECIPES, BRANCHES, COMMON, \
          "which values share a scale; " RECIPES_HELP) \
     CHOICE(fp8_format, "fp8-format", FP8_FORMAT_AUTO, FP8_FORMATS, BRANCHES, RARE, \
@@ -119,8 +121,13 @@ enum { RARE, COMMON };
          "inputs; auto: the recipe's own") \
     TEXT(fp8_filter, "fp8-filter", "", BRANCHES, COMMON, \
          "linear layers that stay bf16, separated by commas: first, last, layers=A or layers=A-B (from 0), attention, " \
-         "mlp, qkv, attn_out, gate_up, down; lm_head always stays bf16; auto: at the start, time qkv, attn_out, gate_up " \
+         "mlp, qkv, attn_out, gate_up, down; lm_head has --fp8-lm-head; auto: at the start, time qkv, attn_out, gate_up " \
          "and down in FP8 and bf16, and keep the faster in all layers (GPU trainer; a resumed run keeps its filter)") \
+    CHOICE(fp8_lm_head, "fp8-lm-head", LM_HEAD_OFF, LM_HEADS, BRANCHES, RARE, \
+         "GEMMs of lm_head in FP8, by any recipe but delayed; forward: the logits; on: also the gradient of lm_head's " \
+         "input, for which the logits' gradient is cast to FP8 (a recipe with one scale for a tensor takes it from " \
+         "the largest value that this gradient can have); off: none; the weight gradient always stays bf16, and " \
+         "--fp8-audit leaves lm_head out") \
     INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, BRANCHES, RARE, \
          "recipe delayed: length of a tensor's amax history; each tensor adds one amax per optimizer step (in " \
          "Transformer Engine, by default, one per micro-step), the largest of all micro-steps and ranks, except " \

@@ -22,6 +22,7 @@ typedef struct {
     bool filter_open;        // --fp8-filter auto, and the run has not decided yet
     int fast_accum;          // --fp8-fast-accum, but FAST_ACCUM_NONE if emulated or on a CPU
     LinearShape linear[NUM_LINEARS], lm_head;
+    Recipe head;  // lm_head's: without --fp8-lm-head the bf16 row, else the run's recipe with wgrad in bf16
 } Precision;
 
 // True with --precision fp8, even if a filter keeps all layers in bf16.
@@ -60,9 +61,24 @@ static inline void linear_shapes(LinearShape out[NUM_LINEARS], const ModelConfig
     out[QKV_PROJ] = qkv, out[OUT_PROJ] = attn_out, out[GATE_UP_PROJ] = gate_up, out[DOWN_PROJ] = down;
 }
 
+// Returns lm_head's recipe. Its wgrad stays bf16, and so does its dgrad with --fp8-lm-head forward.
+static inline Recipe precision_head_recipe(const Options *o) {
+    Recipe r = *(o->fp8_lm_head == LM_HEAD_OFF ? recipe_row(RECIPE_BF16) : options_recipe(o));
+    for (int i = 0; i < 2; i++) {
+        r.granularity[GEMM_WGRAD][i] = NO_SCALE;
+        if (o->fp8_lm_head == LM_HEAD_FORWARD) r.granularity[GEMM_DGRAD][i] = NO_SCALE;
+    }
+    return r;
+}
+
+// The amax that the scale of the logits' gradient is made from, if the recipe has one scale for a tensor: no value of
+// (softmax - onehot) * grad_scale is larger. So the scale is known before the first chunk of rows has logits, and it
+// depends neither on the size of chunks nor on the number of ranks.
+static inline float precision_dlogits_amax(float grad_scale) { return bf16_round(grad_scale); }
+
 // Marks the linear layers that one word of --fp8-filter keeps in bf16 (none for lm_head, which has no mark). Returns
-// false if the word is unknown. Dies if the word names layers that the model does not have, or a range that ends before
-// it begins.
+// false if the word is unknown. Dies if the word names layers that the model does not have, a range that ends before it
+// begins, or lm_head with --fp8-lm-head.
 static inline bool filter_word(Precision *p, const char *word) {
     const int64_t L = p->num_layers;
     int64_t first = 0, last = L - 1;
@@ -71,6 +87,9 @@ static inline bool filter_word(Precision *p, const char *word) {
                   "linear layers up to OUT_PROJ are attention's, the others the MLP's");
     long long from, to;
     char rest;
+    if (strcmp(word, "lm_head") == 0 && recipe_is_fp8(&p->head, GEMM_FPROP))
+        die_with(EXIT_USAGE,
+                 "--fp8-filter: lm_head stays bf16, but --fp8-lm-head wants it in FP8; leave out one of them");
     if (strcmp(word, "lm_head") == 0) return true;
     if (strcmp(word, "first") == 0) last = 0;
     else if (strcmp(word, "last") == 0) first = L - 1;
@@ -106,8 +125,7 @@ static inline void filter_apply(Precision *p, const char *filter) {
         if (!filter_word(p, word))
             die_with(EXIT_USAGE,
                      "--fp8-filter: \"%s\" is none of first, last, layers=A, layers=A-B, attention, mlp, qkv (q, k "
-                     "and v are one GEMM), attn_out, gate_up (one GEMM), down, lm_head (always bf16); auto "
-                     "stands alone",
+                     "and v are one GEMM), attn_out, gate_up (one GEMM), down, lm_head; auto stands alone",
                      word);
     }
 }
@@ -141,6 +159,7 @@ static inline Precision precision_plan(const Options *o, const char *filter, con
     p.keeps_bf16 = (bool *)xcalloc((size_t)(p.num_layers * NUM_LINEARS), sizeof(bool));
     p.fast_accum = p.emulated || !has_fast_accum ? FAST_ACCUM_NONE : o->fp8_fast_accum;
     linear_shapes(p.linear, m, t);
+    p.head = precision_head_recipe(o);
     p.lm_head.name = "lm_head", p.lm_head.N = m->vocab_size, p.lm_head.K = m->hidden_size;
     p.filter_open = o->precision == PRECISION_FP8 && strcmp(filter, "auto") == 0;
     if (o->precision == PRECISION_FP8 && !p.filter_open) filter_apply(&p, filter);
@@ -169,6 +188,11 @@ static inline const Recipe *precision_of(const Precision *p, int64_t l, int id) 
     return p->keeps_bf16[l * NUM_LINEARS + id] ? recipe_row(RECIPE_BF16) : p->recipe;
 }
 
+// True if at least one GEMM of the run has FP8 operands.
+static inline bool precision_any_gemm_fp8(const Precision *p) {
+    return p->any_fp8 || recipe_is_fp8(&p->head, GEMM_FPROP);
+}
+
 // Columns of a tensor of linear layer `id`: x [R, K], dy [R, N], w [N, K].
 static inline int64_t precision_columns(const Precision *p, TensorRole tensor, int id) {
     return tensor == TENSOR_DY ? p->linear[id].N : p->linear[id].K;
@@ -180,6 +204,7 @@ static inline int64_t precision_fp8_gemms(const Precision *p) {
     for (int64_t l = 0; l < p->num_layers; l++)
         for (int id = 0; id < NUM_LINEARS; id++)
             for (int gemm = 0; gemm < NUM_GEMMS; gemm++) n += recipe_is_fp8(precision_of(p, l, id), (GemmKind)gemm);
+    for (int gemm = 0; gemm < NUM_GEMMS; gemm++) n += recipe_is_fp8(&p->head, (GemmKind)gemm);
     return n;
 }
 
@@ -274,7 +299,7 @@ static inline bool precision_note(const Precision *p, int id, bool fp8, char *ou
 // a time. `plain`: dtype of operands that are not FP8.
 static inline void precision_print(const Precision *p, int64_t R, int64_t head_rows, const char *plain) {
     printf("\nGEMMs (fp32 accumulation, %s results)", plain);
-    if (p->any_fp8)
+    if (precision_any_gemm_fp8(p))
         printf("; recipe %s%s: a scale for each %s", p->recipe->name, p->emulated ? ", emulated by bf16 GEMMs" : "",
                p->recipe->scales);
     printf("\n  %-9s %-6s %8s %8s %8s  operands and their scales\n", "linear", "GEMM", "M", "N", "K");
@@ -287,10 +312,10 @@ static inline void precision_print(const Precision *p, int64_t R, int64_t head_r
                                      plain, note);
         }
     for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
-        precision_print_gemm(p, &p->lm_head, recipe_row(RECIPE_BF16), (GemmKind)gemm, head_rows, plain, "");
+        precision_print_gemm(p, &p->lm_head, &p->head, (GemmKind)gemm, head_rows, plain, "");
     if (p->casts_masters)
         printf("  FP8 weights are cast from the FP16 masters; the layers' matrices have no bf16 weights\n");
-    if (precision_is_fp8(p) && !p->any_fp8)
+    if (precision_is_fp8(p) && !precision_any_gemm_fp8(p))
         printf("  no GEMM runs in FP8: all linear layers are filtered out, or their sizes are not multiples of %d\n",
                p->recipe->multiple);
     if (p->filter_open)

@@ -78,10 +78,12 @@ static inline double estimate_passes(const Options *o, const ModelConfig *m, con
     const double rows = (double)(o->batch_size * o->sequence_length), heads = (double)(m->num_heads * m->head_dim);
     const double all_layers = 6.0 * (double)(matmul_parameters(t, m) - m->vocab_size * m->hidden_size);
     const double head_flops = 6.0 * (double)(m->vocab_size * m->hidden_size), fp8_weights = f.fp8 / 6;
+    const double head_fp8 = flops_head_fp8(p), layers_fp8 = f.fp8 - head_fp8;
     const double scores_flops = 6.0 * (double)m->num_layers * heads * (double)o->sequence_length;
     const double at_peak = rows / gpu.bf16_flops;  // seconds for one FLOP of each row
-    const double layers = ((all_layers - f.fp8) * ESTIMATE_BF16_GEMM + f.fp8 / 2 * ESTIMATE_FP8_GEMM) * at_peak,
-                 head = head_flops * ESTIMATE_BF16_GEMM * at_peak,
+    const double layers =
+                     ((all_layers - layers_fp8) * ESTIMATE_BF16_GEMM + layers_fp8 / 2 * ESTIMATE_FP8_GEMM) * at_peak,
+                 head = ((head_flops - head_fp8) * ESTIMATE_BF16_GEMM + head_fp8 / 2 * ESTIMATE_FP8_GEMM) * at_peak,
                  scores = scores_flops * ESTIMATE_ATTENTION * sqrt(128 / (double)m->head_dim) * at_peak,
                  elementwise = rows * (double)m->num_layers * estimate_row_bytes(m, p->any_fp8) * ESTIMATE_ELEMENTWISE /
                                gpu.bytes_per_second,

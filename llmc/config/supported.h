@@ -30,6 +30,18 @@ static inline void supported_casts(const ModelConfig *m, const Options *o, char 
     parameter_table_free(&table);
 }
 
+// Writes the reason if the rows of lm_head in memory, or its columns, do not fit the recipe's GEMMs (--fp8-lm-head).
+static inline void supported_lm_head(const ModelConfig *m, const Options *o, char *message, size_t capacity) {
+    const LinearShape s = {"lm_head", model_padded_vocabulary(m), m->hidden_size, 0};
+    const Recipe *r = options_recipe(o);
+    if (o->fp8_lm_head == LM_HEAD_OFF || linear_fits(&s, r)) return;
+    format_checked(message, capacity,
+                   "model %s: --fp8-lm-head: lm_head is [%lld, %lld], and --fp8-recipe %s needs multiples of %d; use "
+                   "another recipe, or leave --fp8-lm-head out (the CPU "
+                   "trainer, train_fp8, takes any sizes)",
+                   m->name, (long long)s.N, (long long)s.K, r->name, r->multiple);
+}
+
 // Writes the reason if the GPU trainer's kernels cannot run the model, whatever the GPU.
 static inline void supported_gpu_model(const ModelConfig *m, char *message, size_t capacity) {
     const struct {
@@ -79,6 +91,7 @@ static inline void supported_gpu(const ModelConfig *m, const Options *o, int64_t
                        o->offload);
     else supported_gpu_model(m, message, capacity);
     if (!*message) supported_casts(m, o, message, capacity);
+    if (!*message) supported_lm_head(m, o, message, capacity);
 }
 
 // Writes the reason if the CPU trainer does not support the options.

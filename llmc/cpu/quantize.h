@@ -59,4 +59,26 @@ static inline void gemm(Trainer *t, Real *c, const QTensor *a, TensorUsage copy_
     linear_operand_free(&qa), linear_operand_free(&qb);
 }
 
+// Returns operand 0 or 1 of a GEMM of lm_head, in the order of Recipe.granularity: `data` as it is, or cast to FP8
+// (--fp8-lm-head). `amax`: what the scale is made from, if the tensor has one; 0: the tensor's own amax.
+static inline LinearOperand head_operand(const Trainer *t, GemmKind gemm, int operand, const Real *data, float amax) {
+    const Recipe *r = &t->precision.head;
+    const LinearShape *s = &t->precision.lm_head;
+    const TensorRole role = gemm_tensor(gemm, operand);
+    const int64_t rows = role == TENSOR_W ? s->N : t->d.R, cols = role == TENSOR_DY ? s->N : s->K;
+    const Fp8Format format = precision_format(&t->precision, role);
+    return linear_operand(data, rows, cols, gemm_usage(gemm, operand), r->granularity[gemm][operand], r->rule, format,
+                          amax > 0 ? fp8_rule_scale(r->rule, amax, format) : 0);
+}
+
+// Computes a GEMM of lm_head into c, from its operands in the order of Recipe.granularity: w and x, w and dy, or x and
+// dy. `amax`: see head_operand; of x or dy.
+static inline void head_gemm(const Trainer *t, GemmKind gemm, Real *c, const Real *first, const Real *second,
+                             float amax) {
+    const GemmSizes n = precision_sizes(&t->precision.lm_head, gemm, t->d.R);
+    LinearOperand a = head_operand(t, gemm, 1, second, amax), b = head_operand(t, gemm, 0, first, 0);
+    linear_product(c, a, b, n.rows, n.columns, n.depth, NULL, t->rounding);
+    linear_operand_free(&a), linear_operand_free(&b);
+}
+
 #endif

@@ -13,14 +13,21 @@ typedef struct {
     GemmPlan bf16[NUM_GEMMS], fp8[NUM_GEMMS];
 } LinearPlans;
 
+// lm_head's tensors in FP8 (--fp8-lm-head): the data that its FP8 GEMMs read, with amaxes and scales. y and dlogits
+// hold one chunk of rows. All of it is in use only while logits are.
+typedef struct {
+    QTensor w, y, dlogits;
+} HeadTensors;
+
 typedef struct {
     const Precision *precision;
     int64_t rows, head_rows;  // rows of the layers' GEMMs; rows of lm_head's GEMMs, which run in chunks
     bool qkv_bias;
     Gemm gemm;
     LinearPlans plans[NUM_LINEARS];
-    LinearShape head;                   // lm_head, over VP columns of logits
-    LinearPlans lm_head, lm_head_tail;  // for head_rows rows, and for the last chunk if it has fewer
+    LinearShape head;                                      // lm_head, over VP columns of logits
+    GemmPlan lm_head[NUM_GEMMS], lm_head_tail[NUM_GEMMS];  // for head_rows rows; for the last chunk if it has fewer
+    HeadTensors head_tensors;
     TensorScales scales;
     Profile *profile;
 } Linears;
@@ -47,6 +54,9 @@ static inline void linears_describe(Linears *ln, const Precision *p, const Model
     tensor_scales_describe(&ln->scales, p, R, o);
 }
 
+// True if at least the logits are an FP8 GEMM.
+static inline bool linears_head_is_fp8(const Linears *ln) { return recipe_is_fp8(&ln->precision->head, GEMM_FPROP); }
+
 // Returns how many elements the two decoded operands of the largest GEMM have, if all linear layers are emulated; 0
 // without --fp8-emulate.
 static inline int64_t linears_emulation_elements(const Linears *ln) {
@@ -55,7 +65,38 @@ static inline int64_t linears_emulation_elements(const Linears *ln) {
         const LinearShape *s = &ln->precision->linear[i];
         most = max_i64(most, max_i64(ln->rows * (s->N + s->K), s->N * s->K + ln->rows * max_i64(s->N, s->K)));
     }
-    return most;
+    if (!ln->precision->emulated || !linears_head_is_fp8(ln)) return most;
+    return max_i64(most, ln->head.N * ln->head.K + ln->head_rows * max_i64(ln->head.N, ln->head.K));
+}
+
+// Places a tensor of lm_head, without bf16 data.
+static inline QTensor linears_place_head_tensor(const Linears *ln, TensorRole role, Arena *a) {
+    const int64_t rows = role == TENSOR_W ? ln->head.N : ln->head_rows,
+                  cols = role == TENSOR_DY ? ln->head.N : ln->head.K;
+    QTensor q = recipe_qtensor(&ln->precision->head, role, precision_format(ln->precision, role));
+    const ScaleGranularity row = q.row_granularity, col = q.col_granularity;
+    q.fp8 = row != NO_SCALE;
+    q.amax = (uint32_t *)arena_take(a, tensor_amaxes(row, col, rows, cols) * (int64_t)sizeof(uint32_t));
+    if (row != NO_SCALE) {
+        q.rowwise = (uint8_t *)arena_take(a, rows * cols);
+        q.rowwise_scale_inv = arena_take(a, scale_bytes(row, rows, cols));
+    }
+    if (col != NO_SCALE) {
+        q.columnwise = (uint8_t *)arena_take(a, rows * cols);
+        q.columnwise_scale_inv = q.rowwise_scale_inv;
+        if (row != PER_TENSOR || col != PER_TENSOR)
+            q.columnwise_scale_inv = arena_take(a, scale_bytes(col, cols, rows));
+    }
+    return q;
+}
+
+// Places lm_head's tensors. With --fp8-lm-head off there are none.
+static inline void linears_place_head(void *linears, Arena *a) {
+    Linears *ln = (Linears *)linears;
+    arena_group(a, "FP8 tensors of lm_head");
+    ln->head_tensors.w = linears_place_head_tensor(ln, TENSOR_W, a);
+    ln->head_tensors.y = linears_place_head_tensor(ln, TENSOR_X, a);
+    ln->head_tensors.dlogits = linears_place_head_tensor(ln, TENSOR_DY, a);
 }
 
 // Places the GEMM workspace, of at least GEMM_WORKSPACE_BYTES and at least `workspace` bytes. With --fp8-emulate also
@@ -124,21 +165,22 @@ static inline void linears_plan(Linears *ln, cudaStream_t stream, char *memory) 
         if (fp8_layers < p->num_layers)
             linears_plan_layer(ln, &p->linear[id], plans->bf16, bf16_recipe, ln->rows, bias, memory);
     }
-    linears_plan_layer(ln, &ln->head, ln->lm_head.bf16, bf16_recipe, ln->head_rows, false, memory);
-    if (tail) linears_plan_layer(ln, &ln->head, ln->lm_head_tail.bf16, bf16_recipe, tail, false, memory);
+    linears_plan_layer(ln, &ln->head, ln->lm_head, &p->head, ln->head_rows, false, memory);
+    if (tail) linears_plan_layer(ln, &ln->head, ln->lm_head_tail, &p->head, tail, false, memory);
 }
 
-static inline void linears_destroy_plans(LinearPlans *plans) {
-    for (int kind = 0; kind < NUM_GEMMS; kind++) {
-        if (plans->bf16[kind].matmul) gemm_destroy(&plans->bf16[kind]);
-        if (plans->fp8[kind].matmul) gemm_destroy(&plans->fp8[kind]);
-    }
+static inline void linears_destroy_plans(GemmPlan plans[NUM_GEMMS]) {
+    for (int kind = 0; kind < NUM_GEMMS; kind++)
+        if (plans[kind].matmul) gemm_destroy(&plans[kind]);
 }
 
 static inline void linears_destroy(Linears *ln) {
-    for (int id = 0; id < NUM_LINEARS; id++) linears_destroy_plans(&ln->plans[id]);
-    linears_destroy_plans(&ln->lm_head);
-    linears_destroy_plans(&ln->lm_head_tail);
+    for (int id = 0; id < NUM_LINEARS; id++) {
+        linears_destroy_plans(ln->plans[id].bf16);
+        linears_destroy_plans(ln->plans[id].fp8);
+    }
+    linears_destroy_plans(ln->lm_head);
+    linears_destroy_plans(ln->lm_head_tail);
     CUBLAS_CHECK(cublasLtDestroy(ln->gemm.handle));
 }
 
@@ -149,9 +191,9 @@ static inline void linears_print(const Linears *ln) { precision_print(ln->precis
 // (gemm_choose). Prints nothing if there are none. Call it after linears_plan.
 static inline void linears_print_full_accum(const Linears *ln) {
     bool found = false;
-    for (int id = 0; id < NUM_LINEARS; id++)
+    for (int id = 0; id <= NUM_LINEARS; id++)
         for (int kind = 0; kind < NUM_GEMMS; kind++) {
-            const GemmPlan *p = &ln->plans[id].fp8[kind];
+            const GemmPlan *p = id < NUM_LINEARS ? &ln->plans[id].fp8[kind] : &ln->lm_head[kind];
             if (!p->matmul || !p->native || p->spec.fast_accum ||
                 !precision_fast_accum(ln->precision, p->spec.recipe, (GemmKind)kind))
                 continue;
@@ -195,7 +237,7 @@ static inline void linears_wgrad(Linears *ln, bf16 *dw, const QTensor *dy, const
 
 // Returns lm_head's plans for `rows` rows: head_rows, or the rows of a smaller last chunk.
 static inline GemmPlan *linears_lm_head(Linears *ln, int64_t rows) {
-    return (rows == ln->head_rows ? &ln->lm_head : &ln->lm_head_tail)->bf16;
+    return rows == ln->head_rows ? ln->lm_head : ln->lm_head_tail;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -228,6 +270,81 @@ static inline void qtensor_produce(Linears *ln, const QTensor *q, const Source &
     if (!q->fp8) return;
     if (q->amax_source == AMAX_FROM_PASS) qtensor_amax_pass(ln, q, source, R, C);
     qtensor_cast(ln, q, source, R, C);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// lm_head, whose tensors are cast here. A scale depends neither on the size of chunks nor on the number of ranks:
+// scales of rows and blocks do not reach over rows, that of a whole y is made from all rows of the micro-step, that of
+// whole dlogits from a bound (precision_dlogits_amax). With --fp8-lm-head off nothing is cast.
+
+// Finds the amaxes of q.data [rows, cols], if its scales need any.
+static inline void linears_head_amaxes(Linears *ln, const QTensor *q, int64_t rows, int64_t cols) {
+    const int64_t amaxes = tensor_amaxes(q->row_granularity, q->col_granularity, rows, cols);
+    if (!amaxes) return;
+    CUDA_CHECK(cudaMemsetAsync(q->amax, 0, (size_t)amaxes * sizeof(uint32_t), ln->gemm.stream));
+    qtensor_amax_pass(ln, q, TensorSource{q->data, cols}, rows, cols);
+}
+
+static inline void linears_head_cast(Linears *ln, const QTensor *q, int64_t rows, int64_t cols) {
+    const TensorSource source = {q->data, cols};
+    profile_bytes(ln->profile, "FP8 casts", quantize_source("lm_head", *q, source, rows, cols, ln->gemm.stream));
+}
+
+// Casts the weight [VP, C], and finds the amax of y [R, C], before the first chunk of rows. Without `backward` only
+// fprop will read the weight.
+static inline void linears_head_begin(Linears *ln, const bf16 *w, const bf16 *y, bool backward) {
+    HeadTensors *h = &ln->head_tensors;
+    h->w.data = (bf16 *)w;
+    if (!h->w.fp8) return;
+    QTensor cast = h->w, all = h->y;
+    if (!backward) cast.columnwise = NULL;
+    all.data = (bf16 *)y;
+    linears_head_amaxes(ln, &cast, ln->head.N, ln->head.K);
+    linears_head_cast(ln, &cast, ln->head.N, ln->head.K);
+    if (is_per_tensor(all.row_granularity)) linears_head_amaxes(ln, &all, ln->rows, ln->head.K);
+}
+
+// Returns `rows` rows of y, cast.
+static inline QTensor linears_head_input(Linears *ln, const bf16 *y, int64_t rows) {
+    QTensor q = ln->head_tensors.y;
+    q.data = (bf16 *)y;
+    if (!q.fp8) return q;
+    if (!is_per_tensor(q.row_granularity)) linears_head_amaxes(ln, &q, rows, ln->head.K);
+    linears_head_cast(ln, &q, rows, ln->head.K);
+    return q;
+}
+
+static __global__ void head_amax_kernel(uint32_t *amax, float value) {
+    grid_dependency_wait();
+    *amax = __float_as_uint(value);
+}
+
+// Returns the gradient of `rows` rows of logits, cast.
+static inline QTensor linears_head_gradient(Linears *ln, const bf16 *dlogits, int64_t rows, float grad_scale) {
+    QTensor q = ln->head_tensors.dlogits;
+    q.data = (bf16 *)dlogits;
+    if (!q.fp8) return q;
+    if (is_per_tensor(q.row_granularity))
+        CUDA_LAUNCH(head_amax_kernel, 1, 1, 0, ln->gemm.stream, q.amax, precision_dlogits_amax(grad_scale));
+    else linears_head_amaxes(ln, &q, rows, ln->head.N);
+    linears_head_cast(ln, &q, rows, ln->head.N);
+    return q;
+}
+
+// Computes the logits [rows, VP] of `rows` rows of y, after linears_head_begin. Returns these rows as wgrad reads them.
+static inline QTensor linears_head_logits(Linears *ln, bf16 *logits, const bf16 *y, int64_t rows) {
+    const QTensor x = linears_head_input(ln, y, rows);
+    linears_gemm(ln, "lm_head", &linears_lm_head(ln, rows)[GEMM_FPROP], logits, &ln->head_tensors.w, &x, NULL, false);
+    return x;
+}
+
+// Computes dx [rows, C], and dw [VP, C] or, if `accumulate`, adds to it. x: what linears_head_logits returned.
+static inline void linears_head_backward(Linears *ln, bf16 *dx, bf16 *dw, const bf16 *dlogits, const QTensor *x,
+                                         int64_t rows, float grad_scale, bool accumulate) {
+    GemmPlan *plans = linears_lm_head(ln, rows);
+    const QTensor dy = linears_head_gradient(ln, dlogits, rows, grad_scale);
+    linears_gemm(ln, "lm_head", &plans[GEMM_DGRAD], dx, &ln->head_tensors.w, &dy, NULL, false);
+    linears_gemm(ln, "lm_head", &plans[GEMM_WGRAD], dw, x, &dy, NULL, accumulate);
 }
 
 #endif

@@ -136,9 +136,8 @@ static inline int64_t quantize_amax_source(const char *function, QTensor out, So
     const FineAmaxes amaxes = fine_amaxes(&out, R);
     if (!usage_amaxes(out.row_granularity, R) && !usage_amaxes(out.col_granularity, C)) return 0;
     if (!out.amax) die("%s: a QTensor with these granularities needs amax", function);
-    const bool whole =
-        out.row_granularity == PER_TENSOR && out.col_granularity == PER_TENSOR && fp8_rule_keeps_nan(out.rule);
-    if (whole && source_amax(out.amax, source, R, C, stream)) return source_bytes<Source>(R, C);
+    const bool whole = !amaxes.rows && !amaxes.columns && fp8_rule_keeps_nan(out.rule);
+    if (whole && source_amax(amaxes.tensor, source, R, C, stream)) return source_bytes<Source>(R, C);
     const unsigned blocks = grid_size(ceil_div(R, CAST_TILE) * ceil_div(C, CAST_TILE), 1);
     if (fp8_rule_keeps_nan(out.rule))
         CUDA_LAUNCH(quantize_amax_kernel<Source, true>, blocks, CAST_THREADS, 0, stream, source, amaxes, R, C);

@@ -95,6 +95,7 @@ typedef struct {
     bool has_logits;
     bf16 *logits;
     ArenaGuest fp8_weights;  // FP8 weights of one layer at a time. If `place` is NULL, this memory holds none.
+    ArenaGuest head;         // FP8 tensors of lm_head, in use while the logits are
     // Buffers for the root's and one layer's gradients, which are then added to sums or cast to FP8. If `place` is
     // NULL, this memory holds none.
     ArenaGuest root_gradient, layer_gradient;
@@ -364,25 +365,30 @@ static inline void place_one_layer(const ActivationsLayout *p, Activations *acts
     arena_take_guest(a, p->layer_gradient);
 }
 
-// Places the logits (with the buffer of the root's gradient) and the memory of one layer. The two are never in use
-// together, so they share memory: that of the embedding's gradient if the logits fit there, else new memory. Returns
-// the part of the embedding's gradient that stays free. If the logits already have memory, the function places only the
-// memory of one layer, and returns an empty range.
+// Places the logits (with the buffer of the root's gradient and FP8 tensors of lm_head) and the memory of one layer.
+// The two are never in use together, so they share memory: that of the embedding's gradient if the logits fit there,
+// else new memory. lm_head's tensors always take new memory, and share it unless the logits have that. Returns
+// the part of the embedding's gradient that stays free. If the logits already have memory, the function places only
+// lm_head's tensors and the memory of one layer, and returns an empty range.
 static inline ArenaRange place_logits_and_one_layer(const ActivationsLayout *p, Activations *acts, Arena *a,
                                                     OneLayer *one) {
     const ArenaRange nowhere = {0, 0}, span = p->embedding_gradient;
+    const int64_t begin = a->used;
+    arena_take_guest(a, p->head);
     const int64_t used = a->used;
     if (p->has_logits) {
         acts->logits = p->logits;
+        arena_reuse(a, ArenaRange{begin, used});
         place_one_layer(p, acts, a, one);
+        arena_reuse(a, nowhere);
         return nowhere;
     }
     arena_group(a, "logits of one chunk");
     arena_reuse(a, span);
     acts->logits = take_bf16(a, p->chunk * p->dims->VP);
     arena_take_guest(a, p->root_gradient);
-    const ArenaRange logits = {used, a->used};
-    const bool in_span = logits.begin == logits.end;
+    const bool in_span = used == a->used;
+    const ArenaRange logits = {begin, a->used};
     const ArenaRange after_logits = arena_reuse(a, in_span ? span : logits);
     place_one_layer(p, acts, a, one);
     const ArenaRange after_layers = arena_reuse(a, nowhere),

@@ -85,7 +85,7 @@ static inline void plan_json_gemms(JsonText *out, const PlanFacts *f) {
         for (int fp8 = 1; fp8 >= 0; fp8--)
             if (precision_layers(p, id, fp8 == 1, layers, sizeof layers))
                 plan_json_linear(out, f, &p->linear[id], id, fp8 ? p->recipe : bf16);
-    plan_json_linear(out, f, &p->lm_head, -1, bf16);
+    plan_json_linear(out, f, &p->lm_head, -1, &p->head);
     json_text_add(out, "]");
 }
 

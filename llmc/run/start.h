@@ -114,9 +114,12 @@ static inline void start_print_data(const RunSetup *s, const Options *o, const C
     printf("%s\n", d->masked ? "; tokens marked as context do not count in the loss" : "");
 }
 
-// Prints the linear layers, other than lm_head, that stay bf16 in an FP8 run.
+// Prints which linear layers stay bf16 in an FP8 run. lm_head comes first: a GEMM of it always does.
 static inline void start_print_bf16_linears(const Precision *p) {
     char layers[128];
+    printf("; bf16 linear layers: lm_head%s", recipe_is_fp8(&p->head, GEMM_DGRAD)   ? " (wgrad)"
+                                              : recipe_is_fp8(&p->head, GEMM_FPROP) ? " (dgrad, wgrad)"
+                                                                                    : "");
     for (int id = 0; id < NUM_LINEARS; id++) {
         const int64_t n = precision_layers(p, id, false, layers, sizeof layers);
         if (n == p->num_layers) printf(", %s", p->linear[id].name);
@@ -155,12 +158,12 @@ static inline void start_print_recipe(const Options *o, const Precision *p) {
         printf("%s: all GEMMs, with fp32 accumulation\n", fp32 ? "fp32" : "bf16");
         return;
     }
-    if (!p->any_fp8) {
+    if (!precision_any_gemm_fp8(p)) {
         printf("no GEMM runs in FP8: --fp8-filter keeps all in bf16, or sizes are not multiples of %d\n", r->multiple);
         return;
     }
-    printf("fp8 %s%s: a scale for each %s; w, x e4m3, dy %s; fast_accum %s; bf16 linear layers: lm_head", r->name,
-           p->emulated ? " (emulated)" : "", r->scales, p->dy_format == FP8_E4M3 ? "e4m3" : "e5m2",
+    printf("fp8 %s%s: a scale for each %s; w, x e4m3, dy %s; fast_accum %s", r->name, p->emulated ? " (emulated)" : "",
+           r->scales, p->dy_format == FP8_E4M3 ? "e4m3" : "e5m2",
            fast_accums[r->fast_accum ? p->fast_accum : FAST_ACCUM_NONE]);
     start_print_bf16_linears(p);
     printf("\n");

@@ -66,7 +66,7 @@ def draw_map(run, names):
         figure.legend(handles.values(), handles, loc="outside upper center", ncols=2, fontsize=8)
     axes.set_title(style.two_lines(name_of(run, names)))
     caption = (f"{int(run.settings['fp8_gemms'])} GEMMs of a micro-step have FP8 operands. --fp8-filter is "
-               f"{run.option('fp8-filter') or 'none'}; lm_head always runs in BF16.")
+               f"{run.option('fp8-filter') or 'none'}, --fp8-lm-head {run.option('fp8-lm-head') or 'off'}.")
     if audits:
         step = max(records[0]["step"] for records in audits.values())
         caption += f" SQNR: signal to quantization noise of the worse operand, audited at step {step}."
