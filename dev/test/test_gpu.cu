@@ -73,10 +73,13 @@ static const Comm *one_rank(void) {
     return &comm;
 }
 
-static void create_random(Trainer *t, const Options *o, const ModelConfig *m) {
+// Returns the plan of the trainer's memory.
+static Arena create_random(Trainer *t, const Options *o, const ModelConfig *m) {
     const Arena plan = trainer_describe(t, o, m, one_rank());
     trainer_create(t, &plan);
     initialize(t);
+    t->step.targets = t->d.R;  // else a step's loss, which the tests leave at 0, is 0 / 0, and no step is taken
+    return plan;
 }
 
 static Batch send_tokens(Trainer *t, const int32_t *inputs, const int32_t *targets) {
@@ -92,7 +95,7 @@ static Batch send_tokens(Trainer *t, const int32_t *inputs, const int32_t *targe
 // Runs a micro-step: computes the gradients of the mean loss over its tokens. last: it is the last one of its step.
 static void forward_backward(Trainer *t, const int32_t *inputs, const int32_t *targets, bool last) {
     const Batch sent = send_tokens(t, inputs, targets);
-    model_forward_backward(t, &sent, 1.0f / (float)t->d.R, last);
+    model_forward_backward(t, &sent, gradient_scale(t), last);
 }
 
 static bf16 *gradients(const Trainer *t) { return t->fsdp.transport.sums; }
@@ -403,9 +406,7 @@ static void flip_trial(FlipTrials *f, const FlipPlace *place, uint64_t trial) {
 
 static FlipTrials *flip_trials(const Options *o, const ModelConfig *m) {
     FlipTrials *f = (FlipTrials *)xcalloc(1, sizeof *f);
-    const Arena plan = trainer_describe(&f->t, o, m, one_rank());
-    trainer_create(&f->t, &plan);
-    initialize(&f->t);
+    const Arena plan = create_random(&f->t, o, m);
     f->access = gpu_state_access(&f->t.state, one_rank());
     f->bytes = plan.used, f->hashes = 4 * f->t.table.count;  // weights, two moments, gradients
     f->compared = 3 * f->t.table.total * 2;
