@@ -35,10 +35,10 @@ def draw_intervals(comparisons, margin):
     figure, axes = style.new(1.1 + 0.45 * len(rows))
     for y, (c, name) in enumerate(rows):
         colour, primary = style.colour(c.recipe), name == c.primary
-        bf16, fp8 = c.ends[name]
-        scale = 100 / bf16.mean()
+        base, arm = c.ends[name]
+        scale = 100 / base.mean()
         if c.null or len(c.seeds) == 1:
-            axes.plot(scale * (fp8 - bf16), [y] * len(bf16), "x", color=colour)
+            axes.plot(scale * (arm - base), [y] * len(base), "x", color=colour)
             continue
         d = getattr(c, name)
         if primary:

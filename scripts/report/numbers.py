@@ -56,7 +56,7 @@ def comparison_numbers(c, price, margin):
         "decision": words.decision_of(c, margin) if margin and not c.null else None,
         "words": "".join(words.sentence(c, margin)), "seeds": c.seeds if c.pairs else [], "steps": c.steps,
         "planned_trunks": c.planned, "tokens": c.tokens, "parameters": c.parameters,
-        "pairs": [{"bf16": p.bf16.name, "fp8": p.fp8.name, "seed": p.fp8.seed, "rounding_seed": p.fp8.rounding_seed}
+        "pairs": [{"bf16": p.base.name, "fp8": p.arm.name, "seed": p.arm.seed, "rounding_seed": p.arm.rounding_seed}
                   for p in c.pairs],
         "refused": c.refused, "diverged": c.diverged, "notes": c.notes, "missing": c.why,
         "tokens_per_second_ratio": c.speed, "tokens_per_second_ratio_range": c.speed_range,

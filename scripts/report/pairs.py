@@ -112,20 +112,20 @@ def fault(run):
 
 @dataclasses.dataclass
 class Pair:
-    bf16: object
-    fp8: object  # in a null pair BF16 with another rounding seed
+    base: object
+    arm: object  # in a null pair the base's recipe with another rounding seed
 
     @property
     def first(self):
-        return max(self.bf16.first_step, self.fp8.first_step)
+        return max(self.base.first_step, self.arm.first_step)
 
     @property
     def steps(self):
-        return min(self.bf16.last_step, self.fp8.last_step)
+        return min(self.base.last_step, self.arm.last_step)
 
     @property
     def complete(self):
-        return self.bf16.complete and self.fp8.complete
+        return self.base.complete and self.arm.complete
 
 
 @dataclasses.dataclass
@@ -184,7 +184,7 @@ class Comparison:
 
     @property
     def seeds(self):
-        return sorted({pair.fp8.seed for pair in self.pairs})
+        return sorted({pair.arm.seed for pair in self.pairs})
 
     @property
     def place(self):
@@ -198,11 +198,11 @@ class Comparison:
     @property
     def emulated(self):
         """True if FP8 has no speed of its own: it is emulated, or the CPU trainer computes it."""
-        return ":emulate" in self.recipe or any(pair.fp8.settings["program"] == "train_fp8" for pair in self.pairs)
+        return ":emulate" in self.recipe or any(pair.arm.settings["program"] == "train_fp8" for pair in self.pairs)
 
     @property
     def tokens(self):
-        return self.pairs[0].fp8.tokens_at(self.steps) if self.pairs else 0
+        return self.pairs[0].arm.tokens_at(self.steps) if self.pairs else 0
 
     @property
     def tokens_since(self):
@@ -294,7 +294,7 @@ class Finder:
         one.diverged += [reason] if diverged else []
 
     def add(self, one, run, other, reason):
-        if any((p.fp8.seed, p.fp8.rounding_seed) == (run.seed, run.rounding_seed) for p in one.pairs):
+        if any((p.arm.seed, p.arm.rounding_seed) == (run.seed, run.rounding_seed) for p in one.pairs):
             one.refused.append(f"{run.name} repeats the seed and rounding seed of another run; one of them is used")
             return
         reason = reason or fault(other) or fault(run)
