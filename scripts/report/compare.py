@@ -41,7 +41,7 @@ def plan_of(verdicts, margin=None):
         plan.looks = plan.looks or sorted({look for look in whole_numbers(verdict.get("looks")) if look > 0})
         plan.seeds += [seed for seed in whole_numbers(verdict.get("seeds")) if seed not in plan.seeds]
         recipes = verdict.get("recipes") if isinstance(verdict.get("recipes"), list) else []
-        plan.recipes = max(plan.recipes, len({str(recipe) for recipe in recipes if str(recipe).startswith("fp8")}))
+        plan.recipes = max(plan.recipes, len({str(recipe) for recipe in recipes[1:]}))
         plan.ends += whole_numbers(verdict.get("num_steps"))
         given = verdict.get("margin")
         if plan.margin is None and isinstance(given, (int, float)) and given is not True and 0 < given < 100:
@@ -194,7 +194,7 @@ def compare_over_steps(c):
                 if pair.first <= c.first and pair.steps >= c.steps]
         c.null_curves = in_windows(c, np.array(rows)) if rows else None
     if c.null_curves is None:
-        c.why["noise"] = "no two BF16 runs of these steps differ in the rounding seed alone"
+        c.why["noise"] = c.say("no two BF16 runs of these steps differ in the rounding seed alone")
 
 
 # ---- speed and energy
@@ -260,7 +260,7 @@ def compare_at_equal_loss(c):
             ratio = np.log(c.costs[name][0] / c.costs[name][1])
             setattr(c, field, vs.equal_loss_speedup(ratio, c.gaps, slope, c.bounds.sequence_variance))
     if c.speedup.reason:
-        c.why["speedup"] = c.speedup.reason
+        c.why["speedup"] = c.say(c.speedup.reason)
 
 
 def compare_over_tokens(c):
@@ -336,11 +336,14 @@ def group(found):
 
 
 def compare(runs, failed, names, plan=None):
-    """All comparisons with their results, one for each recipe and place; none if no run is in BF16. Null comparisons
+    """All comparisons with their results, one for each recipe and place; none if no run is a base. Null comparisons
     come last. One without pairs has only refusals.
 
     failed: (run, reason) of runs that ended early; names: pairs.name_recipes of all of them."""
-    if not any(run.option("precision") == "bf16" for run in runs):
+    if {run.against for run in runs} != {"bf16"} and len({run.folder.parent for run in runs}) > 1:
+        raise ValueError("one folder has a verdict against an FP8 recipe: give report.py it alone, because runs of "
+                         "other folders may have other options of FP8")
+    if not any(run.is_base for run in runs):
         return []
     plan, found = plan or Plan(), []
     for members in group(pairs.find_comparisons(runs, failed, names)):

@@ -36,7 +36,7 @@ def draw_norms(members):
         return None
     axes.axhline(1, color=style.BLACK, linewidth=0.8)
     reach = 1.1 * max(np.quantile(np.abs(np.log(least)), 0.99), 0.01)
-    axes.set(xlabel="step", ylabel="gradient norm, FP8 / BF16", ylim=(np.exp(-reach), np.exp(reach)))
+    axes.set(xlabel="step", ylabel=members[0].say("gradient norm, FP8 / BF16"), ylim=(np.exp(-reach), np.exp(reach)))
     axes.set_title(style.two_lines(members[0].name.split(", fp8")[0]))
     style.legend_above(figure, axes)
     skipped = sum(map(bool, sum((p.arm.column("skipped") for c in members for p in c.pairs), [])))
