@@ -75,7 +75,7 @@ def title_of(found, names):
     from report.pairs import NULL
 
     models = dict.fromkeys(run.settings["model"] for run in found.runs)
-    recipes = dict.fromkeys(names[run.name] for run in found.runs if names[run.name] != NULL)
+    recipes = dict.fromkeys(names[run.name] for run in found.runs if not names[run.name].endswith(NULL))
     return f"{', '.join(models)}: {', '.join(recipes)}"
 
 

@@ -10,6 +10,8 @@ are in parentheses.
   --recipes LIST          FP8 recipes: fp8 (tensorwise), fp8:RECIPE, fp8:RECIPE:emulate, each also with options of its
                           own, as in fp8+fp8-filter=first/last (/ for a comma); none: a pilot, which shows how small a
                           cost a verdict can see (fp8,fp8:rowwise)
+  --against RECIPE        the recipe of trunks and null arms instead of BF16, named as in --recipes: each recipe is then
+                          compared with it (bf16)
   --seeds LIST            seeds of trunks: of initial weights, data order and stochastic rounding; two are too few for a
                           narrow interval (42,43,44)
   --margin X%             the largest cost in loss that is acceptable: the report's first line says if FP8 keeps it
@@ -64,15 +66,16 @@ import sys
 import time
 
 from report import venv
+from report.pairs import reword
 from runs import branches
 from runs.options import check_extra, end, fail, number, parse, say, split
 from runs.runner import ANSWERS, CHECKPOINTS, Pool, Run, refuse_other_settings, write_text
 from runs.trainer import NO_GPU, SHARDS, Trainer, data_of, folder_names, nvidia_smi, precision_words, visible_gpus
 
-DEFAULTS = {"recipes": "fp8,fp8:rowwise", "seeds": "42,43,44", "margin": "", "looks": "", "branch-step": "",
-            "tokens-per-step": "", "rounding-seeds": "", "train-data": "", "val-data": "", "sequence-length": "2048",
-            "num-steps": "", "lr": "", "gpus": "1", "parallel": "", "price": "", "trainer": "./train_fp8cu",
-            "out": "log/verdict"}
+DEFAULTS = {"recipes": "fp8,fp8:rowwise", "against": "bf16", "seeds": "42,43,44", "margin": "", "looks": "",
+            "branch-step": "", "tokens-per-step": "", "rounding-seeds": "", "train-data": "", "val-data": "",
+            "sequence-length": "2048", "num-steps": "", "lr": "", "gpus": "1", "parallel": "", "price": "",
+            "trainer": "./train_fp8cu", "out": "log/verdict"}
 SET_HERE = ("train-data", "val-data", "sequence-length", "num-steps", "precision", "fp8-recipe", "fp8-emulate", "seed",
             "rounding-seed", "learning-rate", "lr-schedule", "decay-steps", "warmup-steps", "tokens-per-step",
             "grad-accumulation-steps", "checkpoint-every", "branch", "log-dir")
@@ -138,7 +141,7 @@ class Case:
         self.lengths = None if plan.whole else branches.Lengths(self.steps, self.branch)
 
     def describe(self):
-        """Returns the trainer's --dry-run --json of the BF16 run. Dies if that of BF16 or of a recipe is an error."""
+        """Returns the trainer's --dry-run --json of the trunk. Dies if that of a recipe is an error."""
         plan, described = self.plan, None
         for recipe in reversed(plan.recipes):
             command = [plan.trainer.program, self.model, "--train-data", plan.train[self.model], "--val-data",
@@ -229,11 +232,11 @@ class Case:
         return run
 
     def runs(self, seed, trunk=None):
-        """The runs of a seed, BF16 first, so that pairs are complete early. trunk: that of other tokens per step."""
+        """The runs of a seed, trunk first, so that pairs are complete early. trunk: that of other tokens per step."""
         plan = self.plan
         make = functools.partial(self.run, seed)
         if not plan.whole:
-            return branches.trunk_runs(make, self.lengths, seed, plan.recipes[1:], trunk)
+            return branches.trunk_runs(make, self.lengths, seed, plan.recipes, trunk)
         return [make(recipe, rounding, self.steps, None, [])
                 for rounding, recipe in itertools.product(plan.roundings, plan.recipes)]
 
@@ -274,8 +277,11 @@ class Plan:
         recipes = [] if o.recipes == "none" else split(o.recipes)
         if self.whole and not recipes:
             fail("--recipes none is a pilot of branches; with --whole or --repeat name a recipe")
-        self.recipes = ["bf16"] + recipes
+        self.recipes = [o.against] + recipes
         self.trainer.check_precisions("--recipes", recipes)
+        self.trainer.check_precisions("--against", [o.against], ("bf16",))
+        if o.against in recipes:
+            fail(f"--recipes names {o.against}, which --against compares with; name other recipes")
 
     def runs(self):
         found, trunks = [], {}
@@ -339,9 +345,10 @@ def check_folder(plan, runs):
         shared = [entry["folder"] for entry in entries
                   if models.get(entry["folder"], entry["model"]) != entry["model"]]
         steps = {entry.get("trained_steps", entry["num_steps"]) for entry in entries}
+        now["against"], fixed["against"] = plan.recipes[0], before["recipes"][0]
         now["num-steps"] = {**fixed["num-steps"], **now["num-steps"]}
         now["branch-step"] = {**fixed.get("branch-step", {}), **now["branch-step"]}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         fail(f"{path} is damaged; remove this one file to go on with the finished runs, or give another --out")
     if shared:
         fail(f"two models would share the folder {shared[0]} in {plan.o.out}; give another --out")
@@ -368,7 +375,7 @@ def receipt(plan, runs, others):
 
 
 def time_steps(plan, pool):
-    """Sets the expected seconds of each run, from a finished run of its case, or else from a trial in BF16.
+    """Sets the expected seconds of each run, from a finished run of its case, or else from a trial of the trunk.
 
     They are 0 if a run of the case is known to be out of memory and none has finished, or if the trial fails.
     """
@@ -388,10 +395,11 @@ def time_steps(plan, pool):
 
 
 def time_trial(plan, case, pool):
-    """The summary of TRIAL_STEPS steps and a validation in BF16, or None if they fail."""
-    say(f"{case.title}: timing {TRIAL_STEPS} steps and a validation in BF16")
+    """The summary of TRIAL_STEPS steps and a validation of the trunk, or None if they fail."""
+    recipe = plan.recipes[0]
+    say(f"{case.title}: timing {TRIAL_STEPS} steps and a validation in {reword('BF16', recipe)}")
     folder = os.path.join(plan.o.out, "trial." + case.name)
-    trial = Run(folder, case.command("bf16", plan.seeds[0], None, folder), "trial", case.model, "bf16", plan.gpus,
+    trial = Run(folder, case.command(recipe, plan.seeds[0], None, folder), "trial", case.model, recipe, plan.gpus,
                 TRIAL_STEPS)
     pool.train([trial])
     return trial.summary() if trial.kind == "done" else None
@@ -420,7 +428,7 @@ def announce(plan, pool):
     seconds = sum(run.expected for run in left) / pool.parallel
     text = f"{len(left)} of {len(pool.runs)} runs to do, {pool.parallel} side by side"
     if seconds:
-        text += f": about {seconds / 60:.0f} minutes at the speed of BF16, until "
+        text += f": about {seconds / 60:.0f} minutes at the speed of {reword('BF16', plan.recipes[0])}, until "
         text += time.strftime("%H:%M", time.localtime(time.time() + seconds))
         if plan.price is not None:
             hours = sum(run.expected for run in left) * plan.gpus / 3600

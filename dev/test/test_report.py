@@ -290,6 +290,32 @@ def test_branches(tmp):
     check_page(folder / "report.html", data, ("loss-intervals", "gap-", "difference-", "speedups", "norms-"))
 
 
+def test_against(tmp):
+    """A verdict against an FP8 recipe: the trunk and its null arm have this recipe, and an arm another option of it.
+    The log's lineage does not tell the arm from its trunk."""
+    arms = {"bf16": "fp8", "null": "fp8", "fp8:tensorwise": "fp8+fp8-lm-head=on"}
+    folder = branches_folder(tmp / "against", arms=arms, recipes=["fp8", "fp8+fp8-lm-head=on"], margin=0.5)
+    verdict = json.loads((folder / "verdict.json").read_text())
+    for run, arm in zip(verdict["runs"], [arm for _ in range(3) for arm in arms for _ in HORIZONS]):
+        run["recipe"], log = arms[arm], folder / run["folder"] / "log.jsonl"
+        log.write_text(log.read_text().replace('"precision": "bf16"', '"precision": "fp8"').replace(
+            '"fp8_recipe": null', '"fp8_recipe": "tensorwise"').replace('"fp8_gemms": 0', '"fp8_gemms": 24'))
+    (folder / "verdict.json").write_text(json.dumps(verdict))
+    out, _ = report(folder)
+    one, null = numbers(folder / "report.json")["comparisons"]
+    check(re.match(r"Acceptable: fp8\+fp8-lm-head=on after step 40 costs at most 0\.\d\d% in loss against fp8 ", out),
+          f"the decision is against fp8: {out}")
+    check(one["pairs"][0]["base"] == "tiny.bf16.s42.n400" and one["against"] == "fp8" and one["level"] == 0.05 and
+          null["recipe"] == "fp8, other rounding seed", f"pairs with the trunk: {one['pairs']}")
+    for h, horizon in zip(one["over_tokens"], HORIZONS, strict=True):
+        gaps, base = branch_gaps("fp8:tensorwise", horizon)
+        close(h["gap_percent"]["estimate"], (100 * gaps / base.mean()).mean(), f"against fp8, {horizon} steps")
+    page = (folder / "report.md").read_text()
+    check("the arm - fp8 [95%]" in page and "BF16" not in page, "the page names fp8 and not BF16")
+    check("give report.py it alone" in report(folder, two_runs(tmp / "beside"), "--out", tmp / "x.html", status=1)[1],
+          "no other folder beside a verdict against fp8")
+
+
 def test_looks(tmp):
     """Trunks count in the order of the plan, and only at its looks."""
     for looks, seeds, counted, text in (
@@ -693,7 +719,7 @@ def test_diverged(tmp):
 
 def main():
     with tempfile.TemporaryDirectory() as scratch:
-        for test in (test_command_line, test_numbers, test_same, test_rounding, test_branches, test_looks,
+        for test in (test_command_line, test_numbers, test_same, test_rounding, test_branches, test_against, test_looks,
                      test_stall, test_gpu, test_sweep, test_markup, test_limit, test_refused, test_energy,
                      test_broken, test_columns, test_fuzz, test_running, test_diverged):
             test(pathlib.Path(scratch))

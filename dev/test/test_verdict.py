@@ -66,6 +66,7 @@ def test_bad_options(folder):
                            ("--rounding-seeds is for --whole", ["tiny", *shards, "--rounding-seeds", "1"]),
                            ("--branch-step is for branches", ["tiny", *shards, "--whole", "--branch-step", "9"]),
                            ("is a pilot of branches", ["tiny", *shards, "--whole", "--recipes", "none"]),
+                           ("fp8, which --against compares with", ["tiny", *shards, "--against", "fp8"]),
                            ('not "fp8+lr=1"', ["tiny", *shards, "--recipes", "fp8+lr=1"]),
                            ("--seed is set by the verdict", ["tiny", *shards, "--", "--seed", "3"]),
                            ("--msamp sets --precision", ["tiny", *shards, "--", "--msamp", "O1"]),
@@ -98,6 +99,15 @@ def test_commands(folder):
     check(len(large) == len(batches) // 2 == 6 and "--num-steps 88 " in large[0] and "-rate 0.00141421 " in large[0] and
           "--decay-steps 16 " in large[0] and f"tiny.b{LENGTH}.bf16.s7/checkpoints/step-00000016" in large[0],
           f"larger steps branch from the trunk, BF16 too, for as many tokens: {large}")
+    trunk, null, arm = verdict("tiny", "--trainer", "./train_fp8", "--train-data", f"{folder}/s_train.bin", "--out",
+                               "X", "--sequence-length", str(LENGTH), "--num-steps", "80", "--seeds", "7", "--dry-run",
+                               "--against", "fp8:rowwise", "--recipes", "fp8", "--", "--fp8-filter", "last"
+                               ).stdout.splitlines()[:3]
+    check(all(line.endswith(" --precision fp8 --fp8-recipe rowwise --fp8-filter last") for line in (trunk, null)) and
+          "--branch" not in trunk and "--rounding-seed 1007" in null and
+          arm.endswith("--precision fp8 --fp8-filter last") and
+          all("--branch X/tiny.fp8-rowwise.s7/checkpoints/step-00000008" in line for line in (null, arm)),
+          f"--against names the recipe of the trunk and the null arm: {trunk}, {null}, {arm}")
     audits = [[line.count("--fp8-audit") for line in verdict(*options(folder, "--dry-run", *more)).stdout.splitlines()]
               for more in ([], ["--", "--fp8-audit=5"])]
     check(sum(audits[0]) == 2 and max(audits[0]) == 1 and max(audits[1]) == 1 and sum(audits[1]) > 2,
@@ -138,6 +148,9 @@ def test_branches(folder):
     gone = verdict(*words, "--recipes", "fp8")
     check(gone.returncode == 1 and "which is gone; remove the folders of this seed" in gone.stderr,
           f"without the trunk's checkpoint a new arm is refused: {gone.stdout}{gone.stderr}")
+    base = verdict(*words, "--against", "fp8", "--recipes", "none")
+    check(base.returncode == 1 and "against: 'bf16' there, 'fp8' now" in base.stderr,
+          f"a trunk of another recipe is refused: {base.stdout}{base.stderr}")
     looks = verdict(*words[:-3], "--seeds", "7,8", "--no-report")
     check(looks.returncode == 1 and "looks: [1] there, [2] now" in looks.stderr,
           f"other looks than planned are refused: {looks.stdout}{looks.stderr}")

@@ -41,7 +41,7 @@ def plan_of(verdicts, margin=None):
         plan.looks = plan.looks or sorted({look for look in whole_numbers(verdict.get("looks")) if look > 0})
         plan.seeds += [seed for seed in whole_numbers(verdict.get("seeds")) if seed not in plan.seeds]
         recipes = verdict.get("recipes") if isinstance(verdict.get("recipes"), list) else []
-        plan.recipes = max(plan.recipes, len({str(recipe) for recipe in recipes if str(recipe).startswith("fp8")}))
+        plan.recipes = max(plan.recipes, len({str(recipe) for recipe in recipes[1:]}))
         plan.ends += whole_numbers(verdict.get("num_steps"))
         given = verdict.get("margin")
         if plan.margin is None and isinstance(given, (int, float)) and given is not True and 0 < given < 100:
@@ -58,7 +58,7 @@ def first_trunks(c, plan):
     of the plan. Those of refused pairs are left out, which the page says."""
     of_seed = collections.defaultdict(list)
     for pair in c.pairs:
-        of_seed[pair.fp8.seed].append(pair)
+        of_seed[pair.arm.seed].append(pair)
     planned = [seed for seed in plan.seeds if seed not in c.lost_seeds]
     order = planned + [seed for seed in sorted(of_seed) if seed not in planned]
     done = [seed for seed in order if seed in of_seed and all(pair.complete for pair in of_seed[seed])]
@@ -77,7 +77,7 @@ def choose_pairs(c, plan):
     """Keeps the pairs of the trunks that count. If none is done: those with LEAST_SHARE of the steps of the farthest.
     Sets the steps that all of the kept pairs have."""
     seeds, c.planned, c.undecided = first_trunks(c, plan)
-    done = [pair for pair in c.pairs if pair.complete and pair.fp8.seed in seeds]
+    done = [pair for pair in c.pairs if pair.complete and pair.arm.seed in seeds]
     far = max(pair.steps for pair in c.pairs)
     kept = done or [pair for pair in c.pairs if pair.steps >= LEAST_SHARE * far]
     c.first, c.steps = max(pair.first for pair in kept), min(pair.steps for pair in kept)
@@ -85,8 +85,8 @@ def choose_pairs(c, plan):
         kept = []
     for pair in c.pairs:
         if pair not in kept and not pair.complete:
-            slow = min((pair.bf16, pair.fp8), key=lambda run: run.last_step)
-            c.notes.append(f"the pair of {pair.fp8.name} is not used yet: {slow.name} is {slow.state()}")
+            slow = min((pair.base, pair.arm), key=lambda run: run.last_step)
+            c.notes.append(f"the pair of {pair.arm.name} is not used yet: {slow.name} is {slow.state()}")
     if kept and not done:
         c.undecided = f"so far, step {c.steps} of {c.horizon}"
     longer = [end for end in plan.ends if end > c.horizon]
@@ -95,11 +95,11 @@ def choose_pairs(c, plan):
     c.pairs = kept
 
 
-def of_trunks(c, values, sides=("bf16", "fp8")):
+def of_trunks(c, values):
     """values(run) of both sides, averaged over the rounding seeds of a trunk: [trunks, ...] each."""
     return [np.array([np.mean([np.asarray(values(getattr(pair, side)), dtype=np.float64)
-                               for pair in c.pairs if pair.fp8.seed == seed], axis=0) for seed in c.seeds])
-            for side in sides]
+                               for pair in c.pairs if pair.arm.seed == seed], axis=0) for seed in c.seeds])
+            for side in ("base", "arm")]
 
 
 def steps_of(key, c):
@@ -118,7 +118,7 @@ def last_steps(c):
     steps half of them, at least 40), and at least 300 if data repeats, because the noise of repeated data has a longer
     memory. Never more than the pairs have since they parted."""
     last = max(c.steps // 4, min(100, c.steps // 2), 40)
-    if c.pairs[0].fp8.repeats_data:
+    if c.pairs[0].arm.repeats_data:
         last = max(last, 300)
     return min(last, c.steps - c.first + 1)
 
@@ -127,7 +127,7 @@ def validation_losses(c):
     """Sets the step of the last validation, and returns a function for of_trunks. ValueError if a run lacks it, or if
     the losses of its sequences are missing, not finite or of different number. Of unfinished runs it is the last that
     all have."""
-    members = [run for pair in c.pairs for run in (pair.bf16, pair.fp8)]
+    members = [run for pair in c.pairs for run in (pair.base, pair.arm)]
     records = [{v["step"]: v for v in run.validations if v["step"] <= c.steps} for run in members]
     common = set.intersection(*map(set, records))
     step = c.steps if c.steps == c.horizon else max(common, default=0)
@@ -166,8 +166,8 @@ def compare_losses(c):
 def use(c, primary, alpha):
     """Reads the verdict from one of the losses: gaps of trunks, and simultaneous bounds."""
     c.primary, c.alpha = primary, alpha
-    bf16, fp8 = c.ends[primary]
-    c.gaps, c.base = fp8 - bf16, float(bf16.mean())
+    base, arm = c.ends[primary]
+    c.gaps, c.base = arm - base, float(base.mean())
     c.bounds = vs.validation_difference(*c.sequences, alpha) if primary == "validation" else \
         vs.trunk_interval(c.gaps, alpha)
     null = next((n for null in c.nulls for n in null.horizons if n.horizon == c.horizon and primary in n.ends), None)
@@ -190,11 +190,11 @@ def compare_over_steps(c):
         return
     c.curve = vs.difference_over_steps(*of_trunks(c, steps_of("loss", c)), c.window)
     for null in c.nulls[:1]:
-        rows = [np.subtract(*(steps_of("loss", c)(run) for run in (pair.fp8, pair.bf16))) for pair in null.pairs
+        rows = [np.subtract(*(steps_of("loss", c)(run) for run in (pair.arm, pair.base))) for pair in null.pairs
                 if pair.first <= c.first and pair.steps >= c.steps]
         c.null_curves = in_windows(c, np.array(rows)) if rows else None
     if c.null_curves is None:
-        c.why["noise"] = "no two BF16 runs of these steps differ in the rounding seed alone"
+        c.why["noise"] = c.say("no two BF16 runs of these steps differ in the rounding seed alone")
 
 
 # ---- speed and energy
@@ -218,8 +218,8 @@ def compare_costs(c):
     def median(run):
         return float(np.median(run.after_warmup("ms")))
 
-    runs = [run for pair in c.pairs for run in (pair.bf16, pair.fp8)]
-    ratios = [median(pair.bf16) / median(pair.fp8) for pair in c.pairs]
+    runs = [run for pair in c.pairs for run in (pair.base, pair.arm)]
+    ratios = [median(pair.base) / median(pair.arm) for pair in c.pairs]
     c.speed, c.speed_range = float(np.exp(np.mean(np.log(ratios)))), (min(ratios), max(ratios))
     tokens = (c.steps - c.first + 1) * c.batch
     c.costs = {"time": of_trunks(c, lambda run: np.sum(steps_of("ms", c)(run)) / 1000)}
@@ -238,7 +238,7 @@ def compare_costs(c):
 
 def alike(c, other):
     """True if runs of two lengths differ in nothing else."""
-    return not pairs.start_differences(c.pairs[0].bf16.settings, other.pairs[0].bf16.settings,
+    return not pairs.start_differences(c.pairs[0].base.settings, other.pairs[0].base.settings,
                                        skip={*pairs.OF_LENGTH, "seed", "rounding-seed"})
 
 
@@ -260,7 +260,7 @@ def compare_at_equal_loss(c):
             ratio = np.log(c.costs[name][0] / c.costs[name][1])
             setattr(c, field, vs.equal_loss_speedup(ratio, c.gaps, slope, c.bounds.sequence_variance))
     if c.speedup.reason:
-        c.why["speedup"] = c.speedup.reason
+        c.why["speedup"] = c.say(c.speedup.reason)
 
 
 def compare_over_tokens(c):
@@ -316,14 +316,14 @@ def compare_one(c, alpha):
     primary = "validation" if all("validation" in h.ends for h in lengths) else "training"
     for h in lengths:
         use(h, primary, alpha)
-    c.hours = gpu_hours([run for h in lengths for p in h.pairs for run in (p.bf16, p.fp8)]) / len(c.seeds)
+    c.hours = gpu_hours([run for h in lengths for p in h.pairs for run in (p.base, p.arm)]) / len(c.seeds)
     compare_over_steps(c)
     compare_costs(c)
     look_at_nulls(c)
     if not c.null:
         compare_over_tokens(c)
         compare_at_equal_loss(c)
-    stalls = {run.name: run.stall_words() for h in lengths for p in h.pairs for run in (p.bf16, p.fp8)}
+    stalls = {run.name: run.stall_words() for h in lengths for p in h.pairs for run in (p.base, p.arm)}
     c.notes += list(filter(None, stalls.values()))
 
 
@@ -336,11 +336,14 @@ def group(found):
 
 
 def compare(runs, failed, names, plan=None):
-    """All comparisons with their results, one for each recipe and place; none if no run is in BF16. Null comparisons
+    """All comparisons with their results, one for each recipe and place; none if no run is a base. Null comparisons
     come last. One without pairs has only refusals.
 
     failed: (run, reason) of runs that ended early; names: pairs.name_recipes of all of them."""
-    if not any(run.option("precision") == "bf16" for run in runs):
+    if {run.against for run in runs} != {"bf16"} and len({run.folder.parent for run in runs}) > 1:
+        raise ValueError("one folder has a verdict against an FP8 recipe: give report.py it alone, because runs of "
+                         "other folders may have other options of FP8")
+    if not any(run.is_base for run in runs):
         return []
     plan, found = plan or Plan(), []
     for members in group(pairs.find_comparisons(runs, failed, names)):

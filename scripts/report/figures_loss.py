@@ -35,10 +35,10 @@ def draw_intervals(comparisons, margin):
     figure, axes = style.new(1.1 + 0.45 * len(rows))
     for y, (c, name) in enumerate(rows):
         colour, primary = style.colour(c.recipe), name == c.primary
-        bf16, fp8 = c.ends[name]
-        scale = 100 / bf16.mean()
+        base, arm = c.ends[name]
+        scale = 100 / base.mean()
         if c.null or len(c.seeds) == 1:
-            axes.plot(scale * (fp8 - bf16), [y] * len(bf16), "x", color=colour)
+            axes.plot(scale * (arm - base), [y] * len(base), "x", color=colour)
             continue
         d = getattr(c, name)
         if primary:
@@ -53,11 +53,10 @@ def draw_intervals(comparisons, margin):
     if margin:
         axes.axvline(margin, color=style.VERMILLION, linewidth=1, linestyle="--", label=f"margin {margin:g}%")
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    return style.finish(figure, "verdict", "loss-intervals", "Cost in loss",
-                        "Right of 0 FP8 costs loss. Thick: 95% interval over trunks. Thin: bounds that hold for all "
-                        "recipes and planned looks together; the decision is read from these. Pale: the loss that "
-                        "decides nothing. Crosses: single pairs, which tell nothing alone; of BF16 with another "
-                        "rounding seed, they show the noise.")
+    return style.finish(figure, "verdict", "loss-intervals", "Cost in loss", rows[0][0].say(
+        "Right of 0 FP8 costs loss. Thick: 95% interval over trunks. Thin: bounds that hold for all recipes and "
+        "planned looks together; the decision is read from these. Pale: the loss that decides nothing. Crosses: single "
+        "pairs, which tell nothing alone; of BF16 with another rounding seed, they show the noise."))
 
 
 def with_bars(axes, x, d, colour, **options):
@@ -92,7 +91,7 @@ def draw_gap(members, margin):
     if margin:
         axes.axhline(margin, color=style.VERMILLION, linewidth=1, linestyle="--", label=f"margin {margin:g}%")
     axes.set_xscale("log")
-    axes.set(xlabel="tokens since the pairs parted", ylabel="FP8 minus BF16 (% of the loss)")
+    axes.set(xlabel="tokens since the pairs parted", ylabel=members[0].say("FP8 minus BF16 (% of the loss)"))
     ticks = sorted({x for c in members for x in [h.tokens_since for h in c.horizons][-1:]} |
                    ({FAR * members[0].parameters} if far else set()) |
                    {min(h.tokens_since for h in members[0].horizons)})
@@ -119,7 +118,7 @@ def draw_batches(members):
                   label=recipe)
     axes.axhline(0, color=style.BLACK, linewidth=0.8)
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="tokens per step", ylabel="FP8 minus BF16 (% of the loss)")
+    axes.set(xlabel="tokens per step", ylabel=members[0].say("FP8 minus BF16 (% of the loss)"))
     axes.legend(loc="best")
     return style.finish(figure, "tokens", style.slug("batches", members[0].model), "Gap over tokens per step",
                         "95% intervals over trunks.")
@@ -144,7 +143,7 @@ def draw_difference(c):
             caption += f" Grey band: 95% of the means of {len(c.seeds)} such pairs are within it."
         for i, row in enumerate(nulls):
             axes.plot(steps, row, color=style.GREY, linewidth=0.8, label=None if i else "null pairs")
-    axes.plot(steps, curve.estimate, color=colour, marker=".", label="FP8 minus BF16")
+    axes.plot(steps, curve.estimate, color=colour, marker=".", label=c.say("FP8 minus BF16"))
     inside = np.abs([curve.estimate, *(() if curve.low is None else (curve.low, curve.high)),
                      *(() if nulls is None else nulls)])
     reach = 1.2 * max(np.quantile(inside, 0.97), 1e-9)
@@ -153,7 +152,7 @@ def draw_difference(c):
     axes.set_title(style.two_lines(c.name))
     style.legend_above(figure, axes)
     return style.finish(figure, "tokens", style.slug("difference", c.name, c.batch), f"Loss difference over steps: "
-                        f"{c.name}", caption)
+                        f"{c.name}", c.say(caption))
 
 
 def draw_speedups(comparisons):
@@ -169,12 +168,12 @@ def draw_speedups(comparisons):
         axes.plot([s.equal_steps], [y], "|", color=style.BLACK, markersize=13, markeredgewidth=1.5,
                   label="over equal steps" if y == 0 else None)
     label_rows(axes, [(c, what) for c, _, what in rows])
-    axes.set_xlabel("BF16 / FP8 (above 1: FP8 takes less)")
+    axes.set_xlabel(rows[0][0].say("BF16 / FP8 (above 1: FP8 takes less)"))
     axes.axvline(1, color=style.BLACK, linewidth=0.8)
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
-    return style.finish(figure, "cost", "speedups", "Speed-up at equal loss, with 95% intervals",
-                        "What BF16 takes over what FP8 takes to equal loss. The gap between the black mark and the dot "
-                        "is the cost in loss, priced by how much longer BF16 runs lower the loss.")
+    return style.finish(figure, "cost", "speedups", "Speed-up at equal loss, with 95% intervals", rows[0][0].say(
+        "What BF16 takes over what FP8 takes to equal loss. The gap between the black mark and the dot is the cost in "
+        "loss, priced by how much longer BF16 runs lower the loss."))
 
 
 # ---- curves over steps, time, energy and money
@@ -287,9 +286,9 @@ def draw_validations(group, recipes):
 
 
 def groups_of(runs, names):
-    """{(model, length, GPUs, tokens per step): {recipe: the runs with the most steps}} with BF16 first."""
+    """{(model, length, GPUs, tokens per step): {recipe: the runs with the most steps}} with the base first."""
     groups, branches = collections.defaultdict(dict), {branch_of(run)[0] for run in runs} - {None}
-    for run in sorted(runs, key=lambda run: (run.option("precision") == "fp8", run.option("precision") != "bf16")):
+    for run in sorted(runs, key=lambda run: (not run.is_base, run.option("precision") == "fp8")):
         branch = branch_of(run)[0]
         recipe = names[run.name] + (f" after step {branch}" if branch and len(branches) > 1 else "")
         groups[(*place(run), run.tokens_per_step)].setdefault(recipe, []).append(run)

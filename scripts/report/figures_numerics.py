@@ -15,9 +15,9 @@ PANELS = (("sqnr_db", "lowest\nSQNR (dB)", min, 1), ("saturated", "saturated\n(%
 def norm_ratio(pair):
     """(steps, gradient norm of FP8 / BF16) as medians of windows; None if a log lacks norms."""
     steps = range(pair.first, pair.steps + 1)
-    fp8, bf16 = (run.array("norm")[pair.first - run.first_step:pair.steps - run.first_step + 1]
-                 for run in (pair.fp8, pair.bf16))
-    ratio = np.divide(fp8, bf16, out=np.full(len(fp8), np.nan), where=(bf16 > 0) & (fp8 > 0))
+    arm, base = (run.array("norm")[pair.first - run.first_step:pair.steps - run.first_step + 1]
+                 for run in (pair.arm, pair.base))
+    ratio = np.divide(arm, base, out=np.full(len(arm), np.nan), where=(base > 0) & (arm > 0))
     parts = [part for part in np.array_split(np.c_[steps, ratio], min(WINDOWS, len(ratio)))
              if np.isfinite(part[:, 1]).any()]
     return np.array([[part[:, 0].mean(), np.nanmedian(part[:, 1])] for part in parts]).T if parts else None
@@ -36,11 +36,11 @@ def draw_norms(members):
         return None
     axes.axhline(1, color=style.BLACK, linewidth=0.8)
     reach = 1.1 * max(np.quantile(np.abs(np.log(least)), 0.99), 0.01)
-    axes.set(xlabel="step", ylabel="gradient norm, FP8 / BF16", ylim=(np.exp(-reach), np.exp(reach)))
+    axes.set(xlabel="step", ylabel=members[0].say("gradient norm, FP8 / BF16"), ylim=(np.exp(-reach), np.exp(reach)))
     axes.set_title(style.two_lines(members[0].name.split(", fp8")[0]))
     style.legend_above(figure, axes)
-    skipped = sum(map(bool, sum((p.fp8.column("skipped") for c in members for p in c.pairs), [])))
-    steps = sum(len(p.fp8.steps) for c in members for p in c.pairs)
+    skipped = sum(map(bool, sum((p.arm.column("skipped") for c in members for p in c.pairs), [])))
+    steps = sum(len(p.arm.steps) for c in members for p in c.pairs)
     return style.finish(figure, "numerics", style.slug("norms", *members[0].place), "Ratio of gradient norms",
                         "A line for each pair, medians of neighbouring steps. A ratio that leaves 1 late in the runs "
                         f"is an early sign of a failure. {skipped} of {steps} steps of these FP8 runs were skipped.")

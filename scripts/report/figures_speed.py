@@ -105,9 +105,9 @@ def draw(data, found):
         place = run["model"], run["sequence_length"], run["gpus"]
         most[place] = max(most.get(place, 0), run["tokens_per_step"])
     for run in data["runs"]:
-        if run["recipe"] == NULL or run["tokens_per_step"] < most[run["model"], run["sequence_length"], run["gpus"]]:
-            continue
-        cells[run["model"], run["sequence_length"], run["gpus"]][run["recipe"]].append(run)
+        place = run["model"], run["sequence_length"], run["gpus"]
+        if not run["recipe"].endswith(NULL) and run["tokens_per_step"] == most[place]:
+            cells[place][run["recipe"]].append(run)
     order = {recipe: i for i, recipe in enumerate(["bf16", "fp32", *style.COLOURS])}
     recipes = sorted({recipe for of in cells.values() for recipe in of}, key=lambda r: (order.get(r, 99), r))
     missing = {place: short_reason(reason) for place, reason in found.lost_places.items()}

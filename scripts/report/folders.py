@@ -124,6 +124,18 @@ def read_folder(folder, found):
     return len(folders)
 
 
+def set_recipes(verdict, found):
+    """Sets `against` and `recipe` of the runs of a verdict against an FP8 recipe."""
+    recipes = verdict.get("recipes")
+    against = str(recipes[0]) if isinstance(recipes, list) and recipes else ""
+    if not against.startswith("fp8"):
+        return
+    names = {run["folder"]: str(run.get("recipe", "")) for run in verdict["runs"]}
+    for run in found.runs + [run for run, _ in found.failed]:
+        if run.name in names:
+            run.against, run.recipe = against, names[run.name]
+
+
 def read_folders(folders):
     """Reads folders. Raises ValueError with the reason if one is no folder or has no run, or if no run can be read."""
     found = Found()
@@ -136,6 +148,8 @@ def read_folders(folders):
     if not found.runs:
         reasons = "\n".join(f"  {name}: {reason}" for name, reason in found.without)
         raise ValueError(f"no run can be read:\n{reasons}")
+    for verdict in found.verdicts:
+        set_recipes(verdict, found)
     names = [run.name for run in found.runs]
     for run in found.runs:
         if names.count(run.name) > 1:  # runs of several folders

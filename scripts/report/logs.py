@@ -133,6 +133,8 @@ class Run:
     half_written: bool = False
     running: bool = False
     ended: bool = False      # the last start wrote its summary
+    against: str = "bf16"    # the recipe that its verdict compares with
+    recipe: str = ""         # as a verdict against an FP8 recipe names it
 
     @property
     def settings(self):
@@ -151,12 +153,21 @@ class Run:
 
     @property
     def stretches(self):
-        """[(last step, precision, FP8 recipe, rounding seed)] of a run, oldest first: as a branched run's settings
-        record tells it, and at last what the run has trained with itself."""
-        fp8 = self.option("precision") == "fp8"
-        own = (self.num_steps, self.option("precision"), self.option("fp8-recipe") if fp8 else None, self.rounding_seed)
-        return [(int(b["step"]), b["precision"], b.get("fp8_recipe") if b["precision"] == "fp8" else None,
-                 b["rounding_seed"]) for b in self.starts[0].get("branches") or []] + [own]
+        """[(last step, recipe, rounding seed)] of a run, oldest first: as a branched run's settings record tells it,
+        and at last what the run has trained with itself. That record lacks options of FP8 recipes; all stretches of an
+        arm but the first, the trunk's, have the arm's recipe."""
+        before = self.starts[0].get("branches") or []
+        all_of = before + [{"step": self.num_steps, "precision": self.option("precision"),
+                            "fp8_recipe": self.option("fp8-recipe"), "rounding_seed": self.rounding_seed}]
+        recipes = [f"fp8:{s.get('fp8_recipe')}" if s["precision"] == "fp8" else s["precision"] for s in all_of]
+        if self.recipe:
+            recipes = [self.against] * bool(before) + [self.recipe] * max(len(before), 1)
+        return [(int(s["step"]), recipe, s["rounding_seed"]) for s, recipe in zip(all_of, recipes)]
+
+    @property
+    def is_base(self):
+        """True if it has the recipe that others are compared with."""
+        return self.stretches[-1][1] == self.against
 
     def tokens_at(self, step):
         """Tokens up to a step, those of the stretches before too, whose steps may have been larger or smaller."""

@@ -49,14 +49,15 @@ def comparison_numbers(c, price, margin):
     """A comparison as a dictionary."""
     kwh = [joules * words.PER_GIGA / 3.6e6 for joules in c.joules_per_token] if c.joules_per_token else None
     money = words.money_per_giga(c, price) if price is not None and c.seconds_per_token else None
+    base, arm, of = ("bf16", "fp8", {}) if c.against == "bf16" else ("base", "arm", {"against": c.against})
     return {
-        "model": c.model, "sequence_length": c.length, "gpus": c.gpus, "tokens_per_step": c.batch,
+        **of, "model": c.model, "sequence_length": c.length, "gpus": c.gpus, "tokens_per_step": c.batch,
         "branch_step": c.branch, "design": "branches" if c.branch else "whole", "num_steps": c.horizon,
         "recipe": c.recipe, "null": c.null, "verdict": words.kind_of(c), "undecided": c.undecided,
         "decision": words.decision_of(c, margin) if margin and not c.null else None,
         "words": "".join(words.sentence(c, margin)), "seeds": c.seeds if c.pairs else [], "steps": c.steps,
         "planned_trunks": c.planned, "tokens": c.tokens, "parameters": c.parameters,
-        "pairs": [{"bf16": p.bf16.name, "fp8": p.fp8.name, "seed": p.fp8.seed, "rounding_seed": p.fp8.rounding_seed}
+        "pairs": [{base: p.base.name, arm: p.arm.name, "seed": p.arm.seed, "rounding_seed": p.arm.rounding_seed}
                   for p in c.pairs],
         "refused": c.refused, "diverged": c.diverged, "notes": c.notes, "missing": c.why,
         "tokens_per_second_ratio": c.speed, "tokens_per_second_ratio_range": c.speed_range,

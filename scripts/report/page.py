@@ -135,6 +135,10 @@ def make_parts(data, found, comparisons, price, tables):
              "step; the first 10 steps do not count (in runs below 20 steps, the first half).",
              [run_table(data)]),
     ]
+    for part in parts[:3]:  # their tables are of comparisons
+        part.title = pairs.reword(part.title, found.runs[0].against)
+        for table in part.tables:
+            table.head = [pairs.reword(word, found.runs[0].against) for word in table.head]
     if len({pairs.place(run) for run in found.runs}) > 1:  # several models, lengths or numbers of GPUs: speed first
         parts.sort(key=lambda part: part.name != "speed")
     for part in parts:

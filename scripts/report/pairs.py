@@ -1,4 +1,4 @@
-"""Pairs FP8 runs with BF16 runs.
+"""Pairs FP8 runs with BF16 runs. In a verdict against another recipe, BF16 stands for that one here.
 
 A pair has equal FACTS (program, build, device, model and others), sequence length, tokens per step, number of steps,
 seed, data and settings. It may differ in precision, fp8 options and the options in IGNORED. A pair that differs in more
@@ -19,23 +19,28 @@ OF_LENGTH = {"num-steps", "warmup-steps", "decay-steps"}  # options that follow 
 FACTS = ("program", "build", "version", "versions", "device", "model", "parameters", "vocab_size", "world_size")
 DATA = (("train-data", "training_fingerprint", ("training_tokens", "training_sequences")),
         ("val-data", "validation_fingerprint", ()))
-NULL = "bf16, other rounding seed"
+NULL = ", other rounding seed"  # after the recipe of the trunk
+
+
+def reword(text, against):
+    """A text on FP8 and BF16 as one on an arm and the recipe that it is compared with."""
+    return text if against == "bf16" else text.replace("BF16", against).replace("FP8", "the arm")
 
 
 def branch_of(run):
-    """(b, rounding seed of the BF16 trunk): the last step that the run has from its trunk, 0 if it is from step 0; None
+    """(b, rounding seed of the trunk): the last step that the run has from its trunk, 0 if it is from step 0; None
     instead of b if the run never left the trunk."""
-    trunk = ("bf16", None, run.stretches[0][3])
+    trunk = (run.against, run.stretches[0][2])
     left = next((i for i, stretch in enumerate(run.stretches) if stretch[1:] != trunk), None)
-    return None if left is None else run.stretches[left - 1][0] if left else 0, trunk[2]
+    return None if left is None else run.stretches[left - 1][0] if left else 0, trunk[1]
 
 
 def recipe_of(run):
-    """bf16, NULL, fp32, fp8:RECIPE or fp8:RECIPE:emulate."""
-    if run.option("precision") == "bf16" and branch_of(run)[0] is not None:
-        return NULL
-    if run.option("precision") != "fp8":
-        return run.option("precision")
+    """bf16, fp32, fp8:RECIPE or fp8:RECIPE:emulate, or Run.recipe; with NULL after it for a null arm."""
+    if run.is_base and branch_of(run)[0] is not None:
+        return run.against + NULL
+    if run.recipe or run.option("precision") != "fp8":
+        return run.recipe or run.option("precision")
     return f"fp8:{run.option('fp8-recipe')}" + (":emulate" if run.option("fp8-emulate") == "on" else "")
 
 
@@ -49,13 +54,12 @@ def name_recipes(runs):
     for recipe, members in groups.items():
         options = [{k: v for k, v in run.settings["settings"].items() if k.startswith("fp8-")} for run in members]
         keys = sorted({key for of in options for key in of} - {"fp8-recipe", "fp8-emulate", "fp8-audit"})
+        keys *= recipe.startswith("fp8")
         counts = {key: collections.Counter(str(of.get(key)) for of in options) for key in keys}
         usual = {key: value for key in keys for value, n in counts[key].items() if 2 * n > len(members)}
-        for run in members if recipe.startswith("fp8") else ():
+        for run in members:
             names[run.name] = " ".join([recipe] + [f"{key[4:]}={run.option(key) or 'none'}" for key in keys
                                                    if str(run.option(key)) != usual.get(key)])
-        for run in members if not recipe.startswith("fp8") else ():
-            names[run.name] = recipe
     return names
 
 
@@ -112,25 +116,25 @@ def fault(run):
 
 @dataclasses.dataclass
 class Pair:
-    bf16: object
-    fp8: object  # in a null pair BF16 with another rounding seed
+    base: object
+    arm: object  # in a null pair the base's recipe with another rounding seed
 
     @property
     def first(self):
-        return max(self.bf16.first_step, self.fp8.first_step)
+        return max(self.base.first_step, self.arm.first_step)
 
     @property
     def steps(self):
-        return min(self.bf16.last_step, self.fp8.last_step)
+        return min(self.base.last_step, self.arm.last_step)
 
     @property
     def complete(self):
-        return self.bf16.complete and self.fp8.complete
+        return self.base.complete and self.arm.complete
 
 
 @dataclasses.dataclass
 class Comparison:
-    """An FP8 recipe against BF16: a model, length, number of GPUs, tokens per step, branch step (0: pairs from step 0)
+    """A recipe against another: a model, length, number of GPUs, tokens per step, branch step (0: pairs from step 0)
     and number of steps. `why` has reasons for missing results. The fields from `speed` on are set by report/compare.py;
     those from `horizons` on in the comparison with the most steps alone, which speaks for the others."""
     model: str
@@ -140,7 +144,8 @@ class Comparison:
     branch: int
     horizon: int   # --num-steps
     recipe: str
-    name: str = ""  # all of these but the horizon in words
+    against: str = "bf16"
+    name: str = ""  # all of these but `horizon` and `against` in words
     pairs: list = dataclasses.field(default_factory=list)
     refused: list = dataclasses.field(default_factory=list)      # texts
     lost_seeds: set = dataclasses.field(default_factory=set)     # seeds of refused pairs
@@ -184,7 +189,7 @@ class Comparison:
 
     @property
     def seeds(self):
-        return sorted({pair.fp8.seed for pair in self.pairs})
+        return sorted({pair.arm.seed for pair in self.pairs})
 
     @property
     def place(self):
@@ -193,16 +198,21 @@ class Comparison:
 
     @property
     def null(self):
-        return self.recipe == NULL
+        return self.recipe.endswith(NULL)
+
+    @property
+    def versus(self):
+        return "" if self.against == "bf16" else f" against {self.against}"
 
     @property
     def emulated(self):
         """True if FP8 has no speed of its own: it is emulated, or the CPU trainer computes it."""
-        return ":emulate" in self.recipe or any(pair.fp8.settings["program"] == "train_fp8" for pair in self.pairs)
+        on_cpu = any(pair.arm.settings["program"] == "train_fp8" for pair in self.pairs)
+        return on_cpu or ":emulate" in self.recipe + self.against
 
     @property
     def tokens(self):
-        return self.pairs[0].fp8.tokens_at(self.steps) if self.pairs else 0
+        return self.pairs[0].arm.tokens_at(self.steps) if self.pairs else 0
 
     @property
     def tokens_since(self):
@@ -211,6 +221,9 @@ class Comparison:
     def percent(self, value):
         """A difference of the primary loss in percent of BF16's."""
         return 100 * value / self.base
+
+    def say(self, text):
+        return reword(text, self.against)
 
 
 def place(run):
@@ -226,14 +239,14 @@ def key_of(run):
 def find_pair(run, candidates):
     """(BF16 run, None) that pairs with a run, or (None, the reason). candidates: BF16 runs of its model, T, GPUs,
     tokens per step and number of steps that never left their trunk."""
-    branch, rounding = branch_of(run)
+    base, (branch, rounding) = reword("BF16", run.against), branch_of(run)
     same = [c for c in candidates if (c.seed, c.rounding_seed) == (run.seed, rounding)]
     if not same:
         if not candidates:
-            return None, f"{run.name}: there is no BF16 run of this model, T, number of GPUs and of steps"
+            return None, f"{run.name}: there is no {base} run of this model, T, number of GPUs and of steps"
         seeds = ", ".join(f"{c.seed}/{c.rounding_seed}" for c in candidates)
-        return None, f"{run.name}: no BF16 run has seed {run.seed} and rounding seed {rounding} (there are {seeds})"
-    skip = ["rounding-seed"] if branch or run.option("precision") == "bf16" else []
+        return None, f"{run.name}: no {base} run has seed {run.seed} and rounding seed {rounding} (there are {seeds})"
+    skip = ["rounding-seed"] if branch or run.is_base else []
     scored = sorted(((start_differences(c.settings, run.settings, skip=skip), c) for c in same),
                     key=lambda item: len(item[0]))
     texts, best = scored[0]
@@ -241,8 +254,8 @@ def find_pair(run, candidates):
         return None, f"{best.name} and {run.name} are no pair: " + "; ".join(texts[:3])
     others = [c.name for texts, c in scored if not texts and c.column("loss") != best.column("loss")]
     if others:
-        return None, (f"{best.name} and {others[0]} are BF16 runs of equal settings and seed {run.seed} with different "
-                      f"losses: which of them pairs with {run.name} would be chance; leave one in the folder")
+        return None, (f"{best.name} and {others[0]} are {base} runs of equal settings and seed {run.seed} with "
+                      f"different losses: which of them pairs with {run.name} would be chance; leave one in the folder")
     return best, None
 
 
@@ -269,22 +282,22 @@ class Finder:
 
     def __init__(self, runs, failed, names):
         self.found, self.names = {}, names
-        self.trunks = [run for run in runs if run.option("precision") == "bf16" and branch_of(run)[0] is None]
+        self.trunks = [run for run in runs if run.is_base and branch_of(run)[0] is None]
         for run, reason in failed:
-            if run.option("precision") == "fp8":
+            if run.option("precision") == "fp8" and not run.is_base:
                 one = self.comparison(run, names[run.name])
                 self.refuse(one, run, f"{run.name} ended after step {run.last_step} of {run.num_steps}, {reason}",
                             run.diverged)
         for run in runs:
-            if run.option("precision") == "fp8" or names[run.name] == NULL:
+            if run.option("precision") == "fp8" and not run.is_base or names[run.name].endswith(NULL):
                 same = [c for c in self.trunks if (*key_of(c)[:4], c.num_steps) == (*key_of(run)[:4], run.num_steps)]
                 self.add(self.comparison(run, names[run.name]), run, *find_pair(run, same))
         for run, other in null_arms(self.trunks):
-            self.add(self.comparison(run, NULL), run, other, None)
+            self.add(self.comparison(run, run.against + NULL), run, other, None)
 
     def comparison(self, run, recipe):
         key = (*key_of(run), recipe)
-        one = self.found.setdefault(key, Comparison(*key, parameters=int(run.settings["parameters"])))
+        one = self.found.setdefault(key, Comparison(*key, run.against, parameters=int(run.settings["parameters"])))
         one.name = f"{run.place}, {recipe}" + (f", after step {one.branch}" if one.branch else "")
         return one
 
@@ -294,7 +307,7 @@ class Finder:
         one.diverged += [reason] if diverged else []
 
     def add(self, one, run, other, reason):
-        if any((p.fp8.seed, p.fp8.rounding_seed) == (run.seed, run.rounding_seed) for p in one.pairs):
+        if any((p.arm.seed, p.arm.rounding_seed) == (run.seed, run.rounding_seed) for p in one.pairs):
             one.refused.append(f"{run.name} repeats the seed and rounding seed of another run; one of them is used")
             return
         reason = reason or fault(other) or fault(run)

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 # Okabe and Ito's colours, which people with any colour vision can tell apart.
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE, GREY = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#8C8C8C")
-COLOURS = {"bf16": BLACK, "fp32": GREY, "fp8:tensorwise": BLUE, "fp8:rowwise": ORANGE, "fp8:blockwise": GREEN,
-           "fp8:delayed": VERMILLION, "fp8:rowwise_with_gw_hp": SKY, "fp8:mxfp8": PURPLE}
+COLOURS = {"bf16": BLACK, "fp32": GREY, "fp8": BLUE, "fp8:tensorwise": BLUE, "fp8:rowwise": ORANGE,
+           "fp8:blockwise": GREEN, "fp8:delayed": VERMILLION, "fp8:rowwise_with_gw_hp": SKY, "fp8:mxfp8": PURPLE}
 STYLES = ("-", "--", ":", "-.")
 SEQUENCE = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, YELLOW, GREY)
 # Styles of which a page has hundreds, and their classes in page.html.j2.
@@ -57,7 +57,7 @@ def legend_above(figure, axes):
 
 def colour(recipe):
     """The colour of a recipe, also of its emulated form and with other options. line_styles() tells these apart."""
-    base = recipe.split(" ")[0].removesuffix(":emulate")
+    base = re.split("[ +]", recipe)[0].removesuffix(":emulate")
     if "rounding seed" in recipe:
         return GREY
     return COLOURS.get(base, YELLOW)

@@ -74,11 +74,12 @@ def decision_of(c, margin):
 
 
 def title(c, several):
-    """FP8 RECIPE after step b, with the place where several are on the page."""
-    recipe = c.recipe.removeprefix("fp8:").replace(":emulate", " (emulated)")
+    """FP8 RECIPE after step b, with the place where several are on the page. A verdict against another recipe than BF16
+    names recipes as its --recipes does."""
+    recipe = c.recipe if c.versus else "FP8 " + c.recipe.removeprefix("fp8:").replace(":emulate", " (emulated)")
     place = f" of {c.name.split(', fp8')[0]}" if several else ""
     batch = f", {c.batch:,} tokens per step," if several and "tokens per step" in c.name else ""
-    return f"FP8 {recipe}{place}{batch} " + (f"after step {c.branch}" if c.branch else "from step 0")
+    return f"{recipe}{place}{batch} " + (f"after step {c.branch}" if c.branch else "from step 0")
 
 
 def measured(c):
@@ -127,12 +128,14 @@ def sentence(c, margin=None, several=False):
     so_far = so_far if head else so_far.capitalize()
     if len(c.seeds) == 1:
         end = hours_needed(c, margin) if margin else \
-            "" if c.emulated else f"; {c.speed:.2f}x the tokens per second of BF16"
-        return f"{head}{so_far}{name}", f": one pair cannot tell what it costs in loss, {measured(c)}{end}."
+            "" if c.emulated else f"; {c.speed:.2f}x the tokens per second of {c.say('BF16')}"
+        return f"{head}{so_far}{name}", f": one pair cannot tell what it costs in loss{c.versus}, {measured(c)}{end}."
     low, high = percents(c)
-    most = f"at most {up(high)} in loss" if high > 0 else f"nothing: its loss is at least {down(-high)} lower"
-    cost = {"acceptable": f"{most} (97.5%)", "refused": f"at least {down(low)} in loss (97.5%)"}
-    cost = cost.get(decision, f"between {down(low)} and {up(high)} in loss (95%)")
+    loss = f"in loss{c.versus}"
+    nothing = f"nothing{c.versus}: its loss is at least {down(-high)} lower"
+    most = f"at most {up(high)} {loss}" if high > 0 else nothing
+    cost = {"acceptable": f"{most} (97.5%)", "refused": f"at least {down(low)} {loss} (97.5%)"}
+    cost = cost.get(decision, f"between {down(low)} and {up(high)} {loss} (95%)")
     end = hours_needed(c, margin) if decision == "undecided" else saving(c)
     return f"{head}{so_far}{name}", f" costs {cost}, {measured(c)}{end}."
 
@@ -140,10 +143,10 @@ def sentence(c, margin=None, several=False):
 def shared_sentence(members):
     """(beginning, rest) of one sentence on all lengths and numbers of GPUs of one model and recipe."""
     first, paired = members[0], [c for c in members if c.pairs]
-    name = f"{first.model}, {first.recipe}"
+    name = f"{first.model}, {first.recipe}{first.versus}"
     if not paired:
         return name, f": no verdict; {'; '.join(c.refused[0] for c in members if c.refused)}."
-    parts = [f"{span([c.speed for c in paired], '{:.2f}x')} the tokens per second of BF16 in "
+    parts = [f"{span([c.speed for c in paired], '{:.2f}x')} the tokens per second of {first.say('BF16')} in "
              f"{count(len(paired), 'combination')} of T ({span([c.length for c in paired], '{}')}) and GPUs "
              f"({span([c.gpus for c in paired], '{}')})"]
     kinds = [kind_of(c) for c in members]

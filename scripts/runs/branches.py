@@ -1,4 +1,4 @@
-"""The runs of one trunk: BF16 from step 0 on, the arms that branch from it, and the runs that end early.
+"""The runs of one trunk: itself from step 0 on, the arms that branch from it, and the runs that end early.
 
 Every arm leaves the trunk after the same step, so that horizons differ in length alone. A horizon before the last is a
 run of its own, which leaves its arm where its decay of the rate begins.
@@ -34,14 +34,14 @@ def checkpoint(run, step):
 
 def trunk_runs(make, lengths, seed, recipes, trunk=None):
     """The runs of a seed, each after the one that it branches from. make(precision, rounding seed or None, last step,
-    the checkpoint's run and step or None, saved steps) returns a Run. With a trunk of other tokens per step, BF16
-    branches from it too."""
+    the checkpoint's run and step or None, saved steps) returns a Run. recipes: the trunk's, which with a trunk of other
+    tokens per step branches from it too, then those of arms."""
     parent, last = trunk and (trunk, lengths.branch), lengths.ends[-1]
-    stays = make("bf16", None, last, parent, lengths.saves if trunk else [lengths.branch, *lengths.saves])
+    stays = make(recipes[0], None, last, parent, lengths.saves if trunk else [lengths.branch, *lengths.saves])
     if not trunk:
         stays.kept, parent = lengths.branch, (stays, lengths.branch)
-    arms = [stays, make("bf16", seed + NULL, last, parent, lengths.saves)]
-    arms += [make(recipe, None, last, parent, lengths.saves) for recipe in recipes]
+    arms = [stays, make(recipes[0], seed + NULL, last, parent, lengths.saves)]
+    arms += [make(recipe, None, last, parent, lengths.saves) for recipe in recipes[1:]]
     early = [make(arm.precision, arm.rounding, end, (arm, step), []) for arm in arms
              for end, step in zip(lengths.ends, lengths.saves)]
     return arms + early
