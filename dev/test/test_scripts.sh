@@ -101,7 +101,7 @@ slow=$(
     echo $?
 )
 check "a command that is silent has lines that say it goes on, and its status counts: $slow" \
-    equal "$(sed 's/(0 s)/tick/' <<<"$slow" | sort -u | xargs)" "7 tick"
+    equal "$(sed 's/([0-9] s)/tick/' <<<"$slow" | sort -u | xargs)" "7 tick"
 # On a GPU of the compute capability $1, prints what the quickstart builds, and for which CUDA_ARCH. Stand-ins for
 # nvidia-smi, nvcc and make; this make fails, which ends the quickstart.
 mkdir "$tmp/gpu"
