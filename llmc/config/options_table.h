@@ -121,13 +121,14 @@ enum { RARE, COMMON };
          "inputs; auto: the recipe's own") \
     TEXT(fp8_filter, "fp8-filter", "", BRANCHES, COMMON, \
          "linear layers that stay bf16, separated by commas: first, last, layers=A or layers=A-B (from 0), attention, " \
-         "mlp, qkv, attn_out, gate_up, down; lm_head has --fp8-lm-head; auto: at the start, time qkv, attn_out, gate_up " \
-         "and down in FP8 and bf16, and keep the faster in all layers (GPU trainer; a resumed run keeps its filter)") \
+         "mlp, qkv, attn_out, gate_up, down; lm_head has --fp8-lm-head; auto: at the start, time qkv, attn_out, " \
+         "gate_up and down in FP8 and bf16, and keep the faster in all layers (GPU trainer; a resumed run keeps its " \
+         "filter)") \
     CHOICE(fp8_lm_head, "fp8-lm-head", LM_HEAD_OFF, LM_HEADS, BRANCHES, RARE, \
-         "GEMMs of lm_head in FP8, by any recipe but delayed; forward: the logits; on: also the gradient of lm_head's " \
-         "input, for which the logits' gradient is cast to FP8 (a recipe with one scale for a tensor takes it from " \
-         "the largest value that this gradient can have); off: none; the weight gradient always stays bf16, and " \
-         "--fp8-audit leaves lm_head out") \
+         "GEMMs of lm_head in FP8, by any recipe but delayed; forward: the logits; on: also the gradient of " \
+         "lm_head's input, for which the logits' gradient is cast to FP8 (a recipe with one scale for a tensor takes " \
+         "it from the largest value that this gradient can have); off: none; the weight gradient always stays bf16, " \
+         "and --fp8-audit leaves lm_head out") \
     INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, BRANCHES, RARE, \
          "recipe delayed: length of a tensor's amax history; each tensor adds one amax per optimizer step (in " \
          "Transformer Engine, by default, one per micro-step), the largest of all micro-steps and ranks, except " \
