@@ -140,6 +140,21 @@ static void test_short_shards(void) {
     dataloader_close(&dl);
 }
 
+// A shard that data/prepare.py wrote when the first was full is missed where the first is named alone.
+static void test_unread_shards(void) {
+    static const char *const named[] = {"full*.bin", "full_000002.bin", "some_3.bin", "full.bin"};
+    char path[4096 + 16];
+    write_shard("full.bin", SHARD_MAGIC_U16, 1, 9, 9, 0);
+    write_shard("full_000002.bin", SHARD_MAGIC_U16, 1, 9, 9, 0);
+    for (int i = 0; i < 4; i++) {
+        DataLoader dl = open_loader(named[i], 4, false, 1);
+        CHECK(dataloader_unread(&dl, path, sizeof path) == (i == 3), "only full.bin alone misses one; not %s",
+              named[i]);
+        dataloader_close(&dl);
+    }
+    CHECK(strcmp(path, scratch_path("full_000002.bin")) == 0, "the shard that is not read is named; found %s", path);
+}
+
 // Lists the order of one epoch in `order`. Returns 0 if each sequence occurs exactly once.
 static int64_t read_epoch(const DataLoader *dl, int64_t epoch, int64_t *order) {
     static int64_t seen[MAX_N];
@@ -754,6 +769,7 @@ int main(void) {
     test_many_shards();
     test_list();
     test_short_shards();
+    test_unread_shards();
     test_documents();
     test_permutation();
     test_permutation_is_even();

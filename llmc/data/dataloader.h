@@ -292,13 +292,31 @@ static inline DataLoader dataloader_open(const char *text, int64_t T, bool shuff
     return dl;
 }
 
-// Warns of shards that are left out. `option`: the name of the option that names the shards.
+// Finds a shard that data/prepare.py writes after X.bin when that is full, X_000002.bin, and that is not read with it.
+// Returns false if there is none.
+static inline bool dataloader_unread(const DataLoader *dl, char *path, size_t size) {
+    for (int64_t i = 0; i < dl->num_shards; i++) {
+        const char *first = dl->shards[i].path, *end = strrchr(first, '.');
+        if (!end || strcmp(end, ".bin") != 0) continue;
+        format_checked(path, size, "%.*s_000002.bin", (int)(end - first), first);
+        bool read = access(path, F_OK) != 0 || (dl->left_out.path && strcmp(path, dl->left_out.path) == 0);
+        for (int64_t j = 0; j < dl->num_shards; j++) read |= strcmp(path, dl->shards[j].path) == 0;
+        if (!read) return true;
+    }
+    return false;
+}
+
+// Warns of shards that are left out, and of those that nobody named. `option`: the name of the option that names them.
 static inline void dataloader_warn(const DataLoader *dl, const char *option) {
+    char path[4096 + 16];
     if (dl->num_left_out)
         warn("%s: %lld of %lld shards are left out: they have fewer than the %lld tokens that one sequence needs; the "
              "longest of them is %s with %lld",
              option, (long long)dl->num_left_out, (long long)(dl->num_left_out + dl->num_shards), (long long)dl->T + 1,
              dl->left_out.path, (long long)dl->left_out.num_tokens);
+    if (dataloader_unread(dl, path, sizeof path))
+        warn("%s: %s is not read; '%.*s*.bin' names it and the shard before it", option, path,
+             (int)(strlen(path) - strlen("_000002.bin")), path);
 }
 
 static inline void dataloader_close(DataLoader *dl) {
