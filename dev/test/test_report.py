@@ -312,8 +312,19 @@ def test_against(tmp):
         close(h["gap_percent"]["estimate"], (100 * gaps / base.mean()).mean(), f"against fp8, {horizon} steps")
     page = (folder / "report.md").read_text()
     check("the arm - fp8 [95%]" in page and "BF16" not in page, "the page names fp8 and not BF16")
-    check("give report.py it alone" in report(folder, two_runs(tmp / "beside"), "--out", tmp / "x.html", status=1)[1],
-          "no other folder beside a verdict against fp8")
+    parts = [tmp / "one", tmp / "two"]  # trunks of several machines
+    for part, mine in zip(parts, (lambda run: ".s42." in run["folder"], lambda run: ".s42." not in run["folder"])):
+        runs = [run for run in verdict["runs"] if mine(run)]
+        for run in runs:
+            shutil.copytree(folder / run["folder"], part / run["folder"])
+        (part / "verdict.json").write_text(json.dumps({**verdict, "runs": runs}))
+    check(report(*parts, "--out", tmp / "parts.html")[0].split("\n")[0] == out.split("\n")[0], "trunks of two folders")
+    check("folders compare with bf16, fp8: give report.py those of one recipe" in
+          report(folder, two_runs(tmp / "beside"), "--out", tmp / "x.html", status=1)[1], "beside BF16 it is refused")
+    log = parts[1] / runs[0]["folder"] / "log.jsonl"
+    log.write_text(log.read_text().replace('"settings": {', '"settings": {"fp8-format": "e4m3", '))
+    check("folders compare with fp8, fp8 format=" in report(*parts, "--out", tmp / "x.html", status=1)[1],
+          "trunks of other options are refused")
 
 
 def test_looks(tmp):

@@ -335,14 +335,21 @@ def group(found):
     return [sorted(members, key=lambda c: c.horizon) for members in groups.values()]
 
 
+def check_bases(runs, names):
+    """Raises ValueError if the runs are of verdicts against several recipes, or their trunks differ in FP8 options."""
+    bases = {run.against for run in runs}
+    if bases != {"bf16"}:
+        bases |= {names[run.name] for run in runs if run.is_base and pairs.branch_of(run)[0] is None}
+    if len(bases) > 1:
+        raise ValueError(f"folders compare with {', '.join(sorted(bases))}: give report.py those of one recipe")
+
+
 def compare(runs, failed, names, plan=None):
     """All comparisons with their results, one for each recipe and place; none if no run is a base. Null comparisons
     come last. One without pairs has only refusals.
 
     failed: (run, reason) of runs that ended early; names: pairs.name_recipes of all of them."""
-    if {run.against for run in runs} != {"bf16"} and len({run.folder.parent for run in runs}) > 1:
-        raise ValueError("one folder has a verdict against an FP8 recipe: give report.py it alone, because runs of "
-                         "other folders may have other options of FP8")
+    check_bases(runs, names)
     if not any(run.is_base for run in runs):
         return []
     plan, found = plan or Plan(), []

@@ -101,7 +101,7 @@ def sweep_command(folder):
 def read_folder(folder, found):
     """Reads all runs of a folder: those that its runs.txt or verdict.json lists, or else all folders in it that have a
     log.jsonl. Returns their number."""
-    rows = []
+    rows, before = [], (len(found.runs), len(found.failed))
     if (folder / "runs.txt").is_file():
         rows = sweep_folder.read_runs(folder)
         found.problems += [row["message"] for row in rows if not row["name"]]
@@ -116,6 +116,8 @@ def read_folder(folder, found):
     for path in folders:
         name = path.relative_to(folder).as_posix() if path != folder else path.resolve().name
         add_run(path, name, found)
+    if names and not rows:
+        set_recipes(found.verdicts[-1], found.runs[before[0]:] + [run for run, _ in found.failed[before[1]:]])
     reasons = dict(found.without)
     for run in rows:
         if clean(run["name"]) in reasons:
@@ -124,14 +126,14 @@ def read_folder(folder, found):
     return len(folders)
 
 
-def set_recipes(verdict, found):
-    """Sets `against` and `recipe` of the runs of a verdict against an FP8 recipe."""
+def set_recipes(verdict, runs):
+    """Sets `against` and `recipe` of the runs of a verdict if it is against an FP8 recipe."""
     recipes = verdict.get("recipes")
     against = str(recipes[0]) if isinstance(recipes, list) and recipes else ""
     if not against.startswith("fp8"):
         return
     names = {run["folder"]: str(run.get("recipe", "")) for run in verdict["runs"]}
-    for run in found.runs + [run for run, _ in found.failed]:
+    for run in runs:
         if run.name in names:
             run.against, run.recipe = against, names[run.name]
 
@@ -148,8 +150,6 @@ def read_folders(folders):
     if not found.runs:
         reasons = "\n".join(f"  {name}: {reason}" for name, reason in found.without)
         raise ValueError(f"no run can be read:\n{reasons}")
-    for verdict in found.verdicts:
-        set_recipes(verdict, found)
     names = [run.name for run in found.runs]
     for run in found.runs:
         if names.count(run.name) > 1:  # runs of several folders
