@@ -24,7 +24,10 @@ import threading
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.join(ROOT, "dev", "test", "lib"))
-from counted import check, finish  # noqa: E402
+from counted import call, check, finish  # noqa: E402
+
+sys.path.insert(0, os.path.join(ROOT, "data"))
+import prepare  # noqa: E402
 
 SCRIPT = os.path.join(ROOT, "data", "prepare.py")
 VENV_PYTHON = os.path.join(ROOT, "data", ".venv", "bin", "python")
@@ -32,9 +35,13 @@ SHARED = os.path.join(ROOT, "..", "shared", "data")
 STORIES = ["Once upon a time.\n\nThe end.", "Zwei Bären spielten.", "A \"cat\" sat.\nIt was 1234 o'clock \u2603!"]
 
 
-def run(*arguments, python=sys.executable, **environment):
-    result = subprocess.run([python, SCRIPT, *arguments], capture_output=True, text=True, timeout=300,
-                            env={**os.environ, "no_proxy": "127.0.0.1", **environment})
+def run(*arguments, python=None, **environment):
+    """Runs prepare.py; with another Python or environment in a process of its own."""
+    if not python and not environment:
+        status, output, errors = call(prepare.main, *arguments)
+        return status, output + errors
+    result = subprocess.run([python or sys.executable, SCRIPT, *arguments], capture_output=True, text=True,
+                            timeout=300, env={**os.environ, "no_proxy": "127.0.0.1", **environment})
     return result.returncode, result.stdout + result.stderr
 
 
@@ -173,14 +180,13 @@ def test_kinds(folder):
     check(status == 0 and texts_of(folder, "e") == ["e"], f"--field names the field: {output}")
 
 
-def check_refused(folder, message, *arguments, python=sys.executable):
+def check_refused(folder, message, *arguments, python=None):
     """The call ends with the message, without a traceback, and changes no file of --out."""
-    read = lambda: {name: open(f"{folder}/{name}", "rb").read() for name in os.listdir(folder)}
-    before = read()
+    before = files_of(folder)
     status, output = run(*arguments, "--out", folder, python=python)
     check(status != 0 and message in output and "Traceback" not in output,
           f"{arguments}: \"{message}\" expected, status {status}: {output}")
-    check(read() == before, f"{arguments}: a failed call does not change the files of --out: {sorted(read())}")
+    check(files_of(folder) == before, f"{arguments}: a failed call does not change --out: {os.listdir(folder)}")
 
 
 def test_options(folder):

@@ -25,7 +25,6 @@ except ImportError as missing:
     go_on_with_report_libraries(missing, "event files")
 
 
-
 def crc32c(data):
     """CRC-32C (Castagnoli, RFC 3720, appendix B.4), bit by bit."""
     crc = 0xffffffff

@@ -5,11 +5,9 @@ The numbers of report.json are compared with computations in this file. If this 
 report, build/report-venv (scripts/setup_report.sh) runs the test; without build/report-venv the test is skipped. Ends
 with "N passed, N failed".
 """
-import contextlib
 import html
 import html.parser
 import importlib.util
-import io
 import json
 import math
 import os
@@ -22,7 +20,7 @@ import tempfile
 import traceback
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "lib"))
-from counted import ROOT, check, finish, go_on_with_report_libraries  # noqa: E402
+from counted import ROOT, call, check, finish, go_on_with_report_libraries  # noqa: E402
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 try:
@@ -55,44 +53,28 @@ def load_program():
 PROGRAM = load_program()
 
 
-def report(*arguments, status=0, rendered=0):
-    """Runs scripts/report.py and checks its exit status. Returns (stdout, stderr). Figures are drawn, but at most
-    `rendered` of a kind are turned into SVG and PNG (ALL=1: all): that takes most of the time.
-    """
-    from report import style
-    finish, seen = style.finish, {}
+def report(*arguments, status=0, rendered=0, parts=None, drawn=True):
+    """Runs scripts/report.py and checks its exit status. Returns (stdout, stderr). Figures are drawn, unless `drawn` is
+    false, but at most `rendered` of a kind are turned into SVG and PNG, of the `parts` of the page that no other test
+    renders (ALL=1: all): that takes most of the time."""
+    from report import figures, style
+    finish, draw_all, seen = style.finish, figures.draw_all, {}
 
     def finish_some(figure, part, name, *about):
         kind = name if part == "speed" else name.split("-")[0]
         seen[kind] = seen.get(kind, 0) + 1
-        if rendered and (os.environ.get("ALL") or seen[kind] <= rendered):
+        if rendered and (os.environ.get("ALL") or seen[kind] <= rendered and (not parts or part in parts)):
             return finish(figure, part, name, *about)
         return style.Drawing(part, name, *about, "<svg></svg>", b"\x89PNG\r\n\x1a\n")
 
     style.finish = finish_some
+    figures.draw_all = draw_all if drawn else lambda *about: ([], {}, [])
     try:
-        return run_report(arguments, status)
+        code, out, error = call(PROGRAM.main, *arguments)
     finally:
-        style.finish = finish
-
-
-def run_report(arguments, status):
-    out, error, code = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), io.StringIO(), 0
-    before, sys.argv = sys.argv, ["report.py", *map(str, arguments)]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
-            PROGRAM.main()
-    except SystemExit as end:
-        code = end.code or 0
-    except BaseException:
-        code = traceback.format_exc()
-    sys.argv = before
-    out.flush()
-    if isinstance(code, str):
-        error.write(code)
-    check((1 if code else 0) == status and "Traceback" not in error.getvalue(),
-          f"status {status} of report.py {arguments} expected: {error.getvalue()}")
-    return out.buffer.getvalue().decode(), error.getvalue()
+        style.finish, figures.draw_all = finish, draw_all
+    check(code == status and "Traceback" not in error, f"status {status} of report.py {arguments} expected: {error}")
+    return out, error
 
 
 def test_command_line(tmp):
@@ -206,7 +188,7 @@ def test_same(tmp):
     shutil.rmtree(folder / "fp8.43")
     shutil.rmtree(folder / "fp8.44")
     for margin in ([], ["--margin", "0.5"]):
-        out, _ = report(folder, *margin)
+        out, _ = report(folder, *margin, drawn=not margin)
         one = numbers(folder / "report.json")["comparisons"][0]
         check("FP8 tensorwise from step 0: one pair cannot tell what it costs in loss, measured at" in out and
               out.startswith("Undecided: ") == bool(margin), f"one pair cannot tell: {out}")
@@ -230,9 +212,9 @@ def test_rounding(tmp):
     close(one["validation"]["estimate"], (fp8 - bf16).mean(), "mean over rounding seeds")
     check(null["null"] and len(null["pairs"]) == 2 and null["verdict"] == "none" and "other rounding seed" not in
           out.splitlines()[0], f"two null pairs, without a verdict: {null}")
-    out_twice, _ = report(folder, folder / "bf16.r1", "--out", tmp / "twice.html")
+    out_twice, _ = report(folder, folder / "bf16.r1", "--out", tmp / "twice.html", drawn=False)
     shutil.copytree(folder / "bf16.r1", folder / "copy")
-    again, _ = report(folder)
+    again, _ = report(folder, drawn=False)
     check(out.splitlines()[0] == again.splitlines()[0] == out_twice.splitlines()[0],
           f"a run that is given twice counts once: {again}")
 
@@ -246,7 +228,7 @@ def branch_gaps(arm, horizon, seeds=(42, 43, 44)):
 def test_branches(tmp):
     """Arms that leave a trunk, at three lengths: pairs, bounds, null pairs, trend and speed-up by own computations."""
     folder = branches_folder(tmp / "branches")
-    out, error = report(folder, "--margin", "0.5%", rendered=2)
+    out, error = report(folder, "--margin", "0.5%", rendered=2, parts=("verdict", "tokens", "loss", "cost"))
     data = numbers(folder / "report.json")
     by = {c["recipe"]: c for c in data["comparisons"]}
     check(list(by) == ["fp8:rowwise", "fp8:tensorwise", "bf16, other rounding seed"] and not error,
@@ -425,7 +407,7 @@ def check_page(path, data, figures):
 def test_gpu(tmp):
     """Logs like those of the GPU trainer: their figures, the receipt, and numbers of energy, memory and speed."""
     folder = verdict_folder(tmp / "gpu", seeds=(42, 43), steps=180)
-    out, error = report(folder, rendered=2)
+    out, error = report(folder, rendered=1)
     data = numbers(folder / "report.json")
     check(not error and len(data["comparisons"]) == 3 and data["price_of_a_gpu_hour"] == 3.5,
           f"the report of a verdict has three comparisons and the price: {error}")
@@ -444,12 +426,18 @@ def test_gpu(tmp):
     rate = 2 * 2048 / sorted(s["ms"] for s in steps[10:])[85] * 1000
     check(abs(run["tokens_per_second"] / rate - 1) < 1e-3, f"tokens per second are {rate}: {run['tokens_per_second']}")
     close(run["mfu"], run["tokens_per_second"] / 2 * (7.8e9 + 1.5e5 * 2048) / 989.5e12, "MFU")
+    log = folder / "llama3.2-1b.fp8-tensorwise.s43" / "log.jsonl"
+    log.write_text(log.read_text()[:log.stat().st_size // 2])
+    out, _ = report(folder, drawn=False)
+    seeds = [one["seeds"] for one in numbers(folder / "report.json")["comparisons"]]
+    check(seeds == [[42], [42, 43], [42, 43]], f"the run whose log was cut is left out: {seeds}")
+    check("the pair of llama3.2-1b.fp8-tensorwise.s43 is not used yet" in out, f"the run that was cut is named: {out}")
 
 
 def test_sweep(tmp):
     """A sweep's page begins with speed and names the runs out of memory. sweep_table.py needs no libraries."""
     folder = sweep_folder(tmp / "sweep", 60, ("llama3.2-1b", "qwen3-14b"), (2048,), (1, 2))
-    out, error = report(folder, rendered=1)
+    out, error = report(folder, rendered=1, parts=("speed",))
     data = numbers(folder / "report.json")
     check_page(folder / "report.html", data, ("speed-tokens", "speed-tflops", "speed-mfu", "speed-aggregate",
                                               "speed-scaling"))
@@ -518,7 +506,7 @@ def test_refused(tmp):
             ("build", {"build": "0123456789ab"}, "build is None and 0123456789ab"),
             ("seed", {"seed": 43}, "no BF16 run has seed 43")):
         folder = two_runs(tmp / f"refused_{name}", **changes)
-        out, _ = report(folder)
+        out, _ = report(folder, drawn=name in ("lr", "gpu"))  # the others have the figures of "lr"
         one = numbers(folder / "report.json")["comparisons"][0]
         check(reason in out and "no verdict" in out, f"{name}: \"{reason}\" expected: {out}")
         check(one["pairs"] == [] and one["training"] is None and one["speedup"] is None,
@@ -568,7 +556,7 @@ def test_broken(tmp):
             ("steps go back", sound[:30] + sound[20:], "step 20 follows step 29 without a settings record"),
             ("empty", [], "it has no whole line yet"), ("zeros", ["\0" * 50 + "\n"] + sound, "line 1: not JSON")):
         log.write_text("".join(lines))
-        out, error = report(folder)
+        out, error = report(folder, drawn=name == "no JSON")  # each time those of the other run
         data = numbers(folder / "report.json")
         page = html.unescape((folder / "report.html").read_text())
         check(word in error and str(log) in error and word in page, f"{name}: \"{word}\" expected: {error}")
@@ -638,6 +626,9 @@ def test_fuzz(tmp):
     """
     from report import compare, folders, pairs
     folder = verdict_folder(tmp / "fuzz", seeds=(42,), steps=45)
+    for log in sorted(folder.rglob("log.jsonl")):  # most lines are audits: takes a 30th of them
+        lines = log.read_text().splitlines(keepends=True)
+        log.write_text("".join(line for i, line in enumerate(lines) if "fp8_audit" not in line or i % 30 == 0))
     log = folder / "llama3.2-1b.fp8-tensorwise.s42" / "log.jsonl"
     sound, random = log.read_bytes(), np.random.default_rng(0)
     refused, trials = 0, 150 if os.environ.get("ALL") else 50

@@ -314,13 +314,17 @@ check "--dry-run ends with status 0 if nothing reads stdout" \
 check "the sweep ends with status 0 if nothing reads stdout" equal "$(unread "${sweep[@]}" "${arguments[@]}")" 0
 check "the tables equal the logs if nothing reads stdout" tables "$tmp/unread" "1 of 1 runs with numbers"
 
-# refused: $1 regular expression that the error must match, then options.
+# refused: $1 regular expression that the error must match, then options. One Python refuses them all.
+coproc { PYTHONPATH=dev/test/lib:scripts exec python3 -c 'import counted, shlex, sweep, sys
+for line in sys.stdin:
+    status, _, error = counted.call(lambda: sweep.main(shlex.split(line)))
+    print(status, error.replace("\n", " "), flush=True)'; }
 arguments=(--models tiny --sequence-lengths 64 --precisions bf16 --gpus 1,2 --num-steps 22 --out "$out")
 refused() {
     local expected=$1 output status
     shift
-    output=$(sweep "$@" 2>&1)
-    status=$?
+    echo "$(printf '%q ' "${sweep[@]:1}" "$@")" >&"${COPROC[1]}"
+    read -r status output <&"${COPROC[0]}"
     check "the sweep refuses with \"$expected\"" equal "$status $(grep -c "^error: .*$expected" <<<"$output")" "1 1"
 }
 refused "holds runs of other settings" "${arguments[@]}" -- --learning-rate 1

@@ -5,9 +5,7 @@ rows. With 400 random faults, there must be no traceback, and the other runs mus
 damaged. Also starts sweep_table.py with other encodings, with a reader that goes away, and where it cannot read or
 write. Ends with "N passed, N failed".
 """
-import contextlib
 import csv
-import io
 import json
 import os
 import random
@@ -15,7 +13,10 @@ import subprocess
 import sys
 import tempfile
 
-SCRIPTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "scripts")
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib"))
+import counted
+
+SCRIPTS = str(counted.ROOT / "scripts")
 sys.path.insert(0, SCRIPTS)
 import recipes_table
 import sweep_folder
@@ -26,13 +27,10 @@ RUNS = {"m_T64_bf16_1gpu": "bf16", "m_T64_fp8_1gpu": "fp8", "m_T64_fp8-rowwise_1
 FAILED = "m_T64_fp8-mxfp8_1gpu"
 NAME = "m_T64_fp8_1gpu"  # the run that is damaged
 LOG, RESULT = NAME + "/log.jsonl", NAME + "/result"
-counts = {"passed": 0, "failed": 0}
 
 
 def check(ok, *words):
-    counts["passed" if ok else "failed"] += 1
-    if not ok:
-        print("FAILED:", *words)
+    counted.check(ok, " ".join(map(str, words)))
 
 
 def log_lines(precision):
@@ -64,26 +62,15 @@ def sound_files():
 def run_both(folder, files):
     """Runs both programs on these files. Returns (status, output) of each.
 
-    If a program raises an exception, the text of the exception is the status, which fails the check.
+    An error's text is the status. That of an exception fails the check.
     """
     outputs = []
     for path, data in files.items():
         with open(os.path.join(folder, path), "wb") as file:
             file.write(data)
     for program in (sweep_table, recipes_table):
-        printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-        arguments, sys.argv = sys.argv, [program.__name__, folder]
-        status = None
-        try:
-            with contextlib.redirect_stdout(printed):
-                sweep_folder.run_program(program.main, program.__doc__)
-        except SystemExit as end:
-            status = end.code or 0
-        except BaseException as error:
-            status = "%s: %s" % (type(error).__name__, error)
-        sys.argv = arguments
-        printed.flush()
-        outputs.append((status, printed.buffer.getvalue().decode()))
+        status, printed, error = counted.call(lambda: sweep_folder.run_program(program.main, program.__doc__), folder)
+        outputs.append((error or status, printed))
     return outputs
 
 
@@ -229,5 +216,4 @@ test_named()
 test_random(400)
 with tempfile.TemporaryDirectory() as scratch:
     test_programs(scratch)
-print("%d passed, %d failed" % (counts["passed"], counts["failed"]))
-sys.exit(1 if counts["failed"] else 0)
+counted.finish()

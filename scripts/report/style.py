@@ -5,6 +5,7 @@ import re
 
 import matplotlib
 import numpy as np
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart.
@@ -130,14 +131,15 @@ def shorten(svg, name):
 def finish(figure, part, name, title, caption):
     """Saves a figure as SVG and PNG. `name` is a file's name and unique on the page."""
     files = {}
+    FigureCanvasSVG(figure).figure.set_dpi(72)  # as savefig does for SVG
+    figure.get_layout_engine().execute(figure)
+    figure.set_layout_engine(None)  # with one, savefig would draw the figure once more
     for kind in ("svg", "png"):
         buffer = io.BytesIO()
         figure.savefig(buffer, format=kind, dpi=PNG_DPI, transparent=kind == "svg",
                        metadata={"Date": None} if kind == "svg" else None)
         files[kind] = buffer.getvalue()
-        figure.set_layout_engine("none")  # the layout is done, and slow
-    svg = shorten(files["svg"].decode("utf-8"), name)
-    return Drawing(part, name, title, caption, svg, files["png"])
+    return Drawing(part, name, title, caption, shorten(files["svg"].decode("utf-8"), name), files["png"])
 
 
 def two_lines(title):

@@ -1,7 +1,10 @@
-"""Counts the checks of a Python test, and finds the Python that has the libraries of the reports."""
+"""Counts the checks of a Python test, calls programs, and finds the Python that has the libraries of the reports."""
+import contextlib
+import io
 import os
 import pathlib
 import sys
+import traceback
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 REPORT_PYTHON = ROOT / "build" / "report-venv" / "bin" / "python"
@@ -20,6 +23,23 @@ def finish():
     """Prints "N passed, N failed" and ends the program: status 0 if no check failed."""
     print(f"{passed} passed, {failed} failed")
     sys.exit(failed > 0)
+
+
+def call(main, *words):
+    """Calls main() of a Python program, which takes longer to start. Returns (exit status, stdout, stderr)."""
+    out, error = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), io.StringIO()
+    before, sys.argv = sys.argv, ["program", *map(str, words)]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        try:
+            status = main()
+        except SystemExit as end:
+            status = end.code
+        except BaseException:
+            status = traceback.format_exc()
+    sys.argv = before
+    out.flush()
+    text = out.buffer.getvalue().decode()
+    return (1, text, error.getvalue() + status) if isinstance(status, str) else (status or 0, text, error.getvalue())
 
 
 def go_on_with_report_libraries(missing, skipped):
