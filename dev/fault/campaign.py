@@ -142,15 +142,14 @@ def log_steps(path):
 
 
 class Reference:
-    """An uninterrupted run of one configuration: its losses, norms and checkpoints."""
+    """An uninterrupted run of one configuration: its losses, norms and checkpoints, and how often `rank` reads data."""
 
-    def __init__(self, trainer, options, ranks, steps, every):
+    def __init__(self, trainer, options, ranks, steps, every, rank=0):
         self.trainer, self.ranks, self.num_steps = trainer, ranks, steps
         self.options = [*options, "--num-steps", steps, "--checkpoint-every", every]
         folder = trainer.folder()
-        run = trainer.run(folder, [*self.run_options(folder), "--keep-checkpoints", 1000], ranks)
-        if run.status:
-            raise SystemExit(f"a run without a fault fails:\n{run.err}")
+        self.reads = len(trainer.calls(folder, [*self.run_options(folder), "--keep-checkpoints", 1000], ranks,
+                                       Fault("none", 0, trainer.data, rank, "pread")))
         self.steps = log_steps(folder / "log/log.jsonl")
         saved = {step: files_of(folder / f"ck/step-{step:08d}") for step in range(1, steps + 1)}
         self.saved = {step: files for step, files in saved.items() if files}
@@ -284,10 +283,10 @@ class Export:
         require(not left, f"the next run leaves {left}")
 
 
-def log_point(reference, reads, cut, n, folder):
+def log_point(reference, cut, n, folder):
     """Ends a run by SIGKILL at a random time. With `cut` the log also loses its tail, as in a power cut."""
     chance = random.Random(f"log {cut} {n}")
-    at = chance.randrange(max(1, reads - reference.num_steps), reads)
+    at = chance.randrange(max(1, reference.reads - reference.num_steps), reference.reads)
     fault = Fault("kill-later", at, reference.trainer.data, calls="pread", delay=chance.randrange(4000))
     options = [*reference.run_options(folder), "--keep-checkpoints", 1]
     reference.trainer.run(folder, options, fault=fault)  # may end before the kill
@@ -384,14 +383,10 @@ def resume_point(trainer, ranks, options, n, folder):
     chance = random.Random(f"resume {n}")
     steps, every, accumulation = 12, 5, int(options[-1])
     rank = chance.randrange(ranks)
-    count = folder / "count"
-    count.mkdir()
-    reads = Fault("none", 0, trainer.data, rank, "pread")
-    reference = Reference(trainer, options, ranks, steps, every)
-    total = len(trainer.calls(count, [*reference.options[:-2]], ranks, reads))
+    reference = Reference(trainer, options, ranks, steps, every, rank)
     after = chance.randrange(6, steps)  # number of steps done
-    at = total - (steps - after) * accumulation + 1 + chance.randrange(accumulation)
-    fault = reads._replace(kind="kill-later", at=at, delay=chance.randrange(3000))
+    at = reference.reads - (steps - after) * accumulation + 1 + chance.randrange(accumulation)
+    fault = Fault("kill-later", at, trainer.data, rank, "pread", chance.randrange(3000))
     run = trainer.run(folder, [*reference.run_options(folder), "--keep-checkpoints", 2], ranks, fault)
     if run.status == 0:  # on a busy machine the run may end before the kill
         shutil.rmtree(folder / "ck")
@@ -530,14 +525,11 @@ class Campaign:
 
     def logs(self):
         reference = Reference(self.trainer, ["--precision", "bf16"], 1, 40, 4)
-        folder = self.trainer.folder()
-        counts = Fault("none", 0, self.trainer.data, calls="pread")
-        reads = len(self.trainer.calls(folder, reference.options[:-2], 1, counts))
         points = []
         for cut in (False, True):
             row = "log: SIGKILL, tail cut" if cut else "log: SIGKILL"
             points += self.numbered("log", row, 4 if self.args.quick else 40,
-                                    functools.partial(log_point, reference, reads, cut))
+                                    functools.partial(log_point, reference, cut))
         self.sweep("log", points, self.args.jobs)
 
     def damages(self):
