@@ -38,7 +38,7 @@ check "a plan larger than the memory ends with status 3" ends 3 llama3.1-405b $d
 # Prints the number of threads of a run with the settings $@.
 threads() {
     env -u GOMP_SPINCOUNT "$@" $trainer tiny $data --num-steps 1000000 >"$tmp/one" 2>&1 &
-    for ((i = 0; i < 100; i++)); do grep -q "^step 2/" "$tmp/one" && break || sleep 0.1; done
+    for ((i = 0; i < 100; i++)); do grep -q "^step  *2/" "$tmp/one" && break || sleep 0.1; done
     ls /proc/$!/task | wc -l
     kill $! && wait $! 2>/dev/null
 }
