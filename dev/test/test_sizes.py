@@ -19,7 +19,7 @@ LIMITS = {"train_fp8.c": 1000, "train_fp8.cu": 930, "llmc/shard/fsdp.cuh": 450}
 BUDGETS = {"llmc": (33020, "llmc/*/*.h", "llmc/*/*.cuh"),
            "dev/test": (28560, "dev/test/*.[chps]*", "dev/test/lib/*.[chps]*"),
            "scripts": (6820, "scripts/*.py", "scripts/*.sh", "scripts/*/*.py", "scripts/*/*.sh"),
-           "README.md and docs": (1777, "README.md", "docs/*.md")}
+           "README.md and docs": (1800, "README.md", "docs/*.md")}
 OPTIONS = 83
 FSDP_STRUCTS = ("FsdpPlan", "FsdpWeights", "FsdpGradients", "FsdpClip", "Fsdp")
 # structs with at most FIELDS
