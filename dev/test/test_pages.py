@@ -31,7 +31,8 @@ PLACEHOLDER = re.compile(r"[A-Z][A-Z_0-9]*")
 # What stands for a placeholder, or the preset that CONTRIBUTING.md adds, in a trainer's command. For any other
 # placeholder it is the number 1.
 VALUES = {"MODEL": "llama3.2-1b", "T": "2048", "R": "rowwise", "STATE": "coat", "BETA2": "0.95", "SHARD": "no.bin",
-          "GLOB": "no.bin", "DIR": "build/no", "NAME": "rowwise", "qwen2.5-3b": "qwen2.5-7b", "models/my": "tiny"}
+          "GLOB": "no.bin", "DIR": "build/no", "NAME": "rowwise", "qwen2.5-3b": "qwen2.5-7b", "models/my": "tiny",
+          "models/lm": "tiny"}
 # Options of mpirun and sbatch that stand between backticks, and the one that CONTRIBUTING.md adds.
 OTHERS = {"--allow-run-as-root", "--bind-to", "--mca", "--requeue", "--signal", "--greeting"}
 # Records of the past, whose commands and options need not exist any more.
