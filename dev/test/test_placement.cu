@@ -506,8 +506,7 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
         }
 }
 
-// Returns what find_trouble() says of three pieces: "a", "b" from byte b on, and "c" from moment c on in the memory of
-// both.
+// Returns find_trouble() of three pieces: "a", "b" from byte b on, "c" from moment c on in the memory of both.
 static const char *trouble_of_three(int64_t b, int64_t c, int64_t size) {
     char *const base = (char *)((intptr_t)1 << 40);
     num_pieces = 0;

@@ -141,7 +141,7 @@ static void test_goldens(void) {
     const Tolerances fp8 = {3e-2, 1e-1, 2.5e-1, 0};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
         test_golden(names[i], PRECISION_FP32, fp32);
-        if (!SANITIZED) test_golden(names[i], PRECISION_BF16, bf16);
+        test_golden(names[i], PRECISION_BF16, bf16);
         test_golden(names[i], PRECISION_FP8, fp8);
     }
 }
@@ -368,20 +368,14 @@ static void test_fp8_activations(int recipe) {
     const char *name = recipe_row(recipe)->name;
     keeps_fp8 = true;
     Trained with = train_some(PRECISION_FP8, recipe, RECOMPUTE_NONE, 2, 1, 1);
-    // what is recomputed for attention is in bf16 with every recipe, so sanitizers see it with one
-    if (!SANITIZED || getenv("ALL") || recipe == RECIPE_TENSORWISE) {
-        Trained again = train_some(PRECISION_FP8, recipe, RECOMPUTE_ATTENTION, 1, 1, 1);
-        CHECK(same_training(with, again), "%s: with FP8 activations, --recompute attention changes no bit", name);
-        free(again.values);
-    }
+    Trained again = train_some(PRECISION_FP8, recipe, RECOMPUTE_ATTENTION, 1, 1, 1);
+    CHECK(same_training(with, again), "%s: with FP8 activations, --recompute attention changes no bit", name);
     keeps_fp8 = false;
-    if (!SANITIZED) {  // sanitizers see this training in test_invariance
-        Trained without = train_some(PRECISION_FP8, recipe, RECOMPUTE_NONE, 2, 1, 1);
-        const double change = fabs(with.values[with.weights] / without.values[with.weights] - 1);
-        CHECK(change > 1e-6 && change < 0.02, "%s: FP8 activations change the gradient norm a little, by %g", name,
-              change);
-        free(without.values);
-    }
+    Trained without = train_some(PRECISION_FP8, recipe, RECOMPUTE_NONE, 2, 1, 1);
+    const double change = fabs(with.values[with.weights] / without.values[with.weights] - 1);
+    CHECK(change > 1e-6 && change < 0.02, "%s: FP8 activations change the gradient norm a little, by %g", name, change);
+    free(again.values);
+    free(without.values);
     free(with.values);
 }
 
@@ -1805,9 +1799,8 @@ int main(int argc, char **argv) {
     for (int i = 0; i < 3; i++) test_mask(families[i]);
     for (int i = 0; i < 3; i++) test_documents(families[i], i == 1 ? RECOMPUTE_LAYER : RECOMPUTE_NONE);
     test_invariance(PRECISION_FP32, RECIPE_BF16);
-    if (!SANITIZED) test_invariance(PRECISION_BF16, RECIPE_BF16);
-    for (int recipe = 0; recipe < NUM_RECIPES; recipe++)  // sanitizers see the others in test_fp8_activations
-        if (!SANITIZED || recipe == RECIPE_DELAYED) test_invariance(PRECISION_FP8, recipe);
+    test_invariance(PRECISION_BF16, RECIPE_BF16);
+    for (int recipe = 0; recipe < NUM_RECIPES; recipe++) test_invariance(PRECISION_FP8, recipe);
     for (int recipe = 0; recipe < NUM_RECIPES; recipe++) test_fp8_activations(recipe);
     for (int recipe = 0; recipe < NUM_RECIPES; recipe++)
         if (recipe != RECIPE_DELAYED) test_lm_head(recipe);
@@ -1831,14 +1824,14 @@ int main(int argc, char **argv) {
     test_clip_norms();
     test_clip_in_backward();
     test_overflow(PRECISION_FP32, SUM_FP32);
-    if (!SANITIZED) test_overflow(PRECISION_BF16, SUM_BF16);
-    if (!SANITIZED) test_overflow(PRECISION_BF16, SUM_FP8);
-    // each resume is three runs, so sanitizers see only the one with most kinds of state
+    test_overflow(PRECISION_BF16, SUM_BF16);
+    test_overflow(PRECISION_BF16, SUM_FP8);
+    // each resume is three runs, so sanitizers see those with most kinds of state
     if (!SANITIZED) test_resume("bf16", "bf16");
     if (!SANITIZED) test_resume("fp8", "fp8");
     test_resume("msamp", "fp8 --optimizer-state msamp --master-weights fp16-stochastic");
     if (!SANITIZED) test_resume("fp32", "fp32");
-    if (!SANITIZED) test_resume("gradients", "fp8 --grad-accum-dtype fp8 --optimizer-state msamp");
+    test_resume("gradients", "fp8 --grad-accum-dtype fp8 --optimizer-state msamp");
     if (!SANITIZED) test_resume("clip", "fp8 --optimizer-in-backward --grad-clip 0.5");
     test_clip_resume();
     test_resume("delayed", "fp8 --fp8-recipe delayed --fp8-amax-history 3");
@@ -1851,8 +1844,7 @@ int main(int argc, char **argv) {
                        "has id 65535, but the model's vocabulary is 320; the file changed after it was opened");
     test_changed_shard(330, 320, "--train-data @/changes.bin",
                        "has id 330, but the model's vocabulary is 320; the file changed after it was opened");
-    if (!SANITIZED)
-        test_changed_shard(7, 320, "--train-data @/changes.bin", "changes.bin: the file changed after it was opened");
+    test_changed_shard(7, 320, "--train-data @/changes.bin", "changes.bin: the file changed after it was opened");
     test_changed_shard(330, 61, "--train-data @/train.bin --val-data @/changes.bin --val-every 1",
                        "has id 330, but the model's vocabulary is 64; the file changed after it was opened");
     if (!SANITIZED) test_skipped_state();     // sanitizers see skipped steps in test_delayed_skip
