@@ -255,8 +255,7 @@ static inline double bench_clock_end(Bench *b) {
 //    delayed_update, delayed_restore and adamw_find_block (returns at once if the norm is accepted).
 //  - gradient_fp8_decode, for replicas that reduce FP8 gradients in bf16, has no line.
 //  - These kernels run before or between steps, or in audited steps. They have no line: initialize_parameter,
-//    auto_filter_fill, fill_for_timing, round_weights, fp16_amax, fp16_masters_amax, fp16_masters_encode and
-//    fp16_audit.
+//    gemm_fill, round_weights, fp16_amax, fp16_masters_amax, fp16_masters_encode and fp16_audit.
 //  - transport_sum, which adds gradients that several GPUs have exchanged, has no line.
 
 // A call that moves at most BENCH_RAMP_BYTES, and takes at most BENCH_RAMP_US longer than these bytes take at the copy

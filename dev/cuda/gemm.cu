@@ -23,14 +23,6 @@ static float *make_matrix(uint64_t seed, int64_t rows, int64_t cols) {
     return x;
 }
 
-// Returns a tensor with rowwise and columnwise data both at `data`.
-static QTensor tensor_of(const void *data, const void *scale_inv) {
-    QTensor q = qtensor_bf16((const bf16 *)data);
-    q.rowwise = q.columnwise = (uint8_t *)data;
-    q.rowwise_scale_inv = q.columnwise_scale_inv = (void *)scale_inv;
-    return q;
-}
-
 // One operand of a GEMM on the device, and its exact values.
 typedef struct {
     QTensor operand;
@@ -52,7 +44,7 @@ static Operand operand_create(const float *x, int64_t rows, int64_t cols, Tensor
     o.inverse = 1;
     if (granularity == NO_SCALE) {
         bf16_bits *bits = bf16_from_floats(x, rows * cols);
-        o.operand = tensor_of(bench_upload(bits, rows * cols * 2), NULL);
+        o.operand = qtensor_operand(bench_upload(bits, rows * cols * 2), NULL);
         for (int64_t i = 0; i < outer * depth; i++)
             values[i] = x[i / depth * s.outer_stride + i % depth * s.depth_stride];
         free(bits);
@@ -63,8 +55,8 @@ static Operand operand_create(const float *x, int64_t rows, int64_t cols, Tensor
         quantize_copy(codes, o.scales, x, s, granularity, rule, format, 0);
         dequantize_copy(values, codes, o.scales, outer, depth, granularity, format);
         if (is_per_tensor(granularity)) o.inverse = scale_load(granularity, o.scales, 0);
-        const void *data = bench_upload(codes, outer * depth);
-        o.operand = tensor_of(data, bench_upload(o.scales, o.num_scale_bytes));
+        void *data = bench_upload(codes, outer * depth);
+        o.operand = qtensor_operand(data, bench_upload(o.scales, o.num_scale_bytes));
         free(codes);
     }
     o.values = (float *)bench_upload(values, outer * depth * (int64_t)sizeof(float));
@@ -405,17 +397,9 @@ static void check_refusals(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Rates
 
-static __global__ void fill_codes_kernel(uint8_t *codes, int64_t n, uint64_t key) {
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
-        codes[i] = fp8_from_float(rng_normal(key, (uint64_t)i) * 16, FP8_E4M3);
-}
-
-// Operands large enough for every shape.
 typedef struct {
     Gemm gemm;
-    bf16 *a, *b, *d;
-    uint8_t *codes_a, *codes_b;
-    void *scales;
+    char *memory;  // for operands and result of each GEMM
     cudaEvent_t begin, end;
 } Rates;
 
@@ -423,14 +407,14 @@ enum { RATE_RUNS = 8 };
 
 // Returns the microseconds per GEMM in a burst of RATE_RUNS with cuBLASLt's fastest algorithm, and the clock during it.
 static double burst_us(Bench *bench, Rates *r, GemmPlan *p, double *ghz) {
-    const bool fp8 = p->native || p->emulated;
-    const QTensor a = tensor_of(fp8 ? (void *)r->codes_a : (void *)r->a, r->scales);
-    const QTensor b = tensor_of(fp8 ? (void *)r->codes_b : (void *)r->b, r->scales);
+    char *result = r->memory;
+    const QTensor a = gemm_fill_operand(p, 0, &result, 0), b = gemm_fill_operand(p, 1, &result, 0);
+    bf16 *const d = (bf16 *)result;
     float ms;
-    gemm_choose(&r->gemm, p, r->d, &a, &b, NULL);
+    gemm_choose(&r->gemm, p, d, &a, &b, NULL);
     bench_clock_begin(bench);
     CUDA_CHECK(cudaEventRecord(r->begin));
-    for (int i = 0; i < RATE_RUNS; i++) gemm_run(&r->gemm, p, r->d, &a, &b, NULL, false);
+    for (int i = 0; i < RATE_RUNS; i++) gemm_run(&r->gemm, p, d, &a, &b, NULL, false);
     CUDA_CHECK(cudaEventRecord(r->end));
     *ghz = bench_clock_end(bench);
     CUDA_CHECK(cudaEventElapsedTime(&ms, r->begin, r->end));
@@ -472,30 +456,23 @@ static void bench_recipe(Bench *b, Rates *rates, int recipe, int64_t R, int64_t 
 static void bench_rates(void) {
     const int64_t layers[][2] = {{6144, 4096}, {4096, 4096}, {28672, 4096}, {4096, 14336}}, rows[] = {2048, 8192},
                   V = 128256;
-    // Elements of y and of dy of the widest layer, and of lm_head's weight.
-    const int64_t widest = 8192ll * 28672, largest = V * 4096;
+    // Elements of y and of dy of the widest layer; elements of operands and result of lm_head.
+    const int64_t widest = 8192ll * 28672, largest = V * 4096 + 2048 * (V + 4096);
     Bench b = bench_create();
     Rates r = {};
     CUBLAS_CHECK(cublasLtCreate(&r.gemm.handle));
     r.gemm.workspace = bench_alloc(GEMM_WORKSPACE_BYTES);
     r.gemm.scratch = (bf16 *)bench_alloc(2 * 2 * widest);
     r.gemm.alpha = (float *)bench_zeros(sizeof(float));
-    r.a = bench_random(largest, 1, 1), r.b = bench_random(largest, 2, 1), r.d = (bf16 *)bench_alloc(2 * largest);
-    r.codes_a = (uint8_t *)bench_alloc(widest), r.codes_b = (uint8_t *)bench_alloc(widest);
-    fill_codes_kernel<<<2048, 256>>>(r.codes_a, widest, 3);
-    fill_codes_kernel<<<2048, 256>>>(r.codes_b, widest, 4);
-    CUDA_CHECK_LAUNCH();
-    // The scales of every granularity fit in this. Its bytes are set to 0x3c below: small finite scales of each type.
-    r.scales = bench_alloc(widest / 32 + 4096);
+    r.memory = (char *)bench_alloc(2 * largest + 2 * ARENA_ALIGNMENT);
     CUDA_CHECK(cudaEventCreate(&r.begin));
     CUDA_CHECK(cudaEventCreate(&r.end));
-    CUDA_CHECK(cudaMemset(r.scales, 0x3c, (size_t)(widest / 32 + 4096)));
     for (auto &layer : layers)
         for (int64_t R : rows)
             for (int recipe = NUM_RECIPES; recipe >= 0; recipe--) bench_recipe(&b, &r, recipe, R, layer[0], layer[1]);
     bench_recipe(&b, &r, RECIPE_BF16, 2048, V, 4096);
     CUBLAS_CHECK(cublasLtDestroy(r.gemm.handle));
-    void *device[] = {r.gemm.workspace, r.gemm.scratch, r.gemm.alpha, r.a, r.b, r.d, r.codes_a, r.codes_b, r.scales};
+    void *device[] = {r.gemm.workspace, r.gemm.scratch, r.gemm.alpha, r.memory};
     for (void *p : device) bench_free(p);
     CUDA_CHECK(cudaEventDestroy(r.begin));
     CUDA_CHECK(cudaEventDestroy(r.end));

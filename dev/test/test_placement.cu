@@ -410,8 +410,8 @@ static const char *find_trouble(const char *base, int64_t size) {
     return NULL;
 }
 
-// Returns the bytes, with alignment, of operands and result of the largest bf16 GEMM. linears_plan_gemm() puts them at
-// the start of the arena to time the GEMM.
+// Returns the bytes, with alignment, of operands and result of the largest bf16 GEMM, which are no fewer than those of
+// an FP8 GEMM with its scales. linears_plan_gemm() puts them at the start of the arena to time the GEMM.
 static int64_t largest_product(const Trainer *t) {
     int64_t most = 0;
     for (int id = 0; id <= NUM_LINEARS; id++) {

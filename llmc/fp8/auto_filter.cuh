@@ -8,7 +8,6 @@
 #define LLMC_AUTO_FILTER_CUH
 
 #include "gemm.cuh"
-#include "../base/rng.h"
 
 enum { AUTO_FILTER_RUNS = 7, AUTO_FILTER_BUFFERS = 24 };
 
@@ -27,12 +26,6 @@ typedef struct {
     int num_buffers;
     cudaEvent_t begin, end;
 } AutoFilter;
-
-static __global__ void auto_filter_fill_kernel(bf16 *x, int64_t n, uint64_t key) {
-    grid_dependency_wait();
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x)
-        x[i] = __float2bfloat16(rng_normal(key, (uint64_t)i));
-}
 
 // Allocates zeroed device memory; NULL for 0 bytes. Dies if it cannot be had.
 static inline void *auto_filter_alloc(AutoFilter *f, int64_t bytes) {
@@ -69,14 +62,13 @@ static inline void auto_filter_tensor(AutoFilter *f, TensorRole t) {
     f->amaxes[t] = tensor_amaxes(q->row_granularity, q->col_granularity, rows, cols);
     q->amax = (uint32_t *)auto_filter_alloc(f, f->amaxes[t] * (int64_t)sizeof(uint32_t));
     if (r->delayed) {
-        const float scale = 1.0f;
+        const float scale = gemm_fill_scale(PER_TENSOR, r->rule, q->format, rows, cols);
         float *delayed = (float *)auto_filter_alloc(f, sizeof(float));
         CUDA_CHECK(cudaMemcpyAsync(delayed, &scale, sizeof scale, cudaMemcpyHostToDevice, f->gemm.stream));
         q->delayed_scale = delayed;
     }
     q->data = (bf16 *)auto_filter_alloc(f, n * (int64_t)sizeof(bf16));
-    CUDA_LAUNCH(auto_filter_fill_kernel, 8 * device_sm_count(), 256, 0, f->gemm.stream, q->data, n,
-                rng_key(1, (uint64_t)t));
+    gemm_fill(q->data, n, t, 0, q->format, f->gemm.stream);
 }
 
 static inline void auto_filter_cast(AutoFilter *f, TensorRole t) {

@@ -19,11 +19,17 @@
 // A result is rounded to bf16 once, even if it is added to an old value. With beta = 1 in host memory, cuBLASLt on
 // Hopper may round the GEMM's result first and then the sum (seen with cuBLAS 13.1). So wgrad, the only GEMM that
 // accumulates, has alpha and beta in device memory.
+//
+// cuBLASLt offers several algorithms for a GEMM; gemm_choose times them. The power of a GPU depends on the bits that it
+// multiplies, and at its power limit the clock depends on the power. So GEMMs are timed on normal values, cast about as
+// the recipe casts them.
 #ifndef LLMC_GEMM_CUH
 #define LLMC_GEMM_CUH
 
 #include <cublasLt.h>
 
+#include "../base/arena.h"
+#include "../base/rng.h"
 #include "../config/precision.h"
 #include "quantize.cuh"
 
@@ -91,14 +97,6 @@ static inline double gemm_flops(const GemmPlan *p) { return 2.0 * (double)p->R *
 // Returns how many bf16 elements of scratch the plan needs to run.
 static inline int64_t gemm_scratch_elements(const GemmPlan *p) {
     return p->emulated ? (p->rows + p->cols) * p->depth : 0;
-}
-
-// Return the bytes of the data of operand A or B.
-static inline int64_t gemm_bytes_a(const GemmPlan *p) {
-    return p->rows * p->depth * (p->granularity_a == NO_SCALE ? 2 : 1);
-}
-static inline int64_t gemm_bytes_b(const GemmPlan *p) {
-    return p->cols * p->depth * (p->granularity_b == NO_SCALE ? 2 : 1);
 }
 
 // True if a GPU of compute capability major.minor has all GEMMs of a recipe.
@@ -266,6 +264,46 @@ static inline void gemm_decode(const Gemm *g, const GemmPlan *p, const QTensor *
     CUDA_LAUNCH(gemm_alpha_kernel, 1, 1, 0, g->stream, g->alpha, inverse_a, inverse_b);
 }
 
+// Writes n standard normal values: times `scale` as FP8, or as bf16 if scale is 0.
+static __global__ void gemm_fill_kernel(void *out, int64_t n, uint64_t key, float scale, Fp8Format format) {
+    grid_dependency_wait();
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (int64_t)blockDim.x) {
+        const float x = rng_normal(key, (uint64_t)i);
+        if (scale == 0) ((bf16 *)out)[i] = __float2bfloat16(x);
+        else ((uint8_t *)out)[i] = fp8_from_float(x * scale, format);
+    }
+}
+
+// Fills out [n] with the values of gemm_fill_kernel, the same in each run; another `sequence` gives others.
+static inline void gemm_fill(void *out, int64_t n, int sequence, float scale, Fp8Format format, cudaStream_t stream) {
+    CUDA_LAUNCH(gemm_fill_kernel, 8 * device_sm_count(), 256, 0, stream, out, n, rng_key(1, (uint64_t)sequence), scale,
+                format);
+}
+
+// Returns the scale that a recipe's rule gives standard normal values [outer, depth]; 0 with NO_SCALE. The amax of n
+// normal values is taken as sqrt(2 ln n), 4 to 12% above its mean, instead of being found by a pass.
+static inline float gemm_fill_scale(ScaleGranularity g, ScaleRule rule, Fp8Format format, int64_t outer,
+                                    int64_t depth) {
+    const GranularityTraits *t = granularity_traits(g);
+    const int64_t rows = is_per_tensor(g) ? outer : t->rows, cols = t->cols == WHOLE ? depth : t->cols;
+    return g == NO_SCALE ? 0 : fp8_rule_scale(rule, sqrtf(2 * logf((float)(rows * cols))), format);
+}
+
+// Returns operand 0 or 1 of a plan, filled for timing. Its data and scales lie at *memory, which is aligned to
+// ARENA_ALIGNMENT; *memory moves behind them. They take at most the bytes that the operand would take in bf16, and
+// ARENA_ALIGNMENT more.
+static inline QTensor gemm_fill_operand(const GemmPlan *p, int operand, char **memory, cudaStream_t stream) {
+    const ScaleGranularity g = operand ? p->granularity_b : p->granularity_a;
+    const Fp8Format format = operand ? p->spec.format_b : p->spec.format_a;
+    const int64_t outer = operand ? p->cols : p->rows, n = outer * p->depth, scales = scale_bytes(g, outer, p->depth);
+    char *data = *memory, *scale_inv = data + round_up(g == NO_SCALE ? 2 * n : n, ARENA_ALIGNMENT);
+    *memory = scale_inv + round_up(scales, ARENA_ALIGNMENT);
+    gemm_fill(data, n, operand, gemm_fill_scale(g, p->spec.recipe->rule, format, outer, p->depth), format, stream);
+    // These bytes are a small finite scale of each type. A GEMM multiplies few numbers by scales.
+    CUDA_CHECK(cudaMemsetAsync(scale_inv, 0x3c, (size_t)scales, stream));
+    return qtensor_operand(data, scale_inv);
+}
+
 // Returns the milliseconds that a candidate takes per launch; infinity if cuBLASLt refuses it. Times batches of 1, 2,
 // 4, ... back-to-back launches until a batch takes at least GEMM_TIMING_MS or has GEMM_TIMING_RUNS launches. Only the
 // last batch counts: at its power limit a GPU clocks lower than at first, and another algorithm may then be the
@@ -344,12 +382,13 @@ static inline int gemm_fastest(const Gemm *g, const GemmPlan *p, const cublasLtM
 }
 
 // Chooses the plan's algorithm: the fastest of cuBLASLt's candidates on these buffers, or the first usable one if
-// g->deterministic. Overwrites d. If cuBLASLt has no fast_accum algorithm for the GEMM, the plan takes one with full
-// accumulation. Dies if no algorithm can be used.
+// g->deterministic. Overwrites d. The data of a and b must be like a step's (gemm_fill_operand). If cuBLASLt has no
+// fast_accum algorithm for the GEMM, the plan takes one with full accumulation. Dies if no algorithm can be used.
 static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b,
                                const bf16 *bias) {
     cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES];
     cublasStatus_t status;
+    if (p->emulated) gemm_decode(g, p, a, b);
     gemm_set_pointers(p, a, b, bias);
     int count = gemm_candidates(g, p, found, &status);
     if (!count && p->native && p->spec.fast_accum) {

@@ -2,7 +2,6 @@
 #ifndef LLMC_LINEAR_CUH
 #define LLMC_LINEAR_CUH
 
-#include "../base/rng.h"
 #include "gemm.cuh"
 #include "../gpu/profile.cuh"
 #include "tensor_scales.cuh"
@@ -112,30 +111,14 @@ static inline void linears_place(Linears *ln, int64_t workspace, Arena *a) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Planning
 
-// Writes random bytes that are finite numbers in every format of operands and scales, for timing. GEMMs of constant
-// data would run faster than those of real data.
-static __global__ void fill_for_timing_kernel(uint64_t *out, int64_t n) {
-    grid_dependency_wait();
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
-        out[i] = (rng_u64(1, (uint64_t)i) & 0x8f8f8f8f8f8f8f8full) | 0x3030303030303030ull;
-}
-
-static inline void fill_for_timing(char *from, char *to, cudaStream_t stream) {
-    CUDA_LAUNCH(fill_for_timing_kernel, 4 * device_sm_count(), 256, 0, stream, (uint64_t *)from, (to - from) / 8);
-}
-
 // Chooses a GEMM's algorithm. Candidates run with operands and results in `memory`, which must not be in use yet and
-// must have room for them. Emulated operands are in the scratch.
+// must have room for them in bf16, with two times ARENA_ALIGNMENT more.
 static inline void linears_plan_gemm(Linears *ln, GemmPlan *p, char *memory) {
-    char *a = memory, *b = a + round_up(gemm_bytes_a(p), ARENA_ALIGNMENT),
-         *d = b + round_up(gemm_bytes_b(p), ARENA_ALIGNMENT);
-    // The GEMM reads its scales from the memory of the data, which has more bytes than the scales.
-    const QTensor operand_a = qtensor_for_timing(a), operand_b = qtensor_for_timing(b);
-    char *const scratch = (char *)ln->gemm.scratch;
-    if (p->emulated)
-        fill_for_timing(scratch, scratch + gemm_scratch_elements(p) * (int64_t)sizeof(bf16), ln->gemm.stream);
-    else fill_for_timing(a, d, ln->gemm.stream);
-    gemm_choose(&ln->gemm, p, (bf16 *)d, &operand_a, &operand_b, (const bf16 *)a);
+    char *result = memory;
+    const QTensor a = gemm_fill_operand(p, 0, &result, ln->gemm.stream),
+                  b = gemm_fill_operand(p, 1, &result, ln->gemm.stream);
+    // The bias is read from the data of a, whose bytes are finite as bf16 too.
+    gemm_choose(&ln->gemm, p, (bf16 *)result, &a, &b, a.data);
 }
 
 // Plans the three GEMMs of a linear layer over R rows in one recipe.
@@ -155,7 +138,6 @@ static inline void linears_plan(Linears *ln, cudaStream_t stream, char *memory) 
     const int64_t tail = ln->rows % ln->head_rows;
     CUBLAS_CHECK(cublasLtCreate(&ln->gemm.handle));
     ln->gemm.stream = ln->scales.stream = stream;
-    if (ln->gemm.alpha) CUDA_CHECK(cudaMemsetAsync(ln->gemm.alpha, 0, sizeof(float), stream));
     for (int id = 0; id < NUM_LINEARS; id++) {
         int64_t fp8_layers = 0;
         for (int64_t l = 0; l < p->num_layers; l++) fp8_layers += recipe_is_fp8(precision_of(p, l, id), GEMM_FPROP);

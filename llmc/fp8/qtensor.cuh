@@ -59,11 +59,11 @@ static inline QTensor qtensor_bf16(const bf16 *data) {
     return q;
 }
 
-// Returns a tensor whose data and scales all point to `memory`, for timing GEMMs of any recipe.
-static inline QTensor qtensor_for_timing(void *memory) {
-    QTensor q = qtensor_bf16((const bf16 *)memory);
-    q.rowwise = q.columnwise = (uint8_t *)memory;
-    q.rowwise_scale_inv = q.columnwise_scale_inv = memory;
+// Returns a tensor whose data is all at `data`, and whose scales are all at `scale_inv`: an operand of any GEMM.
+static inline QTensor qtensor_operand(void *data, void *scale_inv) {
+    QTensor q = qtensor_bf16((const bf16 *)data);
+    q.rowwise = q.columnwise = (uint8_t *)data;
+    q.rowwise_scale_inv = q.columnwise_scale_inv = scale_inv;
     return q;
 }
 

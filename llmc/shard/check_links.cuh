@@ -165,7 +165,7 @@ static inline double gpu_links_gemm(const GpuLinks *g) {
                   n = min_i64(fits, GPU_LINKS_GEMM_SIZE) / GPU_LINKS_GEMM_ALIGNMENT * GPU_LINKS_GEMM_ALIGNMENT;
     bf16 *a = (bf16 *)g->room, *b = a + n * n, *d = b + n * n;
     if (n < GPU_LINKS_LEAST_GEMM) return 0;
-    CUDA_LAUNCH(auto_filter_fill_kernel, 8 * device_sm_count(), 256, 0, stream, a, 2 * n * n, rng_key(1, 0));
+    gemm_fill(a, 2 * n * n, 0, 0, FP8_E4M3, stream);
     const QTensor w = qtensor_bf16(a), x = qtensor_bf16(b);
     GemmPlan p = gemm_describe("--check-links", GEMM_FPROP, n, n, n,
                                gemm_spec(g->f->plan.precision, recipe_row(RECIPE_BF16), GEMM_FPROP), false);
