@@ -8,6 +8,7 @@
 #include "../../llmc/gpu/cuda_utils.cuh"
 #include "../../llmc/config/flops.h"
 #include "../../llmc/base/rng.h"
+#include "../../llmc/ranks/gpu_monitor.h"
 #include "../test/lib/check.h"
 
 // Call it after a <<<>>> launch. It reports a bad launch configuration; a later synchronizing call reports an error
@@ -184,6 +185,40 @@ static __global__ void bench_flush_kernel(uint32_t *sink, const uint4 *p, int64_
     if (x == 0x12345678u) *sink = x;  // never true for the poison; it keeps the compiler from removing the loads
 }
 
+// Returns the joules that the GPU has used since some moment, by NVML. An H200's counter lags by about 0.5 s.
+static inline double bench_joules(void) {
+    static Nvml nvml;
+    static void *gpu;
+    char bus_id[32];
+    int device;
+    double read_at;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetPCIBusId(bus_id, sizeof bus_id, device));
+    if (!gpu && (!nvml_load(&nvml, "libnvidia-ml.so.1") || nvml.init() || nvml.device_by_pci_bus_id(bus_id, &gpu)))
+        die("BENCH_SECONDS: NVML does not know the GPU");
+    return gpu_reading(&nvml, gpu, &read_at).joules;
+}
+
+// If BENCH_SECONDS=N is set, calls launch() without a pause for about 1 s and then for about N, and prints the time,
+// energy and power of a call in these N seconds. `us`: the microseconds of a call, about.
+template <class Launch>
+static inline void bench_sustained(double us, Launch launch) {
+    const double seconds = getenv("BENCH_SECONDS") ? atof(getenv("BENCH_SECONDS")) : 0;
+    const int64_t warm = (int64_t)(1e6 / us) + 1, calls = (int64_t)(seconds * 1e6 / us);
+    if (calls < 1) return;
+    double joules = bench_joules();  // the first reading loads NVML
+    for (int64_t i = 0; i < warm; i++) launch();
+    CUDA_CHECK(cudaDeviceSynchronize());
+    const double begin = seconds_now();
+    joules = bench_joules();
+    for (int64_t i = 0; i < calls; i++) launch();
+    CUDA_CHECK(cudaDeviceSynchronize());
+    const double passed = seconds_now() - begin;
+    joules = bench_joules() - joules;
+    printf("  %.1f s without a pause: %.1f us and %.5f J per call, %.0f W\n", passed, passed * 1e6 / (double)calls,
+           joules / (double)calls, joules / passed);
+}
+
 enum { BENCH_REPEATS = 11 };
 
 // Returns the median time of launch() in microseconds, with a cold L2. launch must only enqueue work on the default
@@ -204,6 +239,7 @@ static inline double bench_time_us(Bench *b, Launch launch) {
         for (; j > 0 && us[j - 1] > ms * 1e3; j--) us[j] = us[j - 1];
         us[j] = ms * 1e3;
     }
+    bench_sustained(us[BENCH_REPEATS / 2], launch);
     return us[BENCH_REPEATS / 2];
 }
 
