@@ -93,8 +93,10 @@ else
     echo "skipped: no nvcc or no NCCL here, so the GPU trainer is not compiled"
     skipped=$((skipped + 1))
 fi
+install_report &
+report=$!
 check "make ${targets[*]}" make -s -j2 "${targets[@]}"
-install_report
+wait $report
 
 say "tests, those in C also under address and undefined-behaviour sanitizers"
 # First those that mostly wait, beside test_hosts, which measures times; then the long ones, so that none of them runs
