@@ -67,17 +67,18 @@ def placed(tmp):
 
 def test_side_by_side(tmp, trainer):
     """8 runs of one GPU each take half of the time on 2 GPUs. No GPU has two runs at a time."""
-    took = {}
     for visible in ("0", "0,1"):
-        ended, took[visible] = sweep(tmp, f"beside{visible}", trainer, "--sequence-lengths", "16,32,48,64",
-                                     "--precisions", "bf16,fp8", "--gpus", "1", CUDA_VISIBLE_DEVICES=visible)
+        ended, _ = sweep(tmp, f"beside{visible}", trainer, "--sequence-lengths", "16,32,48,64", "--precisions",
+                         "bf16,fp8", "--gpus", "1", CUDA_VISIBLE_DEVICES=visible)
         runs = placed(tmp)
         check(ended.returncode == 0 and len(runs) == 8, f"8 runs finish on GPUs {visible}: {ended}")
         for gpu in visible.split(","):
             times = sorted(run[1:] for run in runs if run[0] == gpu)
             check(len(times) == 8 / len(visible.split(",")), f"GPU {gpu} of {visible} gets its share: {runs}")
             check(all(a[1] <= b[0] for a, b in zip(times, times[1:])), f"GPU {gpu} has one run at a time: {times}")
-    check(took["0,1"] < took["0"] - 3 * NAP, f"8 runs of {NAP} s, on 1 and 2 GPUs: {took} s")
+        span = max(run[2] for run in runs) - min(run[1] for run in runs)  # in which the runs' own times overlap
+        share = span / sum(run[2] - run[1] for run in runs)
+        check(0.5 <= share < 0.75 if "," in visible else share >= 1, f"GPUs {visible}: {share} of the runs' times")
 
 
 def test_several_gpus(tmp, trainer):
