@@ -46,7 +46,8 @@ int main(void) {
     setenv("GOMP_SPINCOUNT", "7", 1), openmp_give_way(), unsetenv("GOMP_SPINCOUNT");
     setenv("OMP_WAIT_POLICY", "active", 1), openmp_give_way(), unsetenv("OMP_WAIT_POLICY");
     CHECK(threads() == alone, "a user who has chosen how threads wait gets no thread that changes it");
-    openmp_give_way();
+    close(STDIN_FILENO), openmp_give_way();
+    CHECK(fcntl(STDIN_FILENO, F_GETFD) >= 0, "a closed stream is /dev/null before the thread opens files");
     for (int i = 0; i < programs; i++)
         if (!(others[i] = fork()))
             for (volatile int spin = 1; spin;) {}

@@ -7,7 +7,7 @@
 #include <semaphore.h>
 #include <signal.h>
 
-#include "utils.h"
+#include "file_io.h"
 
 // libgomp's threads spin for 300,000 rounds at a barrier before they sleep. That is fastest while the cores are theirs.
 // If other programs or ranks need the cores, or a container has a quota, a step takes 10 times as long, because the
@@ -53,11 +53,12 @@ static inline void *openmp_run(void *) {
     }
 }
 
-// Starts the thread that looks whether others take the cores. Call it first in main. Does nothing if the user has
-// chosen how threads wait, by GOMP_SPINCOUNT or OMP_WAIT_POLICY, or if the thread cannot be made.
+// Calls process_prepare, and starts the thread that looks whether others take the cores. Call it first in main. No
+// thread is started if the user has chosen how threads wait, by GOMP_SPINCOUNT or OMP_WAIT_POLICY, or if that fails.
 static inline void openmp_give_way(void) {
     pthread_t thread;
     sigset_t all, before;
+    process_prepare();  // the thread opens files, which must not get the descriptor of a closed stdout
     if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
     sigfillset(&all);  // signals go to the main thread
     if (pthread_sigmask(SIG_SETMASK, &all, &before)) return;
