@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests in dev/test that need no GPU, three at a time. Installs missing build tools, and the libraries of the
+# Runs the tests in dev/test that need no GPU, four at a time. Installs missing build tools, and the libraries of the
 # reports if PyPI can be reached. If nvcc and NCCL are there, also compiles the GPU trainer and its tests, checks the
 # syntax of the benches, and runs two of these tests. Ends with "N passed, N failed", and with a non-zero status if a
 # test failed. Skipped tests print why.
@@ -18,14 +18,14 @@ esac
 install_tools
 QUIET=1
 
-# Runs the tests $@, three at a time with one thread each, in this order, and tallies each with its seconds when it and
-# those before it have ended. Two cores stay busy: one of three tests mostly waits. Says each minute what runs.
-tally_three_at_a_time() {
+# Runs the tests $@, four at a time with one thread each, in this order, and tallies each with its seconds when it and
+# those before it have ended. Two cores stay busy: one or two of four tests mostly wait. Says each minute what runs.
+tally_side_by_side() {
     local program name out runner said=$SECONDS
     outputs=$(mktemp -d)
     export outputs
     # bash has what it starts in the background ignore SIGINT, so that Ctrl-C would not end the tests
-    printf '%s\n' "$@" | env --default-signal=INT xargs -P 3 -I {} bash -c 'run_one {}' &
+    printf '%s\n' "$@" | env --default-signal=INT xargs -P 4 -I {} bash -c 'run_one {}' &
     runner=$!
     for program; do
         name=${program#dev/test/} name=${name#build/} program=${program//\//.} out=$outputs/$program
@@ -76,7 +76,7 @@ test_bias_run.py "
     say "build"
     check "make" make -s -j2 train_fp8 build/synth_stories $(printf '%s\n' "${programs[@]}" | grep '^build/')
     say "tests of seconds"
-    tally_three_at_a_time "${programs[@]}"
+    tally_side_by_side "${programs[@]}"
     finish
     exit
 fi
@@ -99,12 +99,11 @@ check "make ${targets[*]}" make -s -j2 "${targets[@]}"
 wait $report
 
 say "tests, those in C also under address and undefined-behaviour sanitizers"
-# First those that mostly wait, beside test_hosts, which measures times; then the long ones, so that none of them runs
-# alone at the end.
-programs=(dev/test/test_hosts.sh dev/test/test_rendezvous.sh dev/test/test_stall.sh dev/test/test_ranks.sh
-    dev/test/test_prose.sh build/asan/test_train_fp8 dev/test/test_verdict.py dev/test/test_report.py
-    dev/test/test_setup.sh dev/test/test_faults.sh dev/test/test_cli.sh build/test_train_fp8
-    "${gpu_tests[@]}" dev/test/test_verify.sh dev/test/test_verdict_stats.py)
+# The long ones first, so that none runs alone at the end; those that mostly wait lie between those that compute.
+programs=(dev/test/test_hosts.sh dev/test/test_rendezvous.sh dev/test/test_ranks.sh dev/test/test_prose.sh
+    dev/test/test_stall.sh build/asan/test_train_fp8 dev/test/test_faults.sh dev/test/test_setup.sh
+    build/test_train_fp8 dev/test/test_cli.sh "${gpu_tests[@]}" dev/test/test_report.py
+    dev/test/test_same_options.sh dev/test/test_verify.sh dev/test/test_verdict.py dev/test/test_bias_run.py)
 for program in dev/test/test_*.c "${optimized[@]}" dev/test/test_*.py dev/test/test_*.sh; do
     case $program in
     *.c) program=build/asan/$(basename "$program" .c) ;;
@@ -112,5 +111,5 @@ for program in dev/test/test_*.c "${optimized[@]}" dev/test/test_*.py dev/test/t
     esac
     [[ " ${programs[*]} " = *" $program "* ]] || programs+=("$program")
 done
-tally_three_at_a_time "${programs[@]}"
+tally_side_by_side "${programs[@]}"
 finish
