@@ -88,7 +88,7 @@ targets=(train_fp8 build/gradient_bias build/synth_stories build/compare_checkpo
 gpu_tests=()
 if find_nvcc && find_nccl; then
     gpu_tests=(build/test_fsdp_order build/test_placement)
-    targets=(train_fp8cu "${gpu_tests[@]}" "${targets[@]}" bench-syntax ${ALL:+cuda-headers})
+    targets=(train_fp8cu bench-syntax "${gpu_tests[@]}" "${targets[@]}" ${ALL:+cuda-headers})  # the slowest first
 else
     echo "skipped: no nvcc or no NCCL here, so the GPU trainer is not compiled"
     skipped=$((skipped + 1))
@@ -102,7 +102,7 @@ say "tests, those in C also under address and undefined-behaviour sanitizers"
 # The long ones first, so that none runs alone at the end; those that mostly wait lie between those that compute.
 programs=(dev/test/test_hosts.sh dev/test/test_rendezvous.sh dev/test/test_ranks.sh dev/test/test_prose.sh
     dev/test/test_stall.sh build/asan/test_train_fp8 dev/test/test_faults.sh dev/test/test_setup.sh
-    build/test_train_fp8 dev/test/test_cli.sh "${gpu_tests[@]}" dev/test/test_report.py
+    build/test_train_fp8 dev/test/test_cli.sh "${gpu_tests[@]}" dev/test/test_report.py dev/test/test_streams.sh
     dev/test/test_same_options.sh dev/test/test_verify.sh dev/test/test_verdict.py dev/test/test_bias_run.py)
 for program in dev/test/test_*.c "${optimized[@]}" dev/test/test_*.py dev/test/test_*.sh; do
     case $program in
