@@ -201,7 +201,7 @@ static void test_encode(void) {
         {" the", 1, {259}},
         {"   the", 2, {256, 259}},              // the last space belongs to the word
         {"the  ", 3, {'t', 258, 256}},          // at the end all spaces are one piece
-        {"12345", 2, {262, 263}},               // digits are cut in threes
+        {" 12345", 3, {' ', 262, 263}},         // digits are cut in threes, and take no space
         {"2345", 3, {261, '4', '5'}},           // not 45: that crosses the cut
         {"n't", 3, {'n', '\'', 't'}},           // 't is a piece, so n't is no token
         {".\n\nthe", 4, {'.', 265, 't', 258}},  // the lower id is merged first
