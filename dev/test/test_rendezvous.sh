@@ -162,8 +162,8 @@ wrong() {
 wrong kind 'argument --init-from|--init-from smoke: must be auto, mpi, slurm, file:PATH or tcp:HOST:PORT' \
     A=1 -- --init-from smoke
 wrong no-port '--init-from tcp:node1: must be tcp:HOST:PORT' RANK=0 WORLD_SIZE=2 -- --init-from tcp:node1
-wrong big-port '--init-from tcp:node1:70000: must be tcp:HOST:PORT, with a port from 1 to 65535' \
-    RANK=0 WORLD_SIZE=2 -- --init-from tcp:node1:70000
+wrong big-port '--init-from tcp:node1:65536: must be tcp:HOST:PORT, with a port from 1 to 65535' \
+    RANK=0 WORLD_SIZE=2 -- --init-from tcp:node1:65536
 wrong no-rank '--init-from file:/x: this process does not know its rank; set RANK and WORLD_SIZE' A=1 -- \
     --init-from file:/x
 wrong high-rank 'RANK is "2" and WORLD_SIZE is "2": the rank must be' RANK=2 WORLD_SIZE=2 -- --init-from file:/x
