@@ -76,9 +76,10 @@ def test_side_by_side(tmp, trainer):
             times = sorted(run[1:] for run in runs if run[0] == gpu)
             check(len(times) == 8 / len(visible.split(",")), f"GPU {gpu} of {visible} gets its share: {runs}")
             check(all(a[1] <= b[0] for a, b in zip(times, times[1:])), f"GPU {gpu} has one run at a time: {times}")
-        span = max(run[2] for run in runs) - min(run[1] for run in runs)  # in which the runs' own times overlap
-        share = span / sum(run[2] - run[1] for run in runs)
-        check(0.5 <= share < 0.75 if "," in visible else share >= 1, f"GPUs {visible}: {share} of the runs' times")
+        span = max(run[2] for run in runs) - min(run[1] for run in runs)
+        work = sum(run[2] - run[1] for run in runs)  # both, so that a busy machine lengthens both
+        check(work / 2 <= span < work - 3 * NAP if "," in visible else span >= work,
+              f"8 runs of {NAP} s on GPUs {visible}: {span} s, in all {work} s")
 
 
 def test_several_gpus(tmp, trainer):
