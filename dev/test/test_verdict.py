@@ -72,7 +72,8 @@ def test_bad_options(folder):
                                                                          "--branch-step", "3"]),
                            ("at most 3/8 of all 80", ["tiny", *shards, "--num-steps", "80", "--branch-step", "31"]),
                            ("--rounding-seeds is for --whole", ["tiny", *shards, "--rounding-seeds", "1"]),
-                           ("--branch-step is for branches", ["tiny", *shards, "--whole", "--branch-step", "9"]),
+                           ("are for branches", ["tiny", *shards, "--whole", "--branch-step", "9"]),
+                           ("are for branches", ["tiny", *shards, "--repeat", "--one-length"]),
                            ("is a pilot of branches", ["tiny", *shards, "--whole", "--recipes", "none"]),
                            ("fp8, which --against compares with", ["tiny", *shards, "--against", "fp8"]),
                            ('not "fp8+lr=1"', ["tiny", *shards, "--recipes", "fp8+lr=1"]),
@@ -100,13 +101,17 @@ def test_commands(folder):
     check("--learning-rate 1e-5 --lr-schedule constant" in repeated[0],
           f"with --repeat the learning rate is constant: {repeated[0]}")
     check("--grad-clip" not in repeated[0], f"with --repeat gradients are not clipped: {repeated[0]}")
-    batches = called("tiny", "--trainer", "./train_fp8", "--train-data", f"{folder}/s_train.bin", "--sequence-length",
-                      str(LENGTH), "--num-steps", "160", "--seeds", "7", "--recipes", "none", "--tokens-per-step",
-                      f"{LENGTH},{2 * LENGTH}", "--lr", "1e-3", "--dry-run").stdout.splitlines()
+    words = ["tiny", "--trainer", "./train_fp8", "--train-data", f"{folder}/s_train.bin", "--sequence-length",
+             str(LENGTH), "--num-steps", "160", "--seeds", "7", "--recipes", "none", "--tokens-per-step",
+             f"{LENGTH},{2 * LENGTH}", "--lr", "1e-3", "--dry-run"]
+    batches = called(*words).stdout.splitlines()
     large = [line for line in batches if f"--tokens-per-step {2 * LENGTH} " in line]
     check(len(large) == len(batches) // 2 == 6 and "--num-steps 88 " in large[0] and "-rate 0.00141421 " in large[0] and
           "--decay-steps 16 " in large[0] and f"tiny.b{LENGTH}.bf16.s7/checkpoints/step-00000016" in large[0],
           f"larger steps branch from the trunk, BF16 too, for as many tokens: {large}")
+    one = [line.split("--checkpoint-every ")[1:] for line in called(*words, "--one-length").stdout.splitlines()]
+    check([len(saves) for saves in one] == [1, 0, 0, 0] and one[0][0].startswith("16 "),
+          f"--one-length has no runs that end early, and saves none for them: {one}")
     trunk, null, arm = called("tiny", "--trainer", "./train_fp8", "--train-data", f"{folder}/s_train.bin", "--out",
                                "X", "--sequence-length", str(LENGTH), "--num-steps", "80", "--seeds", "7", "--dry-run",
                                "--against", "fp8:rowwise", "--recipes", "fp8", "--", "--fp8-filter", "last"

@@ -14,11 +14,11 @@ DECAY = 5    # the rate decays in the last fifth of a run
 
 class Lengths:
     """Where the runs of a trunk branch, decay and end, in steps. scale: the trunk's tokens per step over the arms'.
-    Each run trains on as many tokens after the branch as with a scale of 1."""
+    Each run trains on as many tokens after the branch as with a scale of 1. early: not only the longest runs."""
 
-    def __init__(self, steps, branch, scale=1):
+    def __init__(self, steps, branch, early, scale=1):
         self.branch = branch
-        ends = [branch + (steps - branch) // 4, branch + (steps - branch) // 2, steps]  # tokens since then double
+        ends = [branch + (steps - branch) // part for part in (4, 2) if early] + [steps]  # tokens since then double
         self.ends = [branch + int((end - branch) * scale) for end in ends]
         self.decays = [int(end // DECAY * scale) for end in ends]
         # after these an arm is saved for the runs that end before the last
