@@ -271,49 +271,46 @@ static void test_golden_table(void) {
     free_plan(&x);
 }
 
-// For every preset and recipe, the table has each GEMM once, with the operands and scales of the recipe. A recipe with
-// the granularities and formats of another needs no row here.
+// An operand of a GEMM as the table shall show it: the format, and by what the values are scaled.
+static const char *operand_words(const Recipe *r, GemmKind gemm, int operand, char words[16]) {
+    const GranularityTraits *traits = granularity_traits(r->granularity[gemm][operand]);
+    const bool e5m2 = gemm_tensor(gemm, operand) == TENSOR_DY && r->dy_format == FP8_E5M2;
+    if (traits->type == SCALE_TYPE_NONE) return "bf16";
+    format_checked(words, 16, "%s %s", e5m2 ? "e5m2" : "e4m3", traits->name);
+    return words;
+}
+
+// For every preset and recipe, the table has each GEMM once, with the operands and scales of the recipe
+// (test_recipes.c has them).
 static void test_tables(void) {
     static const char *const presets[] = {
 #define X(preset, ...) preset,
         MODEL_PRESETS(X)
 #undef X
     };
-    static const struct {
-        const char *fprop, *dgrad, *wgrad;
-    } operands[NUM_RECIPES + 1] = {
-        [RECIPE_TENSORWISE] = {"e4m3 tensor  x e4m3 tensor", "e5m2 tensor  x e4m3 tensor",
-                               "e5m2 tensor  x e4m3 tensor"},
-        [RECIPE_DELAYED] = {"e4m3 tensor  x e4m3 tensor", "e5m2 tensor  x e4m3 tensor", "e5m2 tensor  x e4m3 tensor"},
-        [RECIPE_ROWWISE] = {"e4m3 row     x e4m3 row", "e4m3 row     x e4m3 row", "e4m3 row     x e4m3 row"},
-        [RECIPE_ROWWISE_GW_HP] = {"e4m3 row     x e4m3 row", "e4m3 row     x e4m3 tensor", "bf16         x bf16"},
-        [RECIPE_BLOCKWISE] = {"e4m3 1x128   x e4m3 128x128", "e4m3 1x128   x e4m3 128x128",
-                              "e4m3 1x128   x e4m3 1x128"},
-        [RECIPE_MXFP8] = {"e4m3 1x32    x e4m3 1x32", "e4m3 1x32    x e4m3 1x32", "e4m3 1x32    x e4m3 1x32"},
-        [RECIPE_BF16] = {"bf16         x bf16", "bf16         x bf16", "bf16         x bf16"}};
     for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++)
         for (int recipe = 0; recipe <= NUM_RECIPES; recipe++) {
-            if (!operands[recipe].fprop) continue;
             Plan x = make_plan(presets[i], recipe, "");
-            const int shown = x.p.any_fp8 ? recipe : RECIPE_BF16;  // no linear layer of tiny fits blockwise
-            CHECK(x.p.any_fp8 == (recipe != RECIPE_BF16 && !(recipe == RECIPE_BLOCKWISE && i == 0)) &&
-                      !(x.p.any_fp8 && x.p.any_bf16),
+            const bool unfit = i == 0 && recipe_row(recipe)->multiple == 128;  // no linear layer of tiny
+            const Recipe *shown = recipe_row(x.p.any_fp8 ? recipe : RECIPE_BF16);
+            CHECK(x.p.any_fp8 == (recipe != RECIPE_BF16 && !unfit) && !(x.p.any_fp8 && x.p.any_bf16),
                   "%s, %s: all layers are FP8, or all are bf16; found any_fp8 %d, any_bf16 %d", presets[i],
                   recipe_row(recipe)->name, x.p.any_fp8, x.p.any_bf16);
-            char *text = printed(&x), line[128];
-            const char *const passes[] = {operands[shown].fprop, operands[shown].dgrad, operands[shown].wgrad},
-                              *const names[] = {"fprop", "dgrad", "wgrad"};
+            char *text = printed(&x), line[128], passes[64], first[16], second[16];
             for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
                 for (int id = 0; id < NUM_LINEARS; id++) {
-                    format_checked(line, sizeof line, "\n  %-9s %s ", x.p.linear[id].name, names[gemm]);
+                    format_checked(passes, sizeof passes, "%-12s x %s", operand_words(shown, (GemmKind)gemm, 1, first),
+                                   operand_words(shown, (GemmKind)gemm, 0, second));
+                    format_checked(line, sizeof line, "\n  %-9s %s ", x.p.linear[id].name,
+                                   gemm_kind_name((GemmKind)gemm));
                     const char *at = strstr(text, line), *end = at ? strchr(at + 1, '\n') : NULL,
-                               *found = at ? strstr(at, passes[gemm]) : NULL;
+                               *found = at ? strstr(at, passes) : NULL;
                     CHECK(check_count(text, line) == 1 && found && found < end,
                           "%s, %s, %s %s has one line, with the recipe's operands, in\n%s", presets[i],
-                          recipe_row(recipe)->name, x.p.linear[id].name, names[gemm], text);
+                          recipe_row(recipe)->name, x.p.linear[id].name, gemm_kind_name((GemmKind)gemm), text);
                 }
-            CHECK(check_count(text, "\n") == 18 + (recipe == RECIPE_BLOCKWISE && i == 0),
-                  "%s, %s: there is a line for each GEMM in\n%s", presets[i], recipe_row(recipe)->name, text);
+            CHECK(check_count(text, "\n") == 18 + unfit, "%s, %s: there is a line for each GEMM in\n%s", presets[i],
+                  recipe_row(recipe)->name, text);
             CHECK(check_count(text, "fast_accum") == (x.p.any_fp8 && x.p.recipe->fast_accum ? NUM_LINEARS : 0),
                   "%s, %s: fast_accum stands in 4 lines if the recipe has it, else in none, in\n%s", presets[i],
                   recipe_row(recipe)->name, text);

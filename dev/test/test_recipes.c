@@ -583,6 +583,30 @@ static void test_nan_rules(void) {
 
 // ---- The table of recipes.
 
+// Granularities of one family can be mixed in one cast, and be operands of one GEMM.
+enum { FAMILY_NONE, FAMILY_TENSOR, FAMILY_ROW, FAMILY_1X128, FAMILY_128X128, FAMILY_1X32 };
+static const int families[NUM_GRANULARITIES] = {
+    [PER_TENSOR] = FAMILY_TENSOR, [PER_TENSOR_BROADCAST] = FAMILY_ROW, [PER_ROW] = FAMILY_ROW,
+    [BLOCK_1X128] = FAMILY_1X128, [BLOCK_128X128] = FAMILY_128X128,    [BLOCK_1X32] = FAMILY_1X32};
+
+// True if kernels cast this granularity of tensor t by the recipe's rule (quantize.cuh).
+static bool can_cast(const Recipe *r, int t, ScaleGranularity g) {
+    switch (families[g]) {
+    case FAMILY_TENSOR: return r->rule == SCALE_TORCHAO || r->rule == SCALE_TE;
+    case FAMILY_ROW: return r->rule == SCALE_TORCHAO_POW2;
+    case FAMILY_1X128: return r->rule == SCALE_TE_POW2;
+    case FAMILY_128X128: return r->rule == SCALE_TE_POW2 && t == TENSOR_W;
+    case FAMILY_1X32: return r->rule == SCALE_MX;
+    default: return true;
+    }
+}
+
+// True if cuBLASLt multiplies operands of these granularities (CUDA 13 cuBLAS manual, "cublasLtMatmul").
+static bool can_multiply(ScaleGranularity a, ScaleGranularity b) {
+    const int low = families[a < b ? a : b], high = families[a < b ? b : a];
+    return low == high ? low != FAMILY_128X128 : low == FAMILY_1X128 && high == FAMILY_128X128;
+}
+
 static void test_table(void) {
     // Granularities of w, x and dy, rowwise and columnwise.
     static const ScaleGranularity expected[NUM_RECIPES][NUM_TENSORS][2] = {
@@ -599,7 +623,17 @@ static void test_table(void) {
             for (int copy = 0; copy < 2; copy++)
                 wrong += recipe_granularity(r, (TensorRole)t, (TensorUsage)copy) != expected[i][t][copy];
         CHECK(wrong == 0, "%s: operands have the expected granularities; %d have not", r->name, wrong);
-        const bool bf16_wgrad = i == RECIPE_ROWWISE_GW_HP;
+        for (int t = 0; t < NUM_TENSORS; t++) {
+            const ScaleGranularity row = expected[i][t][ROWWISE], col = expected[i][t][COLUMNWISE];
+            CHECK(can_cast(r, t, row) && can_cast(r, t, col) &&
+                      (families[row] == families[col] || row == NO_SCALE || col == NO_SCALE),
+                  "%s: a kernel casts tensor %d by its granularities and scale rule", r->name, t);
+        }
+        for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
+            CHECK(can_multiply(r->granularity[gemm][0], r->granularity[gemm][1]),
+                  "%s: cuBLASLt has a GEMM for the two granularities of its %s", r->name,
+                  gemm_kind_name((GemmKind)gemm));
+        const bool bf16_wgrad = expected[i][TENSOR_X][COLUMNWISE] == NO_SCALE;
         CHECK(recipe_needs_bf16(r, TENSOR_X) == bf16_wgrad && recipe_needs_bf16(r, TENSOR_DY) == bf16_wgrad &&
                   !recipe_needs_bf16(r, TENSOR_W),
               "%s: x and dy are needed in bf16 exactly if wgrad is a bf16 GEMM, and w never", r->name);

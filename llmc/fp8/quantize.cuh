@@ -75,10 +75,8 @@ static inline void quantize_any(const char *function, const QTensor &out, const 
     const bool rule = out.delayed_scale || out.rule == SCALE_TORCHAO || out.rule == SCALE_TE;
     if (quantize_has_tensor_scale(&out) && rule) quantize_transpose_launch<Source, FORMAT>(out, source, R, C, stream);
     else if (!quantize_fine<Source, FORMAT>(out, source, R, C, stream))
-        die("%s: no kernel casts this tensor with row granularity %d, col granularity %d, scale rule %d; recipes.h "
-            "lists "
-            "the supported combinations",
-            function, out.row_granularity, out.col_granularity, out.rule);
+        die("%s: no kernel casts this tensor with row granularity %d, col granularity %d, scale rule %d", function,
+            out.row_granularity, out.col_granularity, out.rule);
 }
 
 // Returns how many bytes of its bf16 tensors a source reads to make a tensor of R rows and C columns per output.
