@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from report import venv
+from runs.options import fail, parse
 
 # Scalars of step records, and their names in TensorBoard.
 STEP_SCALARS = {"loss": "loss/training", "norm": "optimizer/gradient_norm", "lr": "optimizer/learning_rate",
@@ -25,18 +26,6 @@ STEP_SCALARS = {"loss": "loss/training", "norm": "optimizer/gradient_norm", "lr"
                 "memory_bytes": "gpu/memory_bytes", "joules": "gpu/joules"}
 FOLLOW_SECONDS = 10
 GPU_SCALARS = {"watts": "gpu/watts", "sm_mhz": "gpu/sm_mhz", "celsius": "gpu/celsius"}
-
-
-def fail(message):
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(1)
-
-
-def need_library(name, hint):
-    try:
-        return __import__(name)
-    except ImportError as missing:
-        venv.go_on_there(missing, hint)
 
 
 def scalars(run):
@@ -81,32 +70,6 @@ def write_wandb(run, folder, wandb):
     made.finish()
 
 
-def parse(words):
-    folders, out, use_wandb, follow = [], Path("log/tensorboard"), False, False
-    while words:
-        word = words.pop(0)
-        if word == "--help":
-            print(__doc__, end="")
-            sys.exit(0)
-        if word == "--wandb":
-            use_wandb = True
-        elif word == "--follow":
-            follow = True
-        elif word.split("=")[0] == "--out":
-            if "=" not in word and not words:
-                fail("--out needs a value")
-            out = Path(word.split("=", 1)[1] if "=" in word else words.pop(0))
-        elif word.startswith("-"):
-            fail(f"unknown option {word}; --help lists all")
-        else:
-            folders.append(word)
-    if not folders:
-        fail("no folder is given; --help says which folders can be given")
-    if follow and use_wandb:
-        fail("--wandb goes without --follow: its offline runs are made once")
-    return folders, out, use_wandb, follow
-
-
 def export(folders, out, writers, waits, tensorboard, wandb):
     """Exports what the logs have. writers: {run's name: (its writer, the last step written)}, empty at first."""
     from report.folders import read_folders
@@ -128,12 +91,17 @@ def export(folders, out, writers, waits, tensorboard, wandb):
 
 
 def main():
-    folders, out, use_wandb, follow = parse(sys.argv[1:])
-    tensorboard = need_library("tensorboardX", "run scripts/setup_report.sh, which installs it")
-    wandb = need_library("wandb", "--wandb needs it: build/report-venv/bin/pip install wandb") if use_wandb else None
+    o, folders, _ = parse(sys.argv[1:], __doc__, {"out": "log/tensorboard"}, ("follow", "wandb"), takes_words=True)
+    if not folders:
+        fail("no folder is given; --help says which folders can be given")
+    if o.follow and o.wandb:
+        fail("--wandb goes without --follow: its offline runs are made once")
+    out = Path(o.out)
+    tensorboard = venv.need("run scripts/setup_report.sh, which installs it", "tensorboardX")
+    wandb = venv.need("--wandb needs it: build/report-venv/bin/pip install wandb", "wandb") if o.wandb else None
     writers = {}
     try:
-        while follow:
+        while o.follow:
             export(folders, out, writers, True, tensorboard, None)
             time.sleep(FOLLOW_SECONDS)
     except KeyboardInterrupt:

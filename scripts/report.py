@@ -22,15 +22,6 @@ from pathlib import Path
 from report import venv
 
 
-def need_libraries():
-    try:
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-        import scipy  # noqa: F401
-    except ImportError as missing:
-        venv.go_on_there(missing, "run scripts/setup_report.sh, which installs the libraries of the reports")
-
-
 def price_of(text):
     try:
         value = float(text)
@@ -109,7 +100,7 @@ def make(options):
 
 def main():
     options = parse(sys.argv[1:])
-    need_libraries()
+    venv.need("run scripts/setup_report.sh, which installs the libraries of the reports", *venv.LIBRARIES)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     sys.stdout.reconfigure(errors="backslashreplace")
     try:

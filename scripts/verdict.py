@@ -80,7 +80,6 @@ DEFAULTS = {"recipes": "fp8,fp8:rowwise", "against": "bf16", "seeds": "42,43,44"
 SET_HERE = ("train-data", "val-data", "sequence-length", "num-steps", "precision", "fp8-recipe", "fp8-emulate", "seed",
             "rounding-seed", "learning-rate", "lr-schedule", "decay-steps", "warmup-steps", "tokens-per-step",
             "grad-accumulation-steps", "checkpoint-every", "branch", "log-dir")
-LIBRARIES = ("jinja2", "matplotlib", "scipy")  # of scripts/report.py
 VALIDATION_SEQUENCES = 256  # enough for an interval
 TRIAL_STEPS = 4
 AUDITS = 8  # in each FP8 run of the first seed, for the numerics over time
@@ -324,8 +323,8 @@ def places_of(plan):
 def need_libraries():
     """Dies if the report's libraries are neither here nor in the folder where scripts/setup_report.sh puts them."""
     found = "import sys, importlib.util as u; sys.exit(not all(map(u.find_spec, sys.argv[1:])))"
-    if not all(map(importlib.util.find_spec, LIBRARIES)) and not (
-            venv.PYTHON.exists() and subprocess.run([venv.PYTHON, "-c", found, *LIBRARIES]).returncode == 0):
+    if not all(map(importlib.util.find_spec, venv.LIBRARIES)) and not (
+            venv.PYTHON.exists() and subprocess.run([venv.PYTHON, "-c", found, *venv.LIBRARIES]).returncode == 0):
         fail("the libraries of the report are missing: run scripts/setup_report.sh first, or give --no-report to train "
              "without a report")
 

@@ -57,9 +57,10 @@ def parse(words, usage, defaults, flags, takes_words=False):
 
     `defaults` are the options that take a value, `flags` those that take none. With --help prints the usage and exits.
     Dies if an option is not known or lacks its value, or if there are words that are no options but `takes_words` is
-    False.
+    False. A program takes trainer options if its usage has "[-- ".
     """
-    end = words.index("--") if "--" in words else len(words)
+    has_trainer = "[-- " in usage
+    end = words.index("--") if has_trainer and "--" in words else len(words)
     words, extra = words[:end], words[end + 1:]
     if "--help" in words:
         say(usage.rstrip("\n"))
@@ -73,7 +74,8 @@ def parse(words, usage, defaults, flags, takes_words=False):
     options, others = parser.parse_known_args(words)
     for word in others:
         if word.startswith("-") or not takes_words:
-            fail(f"unknown option {word}; --help lists all options; put options of the trainer after --")
+            fail(f"unknown option {word}; --help lists all options" +
+                 "; put options of the trainer after --" * has_trainer)
     return options, others, extra
 
 
