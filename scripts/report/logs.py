@@ -48,6 +48,7 @@ OPTIONAL = {
                 "joules_per_token": NUMBER_OR_NULL},
 }
 PER_GPU = ("watts", "sm_mhz", "celsius")
+LISTS = {**dict.fromkeys((*PER_GPU, "losses"), NUMBER_OR_NULL), "throttle": TEXT}
 NAN = np.float64(math.nan).tobytes()
 BLOCK = 1 << 18  # bytes of a log that are parsed at once
 
@@ -298,29 +299,32 @@ def check_step(record):
     record["skipped"] = int(record.get("skipped") is True)
 
 
+def check_each(values, kind, name):
+    if not isinstance(values, list) or not all(sweep_folder.is_a(kind, value) for value in values):
+        raise Damaged(f"\"{name}\" is not a list with {kind} each")
+
+
+def check_objects(values, fields, name):
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise Damaged(f"{name} is not a list of objects")
+    for value in values:
+        check_fields(value, fields)
+
+
 def check_lists(record):
     """Checks fields that hold lists or objects, and those of settings records."""
-    def each(values, kind, name):
-        if not isinstance(values, list) or not all(sweep_folder.is_a(kind, value) for value in values):
-            raise Damaged(f"\"{name}\" is not a list with {kind} each")
-
-    for name in PER_GPU:
+    for name, kind in LISTS.items():
         if name in record:
-            each(record[name], NUMBER_OR_NULL, name)
-    if "throttle" in record:
-        each(record["throttle"], TEXT, "throttle")
-    if "losses" in record:
-        each(record["losses"], NUMBER_OR_NULL, "losses")
-        if any(abs(value or 0) > LARGEST["loss"] for value in record["losses"]):
-            raise Damaged(f"one of \"losses\" is above {LARGEST['loss']:g}")
+            check_each(record[name], kind, name)
+    if any(abs(value or 0) > LARGEST["loss"] for value in record.get("losses", ())):
+        raise Damaged(f"one of \"losses\" is above {LARGEST['loss']:g}")
     if record["type"] == "summary":
-        each(list(record.get("seconds", {}).values()), NUMBER_OR_NULL, "seconds")
+        check_each(list(record.get("seconds", {}).values()), NUMBER_OR_NULL, "seconds")
     if record["type"] == "profile":
-        each(record.get("parts"), OBJECT, "parts")
+        check_each(record.get("parts"), OBJECT, "parts")
         for part in record["parts"]:
-            check_fields({"kind": "other", **part}, {"name": TEXT, "ms": NUMBER, "kind": TEXT})
-            if not sweep_folder.is_a(NUMBER_OR_NULL, part.get("speed_of_light_ms")):
-                raise Damaged("\"speed_of_light_ms\" is not a number or null")
+            check_fields({"kind": "other", "speed_of_light_ms": None, **part},
+                         {"name": TEXT, "ms": NUMBER, "kind": TEXT, "speed_of_light_ms": NUMBER_OR_NULL})
     if record["type"] == "settings":
         check_settings(record)
 
@@ -328,11 +332,8 @@ def check_lists(record):
 def check_settings(record):
     check_fields(record["settings"], {"precision": TEXT, "seed": NUMBER})
     check_fields({"first_sample": 0, **record}, {"first_sample": NUMBER})
-    branches = record.get("branches") or []
-    if not isinstance(branches, list) or not all(isinstance(branch, dict) for branch in branches):
-        raise Damaged("\"branches\" is not a list of objects")
-    for branch in branches:
-        check_fields(branch, {"step": NUMBER, "precision": TEXT, "rounding_seed": NUMBER})
+    branches, gemms = record.get("branches") or [], record.get("gemms", [])
+    check_objects(branches, {"step": NUMBER, "precision": TEXT, "rounding_seed": NUMBER}, "\"branches\"")
     steps = [branch["step"] for branch in branches]
     if steps != sorted(set(steps)) or any(step < 1 or step != int(step) for step in steps):
         raise Damaged("the steps of \"branches\" are not whole numbers that grow")
@@ -340,16 +341,10 @@ def check_settings(record):
     for key, value in counts.items():
         if value != int(value) or value < 1:
             raise Damaged(f"\"{key}\" is not a whole number above 0")
-    if "memory" in record:
-        check_fields({"other_bytes": None, **record["memory"]}, {"other_bytes": NUMBER_OR_NULL})
-    groups = record.get("memory", {}).get("groups", [])
-    gemms = record.get("gemms", [])
-    for name, values, fields in (("\"groups\" of \"memory\"", groups, {"name": TEXT, "bytes": NUMBER}),
-                                 ("\"gemms\"", gemms, {"linear": TEXT, "gemm": TEXT})):
-        if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-            raise Damaged(f"{name} is not a list of objects")
-        for value in values:
-            check_fields(value, fields)
+    memory = {"other_bytes": None, "groups": [], **record.get("memory", {})}
+    check_fields(memory, {"other_bytes": NUMBER_OR_NULL})
+    check_objects(memory["groups"], {"name": TEXT, "bytes": NUMBER}, "\"groups\" of \"memory\"")
+    check_objects(gemms, {"linear": TEXT, "gemm": TEXT}, "\"gemms\"")
     for gemm in gemms:
         layers = gemm.get("layers")
         if not isinstance(layers, list) or not all(isinstance(layer, int) and 0 <= layer < 4096 for layer in layers):
