@@ -30,7 +30,7 @@ import recipes_table
 import sweep
 from runs.options import end, fail, number, parse, printed, say, split
 from runs.trainer import SHARDS, Trainer
-from sweep_folder import read_runs
+from sweep_folder import lines_of, read_runs
 
 DEFAULTS = {"model": "llama3.2-1b", "data": SHARDS["llama"], "num-steps": "300", "sequence-length": "2048",
             "recipes": "", "audit-every": "", "gpus": "1", "parallel": "", "trainer": "./train_fp8cu", "out": ""}
@@ -38,7 +38,7 @@ DEFAULTS = {"model": "llama3.2-1b", "data": SHARDS["llama"], "num-steps": "300",
 
 def check_folder(out, of_runs):
     """Dies if the folder holds runs that the table must not compare with those of this start."""
-    for line in sweep.lines_of(os.path.join(out, "runs.txt")):
+    for line in lines_of(os.path.join(out, "runs.txt")):
         name, length, gpus, _, model = line.split(" ", 4)
         if (length, gpus, model) != of_runs:
             fail(f"{out} holds {name}, a run of another model, sequence length or number of GPUs; give another --out")

@@ -47,8 +47,9 @@ import shlex
 
 import sweep_table
 from runs.options import check_extra, end, fail, number, parse, printed, say, split
-from runs.runner import ANSWERS, Pool, Run, refuse_other_settings, write_text
+from runs.runner import ANSWERS, Pool, Run, refuse_other_settings, write_file
 from runs.trainer import NO_GPU, SHARDS, Trainer, data_of, folder_names, precision_words, visible_gpus
+from sweep_folder import lines_of
 
 DEFAULTS = {"models": "llama3.2-1b,llama3.2-3b,llama3.1-8b,qwen3-4b,qwen3-14b", "sequence-lengths": "2048,4096,8192",
             "precisions": "bf16,fp8", "gpus": "1,2,4", "num-steps": "100", "llama-data": SHARDS["llama"],
@@ -141,7 +142,7 @@ class Sweep:
             if known.get(line.split(" ")[0], line) != line:
                 fail(f"two models would share the folder {line.split(' ')[0]} in {self.out}; train one of them in a "
                      "sweep with another --out")
-        write_text(path, "".join(line + "\n" for line in dict.fromkeys(before + lines)))
+        write_file(path, "".join(line + "\n" for line in dict.fromkeys(before + lines)))
 
     def train(self):
         """Trains the runs. Returns them."""
@@ -154,7 +155,7 @@ class Sweep:
         with Pool(self.out, runs, self.own, self.parallel, (*kept, "skipped"), "sweep", hint) as pool:
             if different:
                 pool.forget(different)
-            write_text(os.path.join(self.out, "settings.txt"), self.settings())
+            write_file(os.path.join(self.out, "settings.txt"), self.settings())
             self.enlist()
             for run in runs:
                 if run.kind == "skipped" and run.gpus <= self.available:
@@ -163,14 +164,6 @@ class Sweep:
                     run.record("skipped", 0, f"the run needs {run.gpus} GPUs; {self.available} available")
             pool.train()
         return runs
-
-
-def lines_of(path):
-    try:
-        with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
-            return [line for line in file.read().split("\n") if line]
-    except FileNotFoundError:
-        return []
 
 
 def main(words):

@@ -100,6 +100,19 @@ def read_text(path):
         return file.read()
 
 
+def lines_of(path):
+    """The lines of a text, without empty ones; [] if there is no such file."""
+    return [line for line in read_text(path).split("\n") if line] if os.path.exists(path) else []
+
+
+def read_result(folder):
+    """(kind, seconds, message) from the file `result` of a run, "" for what it lacks; None if there is no such file."""
+    path = os.path.join(folder, "result")
+    if not os.path.exists(path):
+        return None
+    return (list(map(clean, read_text(path).rstrip("\n").split("\t", 2))) + ["", ""])[:3]
+
+
 def read_run(folder, line):
     """Returns a run of runs.txt as a dictionary.
 
@@ -115,9 +128,8 @@ def read_run(folder, line):
         if len(words) != 5:
             raise Damaged("a line is not the name, length, GPUs, precision and model of a run")
         path = os.path.join(folder, name, "result")
-        if os.path.exists(path):
-            result = list(map(clean, read_text(path).rstrip("\n").split("\t", 2)))
-            run["kind"], run["seconds"], run["message"] = (result + ["", ""])[:3]
+        if result := read_result(os.path.join(folder, name)):
+            run["kind"], run["seconds"], run["message"] = result
             if run["kind"] not in KINDS:
                 raise Damaged("it does not begin with %s" % " or ".join(KINDS))
         path = os.path.join(folder, name, "log.jsonl")
@@ -131,7 +143,7 @@ def read_run(folder, line):
 
 
 def read_runs(folder):
-    return [read_run(folder, line) for line in read_text(os.path.join(folder, "runs.txt")).split("\n") if line]
+    return [read_run(folder, line) for line in lines_of(os.path.join(folder, "runs.txt"))]
 
 
 def why_missing(run):

@@ -70,7 +70,7 @@ from report import venv
 from report.pairs import reword
 from runs import branches
 from runs.options import check_extra, end, fail, number, parse, say, split
-from runs.runner import ANSWERS, CHECKPOINTS, Pool, Run, refuse_other_settings, write_text
+from runs.runner import ANSWERS, CHECKPOINTS, Pool, Run, refuse_other_settings, write_file
 from runs.trainer import NO_GPU, SHARDS, Trainer, data_of, folder_names, nvidia_smi, precision_words, visible_gpus
 
 DEFAULTS = {"recipes": "fp8,fp8:rowwise", "against": "bf16", "seeds": "42,43,44", "margin": "", "looks": "",
@@ -462,7 +462,7 @@ def main(words):
         if different:
             pool.forget(different)
         text = json.dumps(receipt(plan, runs, others), indent=1) + "\n"
-        write_text(os.path.join(o.out, "verdict.json"), text)
+        write_file(os.path.join(o.out, "verdict.json"), text)
         branches.require_checkpoints(runs)
         time_steps(plan, pool)
         announce(plan, pool)

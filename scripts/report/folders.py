@@ -1,4 +1,5 @@
 """Finds the runs of a verdict's, a sweep's or any other folder, and reads them."""
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -38,25 +39,19 @@ def read_verdict(path, found):
     return folders
 
 
-def result_of(folder):
-    """(kind, message) from the file `result` that scripts/sweep.sh and scripts/verdict.sh write; None without it."""
-    path = folder / "result"
-    if not path.is_file():
-        return None
-    kind, _, message = (sweep_folder.read_text(path).rstrip("\n").split("\t", 2) + ["", "", ""])[:3]
-    return clean(kind), clean(message)
-
-
 def add_run(folder, name, found):
-    """Reads one run, unless it has been read already. A run that has no numbers is added to `without`."""
+    """Reads one run, unless it has been read already. A run that has no numbers is added to `without`, and also to
+    `failed`, so that the verdict names it, if it failed and its log has steps."""
     if any(run.folder.samefile(folder) for run in found.runs if folder.is_dir()):
         return
     try:
-        result = result_of(folder)
+        result = sweep_folder.read_result(folder)
         if result and result[0] != "done":
-            reason = sweep_folder.why_missing({"kind": result[0], "message": result[1]})
+            reason = sweep_folder.why_missing({"kind": result[0], "message": result[2]})
             found.without.append((clean(name), reason))
-            add_failed(folder, name, reason, found)
+            with contextlib.suppress(logs.Damaged, OSError):
+                run = logs.read_run(folder, name)
+                found.failed += [(run, reason)] if run.steps else []
         elif not (folder / "log.jsonl").is_file():
             found.without.append((clean(name), "damaged: it is done but has no log.jsonl" if result else "not started"))
         else:
@@ -71,16 +66,6 @@ def add_run(folder, name, found):
         found.problems.append(f"The run {clean(name)} is left out, because its log is damaged. {reason}")
 
 
-def add_failed(folder, name, reason, found):
-    """Adds a run that failed to `failed`, so that the verdict names it, if its log has steps."""
-    try:
-        run = logs.read_run(folder, name)
-    except (logs.Damaged, OSError):
-        return
-    if run.steps:
-        found.failed.append((run, reason))
-
-
 def log_folders(folder, depth):
     """The given folder if it has a log.jsonl; else the folders up to `depth` levels below it that have one."""
     if (folder / "log.jsonl").is_file():
@@ -93,9 +78,7 @@ def log_folders(folder, depth):
 
 def sweep_command(folder):
     """The command of a sweep for the receipt: scripts/sweep.sh, and the lines of its settings.txt."""
-    path = folder / "settings.txt"
-    lines = sweep_folder.read_text(path).split("\n") if path.is_file() else []
-    return ", ".join(["scripts/sweep.sh", *(clean(line) for line in lines if line)])
+    return ", ".join(["scripts/sweep.sh", *map(clean, sweep_folder.lines_of(folder / "settings.txt"))])
 
 
 def read_folder(folder, found):

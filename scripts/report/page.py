@@ -1,14 +1,13 @@
 """Puts words, tables and figures together: the page, its Markdown and its files."""
 import dataclasses
 import json
-import os
-import tempfile
 from pathlib import Path
 
 import jinja2
 
 from report import compare, pairs, words
 from report.words import number
+from runs.runner import write_file
 
 LIMIT = 600_000  # bytes at which a page is too large
 FIRST = 12        # figures outside of <details>
@@ -228,29 +227,15 @@ def markdown(data, parts, drawings, title, figures):
     return "\n\n".join(block for block in blocks if block).replace("<", "&lt;") + "\n"
 
 
-def write(path, content):
-    """Writes a file whole or not at all."""
-    content = content if isinstance(content, bytes) else content.encode("utf-8", "replace")
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
 def write_all(out, data, parts, drawings, title):
     """Writes the page, the JSON, the Markdown and a PNG of each figure, and removes PNGs of an earlier report."""
     figures = out.with_name(out.stem + "_figures")
     figures.mkdir(exist_ok=True)
     for drawing in drawings:
-        write(figures / f"{drawing.name}.png", drawing.png)
+        write_file(figures / f"{drawing.name}.png", drawing.png)
     for old in set(figures.glob("*.png")) - {figures / f"{drawing.name}.png" for drawing in drawings}:
         old.unlink()
     page = fit(data, parts, drawings, title)
-    write(out.with_suffix(".json"), json.dumps(data, allow_nan=False, indent=1) + "\n")
-    write(out.with_suffix(".md"), markdown(data, parts, drawings, title, figures.name))
-    write(out, page)
+    write_file(out.with_suffix(".json"), json.dumps(data, allow_nan=False, indent=1) + "\n")
+    for path, text in ((out.with_suffix(".md"), markdown(data, parts, drawings, title, figures.name)), (out, page)):
+        write_file(path, text.encode("utf-8", "replace"))

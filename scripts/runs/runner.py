@@ -15,7 +15,7 @@ import subprocess
 import time
 
 from runs.options import fail, say
-from sweep_folder import Damaged, clean, ran_in_fp8, read_line, show, why_missing
+from sweep_folder import Damaged, clean, ran_in_fp8, read_line, read_result, show, why_missing
 
 STATUSES = {3: "memory", 4: "unsupported"}  # exit statuses of the trainer (its --help all lists them) that are answers
 ANSWERS = ("done", "memory", "unsupported")
@@ -25,18 +25,15 @@ CHECKPOINTS = "checkpoints"  # the folder of a run's checkpoints in its own
 FULL_BYTES = 16384  # a disk with less room than this is full: no run can write its log
 
 
-def open_to_write(path):
-    return open(path, "w", encoding="utf-8", errors="surrogateescape", newline="")
-
-
-def write_text(path, text):
-    """Replaces a file by this text, whole or not at all, also if the machine stops."""
+def write_file(path, content):
+    """Replaces a file by this text or these bytes, whole or not at all, also if the machine stops."""
+    content = content if isinstance(content, bytes) else content.encode("utf-8", "surrogateescape")
     try:
-        with open_to_write(path + ".tmp") as file:
-            file.write(text)
+        with open(f"{path}.tmp", "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(path + ".tmp", path)
+        os.replace(f"{path}.tmp", path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, path)
 
@@ -88,8 +85,7 @@ class Run:
         """Reads how an earlier start ended."""
         self.kind, self.seconds, self.message = "", 0.0, ""
         try:
-            with open(self.path("result"), encoding="utf-8", errors="replace") as file:
-                kind, seconds, self.message = file.read().rstrip("\n").split("\t", 2)
+            kind, seconds, self.message = read_result(self.folder) or ("", 0, "")
             self.kind, self.seconds = kind, float(seconds)
         except (OSError, ValueError):
             pass
@@ -100,7 +96,7 @@ class Run:
     def record(self, kind, seconds, message):
         self.kind, self.seconds, self.message, self.earlier = kind, seconds, message, False
         os.makedirs(self.folder, exist_ok=True)
-        write_text(self.path("result"), f"{kind}\t{seconds:.1f}\t{message}\n")
+        write_file(self.path("result"), f"{kind}\t{seconds:.1f}\t{message}\n")
 
     def begin(self, environment, lock):
         self.started = time.monotonic()
