@@ -1,6 +1,4 @@
 """Map of layers and GEMMs: which run in FP8, and what the audit saw."""
-import math
-
 import matplotlib
 import numpy as np
 
@@ -31,11 +29,6 @@ def last_audit(run):
     return audits
 
 
-def worst_sqnr(records):
-    known = [record["sqnr_db"] for record in records if record["sqnr_db"] is not None]
-    return min(known) if known else math.nan
-
-
 def draw_map(run, names):
     gemms, audits = run.settings["gemms"], last_audit(run)
     rows = list(dict.fromkeys((gemm["linear"], gemm["gemm"]) for gemm in gemms))
@@ -47,7 +40,8 @@ def draw_map(run, names):
             kinds[rows.index((gemm["linear"], gemm["gemm"])), gemm["layers"] or slice(None)] = 1
     for (layer, *row), records in audits.items():
         if tuple(row) in rows and layer < layers:
-            sqnr[rows.index(tuple(row)), int(layer)] = worst_sqnr(records)
+            known = [record["sqnr_db"] for record in records if record["sqnr_db"] is not None]
+            sqnr[rows.index(tuple(row)), int(layer)] = min(known, default=np.nan)
     figure, axes = style.new(1.6 + 0.2 * len(rows))
     edges = np.arange(layers + 1) - 0.5, np.arange(len(rows) + 1) - 0.5
     axes.pcolormesh(*edges, kinds, cmap=matplotlib.colors.ListedColormap([BF16, FP8]), vmin=0, vmax=1, rasterized=True)
@@ -55,8 +49,8 @@ def draw_map(run, names):
         mesh = axes.pcolormesh(*edges, np.ma.masked_invalid(sqnr), cmap="cividis", rasterized=True)
         figure.colorbar(mesh, ax=axes, label="lowest SQNR (dB)", shrink=0.8)
     mark(axes, rows, layers, audits)
-    axes.set_yticks(range(len(rows)), [f"{linear} {gemm}" for linear, gemm in rows], fontsize=8)
-    axes.set(ylim=(len(rows) - 0.5, -0.5), xlim=(-0.5, layers - 0.5), xlabel="layer (lm_head is in none)")
+    style.name_rows(axes, [f"{linear} {gemm}" for linear, gemm in rows], (0.5, 0.5))
+    axes.set(xlim=(-0.5, layers - 0.5), xlabel="layer (lm_head is in none)")
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     axes.grid(visible=False)
     plain = {"BF16": (BF16, kinds == 0), "FP8, no SQNR": (FP8, (kinds == 1) & np.isnan(sqnr))}
@@ -88,19 +82,14 @@ def worst_table(runs, names):
     """A table of the WORST operands of each run, those with the lowest SQNR in its last audit."""
     rows = []
     for run in runs:
-        records = [record for operands in last_audit(run).values() for record in operands]
-        records = sorted((r for r in records if r["sqnr_db"] is not None), key=lambda record: record["sqnr_db"])
-        seen = set()
-        for r in records:
-            key = r["layer"], r["linear"], r["operand"], r["sqnr_db"]  # one operand of two GEMMs counts once
-            if key in seen:
-                continue
-            seen.add(key)
+        worst = {}
+        for r in (record for operands in last_audit(run).values() for record in operands):
+            if r["sqnr_db"] is not None:  # one operand of two GEMMs counts once
+                worst.setdefault((r["layer"], r["linear"], r["operand"], r["sqnr_db"]), r)
+        for r in sorted(worst.values(), key=lambda record: record["sqnr_db"])[:WORST]:
             rows.append([name_of(run, names), f"layer {r['layer']:.0f} {r['linear']} {r['operand']} ({r['gemm']})",
                          number(r["sqnr_db"], 4), f"{100 * (r.get('flushed') or 0):.3f}%",
                          f"{100 * (r.get('saturated') or 0):.4f}%"])
-            if len(seen) == WORST:
-                break
     return Table(["run", "operand", "SQNR (dB)", "flushed to 0", "saturated"], rows, 2)
 
 

@@ -19,9 +19,7 @@ def label_rows(axes, rows):
     many = len({c.place for c, _ in rows}) > 1
     labels = [(f"{c.model}, T {c.length}, x{c.gpus}, b {c.branch}\n" if many else "") +
               c.recipe.replace(", ", "\n") + (", " if many else "\n") * bool(what) + what for c, what in rows]
-    axes.set_yticks(range(len(rows)), labels, fontsize=8.5)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.grid(axis="y", visible=False)
+    style.name_rows(axes, labels, fontsize=8.5)
 
 
 def draw_intervals(comparisons, margin):
@@ -65,11 +63,6 @@ def with_bars(axes, x, d, colour, **options):
     axes.errorbar([x], [d.estimate], error, color=colour, capsize=3, **options)
 
 
-def in_percent(c, d):
-    """A Difference's numbers in percent of BF16's loss."""
-    return type(d)(*(None if v is None else c.percent(v) for v in (d.estimate, d.low, d.high)), None, 0, d.trunks)
-
-
 def draw_gap(members, margin):
     """The gap over tokens since the pairs parted, of all recipes of a place, with its extrapolation."""
     figure, axes = style.new(3.2)
@@ -78,7 +71,7 @@ def draw_gap(members, margin):
     for i, c in enumerate(members):
         colour, shift = style.colour(c.recipe), 1.03**(i - (len(members) - 1) / 2)
         x = [h.tokens_since * shift for h in c.horizons]
-        gaps = [in_percent(h, getattr(h, c.primary)) for h in c.horizons]
+        gaps = [h.in_percent(getattr(h, c.primary)) for h in c.horizons]
         for at, gap in zip(x, gaps):
             with_bars(axes, at, gap, colour, marker="o")
         axes.plot(x, [gap.estimate for gap in gaps], styles[c.recipe], color=colour, label=c.recipe)
@@ -113,7 +106,7 @@ def draw_batches(members):
     for recipe in dict.fromkeys(c.recipe for c in members):
         of = sorted((c for c in members if c.recipe == recipe), key=lambda c: c.batch)
         for c in of:
-            with_bars(axes, c.batch, in_percent(c, getattr(c, c.primary)), style.colour(recipe), marker="o")
+            with_bars(axes, c.batch, c.in_percent(getattr(c, c.primary)), style.colour(recipe), marker="o")
         axes.plot([c.batch for c in of], [c.percent(c.gaps.mean()) for c in of], color=style.colour(recipe),
                   label=recipe)
     axes.axhline(0, color=style.BLACK, linewidth=0.8)

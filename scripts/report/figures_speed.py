@@ -5,29 +5,29 @@ from report import style, words
 from report.pairs import NULL
 
 MODELS = 8  # panels of one figure
-METRICS = (  # name, title, axis, caption
-    ("tokens", "Throughput of a GPU", "tokens/s/GPU", "Tokens per second of one GPU, of the median step."),
-    ("tflops", "Model FLOP/s of a GPU", "TFLOP/s/GPU", "Model FLOPs as docs/METRICS.md counts them."),
-    ("mfu", "Model FLOPs utilization", "MFU (%)", "Share of the dense BF16 peak, for FP8 too: FP8 may pass 100%."),
-    ("aggregate", "Throughput of all GPUs", "tokens/s", "Tokens per second of all GPUs together."),
-    ("scaling", "Scaling efficiency", "of 1 GPU (%)",
+METRICS = (  # name, field of a run in report.json, title, axis, caption
+    ("tokens", "tokens_per_second_per_gpu", "Throughput of a GPU", "tokens/s/GPU",
+     "Tokens per second of one GPU, of the median step."),
+    ("tflops", "tflops_per_gpu", "Model FLOP/s of a GPU", "TFLOP/s/GPU", "Model FLOPs as docs/METRICS.md counts them."),
+    ("mfu", "mfu", "Model FLOPs utilization", "MFU (%)",
+     "Share of the dense BF16 peak, for FP8 too: FP8 may pass 100%."),
+    ("aggregate", "tokens_per_second", "Throughput of all GPUs", "tokens/s", "Tokens per second of all GPUs together."),
+    ("scaling", "tokens_per_second_per_gpu", "Scaling efficiency", "of 1 GPU (%)",
      "Tokens/s/GPU divided by that of the run on one GPU with equal model, T and precision."))
 
 
-def values_of(metric, cells):
+def values_of(metric, key, cells):
     """Returns {place: {recipe: value}} of one metric. cells: {place: {recipe: runs, as report.json has them}}."""
-    def mean(runs, key):
+    def mean(runs):
         numbers = [run[key] for run in runs if run[key] is not None]
         return sum(numbers) / len(numbers) if numbers else None
 
-    key = {"tokens": "tokens_per_second_per_gpu", "tflops": "tflops_per_gpu", "mfu": "mfu",
-           "aggregate": "tokens_per_second", "scaling": "tokens_per_second_per_gpu"}[metric]
     table = collections.defaultdict(dict)
     for place, recipes in cells.items():
         for recipe, runs in recipes.items():
-            value = mean(runs, key)
+            value = mean(runs)
             if metric == "scaling":
-                one = mean(cells.get((*place[:2], 1), {}).get(recipe, []), key)
+                one = mean(cells.get((*place[:2], 1), {}).get(recipe, []))
                 value = 100 * value / one if place[2] > 1 and value and one else None
             elif metric == "mfu" and value is not None:
                 value *= 100
@@ -41,9 +41,8 @@ def bars_of_one(axes, recipes, values, label):
     for y, recipe in enumerate(recipes):
         axes.barh(y, values.get(recipe, 0), color=style.colour(recipe), height=0.66)
         axes.annotate(f" {words.number(values.get(recipe), 4)}", (values.get(recipe, 0), y), va="center", fontsize=9)
-    axes.set_yticks(range(len(recipes)), recipes)
-    axes.set(ylim=(len(recipes) - 0.4, -0.6), xlim=(0, 1.2 * max(values.values())), xlabel=label)
-    axes.grid(axis="y", visible=False)
+    style.name_rows(axes, recipes, fontsize=10)
+    axes.set(xlim=(0, 1.2 * max(values.values())), xlabel=label)
 
 
 def bars_of_many(axes, places, recipes, table, missing):
@@ -65,8 +64,8 @@ def bars_of_many(axes, places, recipes, table, missing):
 
 
 def draw_metric(metric, cells, recipes, missing):
-    name, title, label, caption = metric
-    table = values_of(name, cells)
+    name, key, title, label, caption = metric
+    table = values_of(name, key, cells)
     if not table:
         return None
     order = list(dict.fromkeys(place[0] for place in [*cells, *missing]))
@@ -93,24 +92,20 @@ def draw_metric(metric, cells, recipes, missing):
     return style.finish(figure, "speed", f"speed-{name}", title, caption)
 
 
-def short_reason(reason):
-    return "OOM" if reason.startswith("out of memory") else reason.split(":")[0]
-
-
 def draw(data, found):
     """Returns (drawings, words on what is left out). data: the numbers of report.json."""
-    cells = collections.defaultdict(lambda: collections.defaultdict(list))
-    most = {}  # tokens per step: with other numbers of them the speed is another
+    cells, places = collections.defaultdict(lambda: collections.defaultdict(list)), collections.defaultdict(list)
     for run in data["runs"]:
-        place = run["model"], run["sequence_length"], run["gpus"]
-        most[place] = max(most.get(place, 0), run["tokens_per_step"])
-    for run in data["runs"]:
-        place = run["model"], run["sequence_length"], run["gpus"]
-        if not run["recipe"].endswith(NULL) and run["tokens_per_step"] == most[place]:
-            cells[place][run["recipe"]].append(run)
+        places[run["model"], run["sequence_length"], run["gpus"]].append(run)
+    for place, runs in places.items():
+        most = max(run["tokens_per_step"] for run in runs)  # with other numbers of them the speed is another
+        for run in runs:
+            if not run["recipe"].endswith(NULL) and run["tokens_per_step"] == most:
+                cells[place][run["recipe"]].append(run)
     order = {recipe: i for i, recipe in enumerate(["bf16", "fp32", *style.COLOURS])}
     recipes = sorted({recipe for of in cells.values() for recipe in of}, key=lambda r: (order.get(r, 99), r))
-    missing = {place: short_reason(reason) for place, reason in found.lost_places.items()}
+    missing = {place: "OOM" if reason.startswith("out of memory") else reason.split(":")[0]
+               for place, reason in found.lost_places.items()}
     drawings, left_out = [], []
     for metric in METRICS:
         if metric[0] == "aggregate" and all(place[2] == 1 for place in cells):

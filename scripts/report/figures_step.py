@@ -65,10 +65,9 @@ def draw_waterfall(run, names, longest):
     lights = [part[3] for part in parts if part[3] is not None]
     axes.barh(len(parts), left, height=0.78, color=style.GREY, alpha=0.35)
     axes.barh(len(parts), sum(lights), height=0.78, color=style.BLACK)
-    axes.set_yticks(range(len(parts) + 1), [part[0] for part in parts] + ["all parts"], fontsize=9)
-    axes.set(ylim=(len(parts) + 0.6, -0.6), xlim=(0, 1.03 * longest), xlabel="ms")
+    style.name_rows(axes, [part[0] for part in parts] + ["all parts"], fontsize=9)
+    axes.set(xlim=(0, 1.03 * longest), xlabel="ms")
     axes.set_title(style.two_lines(name_of(run, names)))
-    axes.grid(axis="y", visible=False)
     axes.legend(loc="upper right")
     step = run.profiles[-1]["step"]
     return style.finish(figure, "step", style.slug("waterfall", run.name), f"Step {step} of {run.name} by parts",
@@ -125,9 +124,8 @@ def draw_times(runs, names):
             left += share
         goodput = [goodput_of(run, seconds) for run, seconds in members]
         table.append([name, len(members), f"{total / len(members):.1f}", f"{100 * sum(goodput) / len(goodput):.1f}%"])
-    axes.set_yticks(range(len(rows)), [name.replace(", ", "\n", 1) for name, _ in rows], fontsize=8)
-    axes.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, 100), xlabel="share of time (%)")
-    axes.grid(axis="y", visible=False)
+    style.name_rows(axes, [name.replace(", ", "\n", 1) for name, _ in rows], (0.5, 0.5))
+    axes.set(xlim=(0, 100), xlabel="share of time (%)")
     figure.legend(loc="outside upper center", ncols=3)
     drawing = style.finish(figure, "step", "time", "Where the time of the runs went",
                            "Runs of which every start wrote its summary: all of their time. Other runs: steps, "
@@ -165,10 +163,9 @@ def draw_memory(runs, names):
         if peaks:
             axes.plot([max(peaks) / divisor], [y], "|", color=style.BLACK, markersize=13, markeredgewidth=2,
                       label="measured peak" if y == 0 else None)
-    axes.set_yticks(range(len(chosen)), [name_of(run, names).replace(", ", "\n", 1) for run in chosen], fontsize=8)
-    axes.set(ylim=(len(chosen) - 0.5, -0.5), xlabel=f"memory of a GPU ({unit})")
+    style.name_rows(axes, [name_of(run, names).replace(", ", "\n", 1) for run in chosen], (0.5, 0.5))
+    axes.set_xlabel(f"memory of a GPU ({unit})")
     axes.set_xlim(left=0)
-    axes.grid(axis="y", visible=False)
     figure.legend(loc="outside upper center", ncols=2, fontsize=8)
     return style.finish(figure, "memory", "memory", "Memory of a GPU",
                         "Bars: what the trainer planned for one rank. Black line: what was in use on rank 0's GPU, by "

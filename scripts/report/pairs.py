@@ -192,6 +192,10 @@ class Comparison:
         return sorted({pair.arm.seed for pair in self.pairs})
 
     @property
+    def runs(self):
+        return [run for pair in self.pairs for run in (pair.base, pair.arm)]
+
+    @property
     def place(self):
         """What recipes that stand beside each other have in common."""
         return self.model, self.length, self.gpus, self.batch, self.branch
@@ -221,6 +225,12 @@ class Comparison:
     def percent(self, value):
         """A difference of the primary loss in percent of BF16's."""
         return 100 * value / self.base
+
+    def in_percent(self, difference):
+        """A Difference of the primary loss with its estimate and limits in percent of BF16's."""
+        numbers = (difference.estimate, difference.low, difference.high)
+        estimate, low, high = (None if number is None else self.percent(number) for number in numbers)
+        return dataclasses.replace(difference, estimate=estimate, low=low, high=high)
 
     def say(self, text):
         return reword(text, self.against)

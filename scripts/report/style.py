@@ -56,6 +56,13 @@ def legend_above(figure, axes):
         figure.legend(handles, labels, loc="outside upper center", ncols=2 if max(map(len, labels)) <= 24 else 1)
 
 
+def name_rows(axes, names, room=(0.6, 0.6), fontsize=8):
+    """Names the rows of a figure, with the first on top. room: above the first row and below the last."""
+    axes.set_yticks(range(len(names)), names, fontsize=fontsize)
+    axes.set_ylim(len(names) - 1 + room[1], -room[0])
+    axes.grid(axis="y", visible=False)
+
+
 def colour(recipe):
     """The colour of a recipe, also of its emulated form and with other options. line_styles() tells these apart."""
     base = re.split("[ +]", recipe)[0].removesuffix(":emulate")
