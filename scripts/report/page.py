@@ -32,7 +32,6 @@ class Part:
     title: str
     intro: str = ""
     tables: list = dataclasses.field(default_factory=list)
-    shown: bool = True
     open: list = dataclasses.field(default_factory=list)
     folded: list = dataclasses.field(default_factory=list)
 
@@ -153,7 +152,6 @@ def place_figures(parts, drawings):
         most = min(left, max(SHOWN.get(part.name, 0), 3 * (i == 0)))
         part.open, part.folded = members[:most], members[most:]
         left -= len(part.open)
-        part.shown = bool(part.tables or members)
 
 
 def verdict_lines(data):
@@ -169,12 +167,7 @@ def render(data, parts, drawings, title):
     place_figures(parts, drawings)
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
                                      undefined=jinja2.StrictUndefined, trim_blocks=True)
-    receipt = data["receipt"]
-    shown = {
-        "facts": receipt["facts"], "common": list(receipt["common"].items()),
-        "differing": [(name, [(value, runs_text(runs, len(data["runs"]))) for value, runs in values.items()])
-                      for name, values in receipt["differing"]],
-    }
+    shown = {**data["receipt"], "differing": differing_settings(data)}
     runs = [{key: value for key, value in run.items() if key != "curve"} for run in data["runs"]]
     return environment.get_template("page.html.j2").render(
         title=title, verdict=verdict_lines(data), problems=data["problems"], parts=parts,
@@ -184,8 +177,13 @@ def render(data, parts, drawings, title):
         numbers=json.dumps({**data, "runs": runs}, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
 
 
-def runs_text(runs, total):
-    return ", ".join(runs) if len(runs) <= 6 else f"{len(runs)} of {total} runs"
+def differing_settings(data):
+    """[(option, [(value, its runs in words)])] of options that not all runs share."""
+    def in_words(runs):
+        return ", ".join(runs) if len(runs) <= 6 else f"{len(runs)} of {len(data['runs'])} runs"
+
+    return [(name, [(value, in_words(runs)) for value, runs in values.items()])
+            for name, values in data["receipt"]["differing"]]
 
 
 def fit(data, parts, drawings, title):
@@ -220,9 +218,8 @@ def markdown(data, parts, drawings, title, figures):
     if data["left_out"]:
         blocks += ["## What is left out, and why", "\n".join(f"- {text}" for text in data["left_out"])]
     blocks += ["## Receipt", "\n".join(f"- {name}: {', '.join(values)}" for name, values in data["receipt"]["facts"])]
-    blocks += ["\n".join(f"- {name}: " + "; ".join(f"{value} ({runs_text(runs, len(data['runs']))})"
-                                                  for value, runs in values.items())
-                         for name, values in data["receipt"]["differing"])]
+    blocks += ["\n".join(f"- {name}: " + "; ".join(f"{value} ({runs})" for value, runs in values)
+                         for name, values in differing_settings(data))]
     # names from logs may hold markup, which viewers of Markdown would run
     return "\n\n".join(block for block in blocks if block).replace("<", "&lt;") + "\n"
 
