@@ -100,14 +100,6 @@ def trunk_interval(values, alpha=ALPHA):
     return Difference(mean, mean - half, mean + half, error, trunks - 1, trunks)
 
 
-def training_gaps(bf16, fp8, last):
-    """Mean difference of each trunk over the last `last` steps. bf16, fp8: training losses [..., trunks, steps]."""
-    bf16, fp8 = _paired(bf16, fp8, "training losses")
-    if not 1 <= last <= bf16.shape[-1]:
-        raise ValueError(f"training losses: the last {last} of {bf16.shape[-1]} steps do not exist")
-    return (fp8 - bf16)[..., -last:].mean(axis=-1)
-
-
 def block_means(table):
     """Means of blocks of neighbours along the last axis; single values if there are fewer than FEWEST_BLOCKS."""
     count = table.shape[-1]
@@ -141,15 +133,21 @@ def validation_difference(bf16, fp8, alpha=ALPHA):
                       of_sequences)
 
 
+def window_means(values, window):
+    """Values [n, steps] as means of windows of `window` steps, of which the last ends the run."""
+    first = values.shape[1] % window
+    return values[:, first:].reshape(len(values), -1, window).mean(axis=2)
+
+
 def difference_over_steps(bf16, fp8, window, alpha=ALPHA):
     """The paired difference in windows of `window` steps, of which the last ends the run, each with its interval."""
     bf16, fp8 = _paired(bf16, fp8, "training losses")
-    first = bf16.shape[-1] % window
     if bf16.shape[-1] < window:
         raise ValueError(f"{bf16.shape[-1]} steps are too few for a curve of windows of {window}")
-    parts = (fp8 - bf16)[:, first:].reshape(len(bf16), -1, window).mean(axis=2)
+    parts = window_means(fp8 - bf16, window)
     got = trunk_interval(parts.T, alpha)
-    return Curve(first + window * np.arange(parts.shape[1]) + (window - 1) / 2, got.estimate, got.low, got.high)
+    middles = bf16.shape[-1] % window + window * np.arange(parts.shape[1]) + (window - 1) / 2
+    return Curve(middles, got.estimate, got.low, got.high)
 
 
 # ---- cost at equal loss, and over lengths

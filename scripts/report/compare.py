@@ -127,11 +127,10 @@ def validation_losses(c):
     """Sets the step of the last validation, and returns a function for of_trunks. ValueError if a run lacks it, or if
     the losses of its sequences are missing, not finite or of different number. Of unfinished runs it is the last that
     all have."""
-    members = [run for pair in c.pairs for run in (pair.base, pair.arm)]
-    records = [{v["step"]: v for v in run.validations if v["step"] <= c.steps} for run in members]
+    records = [{v["step"]: v for v in run.validations if v["step"] <= c.steps} for run in c.runs]
     common = set.intersection(*map(set, records))
     step = c.steps if c.steps == c.horizon else max(common, default=0)
-    for run, record in zip(members, records):
+    for run, record in zip(c.runs, records):
         if step not in record:
             raise ValueError(f"{run.name} has no validation after step {step or c.steps}")
         values = record[step].get("losses")
@@ -175,12 +174,6 @@ def use(c, primary, alpha):
         c.bounds = vs.no_quieter(c.bounds, np.subtract(*null.ends[primary][::-1]), alpha)
 
 
-def in_windows(c, values):
-    """values [n, steps] as means of c.window steps, of which the last window ends the run."""
-    first = values.shape[1] % c.window
-    return values[:, first:].reshape(len(values), -1, c.window).mean(axis=2)
-
-
 def compare_over_steps(c):
     """The difference over steps, beside that of null pairs."""
     count = c.steps - c.first + 1
@@ -192,7 +185,7 @@ def compare_over_steps(c):
     for null in c.nulls[:1]:
         rows = [np.subtract(*(steps_of("loss", c)(run) for run in (pair.arm, pair.base))) for pair in null.pairs
                 if pair.first <= c.first and pair.steps >= c.steps]
-        c.null_curves = in_windows(c, np.array(rows)) if rows else None
+        c.null_curves = vs.window_means(np.array(rows), c.window) if rows else None
     if c.null_curves is None:
         c.why["noise"] = c.say("no two BF16 runs of these steps differ in the rounding seed alone")
 
@@ -215,16 +208,12 @@ def energy_fault(run):
 
 def compare_costs(c):
     """Speed, time and energy."""
-    def median(run):
-        return float(np.median(run.after_warmup("ms")))
-
-    runs = [run for pair in c.pairs for run in (pair.base, pair.arm)]
-    ratios = [median(pair.base) / median(pair.arm) for pair in c.pairs]
+    ratios = [pair.base.median_ms / pair.arm.median_ms for pair in c.pairs]
     c.speed, c.speed_range = float(np.exp(np.mean(np.log(ratios)))), (min(ratios), max(ratios))
     tokens = (c.steps - c.first + 1) * c.batch
     c.costs = {"time": of_trunks(c, lambda run: np.sum(steps_of("ms", c)(run)) / 1000)}
     c.seconds_per_token = tuple(float(side.mean() / tokens) for side in c.costs["time"])
-    c.why["energy"] = next(filter(None, map(energy_fault, runs)), "")
+    c.why["energy"] = next(filter(None, map(energy_fault, c.runs)), "")
     if not c.why["energy"]:
         c.costs["energy"] = of_trunks(c, lambda run: np.sum(steps_of("joules", c)(run)))
         c.joules_per_token = tuple(float(side.mean() / tokens) for side in c.costs["energy"])
@@ -300,11 +289,6 @@ def look_at_nulls(c):
             c.smallest = vs.smallest_cost(c.deviation[1], c.planned, c.alpha)
 
 
-def gpu_hours(runs):
-    """GPU hours of runs, without the time in which they stood still."""
-    return sum(sum(run.costs("ms")) * run.gpus for run in {run.name: run for run in runs}.values()) / 3.6e6
-
-
 def compare_one(c, alpha):
     """All numbers of a comparison and of its other lengths."""
     lengths = [h for h in c.horizons if h is c or alike(c, h)]
@@ -316,15 +300,16 @@ def compare_one(c, alpha):
     primary = "validation" if all("validation" in h.ends for h in lengths) else "training"
     for h in lengths:
         use(h, primary, alpha)
-    c.hours = gpu_hours([run for h in lengths for p in h.pairs for run in (p.base, p.arm)]) / len(c.seeds)
+    runs = {run.name: run for h in lengths for run in h.runs}.values()
+    # without the time in which runs stood still
+    c.hours = sum(sum(run.costs("ms")) * run.gpus for run in runs) / 3.6e6 / len(c.seeds)
     compare_over_steps(c)
     compare_costs(c)
     look_at_nulls(c)
     if not c.null:
         compare_over_tokens(c)
         compare_at_equal_loss(c)
-    stalls = {run.name: run.stall_words() for h in lengths for p in h.pairs for run in (p.base, p.arm)}
-    c.notes += list(filter(None, stalls.values()))
+    c.notes += filter(None, (run.stall_words() for run in runs))
 
 
 def group(found):

@@ -6,7 +6,6 @@ line. Then the earlier records of these and later steps are dropped; earlier sum
 """
 import array
 import bisect
-import collections.abc
 import dataclasses
 import fcntl
 import functools
@@ -62,10 +61,9 @@ def clean_all(value):
     return clean(value) if isinstance(value, str) else value
 
 
-class Steps(collections.abc.Sequence):
+class Steps:
     """Step records in columns, so that a million of them take some 200 MB. A column is named by its field, or by
-    (field, GPU) if the field has a number for each GPU. A record that is read again has the fields with one number,
-    None where it had null or nothing."""
+    (field, GPU) if the field has a number for each GPU."""
 
     def __init__(self):
         self.count, self.texts, self.known = 0, [], {}
@@ -73,10 +71,6 @@ class Steps(collections.abc.Sequence):
 
     def __len__(self):
         return self.count
-
-    def __getitem__(self, index):
-        index = range(self.count)[index]
-        return {key: self.column(key, index, index + 1)[0] for key in self.numbers if isinstance(key, str)}
 
     def append(self, record):
         columns = {key: [record.get(key)] for key in self.numbers if isinstance(key, str)}
@@ -99,21 +93,21 @@ class Steps(collections.abc.Sequence):
         for column in (*self.numbers.values(), self.texts):
             del column[self.count:]
 
-    def column(self, key, start=0, stop=None):
-        """The values of steps start to stop: None where a step has none. "throttle" has a tuple of texts for each."""
+    def column(self, key):
+        """The values of all steps: None where a step has none. "throttle" has a tuple of texts for each."""
         if key == "throttle":
-            return self.texts[start:stop]
-        values = self.array(key, start, stop)
+            return self.texts
+        values = self.array(key)
         if key == "step":
             return values.astype(np.int64).tolist()
         values, missing = values.astype(object), np.isnan(values)
         values[missing] = None
         return values.tolist()
 
-    def array(self, key, start=0, stop=None):
-        """The numbers of steps start to stop, NaN where a step has none."""
+    def array(self, key):
+        """The numbers of all steps, NaN where a step has none."""
         values = self.numbers.get(key)
-        return np.full(self.count, np.nan)[start:stop] if values is None else np.frombuffer(values[start:stop])
+        return np.full(self.count, np.nan) if values is None else np.frombuffer(values[:])
 
 
 @dataclasses.dataclass
@@ -194,7 +188,7 @@ class Run:
     @property
     def lost(self):
         """True if the last loss is not finite."""
-        return bool(self.steps) and self.steps[-1]["loss"] is None
+        return bool(self.steps) and self.column("loss")[-1] is None
 
     @property
     def missing(self):
@@ -248,9 +242,9 @@ class Run:
             words = f"ended without a summary after step {self.last_step} of {self.num_steps}"
         return words + (f"; loss not finite at step {self.diverged}" if self.diverged else "")
 
-    def column(self, key, start=0, stop=None):
-        """The values of a field in steps start to stop, in order; None where a step has none. `key`: see Steps."""
-        return self.steps.column(key, start, stop)
+    def column(self, key):
+        """The values of a field, one a step, in order; None where a step has none. `key`: see Steps."""
+        return self.steps.column(key)
 
     def array(self, key):
         """The numbers of a field in all steps, NaN where a step has none."""
@@ -287,9 +281,20 @@ class Run:
         return (f"{len(self.stalls)} step{'s' * (len(self.stalls) > 1)} of {self.name} took {most}, above {STALL} "
                 "times the median; left out of time and energy")
 
-    def after_warmup(self, key):
-        """The values of a field without those of the first WARMUP_STEPS, or of the first half of a short run."""
-        return self.column(key, min(WARMUP_STEPS, len(self.steps) // 2))
+    @property
+    def median_ms(self):
+        """The time of the median step, without the first WARMUP_STEPS, or the first half of a short run."""
+        return float(np.median(self.array("ms")[min(WARMUP_STEPS, len(self.steps) // 2):]))
+
+    @property
+    def median_speed(self):
+        """Tokens per second of all ranks in the median step."""
+        return self.tokens_per_step / self.median_ms * 1000
+
+    @property
+    def last_losses(self):
+        """The last 20 finite training losses."""
+        return [loss for loss in self.column("loss") if loss is not None][-20:]
 
 
 def check_step(record):

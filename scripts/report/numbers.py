@@ -31,18 +31,15 @@ def clean(value):
 
 
 def in_percent(c, difference):
-    """A difference of the primary loss in percent of BF16's; None without one."""
-    if difference is None:
-        return None
-    return {key: None if getattr(difference, key) is None else c.percent(getattr(difference, key))
-            for key in ("estimate", "low", "high")}
+    """A Difference of the primary loss in percent of BF16's; None without one."""
+    one = difference and c.in_percent(difference)
+    return one and {"estimate": one.estimate, "low": one.low, "high": one.high}
 
 
 def horizon_numbers(c, primary):
     """The gap after the runs of one length."""
-    single = getattr(c, primary)
     return {"steps": c.horizon, "done_steps": c.steps, "tokens": c.tokens, "tokens_since_branch": c.tokens_since,
-            "trunks": len(c.seeds), "gap_percent": in_percent(c, single)}
+            "trunks": len(c.seeds), "gap_percent": in_percent(c, getattr(c, primary))}
 
 
 def comparison_numbers(c, price, margin):
@@ -62,7 +59,7 @@ def comparison_numbers(c, price, margin):
         "refused": c.refused, "diverged": c.diverged, "notes": c.notes, "missing": c.why,
         "tokens_per_second_ratio": c.speed, "tokens_per_second_ratio_range": c.speed_range,
         "primary": c.primary, "level": c.alpha, "bounds": c.bounds,
-        "bounds_percent": in_percent(c, c.bounds) if c.bounds else None,
+        "bounds_percent": in_percent(c, c.bounds),
         "training": c.training, "training_last_steps": c.last,
         "validation": c.validation, "validation_step": c.validation_step,
         "difference_over_steps": c.curve, "window": c.window, "null_differences_over_steps": c.null_curves,
@@ -76,9 +73,7 @@ def comparison_numbers(c, price, margin):
 
 def run_numbers(run, recipe):
     """A run as a dictionary."""
-    finite = [loss for loss in run.column("loss") if loss is not None]
-    memory = [peak for peak in run.column("memory_bytes") if peak is not None]
-    tokens = words.median_speed(run)
+    tail, tokens = run.last_losses, run.median_speed
     flops = run.settings.get("model_flops_per_token")
     peak = run.settings.get("peak_bf16_flops")
     tflops = flops * tokens / run.gpus * 1e-12 if flops else None
@@ -86,17 +81,16 @@ def run_numbers(run, recipe):
     return {
         "name": run.name, "place": run.place, "model": run.settings["model"], "sequence_length": run.length,
         "gpus": run.gpus, "tokens_per_step": run.tokens_per_step, "recipe": recipe, "seed": run.seed,
-        "rounding_seed": run.rounding_seed,
-        "state": run.state(),
+        "rounding_seed": run.rounding_seed, "state": run.state(),
         "steps": run.last_step, "num_steps": run.num_steps, "complete": run.complete, "running": run.running,
         "half_written": run.half_written, "repeated_steps": run.repeated, "starts": len(run.starts),
         "diverged_at": run.diverged, "skipped": int(np.count_nonzero(run.array("skipped"))),
         "stalled": len(run.stalls), "first_step": run.first_step,
-        "last_loss": sum(finite[-20:]) / len(finite[-20:]) if finite else None,
+        "last_loss": sum(tail) / len(tail) if tail else None,
         "validation_loss": run.validations[-1]["loss"] if run.validations else None,
         "tokens_per_second": tokens, "tokens_per_second_per_gpu": tokens / run.gpus, "tflops_per_gpu": tflops,
         "mfu": tflops * 1e12 / peak if tflops and peak and peak > 0 else None,
-        "memory_bytes": max(memory) if memory else None,
+        "memory_bytes": max((peak for peak in run.column("memory_bytes") if peak is not None), default=None),
         "joules_per_token": sum(joules) / (run.tokens_per_step * len(joules)) if joules else None,
         "repeats_data": run.repeats_data,
     }
@@ -105,7 +99,7 @@ def run_numbers(run, recipe):
 def loss_curve(run, most):
     """The training loss over steps, as means of windows of steps."""
     middles, losses = means_of_windows(run.column("loss"), min(max(most, 10), 100))
-    return {"step": (middles + run.steps[0]["step"]).tolist(), "loss": [round(loss, 6) for loss in losses.tolist()]}
+    return {"step": (middles + run.first_step).tolist(), "loss": [round(loss, 6) for loss in losses.tolist()]}
 
 
 def names_of(names):

@@ -233,16 +233,7 @@ def money_per_giga(c, price):
 
 def run_sentence(run, recipe):
     """A run by itself, where there is nothing to compare it with."""
-    losses = [loss for loss in run.column("loss") if loss is not None]
-    tail = losses[-20:]
+    tail = run.last_losses
     loss = f", loss {sum(tail) / len(tail):.4f} (mean of the last {count(len(tail), 'step')})" if tail else ""
-    speed = run.steps[-1]["tokens_per_second"] if len(run.steps) == 1 else median_speed(run)
-    return f"{run.name}: {run.settings['model']}, {recipe}, {run.state()}{loss}, {number(speed, 4)} tokens per second."
-
-
-def median_speed(run):
-    """Tokens per second of all ranks, of the median step after the first ones (Run.after_warmup)."""
-    times = sorted(run.after_warmup("ms"))
-    middle = len(times) // 2
-    median = times[middle] if len(times) % 2 else (times[middle - 1] + times[middle]) / 2
-    return run.tokens_per_step / median * 1000
+    speed = number(run.median_speed, 4)
+    return f"{run.name}: {run.settings['model']}, {recipe}, {run.state()}{loss}, {speed} tokens per second."
