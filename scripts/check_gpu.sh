@@ -69,14 +69,9 @@ for program in build/bench_*; do
     tally "${program#build/}" bench "$program"
 done
 say "GPU tests"
-tally test_gpu build/test_gpu
-tally test_fsdp_order build/test_fsdp_order
-tally test_placement build/test_placement
+for name in test_gpu test_fsdp_order test_placement; do tally $name build/$name; done
 check "make programs of tests" make -s -j3 build/sums_fp8 build/sums_fp8cu build/faulty_rankcu
-tally gpu_runs dev/test/gpu_runs.sh
-tally gpu_bits dev/test/gpu_bits.sh
-tally gpu_ranks dev/test/gpu_ranks.sh
-tally gpu_faults dev/test/gpu_faults.sh
+for name in gpu_runs gpu_bits gpu_ranks gpu_faults; do tally $name dev/test/$name.sh; done
 
 say "compute-sanitizer"
 if [ -n "${QUICK:-}" ]; then

@@ -11,19 +11,6 @@ printf() { builtin printf "$@" 2>/dev/null; }
 
 fail() { echo "error: $*" >&2; exit 1; }
 
-# Ends the script unless all values are whole numbers from 1 to 999999999. $1 option, then its values.
-check_counts() {
-    local option=$1 word
-    shift
-    for word in "$@"; do
-        [[ $word =~ ^[1-9][0-9]{0,8}$ ]] || fail "$option: \"$word\" is not a positive whole number below 1000000000"
-    done
-}
-
-check_trainer() {
-    [ -x "$trainer" ] || fail "there is no program $trainer; build it with: make $(basename "$trainer")"
-}
-
 # True if `trainer` is the CPU trainer: its ranks share the cores, so there may be more ranks than cores. Each rank of
 # the GPU trainer needs a GPU of its own, unless --share-gpu is given.
 is_cpu_trainer() { [ "$(basename "$trainer")" = train_fp8 ]; }

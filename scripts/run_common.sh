@@ -154,12 +154,12 @@ run_until_done() {
     check_arguments "$@"
     trainer=${TRAINER:-./train_fp8cu} out=${OUT:-checkpoints/$model} data=${DATA:-data/tinystories_$tokenizer}
     checkpoints=$out/steps stopping="" child="" dry_run=""
-    check_trainer
+    [ -x "$trainer" ] || fail "there is no program $trainer; build it with: make $(basename "$trainer")"
     gpus=${GPUS:-$(is_cpu_trainer && echo 1 || count_gpus)}
     [ -n "${GPUS:-}" ] || [ "$gpus" -gt 0 ] ||
         fail "no GPU found here (nvidia-smi -L lists none, or CUDA_VISIBLE_DEVICES is empty);" \
             "GPUS=N with --dry-run shows the plan without a GPU"
-    check_counts GPUS "$gpus"
+    [[ $gpus =~ ^[1-9][0-9]{0,8}$ ]] || fail "GPUS: \"$gpus\" is not a positive whole number below 1000000000"
     [[ ${PRICE:-0} =~ ^[0-9]*[.]?[0-9]+$ ]] || fail "PRICE=$PRICE is not a number; it is the price of a GPU hour"
     [[ " $* " == *" --dry-run "* ]] && dry_run=1
     [ -n "$dry_run" ] || { pick_data; mkdir -p "$out" || fail "cannot make the folder $out"; }
@@ -182,12 +182,11 @@ run_until_done() {
     while true; do  # starts a finished run too: --export-hf may be new, or an option wrong
         start_trainer
         [ "$status" -eq 0 ] && is_done && break
+        newest=$(newest_checkpoint)
         if [ -n "$stopping" ] || [ "$status" -eq 0 ]; then
-            newest=$(newest_checkpoint)
             echo "stopped ${newest:+after }${newest:-before the first checkpoint}; run the same command to continue"
             exit "$status"
         fi
-        newest=$(newest_checkpoint)
         if [[ $newest > $best ]]; then best=$newest fruitless=0; else fruitless=$((fruitless + 1)); fi
         [ "$fruitless" -lt 3 ] ||
             fail "three starts in a row failed without a new checkpoint; $out/stdout.txt has the errors"
