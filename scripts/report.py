@@ -12,52 +12,28 @@ scripts/verdict.sh or scripts/sweep.sh, the --log-dir of a run, or a folder of s
 
 Needs the libraries that scripts/setup_report.sh installs. docs/REPORT.md says how to read the page.
 """
-import argparse
 import datetime
-import math
 import os
 import sys
 from pathlib import Path
 
 from report import venv
+from runs.options import fail, number, parse
 
 
-def price_of(text):
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or value <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return value
-
-
-def margin_of(text):
-    value = price_of(text.removesuffix("%"))
-    if value >= 100:
-        raise argparse.ArgumentTypeError(f"{text} is not a part of the loss in percent")
-    return value
-
-
-def parse(arguments):
-    parser = argparse.ArgumentParser(usage=__doc__.split("\n")[0].removeprefix("usage: "), add_help=False)
-    parser.add_argument("folders", nargs="*", metavar="FOLDER")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--price", type=price_of)
-    parser.add_argument("--margin", type=margin_of)
-    parser.add_argument("--help", "-h", action="store_true")
-    options = parser.parse_args(arguments)
-    if options.help:
-        print(__doc__, end="")
-        sys.exit(0)
-    if not options.folders:
-        sys.exit("error: no folder is given\n\n" + __doc__)
-    if options.out is None:
-        if len(options.folders) > 1:
-            sys.exit("error: with several folders, --out FILE.html must say where the page goes")
-        options.out = Path(options.folders[0]) / "report.html"
+def read_options(words):
+    options, options.folders, _ = parse(words, __doc__, {"out": "", "price": "", "margin": ""}, (), takes_words=True)
+    if not options.folders:  # --help has ended in parse()
+        fail("no folder is given\n\n" + __doc__.rstrip("\n"))
+    if len(options.folders) > 1 and not options.out:
+        fail("with several folders, --out FILE.html must say where the page goes")
+    options.out = Path(options.out or Path(options.folders[0]) / "report.html")
     if options.out.suffix != ".html":
-        sys.exit(f"error: --out {options.out}: the page's name must end in .html")
+        fail(f"--out {options.out}: the page's name must end in .html")
+    options.price = number("--price", options.price, float, 0.001) if options.price else None
+    options.margin = number("--margin", options.margin.removesuffix("%"), float, 0.001) if options.margin else None
+    if options.margin and options.margin >= 100:
+        fail(f"--margin {options.margin:g} is not a part of the loss in percent")
     return options
 
 
@@ -99,7 +75,7 @@ def make(options):
 
 
 def main():
-    options = parse(sys.argv[1:])
+    options = read_options(sys.argv[1:])
     venv.need("run scripts/setup_report.sh, which installs the libraries of the reports", *venv.LIBRARIES)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     sys.stdout.reconfigure(errors="backslashreplace")
