@@ -93,9 +93,9 @@ def main(folder):
         notes += NOTE_EMULATED
     if not all(ran_in_fp8(run) for run in runs):
         notes += NOTE_NOT_FP8
-    path = os.path.join(folder, "recipes")
-    write_table(path, HEAD, [cells(run, bf16) for run in runs], describe(done[0]) + "\n" if done else "", notes)
-    return 0 if len(done) == len(runs) else 1
+    before = describe(done[0]) + "\n" if done else ""
+    table = write_table(os.path.join(folder, "recipes"), HEAD, [cells(run, bf16) for run in runs], before, notes)
+    return table, 0 if len(done) == len(runs) else 1
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import os
 
 import recipes_table
 import sweep
-from runs.options import end, fail, number, parse, printed, say, split
+from runs.options import end, fail, number, parse, say, split
 from runs.trainer import SHARDS, Trainer
 from sweep_folder import lines_of, read_runs
 
@@ -66,8 +66,8 @@ def main(words):
     refused = [word for word in refused if word.startswith("fp8:") and not word.endswith(":emulate")]
     if refused:
         sweep.main([*of_sweep, "--precisions", ",".join(word + ":emulate" for word in refused), *of_trainer])
-    status, table = printed(recipes_table.main, out)
-    say(f"\n{table}")
+    table, status = recipes_table.main(out)
+    say("\n" + table.rstrip("\n"))
     return status
 
 

@@ -46,7 +46,7 @@ import re
 import shlex
 
 import sweep_table
-from runs.options import check_extra, end, fail, number, parse, printed, say, split
+from runs.options import check_extra, end, fail, number, parse, say, split
 from runs.runner import ANSWERS, Pool, Run, refuse_other_settings, write_file
 from runs.trainer import NO_GPU, SHARDS, Trainer, data_of, folder_names, precision_words, visible_gpus
 from sweep_folder import lines_of
@@ -174,9 +174,9 @@ def main(words):
             say(shlex.join(sweep.run(*of).command))
         return 0
     runs = sweep.train()
-    _, table = printed(sweep_table.main, sweep.out)
+    table, _ = sweep_table.main(sweep.out)
     if not o.no_table:
-        say(f"\n{table}\n\nfigures and intervals: scripts/report.py {shlex.quote(sweep.out)}")
+        say(f"\n{table}\nfigures and intervals: scripts/report.py {shlex.quote(sweep.out)}")
     return 1 if any(run.kind == "failed" for run in runs) else 0
 
 

@@ -176,7 +176,7 @@ def open_to_write(path):
 
 
 def write_table(path, head, rows, before, after):
-    """Prints a table, and writes it to PATH.txt and PATH.md, between the paragraphs `before` and `after`.
+    """Writes a table to PATH.txt and PATH.md, between the paragraphs `before` and `after`. Returns the text of PATH.txt.
 
     The first column is aligned left, the last is free text, the others are aligned right.
     """
@@ -193,12 +193,12 @@ def write_table(path, head, rows, before, after):
                 marked.write("|---|" + "---:|" * (len(head) - 2) + "---|\n")
         text.write("\n" + after)
         marked.write("\n" + after)
-    print(read_text(path + ".txt"), end="")
+    return read_text(path + ".txt")
 
 
 def run_program(main, usage):
-    """Runs main(FOLDER) with the only argument, a sweep's folder, and exits with its status, or with status 0 if the
-    reader of the output has gone.
+    """Runs main(FOLDER) with the only argument, a sweep's folder, prints the table that it returns, and exits with the
+    status that it returns, or with status 0 if the reader of the output has gone.
 
     Prints `usage` and exits with status 0 for --help, and with status 1 if the only argument is no such folder or if
     there is another number of arguments.
@@ -212,8 +212,8 @@ def run_program(main, usage):
                   if len(arguments) == 1 else "") + usage)
     sys.stdout.reconfigure(errors="backslashreplace")  # the locale may lack characters
     try:
-        status = main(arguments[0])
-        sys.stdout.flush()
+        table, status = main(arguments[0])
+        print(table, end="", flush=True)
     except BrokenPipeError:  # the reader has gone; the table's files are written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0

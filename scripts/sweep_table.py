@@ -91,9 +91,10 @@ def main(folder):
     path = os.path.join(folder, "table")
     about = ABOUT + (ABOUT_DAMAGED if any(run["kind"] == "damaged" for run in runs) else "")
     about += "%d of %d runs finished\n" % (len(done), len(runs))
-    write_table(path, HEAD, [cells(run) for run in runs], "".join(setups), about)
+    table = write_table(path, HEAD, [cells(run) for run in runs], "".join(setups), about)
     with open_to_write(path + ".csv") as file:
         csv.writer(file, lineterminator="\n").writerows([CSV_HEAD] + [csv_cells(run) for run in runs])
+    return table, 0
 
 
 if __name__ == "__main__":

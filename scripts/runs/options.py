@@ -1,8 +1,6 @@
 """Command lines and messages of the programs that start runs."""
 import argparse
-import contextlib
 import errno
-import io
 import os
 import re
 import sys
@@ -22,13 +20,6 @@ def say(text):
         print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def printed(function, *arguments):
-    """Returns the function's result, and what it prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as text:
-        result = function(*arguments)
-    return result, text.getvalue().rstrip("\n")
 
 
 def end(main):
