@@ -71,7 +71,8 @@ from report.pairs import reword
 from runs import branches
 from runs.options import check_extra, end, fail, number, parse, say, split
 from runs.runner import ANSWERS, CHECKPOINTS, Pool, Run, refuse_other_settings, write_file
-from runs.trainer import NO_GPU, SHARDS, Trainer, data_of, folder_names, nvidia_smi, precision_words, visible_gpus
+from runs.trainer import (NO_GPU, SHARDS, Trainer, data_of, folder_names, nvidia_smi, output_of, precision_words,
+                          visible_gpus)
 
 DEFAULTS = {"recipes": "fp8,fp8:rowwise", "against": "bf16", "seeds": "42,43,44", "margin": "", "looks": "",
             "branch-step": "", "tokens-per-step": "", "rounding-seeds": "", "train-data": "", "val-data": "",
@@ -126,7 +127,10 @@ class Case:
         self.plan, self.model, self.batch = plan, model, batch
         self.name = plan.names[model] + (f".b{batch}" if len(plan.batches) > 1 else "")
         self.title = model + (f", {batch} tokens per step" if len(plan.batches) > 1 else "")
-        self.words = ["--tokens-per-step", str(batch)] if batch else []
+        # the beginning of the command of every run
+        self.words = [plan.trainer.program, model, "--train-data", plan.train[model], "--val-data", plan.val[model],
+                      "--sequence-length", str(plan.length)]
+        self.words += ["--tokens-per-step", str(batch)] if batch else []
         self.described = self.describe()
         settings = self.described["settings"]
         self.tokens = (plan.gpus * plan.length * settings["batch-size"] * settings["grad-accumulation-steps"])
@@ -144,9 +148,8 @@ class Case:
         """Returns the trainer's --dry-run --json of the trunk. Dies if that of a recipe is an error."""
         plan, described = self.plan, None
         for recipe in reversed(plan.recipes):
-            command = [plan.trainer.program, self.model, "--train-data", plan.train[self.model], "--val-data",
-                       plan.val[self.model], "--sequence-length", str(plan.length), "--world-size", str(plan.gpus),
-                       "--dry-run", "--json", *self.words, *precision_words(recipe, plan.extra)]
+            command = [*self.words, "--world-size", str(plan.gpus), "--dry-run", "--json",
+                       *precision_words(recipe, plan.extra)]
             result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode:
                 fail(f"{self.title}, {recipe}: " + result.stderr.strip().removeprefix("error: "))
@@ -200,9 +203,7 @@ class Case:
     def command(self, recipe, seed, rounding, folder, horizon=None, more=()):
         """The command of a run; without a horizon that of a trial of TRIAL_STEPS."""
         plan, steps = self.plan, horizon or TRIAL_STEPS
-        words = [plan.trainer.program, self.model, "--train-data", plan.train[self.model], "--val-data",
-                 plan.val[self.model], "--sequence-length", str(plan.length), *self.words, "--num-steps", str(steps),
-                 "--seed", str(seed)]
+        words = [*self.words, "--num-steps", str(steps), "--seed", str(seed)]
         words += ["--rounding-seed", str(rounding)] if rounding is not None else []
         words += self.schedule(steps) if horizon else ["--learning-rate", self.rate]
         words += ["--val-steps", str(VALIDATION_SEQUENCES)]
@@ -301,13 +302,6 @@ class Plan:
                 "trainer options": " ".join(self.extra)}
 
 
-def git(*words):
-    try:
-        return subprocess.run(["git", *words], capture_output=True, text=True).stdout.strip()
-    except OSError:
-        return ""
-
-
 def places_of(plan):
     """Returns (GPUs of which each run gets its own, or None on the CPU; the number of runs side by side)."""
     wanted = number("--parallel", plan.o.parallel) if plan.o.parallel else None
@@ -364,8 +358,8 @@ def receipt(plan, runs, others):
     entries = [{"folder": r.name, "model": r.model, "recipe": r.precision, "seed": r.seed,
                 "rounding_seed": r.seed if r.rounding is None else r.rounding, "num_steps": r.horizon,
                 "trained_steps": r.steps} for r in runs]
-    return {"command": shlex.join(words), "commit": git("rev-parse", "--short", "HEAD"),
-            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+    return {"command": shlex.join(words), "commit": output_of("git", "rev-parse", "--short", "HEAD"),
+            "dirty": bool(output_of("git", "status", "--porcelain", "--untracked-files=no")),
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"), "models": plan.models,
             "recipes": plan.recipes, "seeds": plan.seeds,
             "rounding_seeds": ["same" if r is None else r for r in plan.roundings],

@@ -12,13 +12,18 @@ SHARDS = {"llama": "data/tinystories_llama3_train*.bin", "qwen": "data/tinystori
 NO_GPU = "nvidia-smi, CUDA_VISIBLE_DEVICES); --trainer ./train_fp8 runs on the CPU"
 
 
-def nvidia_smi(field):
+def output_of(*command):
+    """What a program prints; "" if it fails or is missing."""
     try:
-        result = subprocess.run(["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"], capture_output=True,
-                                text=True)
-        return [line.strip() for line in result.stdout.splitlines()] if result.returncode == 0 else []
+        result = subprocess.run(command, capture_output=True, text=True)
+        return result.stdout.strip() if result.returncode == 0 else ""
     except OSError:
-        return []
+        return ""
+
+
+def nvidia_smi(field):
+    lines = output_of("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader").splitlines()
+    return [line.strip() for line in lines]
 
 
 def visible_gpus():
