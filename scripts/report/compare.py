@@ -213,13 +213,14 @@ def compare_costs(c):
     tokens = (c.steps - c.first + 1) * c.batch
     c.costs = {"time": of_trunks(c, lambda run: np.sum(steps_of("ms", c)(run)) / 1000)}
     c.seconds_per_token = tuple(float(side.mean() / tokens) for side in c.costs["time"])
-    c.why["energy"] = next(filter(None, map(energy_fault, c.runs)), "")
-    if not c.why["energy"]:
+    fault = next(filter(None, map(energy_fault, c.runs)), None)
+    if fault is None:
         c.costs["energy"] = of_trunks(c, lambda run: np.sum(steps_of("joules", c)(run)))
         c.joules_per_token = tuple(float(side.mean() / tokens) for side in c.costs["energy"])
-        del c.why["energy"]
-    elif c.why["energy"] != NO_JOULES:
-        c.notes.append(f"no energy: {c.why['energy']}")
+        return
+    c.why["energy"] = fault
+    if fault != NO_JOULES:
+        c.notes.append(f"no energy: {fault}")
 
 
 # ---- over lengths and batches

@@ -200,15 +200,10 @@ def mean_curve(members, first, key=None, value="loss"):
     return np.mean([np.cumsum(np.array(cost)[kept[run.name]]) for run, cost in zip(members, costs)], axis=0), values
 
 
-def unit_of(seconds):
-    """(divisor, its name) that suits a time."""
-    return (1, "s") if seconds < 300 else (60, "min") if seconds < 18000 else (3600, "h")
-
-
 def scale_of(kind, longest, gpus, price):
     """(what the cost is divided by, label of the axis) of a kind of curve."""
     if kind == "time":
-        divisor, unit = unit_of(longest / 1000)
+        divisor, unit = (1, "s") if longest < 3e5 else (60, "min") if longest < 18e6 else (3600, "h")
         return 1000 * divisor, f"time of steps ({unit})"
     if kind == "energy":
         divisor, unit = (3.6e6, "kWh") if longest > 3.6e5 else (1000, "kJ")

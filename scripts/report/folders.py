@@ -84,7 +84,7 @@ def sweep_command(folder):
 def read_folder(folder, found):
     """Reads all runs of a folder: those that its runs.txt or verdict.json lists, or else all folders in it that have a
     log.jsonl. Returns their number."""
-    rows, before = [], (len(found.runs), len(found.failed))
+    rows, names, before = [], [], (len(found.runs), len(found.failed))
     if (folder / "runs.txt").is_file():
         rows = sweep_folder.read_runs(folder)
         found.problems += [row["message"] for row in rows if not row["name"]]
@@ -93,8 +93,6 @@ def read_folder(folder, found):
         found.commands.append(sweep_command(folder))
     elif (folder / "verdict.json").is_file():
         names = read_verdict(folder / "verdict.json", found)
-    else:
-        names = []
     folders = [folder / name for name in names] or log_folders(folder, DEPTH)
     for path in folders:
         name = path.relative_to(folder).as_posix() if path != folder else path.resolve().name

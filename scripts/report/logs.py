@@ -42,7 +42,7 @@ OPTIONAL = {
     "fp8_audit": {"flushed": NUMBER_OR_NULL, "saturated": NUMBER_OR_NULL},
     "settings": {"model_flops_per_token": NUMBER_OR_NULL, "peak_bf16_flops": NUMBER_OR_NULL, "host": TEXT,
                  "memory": OBJECT, "training_fingerprint": TEXT, "validation_fingerprint": TEXT,
-                 "training_sequences": NUMBER, "training_tokens": NUMBER},
+                 "training_sequences": NUMBER, "training_tokens": NUMBER, "first_sample": NUMBER},
     "summary": {"seconds": OBJECT, "goodput": NUMBER_OR_NULL, "kwh": NUMBER_OR_NULL,
                 "joules_per_token": NUMBER_OR_NULL},
 }
@@ -336,7 +336,6 @@ def check_lists(record):
 
 def check_settings(record):
     check_fields(record["settings"], {"precision": TEXT, "seed": NUMBER})
-    check_fields({"first_sample": 0, **record}, {"first_sample": NUMBER})
     branches, gemms = record.get("branches") or [], record.get("gemms", [])
     check_objects(branches, {"step": NUMBER, "precision": TEXT, "rounding_seed": NUMBER}, "\"branches\"")
     steps = [branch["step"] for branch in branches]
@@ -477,10 +476,8 @@ def is_locked(folder):
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     finally:
         os.close(fd)
 

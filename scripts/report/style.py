@@ -1,4 +1,5 @@
 """Colours, sizes and saving of the figures."""
+import collections
 import dataclasses
 import io
 import re
@@ -73,11 +74,10 @@ def colour(recipe):
 
 def line_styles(recipes):
     """{recipe: line style}: up to four recipes of one colour have different styles."""
-    used, styles = {}, {}
+    used, styles = collections.Counter(), {}
     for recipe in recipes:
-        place = used.setdefault(colour(recipe), len([r for r in styles if colour(r) == colour(recipe)]))
-        styles[recipe] = STYLES[place % len(STYLES)]
-        used[colour(recipe)] = place + 1
+        styles[recipe] = STYLES[used[colour(recipe)] % len(STYLES)]
+        used[colour(recipe)] += 1
     return styles
 
 

@@ -217,10 +217,8 @@ def notes(comparisons, margin=None):
                      "where the cost may be another")
     if any(c.emulated for c in comparisons):
         texts.append("emulated FP8 computes the losses of FP8, but not with its speed or energy")
-    shared = {}
-    for text in texts:  # said once if all recipes share it
-        shared.setdefault(text.split(": ", 1)[-1] if "took" in text else text, text)
-    return [text.split(": ", 1)[-1] if "took" in text else text for text in shared.values()]
+    # what a run took is said once, not for each recipe
+    return list(dict.fromkeys(text.split(": ", 1)[-1] if "took" in text else text for text in texts))
 
 
 # ---- energy and money
