@@ -176,7 +176,7 @@ def open_to_write(path):
 
 
 def write_table(path, head, rows, before, after):
-    """Writes a table to PATH.txt and PATH.md, between the paragraphs `before` and `after`. Returns the text of PATH.txt.
+    """Writes a table to PATH.txt and PATH.md, between the paragraphs `before` and `after`. Returns the first's text.
 
     The first column is aligned left, the last is free text, the others are aligned right.
     """

@@ -47,10 +47,6 @@ def compare(run, runs):
                            figure(other(run["precision"], "1"), "tokens_per_second_per_gpu"))
 
 
-def percent(value):
-    return None if value is None else 100 * value
-
-
 def cells(run):
     """A run's row of the table."""
     row, note = [run["model"], run["length"], run["gpus"], run["precision"]], run["message"]
@@ -62,10 +58,10 @@ def cells(run):
     row += [show("%.0f", s["tokens_per_second_per_gpu"]), show("%.0f", s["tokens_per_second"]),
             show("%.3f", ratio(1000, s["median_ms"])),
             show("%.4f" if (s["tflops_per_gpu"] or 0) < 1 else "%.1f", s["tflops_per_gpu"]),
-            show("%.1f%%", percent(s["mfu"])),
+            show("%.1f%%", s["mfu"] and 100 * s["mfu"]),
             show("%.3f" if (s["memory_bytes"] or 0) < 2**30 else "%.1f", ratio(s["memory_bytes"], 2**30)),
             show("%.4f", s["last_loss"]), show("%.2fx", run["speedup"]) if fp8 else "",
-            show_change(run["loss_ratio"]) if fp8 else "", show("%.1f%%", percent(run["scaling"]))]
+            show_change(run["loss_ratio"]) if fp8 else "", show("%.1f%%", run["scaling"] and 100 * run["scaling"])]
     return row + [("%d steps skipped (bad gradient norm); " % s["skipped"] if s["skipped"] else "") + note]
 
 

@@ -431,11 +431,6 @@ def announce(plan, pool):
     say(text)
 
 
-def make_report(plan):
-    words = [sys.executable, "scripts/report.py", plan.o.out]
-    return subprocess.run(words + (["--price", str(plan.price)] if plan.price is not None else [])).returncode
-
-
 def main(words):
     o, models, extra = parse(words, __doc__, DEFAULTS, ("one-length", "whole", "repeat", "no-report", "dry-run"),
                              takes_words=True)
@@ -461,8 +456,9 @@ def main(words):
         time_steps(plan, pool)
         announce(plan, pool)
         pool.train()
-    report = 0 if o.no_report else make_report(plan)
-    return 1 if report or any(run.kind == "failed" for run in runs) else 0
+    report = [sys.executable, "scripts/report.py", o.out] + (["--price", str(plan.price)] if o.price else [])
+    no_page = not o.no_report and subprocess.run(report).returncode
+    return 1 if no_page or any(run.kind == "failed" for run in runs) else 0
 
 
 if __name__ == "__main__":

@@ -38,12 +38,10 @@ def mix(z):
     return z ^ z >> 31
 
 
-def hashes(text):
-    return [text[i:i + 16] for i in range(0, len(text), 16)]
-
-
 def arrays(receipt):
-    return {key: hashes(text) for key, text in receipt.items() if key not in NOT_ARRAYS}
+    """{array: the hashes of its tensors, of 16 digits each}."""
+    return {key: [text[i:i + 16] for i in range(0, len(text), 16)]
+            for key, text in receipt.items() if key not in NOT_ARRAYS}
 
 
 class Stretch:
@@ -80,11 +78,11 @@ def read_stretches(path):
 
 def find_start(folder, first, step, named):
     """The checkpoint of the highest step before `step` in a folder, or (0, None) for a run that began at step 0."""
-    steps = sorted(int(name[5:]) for name in os.listdir(folder) if name[:5] == "step-" and name[5:].isdigit()) \
-        if folder and os.path.isdir(folder) else []
-    before = [number for number in steps if number < step]
-    if before:
-        return before[-1], os.path.join(folder, f"step-{before[-1]:08d}")
+    names = os.listdir(folder) if folder and os.path.isdir(folder) else []
+    steps = [int(name[5:]) for name in names if name[:5] == "step-" and name[5:].isdigit()]
+    nearest = max((number for number in steps if number < step), default=None)
+    if nearest is not None:
+        return nearest, os.path.join(folder, f"step-{nearest:08d}")
     if first:
         fail(f"no checkpoint before step {step} in {folder or 'the run (it had no --checkpoint-dir)'}, and the run "
              f"began at step {first}; {named}")

@@ -68,8 +68,8 @@ def precision_words(precision, extra):
     words = ["--precision", parts[0]] + (["--fp8-recipe", parts[1]] if len(parts) > 1 else [])
     words += ["--fp8-emulate"] if len(parts) > 2 else []
     if parts[0] == "fp8":
-        own = [word for option in options for word in split_option(option)]
-        return words + extra + own
+        pairs = [option.split("=", 1) for option in options]
+        return words + extra + [word for name, value in pairs for word in (f"--{name}", value.replace("/", ","))]
     skips_value = False
     for word in extra:
         is_option = word.startswith("--")
@@ -77,12 +77,6 @@ def precision_words(precision, extra):
             words.append(word)
         skips_value = word.startswith("--fp8") and "=" not in word
     return words
-
-
-def split_option(text):
-    """["--fp8-filter", "first,last"] from fp8-filter=first/last."""
-    name, _, value = text.partition("=")
-    return [f"--{name}", value.replace("/", ",")]
 
 
 class Trainer:
