@@ -313,14 +313,6 @@ def compare_one(c, alpha):
     c.notes += filter(None, (run.stall_words() for run in runs))
 
 
-def group(found):
-    """[[comparisons of one model, place, branch step and recipe, by number of steps]]"""
-    groups = collections.defaultdict(list)
-    for c in found:
-        groups[(*c.place, c.recipe)].append(c)
-    return [sorted(members, key=lambda c: c.horizon) for members in groups.values()]
-
-
 def check_bases(runs, names):
     """Raises ValueError if the runs are of verdicts against several recipes, or their trunks differ in FP8 options."""
     bases = {run.against for run in runs}
@@ -339,7 +331,11 @@ def compare(runs, failed, names, plan=None):
     if not any(run.is_base for run in runs):
         return []
     plan, found = plan or Plan(), []
-    for members in group(pairs.find_comparisons(runs, failed, names)):
+    groups = collections.defaultdict(list)  # lengths of one recipe and place
+    for c in pairs.find_comparisons(runs, failed, names):
+        groups[(*c.place, c.recipe)].append(c)
+    for members in groups.values():
+        members.sort(key=lambda c: c.horizon)
         for c in members:
             if c.pairs:
                 choose_pairs(c, Plan() if c.null else plan)

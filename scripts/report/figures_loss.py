@@ -211,8 +211,8 @@ def scale_of(kind, longest, gpus, price):
     return (1000 * 3600 / (gpus * price), f"money at {price} a GPU hour") if kind == "money" else (1, "step")
 
 
-VALUES = {"loss": "training loss", "norm": "gradient norm", "lr": "learning rate",
-          "tokens_per_second": "tokens per second"}  # over steps
+VALUES = {"loss": ("loss", "training loss"), "norm": ("norm", "gradient norm"), "lr": ("rate", "learning rate"),
+          "tokens_per_second": ("speed", "tokens per second")}  # over steps: the file's name and the axis
 
 
 def draw_curve(group, recipes, kind, price, value="loss"):
@@ -240,16 +240,16 @@ def draw_curve(group, recipes, kind, price, value="loss"):
     elif len(tail):
         margin = 0.05 * (tail.max() - tail.min()) + 1e-6
         axes.set_ylim(tail.min() - margin, tail.max() + margin)
-    axes.set(xlabel=label, ylabel=VALUES[value], title=style.two_lines(name))
+    short, what = VALUES[value]
+    axes.set(xlabel=label, ylabel=what, title=style.two_lines(name))
     style.legend_above(figure, axes)
     means = [words.count(n, noun) for n, noun in ((max(map(len, recipes.values())), "run"), (width, "step")) if n > 1]
     caption = f"Means of up to {' and '.join(means)}. " if means else ""
     caption += f"From step {first} on, where the runs part. " if first > 1 else ""
     caption += "The axis is scaled to the steps after the first tenth." if value != "lr" else ""
     part = "loss" if kind == "steps" else "cost"
-    short = {"loss": "loss", "norm": "norm", "lr": "rate", "tokens_per_second": "speed"}[value]
     return style.finish(figure, part, style.slug(short, kind, name, group[3]),
-                        f"{VALUES[value].capitalize()} over {kind}: {name}", caption)
+                        f"{what.capitalize()} over {kind}: {name}", caption)
 
 
 def draw_validations(group, recipes):

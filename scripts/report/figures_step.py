@@ -211,7 +211,7 @@ def draw_strip(run, names):
     for axes, (key, label) in zip(grid[:, 0], panels):
         axes.set_ylabel(label, fontsize=9)
         if key == "events":
-            axes.eventplot([thinned(steps) for steps in events.values()], lineoffsets=range(len(events)),
+            axes.eventplot([style.thin(steps, most=EVENTS)[0] for steps in events.values()], lineoffsets=range(len(events)),
                            linelengths=0.7, colors=style.BLACK, linewidths=0.8)
             axes.set_yticks(range(len(events)), list(events), fontsize=8)
             axes.grid(visible=False)
@@ -232,10 +232,6 @@ def draw_strip(run, names):
     caption = f"Slowed down, share of steps and GPUs: {slow}. " if slow else none
     return style.finish(figure, "strip", style.slug("strip", run.name), name_of(run, names) + f" ({run.name})",
                         caption + f"Lines: means of {max(1, -(-len(number) // most))} steps.")
-
-
-def thinned(steps):
-    return steps if len(steps) <= EVENTS else [steps[i * len(steps) // EVENTS] for i in range(EVENTS)]
 
 
 # ---- all of them

@@ -76,11 +76,6 @@ def log_folders(folder, depth):
     return [found for path in below for found in log_folders(path, depth - 1)]
 
 
-def sweep_command(folder):
-    """The command of a sweep for the receipt: scripts/sweep.sh, and the lines of its settings.txt."""
-    return ", ".join(["scripts/sweep.sh", *map(clean, sweep_folder.lines_of(folder / "settings.txt"))])
-
-
 def read_folder(folder, found):
     """Reads all runs of a folder: those that its runs.txt or verdict.json lists, or else all folders in it that have a
     log.jsonl. Returns their number."""
@@ -90,7 +85,8 @@ def read_folder(folder, found):
         found.problems += [row["message"] for row in rows if not row["name"]]
         rows = [row for row in rows if row["name"] and row["length"].isdigit() and row["gpus"].isdigit()]
         names = [row["name"] for row in rows]
-        found.commands.append(sweep_command(folder))
+        settings = map(clean, sweep_folder.lines_of(folder / "settings.txt"))
+        found.commands.append(", ".join(["scripts/sweep.sh", *settings]))
     elif (folder / "verdict.json").is_file():
         names = read_verdict(folder / "verdict.json", found)
     folders = [folder / name for name in names] or log_folders(folder, DEPTH)

@@ -297,13 +297,6 @@ class Run:
         return [loss for loss in self.column("loss") if loss is not None][-20:]
 
 
-def check_step(record):
-    if record["step"] != int(record["step"]) or record["step"] < 1:
-        raise Damaged("\"step\" is not a step's number")
-    record["step"] = int(record["step"])
-    record["skipped"] = int(record.get("skipped") is True)
-
-
 def check_each(values, kind, name):
     if not isinstance(values, list) or not all(sweep_folder.is_a(kind, value) for value in values):
         raise Damaged(f"\"{name}\" is not a list with {kind} each")
@@ -362,7 +355,9 @@ def read_record(line):
     kind = record["type"]
     check_fields(record, FIELDS.get(kind, {}))
     if "step" in FIELDS.get(kind, {}):
-        check_step(record)
+        if record["step"] != int(record["step"]) or record["step"] < 1:
+            raise Damaged("\"step\" is not a step's number")
+        record["step"], record["skipped"] = int(record["step"]), int(record.get("skipped") is True)
     check_fields(record, {key: of for key, of in OPTIONAL.get(kind, {}).items() if key in record})
     if kind == "step" and record["ms"] <= 0:
         raise Damaged("\"ms\" is not above 0")

@@ -102,12 +102,6 @@ def loss_curve(run, most):
     return {"step": (middles + run.first_step).tolist(), "loss": [round(loss, 6) for loss in losses.tolist()]}
 
 
-def names_of(names):
-    """The GPU names of a verdict, or ["none"]; a damaged list counts as none."""
-    names = names if isinstance(names, list) else []
-    return [sweep_folder.clean(str(name)) for name in names] or ["none"]
-
-
 def differing_settings(runs):
     """({option: value} of options that all runs share, [(option, {value: names of runs})] of the others)."""
     common, differing = {}, []
@@ -138,11 +132,12 @@ def receipt(found, runs):
     common, differing = differing_settings(runs)
     rows = []
     for verdict in found.verdicts:
+        gpus = verdict.get("gpu_names") if isinstance(verdict.get("gpu_names"), list) else []  # else it is damaged
         commit = str(verdict.get("commit") or "unknown") + (", with changes" if verdict.get("dirty") else "")
         rows += [("command", [str(verdict.get("command", "unknown"))]), ("commit", [commit]),
                  ("date", [str(verdict.get("date", "unknown"))]),
                  ("driver", [str(verdict.get("driver") or "none")]),
-                 ("GPU names", names_of(verdict.get("gpu_names")))]
+                 ("GPU names", [sweep_folder.clean(str(name)) for name in gpus] or ["none"])]
     rows += [("command", [command]) for command in found.commands]
     return {"facts": rows + facts(runs), "common": common, "differing": differing}
 
