@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Runs every GPU test and bench, on a machine with a GPU. Then lists the timings of kernels below 85% of their ceiling,
-# with their reasons, if stated. Ends with "N passed, N failed". QUICK=1 skips the compute-sanitizer runs. Writes
-# build/gpu_result.txt: one file to send to the project, above all for GPUs that it has never run on.
+# Runs every GPU test and bench: see --help. Then lists the timings of kernels below 85% of their ceiling, with their
+# reasons, if stated. Ends with "N passed, N failed".
 set -u
 cd "$(dirname "$0")/.."
 . scripts/install.sh

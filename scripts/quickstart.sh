@@ -1,8 +1,6 @@
 #!/usr/bin/env bash
-# From a fresh machine (Debian 12, Ubuntu 24.04) to a trained model that tells a story: installs the build tools that
-# are missing, builds, makes story text, trains, and prints a sample. Trains on the first GPU if its compute capability
-# is 8.0 or above (and nvcc and NCCL are installed), else on the CPU. Takes a few minutes. STEPS (steps to train) and
-# OUT (folder of the log) are for the tests.
+# From a fresh machine (Debian 12, Ubuntu 24.04) to a trained model that tells a story: see --help. STEPS (steps to
+# train) and OUT (folder of the log) are for the tests.
 set -eu
 cd "$(dirname "$0")/.."
 . scripts/install.sh

@@ -85,7 +85,7 @@ check_memory() {
 # The hours are those of an H200 at an MFU of 50%; large models in FP8 are faster.
 print_cost() {
     # awk's output goes into $text because awk fails on a closed pipe, and its status means "too little space".
-    local free held text
+    local free held text folder=$out
     text=$(awk -v per_token="$(planned model_flops_per_token)" -v T="$(planned sequence-length)" \
         -v B="$(planned batch-size)" -v A="$(planned grad-accumulation-steps)" -v steps="$(planned num-steps)" \
         -v W="$gpus" -v price="${PRICE:-}" 'BEGIN {
@@ -97,7 +97,8 @@ print_cost() {
             print "" }')
     echo "$text"
     held=$(du -sk "$checkpoints" 2>/dev/null | cut -f1)
-    free=$(df -Pk "$(existing_parent "$out")" | awk 'NR == 2 { print $4 }')
+    while [ ! -d "$folder" ]; do folder=$(dirname "$folder"); done  # the nearest parent that exists
+    free=$(df -Pk "$folder" | awk 'NR == 2 { print $4 }')
     text=$(awk -v bytes="$(planned checkpoint_bytes)" -v keep="$(planned keep-checkpoints)" -v held="${held:-0}" \
         -v free="$free" -v out="$out" -v dry="$dry_run" 'BEGIN {
         needed = bytes * (keep + 1) / 2^30; held /= 2^20; free /= 2^20
@@ -107,13 +108,6 @@ print_cost() {
     local short=$?
     echo "$text"
     [ "$short" -eq 0 ] || fail "not enough disk space for the checkpoints; OUT=FOLDER puts them elsewhere"
-}
-
-# Prints the folder $1 if it exists, else its nearest parent that exists.
-existing_parent() {
-    local folder=$1
-    while [ ! -d "$folder" ]; do folder=$(dirname "$folder"); done
-    echo "$folder"
 }
 
 newest_checkpoint() { ls "$checkpoints" 2>/dev/null | grep -E '^step-[0-9]+$' | sort | tail -n 1; }
