@@ -30,10 +30,6 @@ def is_emulated(run):
     return run["precision"].endswith(":emulate")
 
 
-def recipe_of(run):
-    return (run["precision"].split(":") + ["tensorwise"])[1] if run["precision"].startswith("fp8") else run["precision"]
-
-
 def runs_to_show(folder):
     """Returns the runs in order, without those that have no results but an emulated run."""
     runs = read_runs(folder)
@@ -62,7 +58,9 @@ def audit_cells(run):
 
 def cells(run, bf16):
     """Returns the cells of one run's row."""
-    name = recipe_of(run) + (" (emulated)" if is_emulated(run) else "")
+    precision, *recipe = run["precision"].split(":")
+    name = (recipe or ["tensorwise"])[0] if precision.startswith("fp8") else run["precision"]
+    name += " (emulated)" if is_emulated(run) else ""
     if why_missing(run):
         return [name] + [""] * (len(HEAD) - 2) + [why_missing(run)]
     s, loss, speed = run["summary"], "", ""

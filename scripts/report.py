@@ -37,15 +37,6 @@ def read_options(words):
     return options
 
 
-def title_of(found, names):
-    """The page's title: models and precisions."""
-    from report.pairs import NULL
-
-    models = dict.fromkeys(run.settings["model"] for run in found.runs)
-    recipes = dict.fromkeys(names[run.name] for run in found.runs if not names[run.name].endswith(NULL))
-    return f"{', '.join(models)}: {', '.join(recipes)}"
-
-
 def make(options):
     from report import compare, figures, folders, numbers, page, pairs, words
     from sweep_folder import NUMBER, clean, is_a
@@ -62,9 +53,12 @@ def make(options):
     data["figures"] = [{"name": d.name, "title": d.title, "caption": d.caption} for d in drawings]
     singles = found.runs if not data["verdict"] else []
     data["singles"] = [{"name": run.name, "words": words.run_sentence(run, names[run.name])} for run in singles]
+    models = dict.fromkeys(run.settings["model"] for run in found.runs)
+    recipes = dict.fromkeys(names[run.name] for run in found.runs if not names[run.name].endswith(pairs.NULL))
+    title = f"{', '.join(models)}: {', '.join(recipes)}"
     parts = page.make_parts(data, found, comparisons, price, tables)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    page.write_all(options.out, data, parts, drawings, title_of(found, names))
+    page.write_all(options.out, data, parts, drawings, title)
     for line in data["verdict"] or data["singles"]:
         print(clean(line["words"]))
     for text in data["notes"]:
