@@ -226,12 +226,6 @@ def compare_costs(c):
 # ---- over lengths and batches
 
 
-def alike(c, other):
-    """True if runs of two lengths differ in nothing else."""
-    return not pairs.start_differences(c.pairs[0].base.settings, other.pairs[0].base.settings,
-                                       skip={*pairs.OF_LENGTH, "seed", "rounding-seed"})
-
-
 def compare_at_equal_loss(c):
     """Speed-ups at equal loss, by the slope of BF16's last loss over lengths."""
     longer = [h for h in c.horizons[-3:] if set(h.seeds) >= set(c.seeds)]
@@ -292,7 +286,9 @@ def look_at_nulls(c):
 
 def compare_one(c, alpha):
     """All numbers of a comparison and of its other lengths."""
-    lengths = [h for h in c.horizons if h is c or alike(c, h)]
+    skip, base = {*pairs.OF_LENGTH, "seed", "rounding-seed"}, c.pairs[0].base.settings
+    lengths = [h for h in c.horizons
+               if h is c or not pairs.start_differences(base, h.pairs[0].base.settings, skip=skip)]
     c.notes += [f"runs of {h.horizon} steps are left out: they differ in more than their length" for h in c.horizons
                 if h not in lengths]
     c.horizons = lengths

@@ -194,10 +194,6 @@ def events_of(run):
     return {name: steps for name, steps in events.items() if steps}
 
 
-def has_strip(run):
-    return run.has(("sm_mhz", 0)) or run.has(("watts", 0)) or bool(set(events_of(run)) - {"validation"})
-
-
 def draw_strip(run, names):
     """Clock, power, temperature and throttling of each GPU over steps, with events below."""
     rows = [(key, label) for key, label in (("sm_mhz", "SM clock\n(MHz)"), ("watts", "power\n(W)"),
@@ -211,8 +207,8 @@ def draw_strip(run, names):
     for axes, (key, label) in zip(grid[:, 0], panels):
         axes.set_ylabel(label, fontsize=9)
         if key == "events":
-            axes.eventplot([style.thin(steps, most=EVENTS)[0] for steps in events.values()], lineoffsets=range(len(events)),
-                           linelengths=0.7, colors=style.BLACK, linewidths=0.8)
+            marks = [style.thin(steps, most=EVENTS)[0] for steps in events.values()]
+            axes.eventplot(marks, lineoffsets=range(len(events)), linelengths=0.7, colors=style.BLACK, linewidths=0.8)
             axes.set_yticks(range(len(events)), list(events), fontsize=8)
             axes.grid(visible=False)
             continue
@@ -265,8 +261,9 @@ def draw(runs, names):
     drawings.append(draw_memory(runs, names))
     if drawings[-1] is None:
         left_out.append("Memory: the settings records have no memory plan (older logs).")
-    limited(drawings, left_out, "Clock, power and temperature", lambda run: draw_strip(run, names),
-            first_of_each(runs, names, has_strip))
+    strips = first_of_each(runs, names, lambda run: run.has(("sm_mhz", 0)) or run.has(("watts", 0)) or
+                           set(events_of(run)) - {"validation"})
+    limited(drawings, left_out, "Clock, power and temperature", lambda run: draw_strip(run, names), strips)
     if not any(run.has(("sm_mhz", 0)) for run in runs):
         left_out.append("Clock, power and temperature: the logs have none (the trainer reads them by NVML).")
     return [d for d in drawings if d is not None], tables, left_out

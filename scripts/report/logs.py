@@ -186,11 +186,6 @@ class Run:
         return int(self.array("step")[lost[0]]) if len(lost) else None
 
     @property
-    def lost(self):
-        """True if the last loss is not finite."""
-        return bool(self.steps) and self.column("loss")[-1] is None
-
-    @property
     def missing(self):
         """The first step that the log lacks although it has a later one, or None. That of a branched run begins after
         the last step of the stretch before it."""

@@ -17,12 +17,10 @@ def clean(value):
         return clean(dataclasses.asdict(value))
     if isinstance(value, dict):
         return {str(key): clean(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray):
+    if isinstance(value, (np.ndarray, np.generic)):
         return clean(value.tolist())
     if isinstance(value, (list, tuple)):
         return [clean(item) for item in value]
-    if isinstance(value, (np.integer, np.floating)):
-        value = value.item()
     if isinstance(value, str):
         return sweep_folder.clean(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -34,12 +32,6 @@ def in_percent(c, difference):
     """A Difference of the primary loss in percent of BF16's; None without one."""
     one = difference and c.in_percent(difference)
     return one and {"estimate": one.estimate, "low": one.low, "high": one.high}
-
-
-def horizon_numbers(c, primary):
-    """The gap after the runs of one length."""
-    return {"steps": c.horizon, "done_steps": c.steps, "tokens": c.tokens, "tokens_since_branch": c.tokens_since,
-            "trunks": len(c.seeds), "gap_percent": in_percent(c, getattr(c, primary))}
 
 
 def comparison_numbers(c, price, margin):
@@ -63,7 +55,10 @@ def comparison_numbers(c, price, margin):
         "training": c.training, "training_last_steps": c.last,
         "validation": c.validation, "validation_step": c.validation_step,
         "difference_over_steps": c.curve, "window": c.window, "null_differences_over_steps": c.null_curves,
-        "over_tokens": [horizon_numbers(h, c.primary) for h in c.horizons], "trend_percent": c.trend,
+        "over_tokens": [
+            {"steps": h.horizon, "done_steps": h.steps, "tokens": h.tokens, "tokens_since_branch": h.tokens_since,
+             "trunks": len(h.seeds), "gap_percent": in_percent(h, getattr(h, c.primary))} for h in c.horizons],
+        "trend_percent": c.trend,
         "extrapolated_percent": c.extrapolated, "batch_trend_percent": c.batch_trend,
         "null_deviation_percent": c.deviation, "smallest_cost_percent": c.smallest,
         "speedup": c.speedup, "energy_speedup": c.energy_speedup, "gpu_hours_per_trunk": c.hours,

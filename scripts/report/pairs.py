@@ -107,7 +107,8 @@ def fault(run):
     if changed:
         return f"{run.name}: it changed its precision after step {changed[-1]} again"
     if run.diverged:
-        return f"{run.name} diverged: its loss is not finite from step {run.diverged} on" if run.lost else \
+        lost = run.column("loss")[-1] is None
+        return f"{run.name} diverged: its loss is not finite from step {run.diverged} on" if lost else \
             f"{run.name}: its loss is not finite at step {run.diverged}"
     if run.option("precision") == "fp8" and run.settings["fp8_gemms"] == 0:
         return f"{run.name}: nothing ran in FP8"
