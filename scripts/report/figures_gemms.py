@@ -12,12 +12,6 @@ SATURATED, FLUSHED = 1e-4, 1e-2   # a GEMM gets a mark if more of an operand is 
 WORST = 3                         # operands of a run in the table of the lowest SQNR
 
 
-def is_fp8(gemm):
-    """True if an operand of the GEMM has an FP8 dtype."""
-    return any(str(gemm[role].get("dtype", "")).startswith(("e4m3", "e5m2")) for role in ("x", "w", "dy")
-               if isinstance(gemm.get(role), dict))
-
-
 def last_audit(run):
     """{(layer, linear, gemm): records of its operands} of the last audit."""
     audits = {}
@@ -36,7 +30,8 @@ def draw_map(run, names):
     kinds = np.zeros((len(rows), layers))
     sqnr = np.full((len(rows), layers), np.nan)
     for gemm in gemms:
-        if is_fp8(gemm):
+        operands = [gemm[role] for role in ("x", "w", "dy") if isinstance(gemm.get(role), dict)]
+        if any(str(operand.get("dtype", "")).startswith(("e4m3", "e5m2")) for operand in operands):
             kinds[rows.index((gemm["linear"], gemm["gemm"])), gemm["layers"] or slice(None)] = 1
     for (layer, *row), records in audits.items():
         if tuple(row) in rows and layer < layers:
