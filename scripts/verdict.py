@@ -223,7 +223,7 @@ class Case:
         more = ["--branch", start] if parent else []
         if saves:
             more += ["--checkpoint-dir", os.path.join(folder, CHECKPOINTS), "--checkpoint-every",
-                     ",".join(map(str, saves))]
+                     ",".join(map(str, saves)) + "," * (len(saves) == 1)]  # a number alone would be an interval
         if recipe.startswith("fp8") and seed == self.plan.seeds[0] and horizon == self.steps and \
                 not any(word.split("=")[0] == "--fp8-audit" for word in self.plan.extra):
             more += ["--fp8-audit", str(max(1, horizon // AUDITS))]

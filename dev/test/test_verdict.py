@@ -109,9 +109,6 @@ def test_commands(folder):
     check(len(large) == len(batches) // 2 == 6 and "--num-steps 88 " in large[0] and "-rate 0.00141421 " in large[0] and
           "--decay-steps 16 " in large[0] and f"tiny.b{LENGTH}.bf16.s7/checkpoints/step-00000016" in large[0],
           f"larger steps branch from the trunk, BF16 too, for as many tokens: {large}")
-    one = [line.split("--checkpoint-every ")[1:] for line in called(*words, "--one-length").stdout.splitlines()]
-    check([len(saves) for saves in one] == [1, 0, 0, 0] and one[0][0].startswith("16 "),
-          f"--one-length has no runs that end early, and saves none for them: {one}")
     trunk, null, arm = called("tiny", "--trainer", "./train_fp8", "--train-data", f"{folder}/s_train.bin", "--out",
                                "X", "--sequence-length", str(LENGTH), "--num-steps", "80", "--seeds", "7", "--dry-run",
                                "--against", "fp8:rowwise", "--recipes", "fp8", "--", "--fp8-filter", "last"
@@ -139,6 +136,9 @@ def test_branches(folder):
           f"a pilot has a trunk and a null arm, each to 26, 44 and 80 steps: {pilot.stdout}{pilot.stderr}")
     kept = sorted(path.name for path in out.glob("tiny.bf16.s7/checkpoints/step-*"))
     check(kept == ["step-00000008"], f"the trunk keeps its checkpoint of step 8, from which recipes branch: {kept}")
+    one = verdict(*words, "--recipes", "none", "--one-length", "--out", f"{out}1", *few)
+    check(one.returncode == 0 and one.stdout.count(": done in") == 2,
+          f"with --one-length both train to 80 steps alone: {one.stdout}{one.stderr}")
     (out / "report.json").write_text('{"pilot": ["pairs that differ in chance alone are 1% apart"]}')
     result = verdict(*words, "--recipes", "fp8+fp8-filter=first/last", *few)
     check("\npairs that differ in chance alone" in result.stdout, f"it says what the pilot saw: {result.stdout[:300]}")
