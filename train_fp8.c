@@ -414,7 +414,7 @@ static StepRecord train_step(Trainer *t, DataLoader *data, int64_t step, int64_t
     s.norm = in_backward ? sqrt(t->early.squares) : gradient_norm(t);
     s.skipped = !adamw_takes(s.loss, s.norm);
     if (s.skipped) copy_delayed_before(t, false);
-    else if (in_backward) finish_update(t);
+    else if (in_backward) finish_update(t, step);
     else weights_update(t, step, s.norm);
     s.times = step_times(start, optimizer, reading, waited, waited_later);
     for (int i = 0; i < NUM_STEP_TIMES; i++) s.seconds += s.times.seconds[i];

@@ -547,9 +547,11 @@ static void update_units(Trainer *t, int64_t l, int64_t count) {
     const AdamwUpdate update = update_of_step(t);
     AdamwControl *control = &t->step.stats->control;
     if (t->fsdp.clip.grad_clip > 0) profile_bytes(&t->profile, "gradient norm", fsdp_clip_unit(&t->fsdp, control, l));
-    if (l != ROOT) tensor_scales_begin_new_weights(&t->linears.scales, l, count, &control->nonfinite);
-    fsdp_update_units(&t->fsdp, &t->offload, &update, l, count);
-    profile_bytes(&t->profile, "AdamW", adamw_bytes(&t->params, count * shard_elements(&t->fsdp.plan.shard, l)));
+    const WeightBound bound = adamw_bound_of(t->o, t->fsdp.step, t->step.skipped);
+    if (l != ROOT) tensor_scales_begin_new_weights(&t->linears.scales, l, count, bound, &control->nonfinite);
+    const int64_t codes = fsdp_update_units(&t->fsdp, &t->offload, &update, l, count);
+    profile_bytes(&t->profile, "AdamW",
+                  codes + adamw_bytes(&t->params, count * shard_elements(&t->fsdp.plan.shard, l)));
 }
 
 static void update_layer(Trainer *t, int64_t l) {

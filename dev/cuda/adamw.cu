@@ -167,10 +167,50 @@ static void arrays_free(AdamwArrays *a) {
         if (p) bench_free(p);
 }
 
+// Returns codes of a rank's slices of matrices, all of which are NaN at first, and scales of the FP8 weights.
+static AdamwCodes codes_create(const ParameterTable *t, const ShardPlan *plan) {
+    const int64_t slice = plan->layer_slices[SEGMENT_MATRICES], tensors = t->num_layers * TENSORS_PER_LAYER;
+    float *scales = (float *)xcalloc((size_t)tensors, sizeof *scales);
+    for (int64_t i = 0; i < tensors; i++) scales[i] = 4000 + 70 * (float)i;
+    const AdamwCodes c = {(uint8_t *)bench_alloc(t->num_layers * slice),
+                          (const float *)bench_upload(scales, tensors * (int64_t)sizeof *scales), slice,
+                          TENSORS_PER_LAYER};
+    CUDA_CHECK(cudaMemset(c.codes, 0xff, (size_t)(t->num_layers * slice)));
+    free(scales);
+    return c;
+}
+
+static void codes_free(AdamwCodes *c) { bench_free(c->codes), bench_free((void *)c->scale); }
+
+// Checks that AdamW has written the codes of the weights in `want`, or none if the step is skipped.
+static void codes_check(const char *label, const ParameterTable *t, const ShardPlan *plan, const AdamwCodes *c,
+                        const State *want, bool skipped) {
+    uint8_t *codes = (uint8_t *)bench_download(c->codes, t->num_layers * c->stride, label);
+    float *scales = (float *)bench_download(c->scale, t->num_layers * c->scale_stride * 4, label);
+    int64_t wrong = 0, slot = -1, layer = ROOT;
+    for (int64_t k = 0; k < t->count; k++) {
+        const Parameter *p = &t->entries[k];
+        if (!(p->flags & PARAM_FP8)) continue;
+        if (p->layer != layer) layer = p->layer, slot = -1;
+        slot += !(p->flags & PARAM_JOINED);
+        const ShardRange r = shard_parameter(t, plan, p);
+        const int64_t at = layer * c->stride + r.shard - segment_slice(t, plan, layer, SEGMENT_MATRICES).shard;
+        for (int64_t i = 0; i < r.count; i++) {
+            const float x = bf16_round(want->weights[r.shard + i]) * scales[layer * c->scale_stride + slot];
+            wrong += codes[at + i] != (skipped ? 0xff : fp8_from_float(x, FP8_E4M3));
+        }
+    }
+    CHECK(wrong == 0, "%s: AdamW's codes are those of the CPU's cast; %lld are not", label, (long long)wrong);
+    free(codes), free(scales);
+}
+
 // Runs the step of the rank at plan->shard_rank. Its new arrays must equal `want`, which holds the old arrays if the
-// step is skipped. Also checks `nonfinite`, the largest gradient, and the position of the first large one.
+// step is skipped. `coded`: the update must also write codes. Also checks `nonfinite`, the largest gradient, and the
+// position of the first large one.
 static void check_rank(const char *label, const ParameterTable *t, const ShardPlan *plan, Variant v,
-                       const State *before, const State *want, const double *squares, AdamwStep step, uint32_t *amax) {
+                       const State *before, const State *want, const double *squares, AdamwStep step, uint32_t *amax,
+                       bool coded) {
+    AdamwCodes codes = codes_create(t, plan);
     AdamwArrays a = arrays_upload(before, v);
     AdamwControl *control = (AdamwControl *)bench_alloc(sizeof(AdamwControl));
     const BackwardOrder order = shard_backward_order(t, plan);
@@ -178,7 +218,8 @@ static void check_rank(const char *label, const ParameterTable *t, const ShardPl
     adamw_norm(control, squares, NULL, 1, v.clip, 0);
     adamw_locate(control, a.gradients, order, 0);
     adamw_update_units(&update, t, plan, ROOT, 1, 0, 0);
-    adamw_update_units(&update, t, plan, 0, t->num_layers, shard_begin(plan, 0), 0);
+    if (coded) adamw_update_coded(&update, &codes, t, plan, 0, t->num_layers, shard_begin(plan, 0), 0);
+    else adamw_update_units(&update, t, plan, 0, t->num_layers, shard_begin(plan, 0), 0);
     AdamwControl *c = (AdamwControl *)bench_download(control, sizeof *c, label);
     unsigned long long first_large = ADAMW_NONE;
     uint32_t largest = 0;
@@ -195,8 +236,9 @@ static void check_rank(const char *label, const ParameterTable *t, const ShardPl
           "position %llu",
           label, c->nonfinite, c->largest, c->position, largest, first_large);
     arrays_check(label, &a, v, want);
+    if (coded) codes_check(label, t, plan, &codes, want, is_refused(v));
     free(c), bench_free(control);
-    arrays_free(&a);
+    arrays_free(&a), codes_free(&codes);
 }
 
 // Updates all units of a rank: one call for the root (the parameters outside layers), and one for all layers. With
@@ -341,7 +383,8 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
     for (int64_t rank = 0; rank < shard_size; rank++) {
         const ShardPlan plan = shard_plan(&t, shard_size, rank);
         State want = shard_state(&t, &plan, &flat);
-        check_rank(label, &t, &plan, v, &before[rank], bad ? &before[rank] : &want, squares, step, amax);
+        for (int coded = 0; coded < 2; coded++)
+            check_rank(label, &t, &plan, v, &before[rank], bad ? &before[rank] : &want, squares, step, amax, coded);
         for (int by_unit = 0; v.clip == 0 && by_unit < 2; by_unit++) {
             const double part =
                 check_rank_unconditional(label, &t, &plan, v, &before[rank], &want, step, amax_unconditional, by_unit);
@@ -525,11 +568,14 @@ static void model_norm(const Model *x, float clip) {
 }
 
 // Runs the update. norm_first: the caller has called model_norm, and the update is skipped if that norm is refused.
-static void model_update(const Model *x, AdamwStep step, bool norm_first) {
+// codes: to write; NULL: none.
+static void model_update(const Model *x, AdamwStep step, bool norm_first, const AdamwCodes *codes) {
     const AdamwUpdate update = {
         x->a, step, norm_first ? x->control : NULL, norm_first ? NULL : x->workspace, x->amax, AMAX_STRIDE, {}};
     adamw_update_units(&update, &x->t, &x->plan, ROOT, 1, 0, 0);
-    adamw_update_units(&update, &x->t, &x->plan, 0, x->t.num_layers, shard_begin(&x->plan, 0), 0);
+    const int64_t L = x->t.num_layers, first = shard_begin(&x->plan, 0);
+    if (codes) adamw_update_coded(&update, codes, &x->t, &x->plan, 0, L, first, 0);
+    else adamw_update_units(&update, &x->t, &x->plan, 0, L, first, 0);
     if (!norm_first) adamw_updated_squares(x->squares, &update, &x->t, &x->plan, 0);
 }
 
@@ -554,7 +600,7 @@ static void check_large(void) {
     check_close("norm of 8e9 values", &c->gradient_norm, &want_norm, 1, 1, 1e-4, 0);
     bf16_bits(*before)[2][WINDOW] = (bf16_bits(*)[2][WINDOW])xcalloc((size_t)x.t.count, sizeof *before);
     for (int run = 0; run < 2; run++) {
-        if (run) model_update(&x, step, false);
+        if (run) model_update(&x, step, false, NULL);
         for (int64_t k = 0; k < x.t.count; k++) {
             const Parameter *p = &x.t.entries[k];
             // `first` begins the tensor's last n elements.
@@ -591,7 +637,7 @@ static void bench_model(Bench *b, const char *preset, bool master, bool fp32_mom
     double us = bench_time_us(b, [&] { model_norm(&x, 1.0f); });
     bench_report(b, fp32_gradients ? "gradient norm, fp32" : "gradient norm", shape, us, gradient * n);
     for (int norm_first = 1; norm_first >= 0; norm_first--) {
-        us = bench_time_us(b, [&] { model_update(&x, step, norm_first); });
+        us = bench_time_us(b, [&] { model_update(&x, step, norm_first, NULL); });
         char name[64];
         format_checked(name, sizeof name, "AdamW, weights %s, moments %s%s%s", master ? "fp32" : "bf16",
                        fp32_moments ? "fp32" : "bf16", fp32_gradients ? ", gradients fp32" : "",
@@ -601,6 +647,13 @@ static void bench_model(Bench *b, const char *preset, bool master, bool fp32_mom
             master && fp32_moments
                 ? NULL
                 : "arithmetic besides memory traffic: square root, division and stochastic rounding of every element");
+    }
+    if (!master && !fp32_moments && !fp32_gradients) {
+        AdamwCodes codes = codes_create(&x.t, &x.plan);
+        us = bench_time_us(b, [&] { model_update(&x, step, false, &codes); });
+        bench_report(b, "AdamW, weights bf16, moments bf16, norm, codes", shape, us,
+                     n * 14 + (double)(x.t.num_layers * codes.stride), "the same arithmetic, and the casts");
+        codes_free(&codes);
     }
     model_free(&x);
 }

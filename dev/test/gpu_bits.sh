@@ -50,7 +50,9 @@ bits() {
 bits bf16 --precision bf16
 bits "bf16, unclipped, grad_op" --precision bf16 --grad-clip 0 --sharding grad_op
 bits "bf16, fp32 masters" --precision bf16 --master-weights fp32
-for recipe in tensorwise delayed rowwise rowwise_with_gw_hp; do bits $recipe --precision fp8 --fp8-recipe $recipe; done
+for recipe in tensorwise tensorwise_bounded delayed rowwise rowwise_with_gw_hp; do
+    bits $recipe --precision fp8 --fp8-recipe $recipe
+done
 bits "coat-stochastic" --precision fp8 --optimizer-state coat-stochastic
 python3 dev/test/lib/mask_shard.py "$tmp/synth_train.bin" "$tmp/masked.bin"
 bits "tensorwise, loss mask" --precision fp8 --train-data "$tmp/masked.bin" --val-data "$tmp/masked.bin"

@@ -190,6 +190,7 @@ for sharding in full grad_op; do
         --fp8-all-gather off && same "$sharding: --fp8-all-gather on and off" fp8_$sharding off_$sharding
 done
 for more in "--fp8-recipe delayed --fp8-amax-history 3" "--fp8-filter first,down" \
+    "--fp8-recipe tensorwise_bounded" "--fp8-recipe tensorwise_bounded --fp8-filter first,down" \
     "--fp8-recipe delayed --fp8-filter last --recompute layer"; do
     for gather in on off; do
         run gather_$gather $W $common --precision fp8 $more --num-steps $steps $(split $W) --fp8-all-gather $gather

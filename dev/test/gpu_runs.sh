@@ -99,6 +99,7 @@ same "documents: without and with --recompute layer" a b
 # Without --grad-clip, --optimizer-in-backward changes no bit. A run that began with the option may be resumed without
 # it.
 for options in "bf16" "fp8" "fp8 --fp8-recipe delayed" "fp8 --optimizer-state coat" \
+    "fp8 --fp8-recipe tensorwise_bounded" \
     "fp8 --fp8-recipe rowwise --recompute layer --optimizer-state coat-stochastic" \
     "bf16 --optimizer-state fp32 --master-weights fp32" "fp8 --optimizer-state msamp" \
     "bf16 --optimizer-state msamp --master-weights fp32" \

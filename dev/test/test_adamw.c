@@ -1,6 +1,7 @@
-// Tests the rounding bits of adamw_math.h. Some must have pinned values. The 48 bits of each element must look
-// independent and uniform, and sums of rounded values must be unbiased. All seeds are fixed. The statistical bounds are
-// five standard deviations of truly random bits or a little more, so a failed check shows a flaw, not chance.
+// Tests the rounding bits of adamw_math.h, and the bound on a step in weight_bound.h. Some must have pinned values. The
+// 48 bits of each element must look independent and uniform, and sums of rounded values must be unbiased. All seeds are
+// fixed. The statistical bounds are five standard deviations of truly random bits or a little more, so a failed check
+// shows a flaw, not chance.
 #include "../../llmc/reference/adamw_math.h"
 #include "lib/check.h"
 
@@ -250,7 +251,77 @@ static void test_small_steps(void) {
           "the variance is %.2f squared spacings; expected about %.2f", square / N, variance);
 }
 
+// Returns the largest step of AdamW over the rate in step t, if the gradient of step i is g[i - 1]. `bf16`: moments are
+// rounded as in training, with the bits of element `element`.
+static double step_over_rate(const float *g, int64_t t, double beta1, double beta2, bool bf16, int64_t element) {
+    AdamwElement e = {0, 0, 0};
+    for (int64_t i = 1; i <= t; i++) {
+        const AdamwStep s = adamw_step(i, 1e-3, beta1, beta2, 1e-15, 0, false, 42);
+        const AdamwRandom random = adamw_random(&s, element);
+        e.weight = 0;
+        e = adamw_update(e, g[i - 1], false, &s);
+        if (bf16) e.exp_avg = bf16_to_float(adamw_round(e.exp_avg, random.exp_avg));
+        if (bf16) e.exp_avg_sq = bf16_to_float(adamw_round(e.exp_avg_sq, random.exp_avg_sq));
+    }
+    return fabs(e.weight) / 1e-3;
+}
+
+// The worst gradients reach the bound on AdamW's step, and random ones of very different sizes stay below it.
+static void test_step_bound(void) {
+    static const struct {
+        double beta1, beta2, last;  // last: what the bound tends to
+    } betas[] = {{0.9, 0.999, 7.27}, {0.9, 0.95, 1.165}, {0.95, 0.95, 1}, {0.5, 0.99, 5.78}, {0, 0.999, 31.62}};
+    static const int64_t steps[] = {1, 2, 3, 10, 100, 400};
+    float g[400];
+    Options o = options_default();
+    const double bf16 = weight_bound_growth(&o);
+    for (size_t b = 0; b < sizeof betas / sizeof betas[0]; b++)
+        for (size_t k = 0; k < sizeof steps / sizeof steps[0]; k++) {
+            const int64_t t = steps[k];
+            const double beta1 = betas[b].beta1, beta2 = betas[b].beta2,
+                         bound = weight_bound_largest(beta1, beta2, 1, t),
+                         rounded = weight_bound_largest(beta1, beta2, bf16, t);
+            for (int64_t i = 0; i < t; i++) g[i] = (float)(1e3 * pow(beta1 / beta2, (double)(t - 1 - i)));
+            const double worst = step_over_rate(g, t, beta1, beta2, false, 0);
+            CHECK(fabs(worst / bound - 1) < 1e-5,
+                  "betas %g and %g, step %lld: the worst gradients reach %.7g; got %.7g", beta1, beta2, (long long)t,
+                  bound, worst);
+            double most = 0, most_rounded = 0;
+            for (uint64_t run = 0; run < 500; run++) {
+                const float spread = (float)(run % 5);
+                for (int64_t i = 0; i < t; i++)
+                    g[i] = rng_normal(7 + run, (uint64_t)i) * expf(spread * rng_normal(1000 + run, (uint64_t)i));
+                most = fmax(most, step_over_rate(g, t, beta1, beta2, false, 0));
+                most_rounded = fmax(most_rounded, step_over_rate(g, t, beta1, beta2, true, (int64_t)run));
+            }
+            CHECK(
+                most <= bound * (1 + 1e-5) && most_rounded <= rounded * (1 + 1e-5),
+                "betas %g and %g, step %lld: random gradients stay below %g and, with bf16 moments, %g; got %g and %g",
+                beta1, beta2, (long long)t, bound, rounded, most, most_rounded);
+        }
+    for (size_t b = 0; b < sizeof betas / sizeof betas[0]; b++) {
+        const double last = weight_bound_largest(betas[b].beta1, betas[b].beta2, 1, 1000000);
+        CHECK(fabs(last / betas[b].last - 1) < 1e-3, "betas %g and %g: the bound tends to %g; found %g", betas[b].beta1,
+              betas[b].beta2, betas[b].last, last);
+    }
+}
+
+// A weight of magnitude amax that moves by the whole step, and is rounded up, does not saturate.
+static void test_bounded_scale(void) {
+    static const float amaxes[] = {0, 1e-6f, 0.3f, 0.99609375f, 1, 300}, steps[] = {1e-9f, 1e-3f, 0.5f};
+    for (size_t i = 0; i < sizeof amaxes / sizeof amaxes[0]; i++)
+        for (size_t k = 0; k < sizeof steps / sizeof steps[0]; k++) {
+            const WeightBound b = {1, steps[k]};
+            const float scale = weight_bound_scale(amaxes[i], b), moved = amaxes[i] + steps[k],
+                        up = bf16_to_float(bf16_from_float_stochastic(moved, 0xffff));
+            CHECK(up * scale <= 448 && up * scale > 430, "amax %g, step %g: the new weight becomes %g of 448",
+                  (double)amaxes[i], (double)steps[k], (double)(up * scale));
+        }
+}
+
 int main(void) {
+    test_step_bound();
+    test_bounded_scale();
     test_pinned();
     if (!SANITIZED) test_quality();
     test_unbiased();

@@ -510,6 +510,15 @@ static bool note_clip_kernel(cudaStream_t s, const void *function, void **argume
     return true;
 }
 
+// Records the kernels that make scales of n weights from their amaxes. The one before a step clears the amaxes too.
+static void note_weight_scales(cudaStream_t s, const uint32_t *amax, int64_t n, bool clears) {
+    const int64_t bytes = NUM_LINEARS * (int64_t)sizeof *amax;
+    for (int64_t i = 0; i < n; i += NUM_LINEARS, amax += TENSORS_PER_LAYER) {
+        note_read(s, amax, bytes, ORDER_ANY);
+        if (clears) note_write(s, amax, bytes, ORDER_UNWRITTEN);
+    }
+}
+
 static void note_kernel(cudaStream_t s, const void *function, void **arguments) {
     const TensorSource *source = (const TensorSource *)arguments[0];
     if (is_cast(function)) note_cast(s, source, (const QTensor *)arguments[1], INTEGER(2), INTEGER(3));
@@ -517,6 +526,10 @@ static void note_kernel(cudaStream_t s, const void *function, void **arguments) 
     else if (is_amax_pass(function))
         note_amax_pass(s, source, (const FineAmaxes *)arguments[1], INTEGER(2), INTEGER(3));
     else if (function == (const void *)quantize_slices_kernel<FP8_E4M3>) note_slices(s, (Fp8Slices *)arguments[0]);
+    else if (function == (const void *)weight_scales_begin_kernel)
+        note_weight_scales(s, POINTER(uint32_t, 1), INTEGER(2), false);
+    else if (function == (const void *)weight_scales_bound_kernel)
+        note_weight_scales(s, POINTER(uint32_t, 2), INTEGER(3), true);
     else if (function == (const void *)fp8_transpose_kernel)
         note_transpose(s, POINTER(uint8_t, 0), POINTER(uint8_t, 1), INTEGER(2) * INTEGER(3));
     else if (function == (const void *)transport_to_fp32_kernel)
@@ -1004,6 +1017,15 @@ static void called_update_units(const AdamwUpdate *w, const ParameterTable *, co
                    ORDER_UNWRITTEN);
 }
 
+// An update that also writes the codes of this rank's slices of matrices.
+static void called_update_coded(const AdamwUpdate *w, const AdamwCodes *codes, const ParameterTable *t,
+                                const ShardPlan *plan, int64_t l, int64_t count, int64_t first_gradient,
+                                cudaStream_t stream) {
+    called_update_units(w, t, plan, l, count, first_gradient, stream);
+    for (int64_t i = l; i < l + count; i++)
+        note_write(computing(), codes->codes + i * codes->stride, codes->stride, weights_of(now->gradient_step + 1, i));
+}
+
 // Returns the unit that holds an element of this rank's shard.
 static int64_t unit_of(int64_t element) {
     int64_t l = ROOT;
@@ -1210,6 +1232,7 @@ static void trainer_gemm_choose(const Gemm *, GemmPlan *, bf16 *, const QTensor 
 #define adamw_locate called_locate
 #define adamw_locate_block ignored
 #define adamw_norm called_norm
+#define adamw_update_coded called_update_coded
 #define adamw_update_units called_update_units
 #define adamw_updated_squares called_updated_squares
 #define attention_backward called_attention_backward
@@ -1490,7 +1513,7 @@ static void check_all(int64_t world, int precision, int recipe, const char *filt
 static Case ordered_case(int precision, int recipe, int sharding, int copies, int64_t world, int64_t layers) {
     Case c = fp8_case(sharding, copies, world, layers);
     c.precision = precision, c.recipe = recipe;
-    c.gather = precision == PRECISION_FP8 && recipe == RECIPE_TENSORWISE ? ON : OFF;
+    c.gather = precision == PRECISION_FP8 && recipe_has_tensor_scales(recipe_row(recipe)) ? ON : OFF;
     c.any_ranks = true;
     return c;
 }
@@ -1969,6 +1992,7 @@ int main(void) {
         check_all(world, PRECISION_BF16, RECIPE_TENSORWISE, "", OFF, RECOMPUTE_NONE);
         for (int recompute : {RECOMPUTE_NONE, RECOMPUTE_LAYER}) {  // other choices read weights like one of these
             check_all(world, PRECISION_FP8, RECIPE_TENSORWISE, "", ON, recompute);
+            check_all(world, PRECISION_FP8, RECIPE_BOUNDED, "", ON, recompute);
             check_all(world, PRECISION_FP8, RECIPE_TENSORWISE, "first,last", ON, recompute);
             check_all(world, PRECISION_FP8, RECIPE_TENSORWISE, "mlp", ON, recompute);
             check_all(world, PRECISION_FP8, RECIPE_TENSORWISE, "first", ON, recompute);
@@ -1980,6 +2004,7 @@ int main(void) {
     for (int64_t world = first; world <= 4; world++) {
         check_ordered(world, PRECISION_BF16, RECIPE_TENSORWISE);
         check_ordered(world, PRECISION_FP8, RECIPE_TENSORWISE);
+        check_ordered(world, PRECISION_FP8, RECIPE_BOUNDED);
         check_ordered(world, PRECISION_FP8, RECIPE_ROWWISE);
     }
     for (int64_t world = first; world <= 4; world++) check_fp8_gradients_of(world);

@@ -351,6 +351,74 @@ static void test_delayed_skip(int recompute) {
     trainer_destroy(&t), trainer_destroy(&without);
 }
 
+static void *download_bytes(const void *device, int64_t bytes) {
+    void *host = xcalloc((size_t)bytes, 1);
+    CUDA_CHECK(cudaDeviceSynchronize());
+    CUDA_CHECK(cudaMemcpy(host, device, (size_t)bytes, cudaMemcpyDeviceToHost));
+    return host;
+}
+
+// Checks the codes that AdamW has written, and the amaxes that it has found. `amax`, `scale`: of weights before the
+// step. A skipped step keeps the scales.
+static void check_codes(const Trainer *t, const uint32_t *amax, const float *scale, WeightBound bound, bool skipped) {
+    const TensorScales *s = &t->linears.scales;
+    const int64_t tensors = tensor_count(t->d.L), slice = t->fsdp.plan.shard.layer_slices[SEGMENT_MATRICES];
+    float *now = (float *)download_bytes(s->weight_scale, tensors * 4),
+          *inverse = (float *)download_bytes(s->scale_inv, tensors * 16);
+    uint32_t *found = (uint32_t *)download_bytes(s->amax, tensors * 4);
+    uint8_t *codes = (uint8_t *)download_bytes(t->fsdp.weights.shard_fp8, t->d.L * slice);
+    bf16_bits *weights = (bf16_bits *)download_bytes(t->params.weights, t->table.total * 2);
+    int64_t wrong_scales = 0, wrong_codes = 0, saturated = 0;
+    for (int64_t l = 0; l < t->d.L; l++)
+        for (int id = 0; id < NUM_LINEARS; id++) {
+            const LinearShape *shape = &t->precision.linear[id];
+            const ShardRange r = shard_matrix(&t->table, &t->fsdp.plan.shard, l, shape->offset, shape->N * shape->K);
+            const int64_t w = tensor_index(l, TENSOR_W, id);
+            const float want = skipped ? scale[w] : weight_bound_scale(float_from_bits(amax[w]), bound);
+            uint32_t largest = 0;
+            for (int64_t i = 0; i < r.count; i++) {
+                const float x = bf16_to_float(weights[r.shard + i]);
+                const uint8_t code = fp8_from_float(x * want, FP8_E4M3);
+                wrong_codes += codes[l * slice + shape->offset + i] != code;
+                saturated += fabsf(x * want) > 448;
+                largest = fp8_rule_amax(SCALE_TORCHAO, largest, x);
+            }
+            wrong_scales += now[w] != want || inverse[4 * w] != 1 / want || found[w] != largest;
+        }
+    CHECK(wrong_scales == 0 && wrong_codes == 0 && saturated == 0,
+          "skipped %d: AdamW's codes, scales and amaxes are those of the CPU; wrong are %lld codes, %lld tensors; %lld "
+          "values saturate",
+          skipped, (long long)wrong_codes, (long long)wrong_scales, (long long)saturated);
+    free(now), free(inverse), free(found), free(codes), free(weights);
+}
+
+// Recipe tensorwise_bounded, with each kind of weights, moments and gradients that AdamW's kernel has codes for.
+static void test_bounded(int masters, int moments, int sums) {
+    const ModelConfig m = small_model(FAMILY_QWEN3);
+    Options o = test_options(PRECISION_FP8, 1, 128);
+    o.fp8_recipe = RECIPE_BOUNDED, o.fp8_format = FP8_FORMAT_AUTO, o.fp8_all_gather = AUTO;
+    o.master_weights = masters, o.optimizer_state = moments, o.grad_accum_dtype = sums;
+    o.on_nonfinite = NONFINITE_SKIP, o.grad_accumulation_steps = 2, o.learning_rate = 1e-2;
+    options_resolve(&o);
+    Trainer t;
+    create_random(&t, &o, &m);
+    weights_changed(&t);
+    const int64_t tensors = tensor_count(t.d.L);
+    for (int64_t step = 0; step < 4; step++) {
+        uint32_t *amax = (uint32_t *)download_bytes(t.linears.scales.amax, tensors * 4);
+        float *scale = (float *)download_bytes(t.linears.scales.weight_scale, tensors * 4);
+        if (step == 3) {  // weights that stay 0 take the slow path
+            static const float zeros[1024] = {};
+            gpu_state_write(&t.state, STATE_WEIGHTS, layer_offset(&t.table, 1) + t.table.layer.wdown, 1024, zeros);
+            o.learning_rate = 0;
+        }
+        delayed_step(&t, step, step == 2 && sums == SUM_BF16);
+        check_codes(&t, amax, scale, adamw_bound_of(&o, step, 0), step == 2 && sums == SUM_BF16);
+        free(amax), free(scale);
+    }
+    trainer_destroy(&t);
+}
+
 // With an infinite weight in the MLP of layer 0, the statistics have the number of the first norm of layer 1, which
 // reads the result.
 static void test_bad_norm(int recompute) {
@@ -581,6 +649,12 @@ int main(void) {
     test_nonfinite_gate(NONFINITE_STOP);
     test_delayed_skip(RECOMPUTE_NONE);
     test_delayed_skip(RECOMPUTE_LAYER);
+    for (int sums : {SUM_BF16, SUM_FP32, SUM_FP8}) {
+        test_bounded(STORAGE_BF16, MOMENTS_BF16, sums);
+        test_bounded(STORAGE_BF16_NEAREST, MOMENTS_FP32, sums);
+        test_bounded(STORAGE_FP32, MOMENTS_BF16, sums);
+        test_bounded(STORAGE_FP32, MOMENTS_FP32, sums);
+    }
     test_bad_norm(RECOMPUTE_NONE);
     test_bad_norm(RECOMPUTE_LAYER);
     test_receipt_kernel();

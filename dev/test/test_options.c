@@ -309,6 +309,17 @@ static void test_fp8_conflicts(void) {
         {"--fp8-lm-head forward", ""},
         {"--fp8-recipe mxfp8 --fp8-lm-head on", ""},
         {"--fp8-recipe delayed --fp8-lm-head on", "use another --fp8-recipe, or leave --fp8-lm-head out"},
+        // tensorwise_bounded needs a bound on AdamW's step
+        {"--fp8-recipe tensorwise_bounded", ""},
+        {"--fp8-recipe tensorwise_bounded --optimizer-state fp32 --master-weights fp32", ""},
+        {"--fp8-recipe tensorwise_bounded --beta1 0.95 --beta2 0.95 --fp8-lm-head on", ""},
+        {"--fp8-recipe tensorwise_bounded --beta1 0.98 --beta2 0.95",
+         "no bound with --beta1 0.98 and --beta2 0.95; it has one if --beta2 is above 0.9831, or take"},
+        {"--fp8-recipe tensorwise_bounded --optimizer-state coat", "bf16 and fp32 moments and bf16 and fp32 weights"},
+        {"--fp8-recipe tensorwise_bounded --optimizer-state msamp", "use these, or --fp8-recipe tensorwise"},
+        {"--fp8-recipe tensorwise_bounded --master-weights fp16", "use these, or --fp8-recipe tensorwise"},
+        {"--fp8-recipe tensorwise_bounded --eps 1e-20", "needs --eps of at least 1e-15, not 1e-20"},
+        {"--fp8-recipe tensorwise_bounded --fp8-margin 1", "recipe tensorwise_bounded scales by current"},
         {"--fp8-recipe blockwise --fp8-margin 1",
          "--fp8-margin 1 is for --fp8-recipe delayed; recipe blockwise scales by current"},
         // every recipe takes every --fp8-format

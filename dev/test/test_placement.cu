@@ -85,6 +85,7 @@ static void list_state(const Trainer *t, Moments m) {
     needed_always(m, "scales", s->scale_inv, tensors * 16);
     needed_always(m, "histories", s->history, tensors * t->o->fp8_amax_history * 4);
     needed_always(m, "delayed scales", s->delayed_scale, tensors * 4);
+    needed_always(m, "bounded scales", s->weight_scale, tensors * 4);
     needed_always(m, "copy of the delayed state from before a step", s->before,
                   s->before ? tensor_scales_delayed_elements(s) * 4 : 0);
     needed_always(m, "audit", s->audit, s->audit ? audit_count(&t->precision) * (int64_t)sizeof(AuditSums) : 0);
@@ -214,9 +215,9 @@ static void list_fsdp(const Trainer *t, Moments m) {
                       w->num_columnwise * w->columnwise_scale_bytes);
     }
     needed_always(m, "sums in fp32", f->transport.staging, shard->shard_size * f->transport.staging_slice * 4);
+    needed_always(m, "FP8 shard", w->shard_fp8, w->shard_fp8 ? t->d.L * shard->layer_slices[SEGMENT_MATRICES] : 0);
     list_fp8_reduction(f, m);
     if (!fsdp_is_sharded(f)) return;
-    needed_always(m, "FP8 shard", w->shard_fp8, w->shard_fp8 ? t->d.L * shard->layer_slices[SEGMENT_MATRICES] : 0);
     const int segments = f->plan.embedding_is_transient ? SEGMENT_EMBEDDING : NUM_SEGMENTS;
     const int64_t root = shard->shard_size * segment_begin(shard->root_slices, segments);
     needed_always(m, "gathered root", w->root, root * 2);
@@ -493,7 +494,9 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
             if (strcmp(o.offload, "none") == 0 && recipe % 2 == variant / 16 % 2) o.offload = "activations";
             char conflict[512];
             o.optimizer_in_backward = variant & 8 && o.grad_accum_dtype != SUM_FP8;
-            if (o.optimizer_in_backward && *options_conflict(&o, conflict, sizeof conflict)) continue;
+            if ((o.optimizer_in_backward || recipe == RECIPE_BOUNDED) &&
+                *options_conflict(&o, conflict, sizeof conflict))
+                continue;
             format_checked(label, sizeof label,
                            "%s, %lld x %lld, %s, %s, --recompute %d, --offload %s, %d micro-steps%s%s%s", name,
                            (long long)B, (long long)T, ranks.name, recipe_row(recipe)->name, o.recompute, o.offload,
@@ -588,7 +591,8 @@ static void call_supported(void *run) {
     supported_require(GPU_TRAINER, &s->m, &s->o, s->world);
 }
 
-// FP8 gradients are refused with offloaded optimizer state, and with --reduce-dtype fp32 on several ranks.
+// FP8 gradients are refused with offloaded optimizer state, as is recipe tensorwise_bounded, and with --reduce-dtype
+// fp32 on several ranks.
 static void test_fp8_gradients_refused(void) {
     char output[512];
     Supported s = {options_default(), {}, 1};
@@ -607,6 +611,12 @@ static void test_fp8_gradients_refused(void) {
           "FP8 gradients with --reduce-dtype fp32 on 2 ranks are refused: %s", output);
     s.world = 1;
     call_supported(&s);
+    s.o = options_default();
+    s.o.precision = PRECISION_FP8, s.o.fp8_recipe = RECIPE_BOUNDED;
+    call_supported(&s);
+    s.o.offload = "moments";
+    CHECK(check_dies(call_supported, &s, "does not go with --fp8-recipe tensorwise_bounded", output, sizeof output),
+          "tensorwise_bounded with --offload moments is refused: %s", output);
 }
 
 // Adds 1 to updated[i] for each group i of 128 elements of the shard that a launch updates. Returns how many faults it

@@ -64,6 +64,7 @@ bits mask 6 "2 3" $short --train-data "$tmp/m_train.bin" --val-data "$tmp/m_trai
 check "a run says that it has a mask" holds "$out.0" "tokens marked as context do not count in the loss"
 bits masters 6 "3" $short --master-weights fp32 --grad-clip 0.5
 bits skips 6 "2 3" $short --precision fp8 --fp8-recipe delayed --on-nonfinite skip
+bits bounded 6 "2 3" $short --precision fp8 --fp8-recipe tensorwise_bounded
 bits finer 4 "4" $short --precision fp8 --fp8-recipe rowwise --optimizer-state coat-stochastic --sharding grad_op
 bits msamp 4 "2" $short --precision fp8 --optimizer-state msamp --master-weights fp16-stochastic
 if [ -n "${ALL-}" ]; then
@@ -84,20 +85,25 @@ fi
 
 # ---- 4 ranks, then 2, 1 and 4 again have the bits of one rank.
 quarter=$((steps / 4))
+last=$(printf 'step-%08d' "$steps")
 moves() {
     local at=0 n
     for n in 4 2 1 4; do
         at=$((at + quarter))
-        trains moved $n 4 $short --precision fp8 --grad-clip 0.5 --num-steps $((n == 4 && at > quarter ? steps : at)) \
-            --lr-schedule constant --resume || return
+        trains "moved-$1" $n 4 $fp8 --num-steps $((n == 4 && at > quarter ? steps : at)) --lr-schedule constant \
+            --resume || return
     done
 }
-check "a run on 4, 2, 1 and 4 ranks" moves
-check "the run on 1 rank" trains still 1 4 $short --precision fp8 --grad-clip 0.5
-check "both have the same losses and norms" equal "$(lines moved | grep -v validation)" \
-    "$(lines still | grep -v validation)"
-check "both have the same last checkpoint" cmp "$tmp"/{moved,still}/step-"$(printf %08d "$steps")"/optimizer.safetensors
-check "and the same weights" cmp "$tmp"/{moved,still}/step-"$(printf %08d "$steps")"/model.safetensors
+for recipe in tensorwise tensorwise_bounded; do
+    fp8="$short --precision fp8 --fp8-recipe $recipe --grad-clip 0.5"
+    check "$recipe: a run on 4, 2, 1 and 4 ranks" moves $recipe
+    check "$recipe: the run on 1 rank" trains still-$recipe 1 4 $fp8
+    check "$recipe: both have the same losses and norms" equal "$(lines moved-$recipe | grep -v validation)" \
+        "$(lines still-$recipe | grep -v validation)"
+    for file in "$tmp/still-$recipe/$last"/*.safetensors; do
+        check "$recipe: both have the same last ${file##*/}" cmp "$file" "$tmp/moved-$recipe/$last/${file##*/}"
+    done
+done
 
 # ---- --mix: an unbroken run has the bits of one that is resumed in its middle, on 1 and on 3 ranks.
 mixed="--mix $tmp/s_t*.bin=0.7,$tmp/t_train.bin=0.3"

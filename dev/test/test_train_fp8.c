@@ -562,6 +562,34 @@ static void test_delayed(void) {
     trainer_free(&t);
 }
 
+// Recipe tensorwise_bounded: before the first step a weight has its exact scale, and then that of the bound, which no
+// new weight exceeds. The largest gradients, all of one sign, come nearest.
+static void test_bounded(void) {
+    const ModelConfig m = fp8_model();
+    Options o = small_options(PRECISION_FP8, 1, 32);
+    o.fp8_recipe = RECIPE_BOUNDED, o.learning_rate = 0.01, o.warmup_steps = 0;
+    Trainer t;
+    trainer_create(&t, &o, &m);
+    initialize_weights(&t);
+    const int64_t w = tensor_index(1, TENSOR_W, DOWN_PROJ);
+    const ShardRange r = linear_range(&t, 1, DOWN_PROJ);
+    CHECK(weight_scale(&t, 1, DOWN_PROJ) == fp8_scale(float_from_bits(t.scales.amax[w]), FP8_E4M3),
+          "the first weights are cast with the scale of their own amax");
+    for (int64_t step = 0; step < 4; step++) {
+        const float before = float_from_bits(t.scales.amax[w]);
+        for (int64_t i = 0; i < t.plan.total; i++) t.params.gradients[i] = -ldexpf(1, (int)step);
+        weights_update(&t, step, 1);
+        const float amax = float_from_bits(t.scales.amax[w]), scale = weight_scale(&t, 1, DOWN_PROJ);
+        CHECK(scale == weight_bound_scale(before, adamw_bound_of(&o, step, 0)) &&
+                  amax == float_from_bits(quantize_tensor_amax(t.params.weights + r.shard, r.count, SCALE_TORCHAO)),
+              "step %lld: the scale follows from the amax before the step; found %g", (long long)step + 1,
+              (double)scale);
+        CHECK(amax * scale <= 448 && amax * scale > 410, "step %lld: the largest new weight becomes %g of 448",
+              (long long)step + 1, (double)(amax * scale));
+    }
+    trainer_free(&t);
+}
+
 // Copies histories and scales. The caller frees the copy.
 static float *delayed_copy(const Trainer *t) {
     float *copy = (float *)xcalloc((size_t)delayed_elements(t), sizeof *copy);
@@ -1364,6 +1392,17 @@ static void test_delayed_resume(void) {
     CHECK(!path_exists(state), "an export has no %s", state);
 }
 
+// A run with tensorwise_bounded resumes only with the betas of its checkpoint.
+static void test_bounded_resume(void) {
+    char *output;
+    CHECK(run_program(SMALL_RUN "--precision fp8 --fp8-recipe tensorwise_bounded --num-steps 9 --beta2 0.99 "
+                                "--grad-accumulation-steps 2 --checkpoint-dir @/ck-bounded --resume",
+                      &output) == 1 &&
+              strstr(output, "--beta2 is 0.999 in the checkpoint, 0.99 now"),
+          "another --beta2 is refused: %s", output);
+    free(output);
+}
+
 // Runs 4 steps, and returns their step lines up to the learning rate. The caller frees them.
 static char *run_lines(const char *model, const char *options) {
     char command[512], *output, *lines = (char *)xcalloc(4096, 1);
@@ -1806,6 +1845,7 @@ int main(int argc, char **argv) {
         if (recipe != RECIPE_DELAYED) test_lm_head(recipe);
     test_fp8_groups();
     test_delayed();
+    test_bounded();
     test_delayed_skip();
     test_nonfinite(SUM_BF16);
     test_nonfinite(SUM_FP8);
@@ -1836,6 +1876,8 @@ int main(int argc, char **argv) {
     test_clip_resume();
     test_resume("delayed", "fp8 --fp8-recipe delayed --fp8-amax-history 3");
     test_delayed_resume();
+    test_resume("bounded", "fp8 --fp8-recipe tensorwise_bounded");
+    test_bounded_resume();
     if (!SANITIZED) test_recipes();  // sanitizers see the recipes in test_invariance, on smaller layers
     if (!SANITIZED) test_filters();  // test_precision.c has the filters, also with sanitizers
     test_audit();

@@ -34,7 +34,8 @@ static inline char *gpu_state_array(const GpuState *s, StateKind kind) {
                             p->coat.exp_avg_groups, p->coat.exp_avg_sq_groups};
     if (state_is_scale(kind)) return (char *)(p->scaled.scales + (kind - STATE_EXP_AVG_SCALE) * p->scaled.tensors);
     if (kind == STATE_AMAX_HISTORY) return (char *)s->scales->history;
-    if (kind == STATE_SCALES) return (char *)s->scales->delayed_scale;
+    if (kind == STATE_SCALES)
+        return (char *)(s->scales->weight_scale ? s->scales->weight_scale : s->scales->delayed_scale);
     if (kind == STATE_CLIP_NORMS) return (char *)s->fsdp->clip.adamw.norms;
     if (kind == STATE_GRADIENTS)
         return p->gradients.fp32_data ? (char *)p->gradients.fp32_data : (char *)p->gradients.bf16_data;
@@ -85,8 +86,10 @@ static inline TrainerState gpu_state_access(GpuState *s, const Comm *comm) {
     for (int kind = 0; kind < NUM_STATE_KINDS; kind++) access.types[kind] = state_type(s->o, (StateKind)kind);
     access.read = gpu_state_read, access.write = gpu_state_write, access.hash = gpu_state_hash;
     access.plan = &plan->shard, access.comm = comm;
-    access.delayed_tensors = plan->precision->recipe->delayed ? tensor_count(L) : 0;
-    access.delayed_window = s->o->fp8_amax_history, access.clip_norms = s->fsdp->clip.grad_clip > 0 ? L + 1 : 0;
+    const Recipe *r = plan->precision->recipe;
+    access.delayed_tensors = r->delayed || r->bounded ? tensor_count(L) : 0;
+    access.delayed_window = r->delayed ? s->o->fp8_amax_history : 0,
+    access.clip_norms = s->fsdp->clip.grad_clip > 0 ? L + 1 : 0;
     return access;
 }
 

@@ -13,6 +13,7 @@
 #include "../config/defaults.h"
 #include "../config/hf_config.h"
 #include "../config/schedule.h"
+#include "../config/weight_bound.h"
 #include "../data/dataloader.h"
 #include "lineage.h"
 #include "tokenizer_files.h"
@@ -279,8 +280,9 @@ static inline bool checkpoint_other_precision(const Json *json, const Options *o
 }
 
 // Returns the settings that must be the checkpoint's and differ, one per line "--name is A in the checkpoint, B now";
-// empty if none differs. A setting that the checkpoint lacks did not exist when the checkpoint was written: that run
-// worked as today's default does. `branches`: BRANCHES settings need not be the checkpoint's.
+// empty if none differs. The betas must be equal for recipe tensorwise_bounded. A setting that the checkpoint lacks did
+// not exist when the checkpoint was written: that run worked as today's default does. `branches`: BRANCHES settings
+// need not be the checkpoint's.
 static inline JsonText checkpoint_settings_mismatch(const Json *json, const Options *o, bool branches) {
     JsonText out = {NULL, 0, 0};
     json_text_add(&out, "%s", "");
@@ -290,7 +292,7 @@ static inline JsonText checkpoint_settings_mismatch(const Json *json, const Opti
     options_resolve(&initial);
     const bool other_precision = checkpoint_other_precision(json, o);
     for (const OptionRow *row = option_rows(); row->name; row++) {
-        if (row->match != MUST_MATCH && (branches || row->match != BRANCHES)) continue;
+        if (row->match != MUST_MATCH && (branches || row->match != BRANCHES) && !weight_bound_needs(o, row)) continue;
         if (other_precision && option_is_fp8(row)) continue;
         char now[PATH_CAPACITY], absent[PATH_CAPACITY];
         option_format(o, row, now, sizeof now);

@@ -8,7 +8,7 @@
 //                                     exp_avg_sq_scale.NAME, and FP16 masters master_scale.NAME, one number each
 //   *.safetensors.index.json          of model or optimizer, if its tensors are in several files
 //   fp8_state.safetensors             with delayed scaling only: amax_history [tensors, window] and scale [tensors],
-//                                     tensors numbered by tensor_index()
+//                                     tensors numbered by tensor_index(); with tensorwise_bounded only scale
 //   tokenizer.json and others         the tokenizer's files, if the run knows them (tokenizer_files.h)
 //   trainer.json                      the manifest (manifest.h); written last; "clip_norms" is there only if the run
 //                                     clips gradients in the backward pass

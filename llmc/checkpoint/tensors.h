@@ -20,6 +20,7 @@
 // The arrays of a trainer. STATE_..._GROUPS (words of groups) exist only with COAT's moments (coat.h), scales of the
 // moments only with MS-AMP's moments (msamp.h), scales of the master weights only if those are FP16, STATE_AMAX_HISTORY
 // and STATE_SCALES only with delayed scaling, and STATE_CLIP_NORMS only with options_clips_in_backward.
+// Recipe tensorwise_bounded has STATE_SCALES, of weights, and no histories.
 // STATE_GRADIENTS, the sums of the step just done, is for receipts alone.
 typedef enum {
     STATE_WEIGHTS,
@@ -54,7 +55,7 @@ typedef struct {
     const ShardPlan *plan;  // NULL only with one rank: the arrays are the flat arrays of parameters.h
     const Comm *comm;       // NULL only with one rank
     // STATE_AMAX_HISTORY has shape [tensors, window] and STATE_SCALES [tensors] (delayed.h), with the same values on
-    // all ranks; delayed_tensors is 0 without delayed scaling
+    // all ranks; delayed_tensors is 0 without delayed scaling. With recipe tensorwise_bounded the window is 0.
     int64_t delayed_tensors, delayed_window;
     // STATE_CLIP_NORMS has this many numbers, equal on all ranks; 0 without options_clips_in_backward. Number 0 is the
     // norm of all gradients of the newest step, and number 1 + l that of the gradients of layers l, l + 1, ... together
@@ -386,9 +387,10 @@ static inline const float *delayed_refused(const float *values, int64_t n, float
 static inline bool checkpoint_fetch_delayed(void *context, int64_t tensor, int64_t offset, int64_t count, void *out,
                                             Failure *failure) {
     const TrainerState *s = (const TrainerState *)context;
-    s->read(s->context, tensor ? STATE_SCALES : STATE_AMAX_HISTORY, offset, count, out);
+    const bool scale = tensor || !s->delayed_window;
+    s->read(s->context, scale ? STATE_SCALES : STATE_AMAX_HISTORY, offset, count, out);
     return checkpoint_check_saved(!delayed_refused((const float *)out, count, FLT_MAX), "",
-                                  tensor ? "scale" : "amax_history", "a value that is not finite or is below zero",
+                                  scale ? "scale" : "amax_history", "a value that is not finite or is below zero",
                                   failure);
 }
 
@@ -404,8 +406,9 @@ static inline bool checkpoint_write_delayed(const char *folder, const TrainerSta
         format_checked(specs[1].name, sizeof specs[1].name, "scale");
         specs[0].type = specs[1].type = ST_F32;
         specs[0].rows = specs[1].rows = s->delayed_tensors, specs[0].cols = s->delayed_window;
-        ok = safetensors_save(folder, "fp8_state", specs, 2, INT64_MAX, checkpoint_fetch_delayed, (void *)s, list,
-                              failure);
+        const int64_t first = !s->delayed_window;
+        ok = safetensors_save(folder, "fp8_state", specs + first, 2 - first, INT64_MAX, checkpoint_fetch_delayed,
+                              (void *)s, list, failure);
     }
     return checkpoint_agree(s->comm, ok, failure);
 }
@@ -428,14 +431,15 @@ static inline bool checkpoint_read_delayed(const char *checkpoint, const Trainer
     if (!tensors) return true;
     if (!safetensors_open_folder(&st, checkpoint, "fp8_state", failure)) return false;
     float *history = (float *)xcalloc((size_t)(elements + tensors), sizeof *history), *scales = history + elements;
-    const Safetensor *first = safetensors_require(&st, "amax_history", tensors, s->delayed_window, failure);
-    const Safetensor *second = first ? safetensors_require(&st, "scale", tensors, 0, failure) : NULL;
-    const bool ok = second && safetensors_read(&st, first, 0, elements, true, history, failure) &&
+    const Safetensor *first =
+        elements ? safetensors_require(&st, "amax_history", tensors, s->delayed_window, failure) : NULL;
+    const Safetensor *second = first || !elements ? safetensors_require(&st, "scale", tensors, 0, failure) : NULL;
+    const bool ok = second && (!first || safetensors_read(&st, first, 0, elements, true, history, failure)) &&
                     safetensors_read(&st, second, 0, tensors, true, scales, failure) &&
                     checkpoint_check_delayed(history, scales, s, st.files[0].path, failure);
     for (int64_t i = 0; i < elements; i++)
         if (isinf(history[i])) history[i] = 0;  // it gives no scale, and a save would refuse it
-    if (ok) s->write(s->context, STATE_AMAX_HISTORY, 0, elements, history);
+    if (ok && elements) s->write(s->context, STATE_AMAX_HISTORY, 0, elements, history);
     if (ok) s->write(s->context, STATE_SCALES, 0, tensors, scales);
     safetensors_close(&st);
     free(history);

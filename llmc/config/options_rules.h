@@ -3,6 +3,7 @@
 #define LLMC_OPTIONS_RULES_H
 
 #include "mix.h"
+#include "weight_bound.h"
 
 // The first option for FP8 that does not have its default; NULL if all have it. --fp8-all-gather off counts as default.
 // Runs without FP8 refuse such an option.
@@ -39,6 +40,27 @@ static inline void options_head_conflict(const Options *o, char *message, size_t
         format_checked(message, capacity,
                        "--fp8-lm-head scales lm_head's tensors by current amaxes, and recipe delayed by past ones, of "
                        "which it has none for lm_head; use another --fp8-recipe, or leave --fp8-lm-head out");
+}
+
+// Rules of recipe tensorwise_bounded.
+static inline void options_bounded_conflict(const Options *o, char *message, size_t capacity) {
+    const bool moments =
+        o->optimizer_state == MOMENTS_AUTO || o->optimizer_state == MOMENTS_BF16 || o->optimizer_state == MOMENTS_FP32;
+    if (!options_recipe(o)->bounded) return;
+    if (!moments || options_fp16_weights(o))
+        format_checked(message, capacity,
+                       "--fp8-recipe tensorwise_bounded needs a bound on AdamW's step, which it has for bf16 and fp32 "
+                       "moments and bf16 and fp32 weights; use these, or --fp8-recipe tensorwise");
+    else if (!weight_bound_exists(o))
+        format_checked(message, capacity,
+                       "--fp8-recipe tensorwise_bounded: AdamW's step has no bound with --beta1 %g and --beta2 %g; it "
+                       "has one if --beta2 is above %.4g, or take --fp8-recipe tensorwise",
+                       o->beta1, o->beta2, o->beta1 * o->beta1 * weight_bound_growth(o));
+    else if (o->eps < WEIGHT_BOUND_LEAST_EPS)
+        format_checked(message, capacity,
+                       "--fp8-recipe tensorwise_bounded needs --eps of at least %g, not %g: rounded moments that are "
+                       "smaller still have no bound",
+                       WEIGHT_BOUND_LEAST_EPS, o->eps);
 }
 
 // Rules of --precision fp8.
@@ -78,6 +100,7 @@ static inline void options_fp8_conflict(const Options *o, char *message, size_t 
             "--fp8-margin %lld is for --fp8-recipe delayed; recipe %s scales by current amaxes and needs none",
             (long long)o->fp8_margin, recipe->name);
     else options_filter_conflict(o, message, capacity);
+    if (!*message) options_bounded_conflict(o, message, capacity);
 }
 
 // Rules of --sharding, --shard-size, --copy-engines, --world-size, --network-gbps and --step-ms.

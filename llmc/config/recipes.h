@@ -83,16 +83,18 @@ typedef enum { TENSOR_W, TENSOR_X, TENSOR_DY, NUM_TENSORS } TensorRole;
 typedef enum { ROWWISE, COLUMNWISE } TensorUsage;
 
 // The choices of --fp8-recipe; recipe_row() has a row for each, in this order.
-#define RECIPES(X)                     \
-    X(RECIPE_TENSORWISE, "tensorwise") \
-    X(RECIPE_DELAYED, "delayed")       \
-    X(RECIPE_ROWWISE, "rowwise")       \
+#define RECIPES(X)                          \
+    X(RECIPE_TENSORWISE, "tensorwise")      \
+    X(RECIPE_DELAYED, "delayed")            \
+    X(RECIPE_BOUNDED, "tensorwise_bounded") \
+    X(RECIPE_ROWWISE, "rowwise")            \
     X(RECIPE_ROWWISE_GW_HP, "rowwise_with_gw_hp") X(RECIPE_BLOCKWISE, "blockwise") X(RECIPE_MXFP8, "mxfp8")
 // The help of --fp8-recipe.
-#define RECIPES_HELP                                                                                                   \
-    "tensorwise: a tensor, scaled by its current amax; delayed: a tensor, scaled by its past amaxes; rowwise: a row; " \
-    "rowwise_with_gw_hp: a row, but dgrad reads weights with one scale for the tensor, and wgrad is in bf16; "         \
-    "blockwise: 1x128, weights 128x128; mxfp8: 1x32; GPUs: without --fp8-emulate, rowwise, rowwise_with_gw_hp and "    \
+#define RECIPES_HELP                                                                                                 \
+    "tensorwise: a tensor, scaled by its current amax; delayed: a tensor, scaled by its past amaxes; "               \
+    "tensorwise_bounded: tensorwise, but AdamW casts the weights, scaled by a bound on their amax; rowwise: a row; " \
+    "rowwise_with_gw_hp: a row, but dgrad reads weights with one scale for the tensor, and wgrad is in bf16; "       \
+    "blockwise: 1x128, weights 128x128; mxfp8: 1x32; GPUs: without --fp8-emulate, rowwise, rowwise_with_gw_hp and "  \
     "blockwise need Hopper, mxfp8 needs Blackwell"
 #define RECIPE_ID(id, name) id,
 enum { RECIPES(RECIPE_ID) NUM_RECIPES, RECIPE_BF16 = NUM_RECIPES };
@@ -104,6 +106,7 @@ typedef struct {
     Fp8Format dy_format;                         // unless --fp8-format says otherwise; x and w are E4M3
     ScaleRule rule;
     bool delayed;        // scales from earlier amaxes
+    bool bounded;        // scales of weights from their amax before a step and AdamW's largest step (weight_bound.h)
     bool fast_accum;     // its FP8 GEMMs can use fast accumulation (--fp8-fast-accum)
     int multiple;        // GEMMs need N and K, and in FP8 also M, in multiples of this
     const char *scales;  // in printed tables
@@ -113,6 +116,8 @@ typedef struct {
 //   tensorwise, rowwise, rowwise_with_gw_hp
 //                torchao: scale = MAX / max(amax, 1e-12) in fp64; with rowwise and rowwise_with_gw_hp, rounded down to
 //                a power of two. A NaN makes all values that share its scale NaN.
+//   tensorwise_bounded
+//                as tensorwise, but a weight's amax is replaced by a bound on it, from AdamW's first step on
 //   delayed      Transformer Engine: scale = MAX / 2^margin / largest amax of the window, in fp32 (delayed.h has the
 //                rules for amaxes that are zero, infinite or NaN). But the first cast of a tensor takes its current
 //                amax; Transformer Engine takes scale 1, which would flush the first gradients to zero.
@@ -122,21 +127,23 @@ typedef struct {
 static inline const Recipe *recipe_row(int index) {
     static const Recipe rows[] = {// clang-format off
         // name, granularities of fprop w, x; dgrad w, dy; wgrad x, dy
-        // dy, rule, delayed, fast_accum, multiple, scales
+        // dy, rule, delayed, bounded, fast_accum, multiple, scales
         {"tensorwise", {{PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}},
-         FP8_E5M2, SCALE_TORCHAO, false, true, 16, "tensor, current amax"},
+         FP8_E5M2, SCALE_TORCHAO, false, false, true, 16, "tensor, current amax"},
         {"delayed", {{PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}},
-         FP8_E5M2, SCALE_TE, true, true, 16, "tensor, amax history"},
+         FP8_E5M2, SCALE_TE, true, false, true, 16, "tensor, amax history"},
+        {"tensorwise_bounded", {{PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}, {PER_TENSOR, PER_TENSOR}},
+         FP8_E5M2, SCALE_TORCHAO, false, true, true, 16, "tensor, current amax (w: bound)"},
         {"rowwise", {{PER_ROW, PER_ROW}, {PER_ROW, PER_ROW}, {PER_ROW, PER_ROW}},
-         FP8_E4M3, SCALE_TORCHAO_POW2, false, true, 16, "row, power of 2"},
+         FP8_E4M3, SCALE_TORCHAO_POW2, false, false, true, 16, "row, power of 2"},
         {"rowwise_with_gw_hp", {{PER_ROW, PER_ROW}, {PER_TENSOR_BROADCAST, PER_ROW}, {NO_SCALE, NO_SCALE}},
-         FP8_E4M3, SCALE_TORCHAO_POW2, false, true, 16, "row (dgrad: w tensor), power of 2"},
+         FP8_E4M3, SCALE_TORCHAO_POW2, false, false, true, 16, "row (dgrad: w tensor), power of 2"},
         {"blockwise", {{BLOCK_128X128, BLOCK_1X128}, {BLOCK_128X128, BLOCK_1X128}, {BLOCK_1X128, BLOCK_1X128}},
-         FP8_E4M3, SCALE_TE_POW2, false, false, 128, "1x128 (w 128x128), power of 2"},
+         FP8_E4M3, SCALE_TE_POW2, false, false, false, 128, "1x128 (w 128x128), power of 2"},
         {"mxfp8", {{BLOCK_1X32, BLOCK_1X32}, {BLOCK_1X32, BLOCK_1X32}, {BLOCK_1X32, BLOCK_1X32}},
-         FP8_E4M3, SCALE_MX, false, false, 32, "1x32, E8M0"},
+         FP8_E4M3, SCALE_MX, false, false, false, 32, "1x32, E8M0"},
         {"bf16", {{NO_SCALE, NO_SCALE}, {NO_SCALE, NO_SCALE}, {NO_SCALE, NO_SCALE}},
-         FP8_E4M3, SCALE_TORCHAO, false, false, 8, "none"}};
+         FP8_E4M3, SCALE_TORCHAO, false, false, false, 8, "none"}};
     // clang-format on
     static_assert(sizeof rows / sizeof rows[0] == RECIPE_BF16 + 1, "the table has one row for each RECIPE_ value");
     return &rows[index];
@@ -177,7 +184,7 @@ static inline bool recipe_has_tensor_scales(const Recipe *r) {
            recipe_granularity(r, TENSOR_W, COLUMNWISE) == PER_TENSOR;
 }
 
-// True if weights have one scale for the whole tensor, made from its current amax.
+// True if tensors have one scale for the whole tensor, made from its current amax (weights: or from a bound on it).
 static inline bool recipe_has_current_tensor_scales(const Recipe *r) {
     return recipe_has_tensor_scales(r) && !r->delayed;
 }

@@ -78,6 +78,12 @@ static inline void supported_gpu(const ModelConfig *m, const Options *o, int64_t
                        "reads weights and moments twice; use --optimizer-state coat-stochastic without FP16 master "
                        "weights, or leave --offload out",
                        o->offload);
+    else if (options_offloads_state(o) && options_recipe(o)->bounded)
+        format_checked(
+            message, capacity,
+            "--offload %s does not go with --fp8-recipe tensorwise_bounded, whose update writes FP8 weights; "
+            "use --fp8-recipe tensorwise, or leave --offload out",
+            o->offload);
     else if (fp8 && world > 1 && o->reduce_dtype == REDUCE_FP32)
         format_checked(
             message, capacity,

@@ -93,6 +93,16 @@ static inline void masters_encode(Trainer *t, int64_t begin, int64_t end, const 
     }
 }
 
+// Recipe tensorwise_bounded, after AdamW's update: makes the scales of the new weights from the amaxes of the old ones,
+// which scales.amax still has, and from the largest step of AdamW.
+static inline void bounded_update(Trainer *t, int64_t step) {
+    const WeightBound b = adamw_bound_of(t->o, step, t->skipped);
+    for (int64_t i = 0; i < t->d.L * NUM_LINEARS; i++) {
+        const int64_t w = tensor_index(i / NUM_LINEARS, TENSOR_W, (int)(i % NUM_LINEARS));
+        t->scales.delayed.scale[w] = weight_bound_scale(float_from_bits(t->scales.amax[w]), b);
+    }
+}
+
 // Called when the master weights have changed: makes the weights from them, invalidates all gathered weights, and, for
 // recipes with one scale per tensor, finds the amaxes of weights and casts those that are cast ahead.
 static inline void weights_refresh(Trainer *t) {
@@ -224,17 +234,19 @@ static inline void parameters_update(Trainer *t, int64_t begin, int64_t end, int
     if (t->params.fp16_master) masters_encode(t, begin, end, &s);
 }
 
-// Ends an optimizer step. With delayed scaling adds the amaxes of the old weights, which scales.amax still has, to
-// their histories. Then makes all later work read the new weights.
-static inline void finish_update(Trainer *t) {
+// Ends optimizer step `step`, counted from 0. With delayed scaling adds the amaxes of the old weights, which
+// scales.amax still has, to their histories. With tensorwise_bounded makes the scales of the new weights. Then makes
+// all later work read the new weights.
+static inline void finish_update(Trainer *t, int64_t step) {
     if (t->precision.recipe->delayed) histories_update(t, true);
+    if (t->precision.recipe->bounded) bounded_update(t, step);
     weights_refresh(t);
 }
 
 // Takes optimizer step `step`, counted from 0, with params.gradients, whose norm is given.
 static inline void weights_update(Trainer *t, int64_t step, double norm) {
     parameters_update(t, 0, t->table.count, step, clip_factor(norm, t->o->grad_clip));
-    finish_update(t);
+    finish_update(t, step);
 }
 
 // Updates *s with n more gradients, the first of which is element `shard` of the flat shard arrays. Raises s->magnitude

@@ -6,13 +6,15 @@
 #include "shard.h"
 
 // Returns the scale of a tensor with one scale, given the fp32 bits of its own amax: by the rule of the recipe, or of
-// weights that are cast from FP16 masters. Delayed scaling uses the scale made from earlier amaxes, if there is one.
+// weights that are cast from FP16 masters. Delayed scaling uses the scale made from earlier amaxes, if there is one,
+// and recipe tensorwise_bounded that of a weight's bound.
 static inline float cast_scale(const Trainer *t, int64_t l, int id, TensorRole role, uint32_t amax) {
     const Recipe *r = precision_of(&t->precision, l, id);
     const Fp8Format format = precision_format(&t->precision, role);
     if (role == TENSOR_W && t->precision.casts_masters) return fp16_weights_fp8_scale(float_from_bits(amax));
-    if (!r->delayed) return fp8_rule_scale(r->rule, float_from_bits(amax), format);
-    const float known = t->scales.delayed.scale[tensor_index(l, role, id)];
+    const bool has_known = r->delayed || (r->bounded && role == TENSOR_W);
+    const float known = has_known ? t->scales.delayed.scale[tensor_index(l, role, id)] : 0;
+    if (!r->delayed && !(known > 0)) return fp8_rule_scale(r->rule, float_from_bits(amax), format);
     return known > 0 ? known : fp8_scale_te(float_from_bits(amax), format, (int)t->o->fp8_margin);
 }
 

@@ -148,8 +148,10 @@ typedef struct {
 
 // Scales of recipes with one scale per tensor, and the results of --fp8-audit. tensor_index() numbers the tensors.
 typedef struct {
-    uint32_t *amax;         // [tensors] fp32 bits: amaxes of whole weights; delayed scaling: also of x and dy
-    DelayedState delayed;   // equal on all ranks; the scales lie behind the histories
+    uint32_t *amax;  // [tensors] fp32 bits: amaxes of whole weights; delayed scaling: also of x and dy
+    // Equal on all ranks; the scales lie behind the histories. With recipe tensorwise_bounded it has no histories, and
+    // scales of weights alone.
+    DelayedState delayed;
     float *delayed_before;  // histories and scales before this step, if it may be skipped; else NULL
     bool auditing;          // this is a step of --fp8-audit
     AuditSums *step_audit;  // [audit_count] of this step's casts, on this rank
@@ -254,18 +256,20 @@ static inline void place_units(Trainer *t, Arena *a) {
 }
 
 // Returns the number of elements of delayed scaling's histories and scales.
-static inline int64_t delayed_elements(const Trainer *t) { return tensor_count(t->d.L) * (t->o->fp8_amax_history + 1); }
+static inline int64_t delayed_elements(const Trainer *t) {
+    return t->scales.delayed.tensors * (t->scales.delayed.window + 1);
+}
 
 static inline void place_scales(Trainer *t, Arena *a) {
     const Recipe *r = t->precision.recipe;
     Scales *s = &t->scales;
-    const int64_t tensors = tensor_count(t->d.L), window = t->o->fp8_amax_history;
+    const int64_t tensors = tensor_count(t->d.L), window = r->delayed ? t->o->fp8_amax_history : 0;
     arena_group(a, "amaxes, histories, audit");
     if (recipe_has_tensor_scales(r)) s->amax = (uint32_t *)arena_take(a, tensors * (int64_t)sizeof(uint32_t));
-    if (r->delayed) {
+    if (r->delayed || r->bounded) {
         s->delayed.tensors = tensors, s->delayed.window = window;
         s->delayed.history = take(a, delayed_elements(t)), s->delayed.scale = s->delayed.history + tensors * window;
-        s->delayed_before = t->o->on_nonfinite == NONFINITE_SKIP ? take(a, delayed_elements(t)) : NULL;
+        s->delayed_before = r->delayed && t->o->on_nonfinite == NONFINITE_SKIP ? take(a, delayed_elements(t)) : NULL;
     }
     if (t->o->fp8_audit)
         s->step_audit = (AuditSums *)arena_take(a, audit_count(&t->precision) * (int64_t)sizeof(AuditSums));

@@ -25,8 +25,8 @@ typedef struct {
     // The tensor's amaxes, as many as tensor_amaxes() of recipes.h returns (cuda_utils.cuh has their encoding). Not
     // read if there are none, as with block scales.
     uint32_t *amax;
-    // The scale to cast with, for PER_TENSOR granularities. The cast then raises the amax, in which NaN does not count.
-    // NULL: scales follow from amaxes.
+    // The scale to cast with, for PER_TENSOR granularities: delayed, or bounded (weight_bound.h). The cast then raises
+    // the amax, in which NaN does not count. NULL: scales follow from amaxes.
     const float *delayed_scale;
     AuditSums *audit[2];  // audit sums of rowwise and columnwise data; NULL: not audited
     Fp8Format format;

@@ -6,6 +6,7 @@
 #include "../base/arena.h"
 #include "../config/options.h"
 #include "../config/precision.h"
+#include "../config/weight_bound.h"
 #include "delayed.cuh"
 #include "qtensor.cuh"
 
@@ -20,6 +21,8 @@ typedef struct {
     float *scale_inv;
     AuditSums *audit;  // NULL without --fp8-audit
     bool auditing;     // true while casts are audited
+    // [tensors] with recipe tensorwise_bounded: the scales of weights, 0 before the first cast; else NULL
+    float *weight_scale;
 
     // state of the delayed recipe; NULL with other recipes
     float *history;        // [tensors, window]
@@ -74,6 +77,7 @@ static inline void tensor_scales_place(TensorScales *s, bool audit, Arena *a) {
     s->step_amax = is_delayed ? (uint32_t *)arena_take(a, tensors * (int64_t)sizeof(uint32_t)) : NULL;
     s->step_scale = is_delayed ? (float *)arena_take(a, tensors * (int64_t)sizeof(float)) : NULL;
     s->before = is_delayed && s->may_skip ? (float *)arena_take(a, delayed) : NULL;
+    s->weight_scale = s->precision->recipe->bounded ? (float *)arena_take(a, tensors * (int64_t)sizeof(float)) : NULL;
     s->audit = audit ? (AuditSums *)arena_take(a, (s->layers * AUDIT_LAYER) * (int64_t)sizeof(AuditSums)) : NULL;
 }
 
@@ -92,8 +96,8 @@ static inline uint32_t *tensor_scales_amax(const TensorScales *s, int64_t l, Ten
 }
 
 // Returns a tensor of layer l without data. If its linear layer is FP8, the tensor gets pointers to its amaxes, to its
-// delayed scale if the recipe is delayed, and to scale_inv for PER_TENSOR data. l may be -1, below the first layer: no
-// GEMM reads that tensor.
+// delayed scale if the recipe is delayed (of a weight: if it is bounded too), and to scale_inv for PER_TENSOR data. l
+// may be -1, below the first layer: no GEMM reads that tensor.
 static inline QTensor tensor_scales_of(const TensorScales *s, int64_t l, TensorRole role, LinearId id) {
     const Recipe *r = l < 0 ? recipe_row(RECIPE_BF16) : precision_of(s->precision, l, id);
     QTensor q = recipe_qtensor(r, role, precision_format(s->precision, role));
@@ -103,7 +107,9 @@ static inline QTensor tensor_scales_of(const TensorScales *s, int64_t l, TensorR
     const int64_t number = tensor_index(l, role, id);
     q.amax_source = tensor_scales_amax_source(r, role, id);
     q.amax = tensor_scales_amax(s, l, role, id);
-    q.delayed_scale = r->delayed ? s->delayed_scale + number : NULL;
+    q.delayed_scale = r->delayed                       ? s->delayed_scale + number
+                      : r->bounded && role == TENSOR_W ? s->weight_scale + number
+                                                       : NULL;
     if (q.row_granularity == PER_TENSOR) q.rowwise_scale_inv = s->scale_inv + number * 4;
     if (q.col_granularity == PER_TENSOR) q.columnwise_scale_inv = s->scale_inv + number * 4;
     return q;
@@ -143,6 +149,31 @@ static inline void tensor_scales_audit_casts(TensorScales *s, bool on) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Recipe tensorwise_bounded: scales of weights, n of them, which are NUM_LINEARS in each layer.
+
+static __global__ void weight_scales_begin_kernel(float *scale, const uint32_t *amax, int64_t n) {
+    grid_dependency_wait();
+    const int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    const int64_t w = tensor_index(i / NUM_LINEARS, TENSOR_W, (int)(i % NUM_LINEARS));
+    if (i < n && scale[w] == 0) scale[w] = fp8_scale(__uint_as_float(amax[w]), FP8_E4M3);
+}
+
+// Makes the scales and scale_inv of weights that a step with bound b changes, and clears their amaxes. A skipped step
+// keeps the scales.
+static __global__ void weight_scales_bound_kernel(float *scale, float *scale_inv, uint32_t *amax, int64_t n,
+                                                  WeightBound b, const uint32_t *skipped) {
+    grid_dependency_wait();
+    const int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    const int64_t w = tensor_index(i / NUM_LINEARS, TENSOR_W, (int)(i % NUM_LINEARS));
+    if (i >= n) return;
+    if (!*skipped) {
+        scale[w] = weight_bound_scale(__uint_as_float(amax[w]), b);
+        scale_inv[4 * w] = __frcp_rn(scale[w]);
+    }
+    amax[w] = 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // The state of the delayed recipe. With every recipe, tensor_scales_begin_new_weights also clears the amaxes of
 // weights.
 
@@ -167,9 +198,13 @@ static inline void tensor_scales_begin(TensorScales *s, const QTensor *q) {
     delayed_begin(&layer, 1, tensor, tensor + 1, s->stream);
 }
 
-// Gives each weight that has no delayed scale yet one from its own amax. Does nothing with other recipes, or if
-// scales_ready.
+// Gives each weight that has no delayed or bounded scale yet one from its own amax. Does nothing with other recipes, or
+// if scales_ready.
 static inline void tensor_scales_begin_weights(TensorScales *s) {
+    const int64_t weights = s->layers * NUM_LINEARS;
+    if (s->weight_scale)
+        CUDA_LAUNCH(weight_scales_begin_kernel, grid_size(weights, DELAYED_THREADS), DELAYED_THREADS, 0, s->stream,
+                    s->weight_scale, s->amax, weights);
     if (!s->delayed_scale || s->scales_ready) return;
     const DelayedArrays d = tensor_scales_delayed(s, 0);
     delayed_begin(&d, s->layers, tensor_index(0, TENSOR_W, 0), tensor_index(0, TENSOR_X, 0), s->stream);
@@ -230,8 +265,15 @@ static inline void tensor_scales_restore_if(TensorScales *s, const uint32_t *ski
 
 // Called before the update of the weights of `count` layers from layer l on. With the delayed recipe, appends the
 // amaxes of these weights' last cast to the histories; then, if *skipped, in device memory, is not 0, restores the
-// histories and scales of all tensors from `before`, if there is one. With every recipe, clears the weights' amaxes.
-static inline void tensor_scales_begin_new_weights(TensorScales *s, int64_t l, int64_t count, const uint32_t *skipped) {
+// histories and scales of all tensors from `before`, if there is one. With tensorwise_bounded, makes the weights'
+// scales after a step with bound b from their amaxes over all ranks, unless *skipped is not 0. With every recipe,
+// clears the weights' amaxes.
+static inline void tensor_scales_begin_new_weights(TensorScales *s, int64_t l, int64_t count, WeightBound b,
+                                                   const uint32_t *skipped) {
+    const int64_t first = tensor_index(l, TENSOR_W, 0), n = count * NUM_LINEARS;
+    if (s->weight_scale)
+        return CUDA_LAUNCH(weight_scales_bound_kernel, grid_size(n, DELAYED_THREADS), DELAYED_THREADS, 0, s->stream,
+                           s->weight_scale + first, s->scale_inv + 4 * first, s->amax + first, n, b, skipped);
     tensor_scales_update_weights(s, l, count);
     tensor_scales_restore_if(s, skipped);
     tensor_scales_clear_amaxes(s, l, count, TENSOR_W, TENSOR_W);

@@ -102,10 +102,10 @@ __device__ static inline AdamwArrays adamw_arrays_from(AdamwArrays a, int64_t i,
 // of 128 elements. The loop is bound by instruction issue, so NEAREST is a template parameter and the run is looked up
 // only where a new one begins. With COAT's moments whole warps stay together: if only the first half of a warp has
 // elements, the second half computes the same ones and stores nothing. With COAT's moments an SM holds too few warps to
-// hide latency, so they prefetch the next elements.
-template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS, bool NEAREST>
+// hide latency, so they prefetch the next elements. With CODES writes codes of FP8 weights (AdamwCodes).
+template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS, bool CODES, bool NEAREST>
 __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArrays &arrays, const AdamwUnits &u,
-                                                  AdamwTerms c) {
+                                                  AdamwTerms c, const AdamwCodes &codes) {
     c.step.nearest_weights = NEAREST;
     const uint32_t begin = blockIdx.x * (ADAMW_BLOCK / PARAMETER_ALIGNMENT), stop = u.runs[u.num_runs - 1].end;
     const int64_t first = (int64_t)begin * PARAMETER_ALIGNMENT, flat = u.flat + blockIdx.y * u.flat_size + first,
@@ -114,7 +114,8 @@ __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArr
     const AdamwArrays a = adamw_arrays_from<MASTER, MOMENTS, GRADIENTS>(arrays, at, gradient);
     int run = 0, slot = -1;
     uint32_t end = 0, largest = 0;
-    float kept = 1, squares = 0;
+    float kept = 1, squares = 0, scale = 0;
+    uint8_t *code = NULL;
     int64_t group = 0;
     for (uint32_t i = threadIdx.x * 8; i < ADAMW_BLOCK; i += ADAMW_STRIDE) {
         bool active = true;
@@ -131,6 +132,8 @@ __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArr
                 if (GRADIENTS == GRADIENTS_FP8)
                     c.gradient_scale_inv = a.gradients.scale_inv[u.first_entry + blockIdx.y * u.entries + r.entry];
                 if (u.amax) slot = r.amax_slot;
+                if (CODES) code = slot < 0 ? NULL : codes.codes + blockIdx.y * codes.stride + first;
+                if (CODES && code) scale = codes.scale[blockIdx.y * codes.scale_stride + slot];
             }
         }
         if constexpr (adamw_is_coat(MOMENTS)) {
@@ -140,29 +143,28 @@ __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArr
                 a, active ? i : i - PARAMETER_ALIGNMENT, next, group + i / 8, c, kept, largest, &squares, active);
             // clang-format on
         } else {
-            largest = adamw_update_8<MASTER, MOMENTS, GRADIENTS>(a, i, group + i / 8, c, kept, largest, &squares);
+            largest = adamw_update_8<MASTER, MOMENTS, GRADIENTS, CODES>(a, i, group + i / 8, c, kept, largest, &squares,
+                                                                        code, scale);
         }
     }
     if (slot >= 0) adamw_publish(&amax[slot], largest);
     return squares;
 }
 
-// blockIdx.y is the unit, blockIdx.x the block within it. Four blocks of 256 threads per SM leave 64 registers per
-// thread. COAT's moments, fp32 moments with fp32 master weights, and FP8 gradients need more, so three blocks run.
-template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS>
-static __global__ void
-__launch_bounds__(ADAMW_THREADS,
-                  adamw_is_coat(MOMENTS) || (MASTER && MOMENTS == ADAMW_FP32) || GRADIENTS == GRADIENTS_FP8 ? 3 : 4)
-    adamw_update_kernel(const __grid_constant__ AdamwUpdate update, const __grid_constant__ AdamwUnits u) {
+// blockIdx.y is the unit, blockIdx.x the block within it.
+template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS, bool CODES>
+__device__ static inline void adamw_update_all(const AdamwUpdate &update, const AdamwUnits &u,
+                                               const AdamwCodes &codes) {
     grid_dependency_wait();
     __shared__ uint32_t amax[ADAMW_MAX_SLOTS];
     AdamwTerms c = {update.step, 1, 1, false};
     if (update.control) c.factor = update.control->gradient_factor, c.skipped = update.control->nonfinite;
     if (threadIdx.x < ADAMW_MAX_SLOTS) amax[threadIdx.x] = 0;
     __syncthreads();
+    const AdamwArrays &a = update.arrays;
     const float squares = !MASTER && c.step.nearest_weights
-                              ? adamw_update_block<MASTER, MOMENTS, GRADIENTS, true>(amax, update.arrays, u, c)
-                              : adamw_update_block<MASTER, MOMENTS, GRADIENTS, false>(amax, update.arrays, u, c);
+                              ? adamw_update_block<MASTER, MOMENTS, GRADIENTS, CODES, true>(amax, a, u, c, codes)
+                              : adamw_update_block<MASTER, MOMENTS, GRADIENTS, CODES, false>(amax, a, u, c, codes);
     if (u.squares) {
         const double sum = adamw_block_sum<ADAMW_THREADS>((double)squares);
         if (threadIdx.x == 0) u.squares[blockIdx.y * u.squares_stride + blockIdx.x] = sum;
@@ -172,6 +174,27 @@ __launch_bounds__(ADAMW_THREADS,
     if (threadIdx.x >= ADAMW_MAX_SLOTS || amax[threadIdx.x] == 0) return;
     uint32_t *slot = u.amax + blockIdx.y * u.amax_stride + threadIdx.x;
     if (amax[threadIdx.x] > *(volatile uint32_t *)slot) atomicMax(slot, amax[threadIdx.x]);
+}
+
+// Four blocks of 256 threads per SM leave 64 registers per thread. COAT's moments, fp32 moments with fp32 master
+// weights, and FP8 gradients need more, so three blocks run.
+HOST_DEVICE static constexpr int adamw_blocks_per_sm(bool master, AdamwMoments moments, AdamwGradientType gradients) {
+    return adamw_is_coat(moments) || (master && moments == ADAMW_FP32) || gradients == GRADIENTS_FP8 ? 3 : 4;
+}
+
+template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS>
+static __global__ void __launch_bounds__(ADAMW_THREADS, adamw_blocks_per_sm(MASTER, MOMENTS, GRADIENTS))
+    adamw_update_kernel(const __grid_constant__ AdamwUpdate update, const __grid_constant__ AdamwUnits u) {
+    const AdamwCodes none = {};
+    adamw_update_all<MASTER, MOMENTS, GRADIENTS, false>(update, u, none);
+}
+
+// The update that also writes codes.
+template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS>
+static __global__ void __launch_bounds__(ADAMW_THREADS, adamw_blocks_per_sm(MASTER, MOMENTS, GRADIENTS))
+    adamw_codes_kernel(const __grid_constant__ AdamwUpdate update, const __grid_constant__ AdamwUnits u,
+                       const __grid_constant__ AdamwCodes codes) {
+    adamw_update_all<MASTER, MOMENTS, GRADIENTS, true>(update, u, codes);
 }
 
 static inline void adamw_add_run(AdamwUnits *u, int64_t end, bool decay, int amax_slot, int64_t entry, int64_t shift) {
@@ -273,9 +296,13 @@ static inline int64_t adamw_workspace_bytes(const ParameterTable *t, const Shard
 }
 
 template <bool MASTER, AdamwGradientType GRADIENTS>
-static inline void adamw_launch_kernel(const AdamwUpdate *w, const AdamwUnits *u, cudaStream_t stream) {
+static inline void adamw_launch_kernel(const AdamwUpdate *w, const AdamwUnits *u, const AdamwCodes *codes,
+                                       cudaStream_t stream) {
     const AdamwMoments moments = w->arrays.moments;
     const dim3 grid(adamw_blocks(u->size), (unsigned)u->count);
+    const auto with_codes = moments == ADAMW_FP32 ? adamw_codes_kernel<MASTER, ADAMW_FP32, GRADIENTS>
+                                                  : adamw_codes_kernel<MASTER, ADAMW_BF16, GRADIENTS>;
+    if (codes) return CUDA_LAUNCH(with_codes, grid, ADAMW_THREADS, 0, stream, *w, *u, *codes);
     const auto kernel = moments == ADAMW_COAT   ? adamw_update_kernel<MASTER, ADAMW_COAT, GRADIENTS>
                         : moments == ADAMW_FP32 ? adamw_update_kernel<MASTER, ADAMW_FP32, GRADIENTS>
                         : moments == ADAMW_BF16 ? adamw_update_kernel<MASTER, ADAMW_BF16, GRADIENTS>
@@ -288,19 +315,25 @@ static inline AdamwGradientType adamw_gradient_type(AdamwGradients g) {
     return g.codes ? GRADIENTS_FP8 : g.fp32_data ? GRADIENTS_FP32 : GRADIENTS_BF16;
 }
 
-static inline void adamw_launch(const AdamwUpdate *w, const AdamwUnits *u, cudaStream_t stream) {
+// Launches one update. codes: of its launch, with bf16 or fp32 moments; NULL: none are written.
+static inline void adamw_launch_codes(const AdamwUpdate *w, const AdamwUnits *u, const AdamwCodes *codes,
+                                      cudaStream_t stream) {
     const AdamwArrays *a = &w->arrays;
     const void *pointers[] = {
         a->weights,        a->master, a->exp_avg, a->exp_avg_sq, a->gradients.bf16_data, a->gradients.fp32_data,
         a->gradients.codes};
     for (int i = 0; i < 7; i++) require_aligned16(pointers[i], "adamw", "an array");
     const AdamwGradientType gradients = adamw_gradient_type(a->gradients);
-    if (a->master && gradients == GRADIENTS_FP8) adamw_launch_kernel<true, GRADIENTS_FP8>(w, u, stream);
-    else if (a->master && gradients == GRADIENTS_FP32) adamw_launch_kernel<true, GRADIENTS_FP32>(w, u, stream);
-    else if (a->master) adamw_launch_kernel<true, GRADIENTS_BF16>(w, u, stream);
-    else if (gradients == GRADIENTS_FP8) adamw_launch_kernel<false, GRADIENTS_FP8>(w, u, stream);
-    else if (gradients == GRADIENTS_FP32) adamw_launch_kernel<false, GRADIENTS_FP32>(w, u, stream);
-    else adamw_launch_kernel<false, GRADIENTS_BF16>(w, u, stream);
+    if (a->master && gradients == GRADIENTS_FP8) adamw_launch_kernel<true, GRADIENTS_FP8>(w, u, codes, stream);
+    else if (a->master && gradients == GRADIENTS_FP32) adamw_launch_kernel<true, GRADIENTS_FP32>(w, u, codes, stream);
+    else if (a->master) adamw_launch_kernel<true, GRADIENTS_BF16>(w, u, codes, stream);
+    else if (gradients == GRADIENTS_FP8) adamw_launch_kernel<false, GRADIENTS_FP8>(w, u, codes, stream);
+    else if (gradients == GRADIENTS_FP32) adamw_launch_kernel<false, GRADIENTS_FP32>(w, u, codes, stream);
+    else adamw_launch_kernel<false, GRADIENTS_BF16>(w, u, codes, stream);
+}
+
+static inline void adamw_launch(const AdamwUpdate *w, const AdamwUnits *u, cudaStream_t stream) {
+    adamw_launch_codes(w, u, NULL, stream);
 }
 
 // Returns the gradients with their pointers moved by `elements`, forward or, if that is below zero, back.
@@ -398,6 +431,21 @@ static inline void adamw_update_units(const AdamwUpdate *w, const ParameterTable
     for (int64_t i = 0; i < adamw_num_launches(w, plan, l, count); i++) {
         const AdamwLaunch launch = adamw_launch_of(w, t, plan, l, count, first_gradient, i);
         adamw_launch(&launch.update, &launch.units, stream);
+    }
+}
+
+// adamw_update_units of layers, which also writes codes. `all`: those of this rank's slices of the matrices of all
+// layers, and their scales, from layer 0 on.
+static inline void adamw_update_coded(const AdamwUpdate *w, const AdamwCodes *all, const ParameterTable *t,
+                                      const ShardPlan *plan, int64_t l, int64_t count, int64_t first_gradient,
+                                      cudaStream_t stream) {
+    for (int64_t i = 0; i < adamw_num_launches(w, plan, l, count); i++) {
+        const AdamwLaunch launch = adamw_launch_of(w, t, plan, l, count, first_gradient, i);
+        const ShardSegment matrices = segment_slice(t, plan, launch.l, SEGMENT_MATRICES);
+        AdamwCodes codes = *all;
+        codes.codes = (uint8_t *)((intptr_t)all->codes + launch.l * all->stride + launch.units.first - matrices.shard);
+        codes.scale += launch.l * all->scale_stride;
+        adamw_launch_codes(&launch.update, &launch.units, &codes, stream);
     }
 }
 

@@ -4,6 +4,7 @@
 
 #include "../base/coat.h"
 #include "../base/msamp.h"
+#include "../fp8/quantize_kernels.cuh"
 #include "../reference/adamw_math.h"
 #include "adamw_norm.cuh"
 
@@ -41,6 +42,13 @@ typedef struct {
     AdamwScaled scaled;
     AdamwGradients gradients;
 } AdamwArrays;
+
+// Recipe tensorwise_bounded: E4M3 codes that the update writes of FP8 weights, with scales that are known before it.
+typedef struct {
+    uint8_t *codes;      // a launch's unit 0 has its codes here, and each next one `stride` later
+    const float *scale;  // scale[u * scale_stride + j]: of the j-th FP8 weight of the launch's unit u
+    int64_t stride, scale_stride;
+} AdamwCodes;
 
 // Values that are constant over all elements of a step, or of a tensor.
 typedef struct {
@@ -154,6 +162,13 @@ __device__ static uint32_t adamw_update_one(const AdamwArrays &a, int64_t i, int
     return weight & 0x7fffu;
 }
 
+// Writes the codes of 8 weights that adamw_update_one has stored one by one.
+__device__ static inline void adamw_code_rare(uint8_t *codes, const bf16 *weights, float scale) {
+#pragma unroll 1
+    for (int j = 0; j < 8; j++)
+        codes[j] = fp8_from_float(__fmul_rn(bf16_to_float(((const bf16_bits *)weights)[j]), scale), FP8_E4M3);
+}
+
 // The slow path of adamw_update_8, for elements where adamw_update_fast may not be exact and for skipped steps. In a
 // skipped step it only raises `largest` to the magnitudes of the weights.
 template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS>
@@ -214,10 +229,12 @@ __device__ static inline bool adamw_is_common(const float denominators[8], float
 
 // Updates elements i .. i + 7, which are group `group` of the flat array. Returns `largest` raised to the magnitudes of
 // the new bf16 weights (see amax_update), and adds the squared gradients to *squares. A skipped step changes no
-// element.
-template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS>
+// element. With CODES writes the codes of the new weights to codes[i .. i + 7], unless that is NULL or the step is
+// skipped.
+template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS, bool CODES>
 __device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, uint32_t i, int64_t group, const AdamwTerms &c,
-                                                 float kept, uint32_t largest, float *squares) {
+                                                 float kept, uint32_t largest, float *squares, uint8_t *codes,
+                                                 float scale) {
     float w[8], m[8], v[8], g[8], denominators[8];
     uint32_t w_sum[8], m_sum[8], v_sum[8];
     adamw_load<MASTER>(w, MASTER ? (const void *)a.master : (const void *)a.weights, i);
@@ -239,10 +256,14 @@ __device__ static inline uint32_t adamw_update_8(const AdamwArrays &a, uint32_t 
     }
     const Bf16x8 weights = MASTER ? bf16x8_pack(w) : adamw_upper_halves(w_sum);
     const uint32_t joined = amax_update(largest, weights);
-    if (!adamw_is_common(denominators, c.skipped ? INFINITY : 0x1p-33f, weights, joined))
-        return adamw_update_rare<MASTER, MOMENTS, GRADIENTS>(a, i, group, c, kept, largest);
+    if (!adamw_is_common(denominators, c.skipped ? INFINITY : 0x1p-33f, weights, joined)) {
+        largest = adamw_update_rare<MASTER, MOMENTS, GRADIENTS>(a, i, group, c, kept, largest);
+        if (CODES && codes && !c.skipped) adamw_code_rare(codes + i, a.weights + i, scale);
+        return largest;
+    }
     if (MASTER) adamw_store_fp32(a.master, i, w);
     bf16x8_store(a.weights + i, weights);
+    if (CODES && codes) *(uint2 *)(codes + i) = fp8x8_from_bf16<FP8_E4M3>(weights, scale);
     if (MOMENTS == ADAMW_FP32) {
         adamw_store_fp32(a.exp_avg, i, m);
         adamw_store_fp32(a.exp_avg_sq, i, v);

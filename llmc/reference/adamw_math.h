@@ -15,6 +15,7 @@
 
 #include "../base/rng.h"
 #include "../config/schedule.h"
+#include "../config/weight_bound.h"
 
 // The numbers that all elements share in one optimizer step.
 typedef struct {
@@ -51,6 +52,15 @@ static inline AdamwStep adamw_step(int64_t step, double lr, double beta1, double
 static inline AdamwStep adamw_step_of(const Options *o, int64_t step, int64_t skipped) {
     return adamw_step(step + 1 - skipped, schedule_learning_rate(o, step), o->beta1, o->beta2, o->eps, o->weight_decay,
                       options_nearest_weights(o), (uint64_t)o->rounding_seed);
+}
+
+// Returns the bound of the same step on a weight that decays, for recipe tensorwise_bounded.
+static inline WeightBound adamw_bound_of(const Options *o, int64_t step, int64_t skipped) {
+    const double rate = schedule_learning_rate(o, step);
+    const WeightBound b = {
+        (float)fmax(1, fabs(1 - rate * o->weight_decay)),
+        (float)(rate * weight_bound_largest(o->beta1, o->beta2, weight_bound_growth(o), step + 1 - skipped))};
+    return b;
 }
 
 // The largest gradient norm, before clipping, with which a step is taken. A larger norm counts as not finite. In a step

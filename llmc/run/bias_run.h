@@ -242,11 +242,9 @@ static inline void bias_list_chunks(BiasWork *w, const ParameterTable *t) {
 
 // Drops what a pass leaves in a trainer: with recipe delayed, histories and scales.
 static inline void bias_reset(const BiasRun *b, void *trainer, const TrainerState *s) {
-    float *zeros = (float *)xcalloc((size_t)(s->delayed_tensors * s->delayed_window) + 1, sizeof *zeros);
-    if (s->delayed_tensors) {
-        s->write(s->context, STATE_AMAX_HISTORY, 0, s->delayed_tensors * s->delayed_window, zeros);
-        s->write(s->context, STATE_SCALES, 0, s->delayed_tensors, zeros);
-    }
+    float *zeros = (float *)xcalloc((size_t)(s->delayed_tensors * (s->delayed_window + 1)) + 1, sizeof *zeros);
+    if (s->delayed_window) s->write(s->context, STATE_AMAX_HISTORY, 0, s->delayed_tensors * s->delayed_window, zeros);
+    if (s->delayed_tensors) s->write(s->context, STATE_SCALES, 0, s->delayed_tensors, zeros);
     free(zeros);
     b->ops->trainer->weights_changed(trainer);
 }

@@ -3,22 +3,23 @@
 // Layers are numbered from 0; ROOT is the root unit (embedding, final norm, lm_head), which has no FP8 weights.
 //
 // With one rank in the shard group (for example a single GPU, or --sharding none), the shard is the whole model, and
-// units are views of the flat arrays. FP8 weights are cast in each pass. Each unit's gradient is all-reduced over
-// replicas after its last micro-step. If the sums of gradients are bf16, the first micro-step of a step writes
-// gradients directly into the sums. All later micro-steps, and the first one too if the sums are fp32, write a unit's
-// gradient into a buffer, which is then added to the sums (gradient_sum.h). With FP8 gradients a layer's gradient
-// always goes through the buffer. The embedding's gradient never does: it is added directly to the sums at the end of
-// backward.
+// units are views of the flat arrays. FP8 weights are cast in each pass. With recipe tensorwise_bounded AdamW writes
+// their rowwise codes instead, which stay, and backward transposes those of a layer. Each unit's gradient is
+// all-reduced over replicas after its last micro-step. If the sums of gradients are bf16, the first micro-step of a
+// step writes gradients directly into the sums. All later micro-steps, and the first one too if the sums are fp32,
+// write a unit's gradient into a buffer, which is then added to the sums (gradient_sum.h). With FP8 gradients a layer's
+// gradient always goes through the buffer. The embedding's gradient never does: it is added directly to the sums at the
+// end of backward.
 //
 // With several ranks in the shard group, a layer's matrices are gathered into one of `num_slots` slots while the pass
 // computes the layer before. There are 2 slots (1 if there is 1 layer), or one for each layer if slots keep their data
 // for the whole step. With one scale per tensor, a layer is gathered in FP8, which each rank casts from its shard once
-// a step, with scales common to all ranks. With --fp8-all-gather off it is gathered in bf16 and cast on arrival with
-// these scales, to the same bytes. Forward reads rowwise data. Backward reads columnwise data, which each rank
-// transposes from the rowwise data. With finer scales, a layer is gathered in bf16 and cast on arrival, rowwise for
-// forward and columnwise for backward. If backward recomputes GEMMs of a layer, it reads rowwise data too. A layer that
-// has a bf16 linear layer is gathered in bf16. The root unit and all vectors are gathered once a step, after the
-// optimizer has changed them.
+// a step (tensorwise_bounded: which AdamW writes), with scales common to all ranks. With --fp8-all-gather off it is
+// gathered in bf16 and cast on arrival with these scales, to the same bytes. Forward reads rowwise data. Backward reads
+// columnwise data, which each rank transposes from the rowwise data. With finer scales, a layer is gathered in bf16 and
+// cast on arrival, rowwise for forward and columnwise for backward. If backward recomputes GEMMs of a layer, it reads
+// rowwise data too. A layer that has a bf16 linear layer is gathered in bf16. The root unit and all vectors are
+// gathered once a step, after the optimizer has changed them.
 //
 // Backward writes a layer's whole gradient into one of two buffers. Its reduce-scatter overlaps with the backward pass
 // of the layer below. The root's gradient has its own buffer. A batch touches few rows of the embedding. So if the
@@ -143,13 +144,15 @@ static inline void fsdp_prefetch(Fsdp *f, int64_t l) {
     slot->layer = l;
 }
 
-// Casts the FP8 weights that a pass reads in layer l, unless they are valid. With one scale per tensor, a sharded
-// layer's columnwise data is transposed from rowwise data, since backward may not have the bf16 weights.
+// Casts the FP8 weights that a pass reads in layer l, unless they are valid. With one scale per tensor, columnwise
+// data of a sharded layer, or of resident codes, is transposed from rowwise data: backward may not have the bf16
+// weights.
 static inline void fsdp_make_casts(Fsdp *f, int64_t l, bool backward) {
     FsdpWeights *w = &f->weights;
-    const bool transposes = fsdp_is_sharded(f) && fsdp_tensor_scales(f), in_slot = fsdp_gathers_fp8(f, l);
+    const bool has_rowwise = fsdp_has_rowwise(f, l),
+               transposes = has_rowwise || (fsdp_is_sharded(f) && fsdp_tensor_scales(f));
     const bool reads_rowwise = !backward || transposes || f->plan.recomputes_gemms;
-    const bool rowwise = !in_slot && reads_rowwise && w->rowwise_layer[l % w->num_rowwise] != l;
+    const bool rowwise = !has_rowwise && reads_rowwise && w->rowwise_layer[l % w->num_rowwise] != l;
     const bool columnwise = backward && w->columnwise_layer[l % w->num_columnwise] != l;
     if (rowwise || (columnwise && !transposes)) fsdp_cast(f, l, rowwise, columnwise && !transposes);
     for (int id = 0; columnwise && transposes && id < NUM_LINEARS; id++) {
@@ -229,13 +232,14 @@ static inline void fsdp_reduce_amaxes(Fsdp *f, CommGroup group, uint32_t *amaxes
 static inline void fsdp_publish_layers(Fsdp *f) {
     const int64_t L = f->plan.table->num_layers;
     if (fsdp_tensor_scales(f)) fsdp_reduce_amaxes(f, COMM_SHARD, f->in.scales->amax);
-    tensor_scales_begin_weights(f->in.scales);
+    if (!f->weights.update_coded) tensor_scales_begin_weights(f->in.scales);
     if (f->plan.precision->casts_masters)
         fp16_factors(&f->weights.masters, L, f->in.masters->scales + MSAMP_MASTER * f->in.masters->tensors,
                      f->in.scales->amax, f->in.scales->scale_inv, TENSORS_PER_LAYER, f->transport.compute);
     fsdp_invalidate(&f->weights);
     memset(f->weights.amaxes_known, 0, (size_t)L * sizeof *f->weights.amaxes_known);
-    if (f->plan.weight_source == FSDP_WEIGHTS_GATHER_FP8) fsdp_cast_shard(f);
+    if (fsdp_keeps_codes(f)) fsdp_cast_shard(f);
+    f->weights.update_coded = false;
     if (!fsdp_is_sharded(f)) return;
     comm_waits_compute(&f->transport);
     fsdp_gather_vectors(f);

@@ -6,11 +6,11 @@
 #include "fsdp_norm.cuh"
 
 // Places the FP8 weights that this rank casts or transposes. If they are transient and backward repeats no GEMM, a
-// pass reads either rowwise or columnwise data, so the two share memory.
+// pass reads either rowwise or columnwise data, so the two share memory, unless rowwise data is resident.
 static inline void fsdp_place_casts(Fsdp *f, Arena *a) {
     FsdpWeights *w = &f->weights;
     const int64_t matrices = fsdp_layer_matrices(f);
-    const bool shared = fsdp_casts_are_transient(f) && !f->plan.recomputes_gemms;
+    const bool shared = fsdp_casts_are_transient(f) && !f->plan.recomputes_gemms && w->num_rowwise;
     if (w->num_rowwise) w->rowwise = (uint8_t *)arena_take(a, w->num_rowwise * matrices);
     if (w->num_columnwise) w->columnwise = shared ? w->rowwise : (uint8_t *)arena_take(a, w->num_columnwise * matrices);
     if (w->rowwise_scale_bytes) w->rowwise_scales = (char *)arena_take(a, w->num_rowwise * w->rowwise_scale_bytes);
@@ -78,8 +78,7 @@ static inline void fsdp_place(Fsdp *f, Arena *a) {
     const FsdpPlan *plan = &f->plan;
     const int64_t *slices = plan->shard.layer_slices, L = plan->table->num_layers;
     arena_group(a, fsdp_is_sharded(f) ? "FP8 weights (shard and layers)" : "FP8 weights and their transposes");
-    if (plan->weight_source == FSDP_WEIGHTS_GATHER_FP8)
-        f->weights.shard_fp8 = (uint8_t *)arena_take(a, L * slices[SEGMENT_MATRICES]);
+    if (fsdp_keeps_codes(f)) f->weights.shard_fp8 = (uint8_t *)arena_take(a, L * slices[SEGMENT_MATRICES]);
     if (!fsdp_casts_are_transient(f)) fsdp_place_casts(f, a);
     fsdp_place_factors(f, a);
     arena_group(a, "gathered weights");

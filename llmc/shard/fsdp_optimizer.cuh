@@ -25,14 +25,30 @@ static inline AdamwGradients fsdp_sums(const Fsdp *f) {
                           &f->gradients.fp8_layout};
 }
 
-// Runs AdamW on this rank's part of unit l, a layer or ROOT, and of the count - 1 layers that follow it.
-static inline void fsdp_update_units(Fsdp *f, Offload *offload, const AdamwUpdate *w, int64_t l, int64_t count) {
+// Runs AdamW on layers l to l + count - 1, and lets it write the codes of this rank's slices (tensorwise_bounded).
+// Returns their bytes.
+static inline int64_t fsdp_update_coded(Fsdp *f, const AdamwUpdate *w, int64_t l, int64_t count) {
+    const int64_t slice = f->plan.shard.layer_slices[SEGMENT_MATRICES];
+    const AdamwCodes codes = {f->weights.shard_fp8, f->in.scales->weight_scale, slice, TENSORS_PER_LAYER};
+    adamw_update_coded(w, &codes, f->plan.table, &f->plan.shard, l, count, fsdp_sums_begin(f, l), f->transport.compute);
+    f->weights.update_coded = true;
+    return count * slice;
+}
+
+// Runs AdamW on this rank's part of unit l, a layer or ROOT, and of the count - 1 layers that follow it. Returns the
+// bytes of FP8 codes that it writes.
+static inline int64_t fsdp_update_units(Fsdp *f, Offload *offload, const AdamwUpdate *w, int64_t l, int64_t count) {
     const cudaStream_t stream = f->transport.compute;
     const int64_t gradients = fsdp_sums_begin(f, l);
-    if (!w->arrays.scaled.scales) return offload_update_units(offload, w, f->plan.table, l, count, gradients, stream);
+    if (l != ROOT && f->in.scales->weight_scale && fsdp_keeps_codes(f)) return fsdp_update_coded(f, w, l, count);
+    if (!w->arrays.scaled.scales) {
+        offload_update_units(offload, w, f->plan.table, l, count, gradients, stream);
+        return 0;
+    }
     adamw_msamp_amaxes(w, f->plan.table, &f->plan.shard, l, count, gradients, stream);
     fsdp_reduce_state_amaxes(f, &w->arrays.scaled, msamp_tensors(f->plan.table, l, count), l);
     adamw_msamp_store(w, f->plan.table, &f->plan.shard, l, count, gradients, stream);
+    return 0;
 }
 
 // Rounds the bf16 weights from fp32 or FP16 masters. FP16 masters that arrived as fp32 numbers (fp16_masters.cuh) are

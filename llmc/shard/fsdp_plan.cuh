@@ -33,7 +33,7 @@ static_assert((int)NUM_LINEARS <= (int)SLICE_MAX_TENSORS, "quantize_slices takes
 
 // The source of the weights that a GEMM reads.
 typedef enum {
-    FSDP_WEIGHTS_RESIDENT,     // this rank has all weights; FP8 weights are cast for each layer and pass
+    FSDP_WEIGHTS_RESIDENT,     // this rank has all weights; FP8 weights are cast for each layer and pass, or resident
     FSDP_WEIGHTS_GATHER_BF16,  // all-gather in bf16 over the shard group; FP8 weights are cast after it
     FSDP_WEIGHTS_GATHER_FP8  // all-gather in FP8 over the shard group; in bf16 for layers that have a bf16 linear layer
 } FsdpWeightSource;
@@ -111,7 +111,8 @@ typedef struct {
 // Weights that were gathered or cast, and the FP16 masters from which FP8 weights may be cast.
 typedef struct {
     Fp16Weights masters;   // with precision->casts_masters
-    uint8_t *shard_fp8;    // [L, slice] FP8 casts of this rank's slices of the matrices
+    uint8_t *shard_fp8;    // [L, slice] FP8 codes of this rank's slices of the matrices (fsdp_keeps_codes)
+    bool update_coded;     // AdamW has written shard_fp8 since the last fsdp_publish_layers
     bf16 *root, *vectors;  // gathered root unit; gathered vectors [L, shard_size * slice]
     char *slots;           // [num_slots] each holds the gathered matrices of one layer, in bf16 or FP8
     FsdpSlot *slot;
@@ -233,6 +234,22 @@ static inline bool fsdp_gathers_fp8(const Fsdp *f, int64_t l) {
     return f->plan.weight_source == FSDP_WEIGHTS_GATHER_FP8 && precision_layer_is_fp8(f->plan.precision, l);
 }
 
+// True if a rank with all weights has the rowwise codes of all FP8 weights in shard_fp8 too: AdamW writes them there.
+static inline bool fsdp_codes_are_resident(const Fsdp *f) {
+    return f->plan.weight_source == FSDP_WEIGHTS_RESIDENT && f->plan.precision->any_fp8 &&
+           f->plan.precision->recipe->bounded;
+}
+
+// True if this rank keeps FP8 codes of its slices.
+static inline bool fsdp_keeps_codes(const Fsdp *f) {
+    return f->plan.weight_source == FSDP_WEIGHTS_GATHER_FP8 || fsdp_codes_are_resident(f);
+}
+
+// True if layer l's rowwise codes need no cast: they are gathered, or resident.
+static inline bool fsdp_has_rowwise(const Fsdp *f, int64_t l) {
+    return fsdp_gathers_fp8(f, l) || fsdp_codes_are_resident(f);
+}
+
 // True if FP8 weights are cast for one layer at a time, and fsdp_reshard invalidates them.
 static inline bool fsdp_casts_are_transient(const Fsdp *f) { return f->plan.weight_source == FSDP_WEIGHTS_RESIDENT; }
 
@@ -293,10 +310,10 @@ static inline void fsdp_describe_buffers(Fsdp *f) {
     const bool all_fp8 = fp8 && !plan->precision->any_bf16,
                gathers_fp8 = plan->weight_source == FSDP_WEIGHTS_GATHER_FP8;
     const bool bf16_is_cast = all_fp8 && !gathers_fp8 && fsdp_tensor_scales(f),
-               slots_are_rowwise = all_fp8 && gathers_fp8;
+               codes_are_rowwise = (all_fp8 && gathers_fp8) || fsdp_codes_are_resident(f);
     w->num_slots = !sharded ? 0 : keep_gathered && !bf16_is_cast ? L : min_i64(2, L);
     w->num_columnwise = !fp8 ? 0 : sharded && keep_gathered ? L : 1;
-    w->num_rowwise = slots_are_rowwise ? 0 : w->num_columnwise;
+    w->num_rowwise = codes_are_rowwise ? 0 : w->num_columnwise;
     w->slot = (FsdpSlot *)xcalloc((size_t)w->num_slots, sizeof *w->slot);
     w->amaxes_known = (bool *)xcalloc((size_t)L, sizeof *w->amaxes_known);
     w->rowwise_layer = (int64_t *)xcalloc((size_t)w->num_rowwise, sizeof *w->rowwise_layer);

@@ -16,6 +16,7 @@ static inline char *fsdp_slot_data(const Fsdp *f, int64_t slot) {
 
 static inline uint8_t *fsdp_rowwise(const Fsdp *f, int64_t l) {
     if (fsdp_gathers_fp8(f, l)) return (uint8_t *)fsdp_slot_data(f, l % f->weights.num_slots);
+    if (fsdp_codes_are_resident(f)) return f->weights.shard_fp8 + l * fsdp_layer_matrices(f);
     return f->weights.rowwise + l % f->weights.num_rowwise * fsdp_layer_matrices(f);
 }
 
@@ -133,7 +134,8 @@ static inline void fsdp_cast_shard_masters(Fsdp *f) {
     }
 }
 
-// Casts this rank's slices of the matrices of all layers to FP8. Audits the casts in an audited step.
+// Casts this rank's slices of the matrices of all layers to FP8, unless AdamW has written their codes. Audits the codes
+// in an audited step.
 static inline void fsdp_cast_shard(Fsdp *f) {
     if (f->plan.precision->casts_masters) return fsdp_cast_shard_masters(f);
     const ShardSegment g = fsdp_segment(f, 0, SEGMENT_MATRICES);
@@ -149,8 +151,9 @@ static inline void fsdp_cast_shard(Fsdp *f) {
     s.codes = f->weights.shard_fp8;
     const TensorScales *scales = f->in.scales;
     s.amax = scales->amax, s.scale_inv = scales->scale_inv, s.slot_stride = TENSORS_PER_LAYER;
-    s.rule = f->plan.precision->recipe->rule, s.delayed_scale = scales->delayed_scale;
-    quantize_slices(&s, f->transport.compute);
+    s.rule = f->plan.precision->recipe->rule,
+    s.delayed_scale = scales->weight_scale ? scales->weight_scale : scales->delayed_scale;
+    if (!f->weights.update_coded) quantize_slices(&s, f->transport.compute);
     AuditSums *audit = scales->auditing ? scales->audit + audit_index(0, 0, TENSOR_W, ROWWISE) : NULL;
     if (audit) audit_slices(&s, audit, AUDIT_LAYER, AUDIT_LINEAR, f->transport.compute);
 }
