@@ -18,8 +18,8 @@ LIMITS = {"train_fp8.c": 1000, "train_fp8.cu": 930, "llmc/shard/fsdp.cuh": 450}
 # a budget in a commit of its own, whose message says what the added lines buy a user.
 BUDGETS = {"llmc": (33290, "llmc/*/*.h", "llmc/*/*.cuh"),
            "dev/test": (28850, "dev/test/*.[chps]*", "dev/test/lib/*.[chps]*"),
-           "scripts": (6820, "scripts/*.py", "scripts/*.sh", "scripts/*/*.py", "scripts/*/*.sh"),
-           "README.md and docs": (1806, "README.md", "docs/*.md")}
+           "scripts": (6580, "scripts/*.py", "scripts/*.sh", "scripts/*/*.py", "scripts/*/*.sh"),
+           "README.md and docs": (1800, "README.md", "docs/*.md")}
 OPTIONS = 83
 FSDP_STRUCTS = ("FsdpPlan", "FsdpWeights", "FsdpGradients", "FsdpClip", "Fsdp")
 # structs with at most FIELDS
