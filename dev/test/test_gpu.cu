@@ -461,6 +461,7 @@ static void flip_trial(FlipTrials *f, const FlipPlace *place, uint64_t trial) {
     Logger logger = {};
     const Receipts receipts = {&t->table, &f->access, &logger, 0, true};
     CUDA_CHECK(cudaMemcpy(t->memory, f->start, (size_t)f->bytes, cudaMemcpyDeviceToDevice));
+    CUDA_CHECK(cudaDeviceSynchronize());  // neither the host nor the trainer's stream waits for such a copy
     weights_changed(t);
     for (int64_t step = 0; step < FLIP_STEPS; step++) {
         if (place && step == 1) flip_bit(place, trial, f->flips);
@@ -479,6 +480,7 @@ static FlipTrials *flip_trials(const Options *o, const ModelConfig *m) {
     f->bytes = plan.used, f->hashes = 4 * f->t.table.count;  // weights, two moments, gradients
     f->compared = 3 * f->t.table.total * 2;
     CUDA_CHECK(cudaMalloc((void **)&f->start, (size_t)f->bytes));
+    CUDA_CHECK(cudaDeviceSynchronize());
     CUDA_CHECK(cudaMemcpy(f->start, f->t.memory, (size_t)f->bytes, cudaMemcpyDeviceToDevice));
     CUDA_CHECK(cudaStreamCreateWithFlags(&f->flips, cudaStreamNonBlocking));
     const size_t bytes = (size_t)(FLIP_STEPS * f->hashes) * sizeof(uint64_t);
