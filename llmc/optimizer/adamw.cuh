@@ -155,7 +155,6 @@ __device__ static inline float adamw_update_block(uint32_t *amax, const AdamwArr
 template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS, bool CODES>
 __device__ static inline void adamw_update_all(const AdamwUpdate &update, const AdamwUnits &u,
                                                const AdamwCodes &codes) {
-    grid_dependency_wait();
     __shared__ uint32_t amax[ADAMW_MAX_SLOTS];
     AdamwTerms c = {update.step, 1, 1, false};
     if (update.control) c.factor = update.control->gradient_factor, c.skipped = update.control->nonfinite;
@@ -185,6 +184,7 @@ HOST_DEVICE static constexpr int adamw_blocks_per_sm(bool master, AdamwMoments m
 template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS>
 static __global__ void __launch_bounds__(ADAMW_THREADS, adamw_blocks_per_sm(MASTER, MOMENTS, GRADIENTS))
     adamw_update_kernel(const __grid_constant__ AdamwUpdate update, const __grid_constant__ AdamwUnits u) {
+    grid_dependency_wait();
     const AdamwCodes none = {};
     adamw_update_all<MASTER, MOMENTS, GRADIENTS, false>(update, u, none);
 }
@@ -194,6 +194,7 @@ template <bool MASTER, AdamwMoments MOMENTS, AdamwGradientType GRADIENTS>
 static __global__ void __launch_bounds__(ADAMW_THREADS, adamw_blocks_per_sm(MASTER, MOMENTS, GRADIENTS))
     adamw_codes_kernel(const __grid_constant__ AdamwUpdate update, const __grid_constant__ AdamwUnits u,
                        const __grid_constant__ AdamwCodes codes) {
+    grid_dependency_wait();
     adamw_update_all<MASTER, MOMENTS, GRADIENTS, true>(update, u, codes);
 }
 
