@@ -1403,12 +1403,12 @@ static void test_bounded_resume(void) {
     free(output);
 }
 
-// Runs 4 steps, and returns their step lines up to the learning rate. The caller frees them.
+// Runs 2 steps, and returns their step lines up to the learning rate. The caller frees them.
 static char *run_lines(const char *model, const char *options) {
     char command[512], *output, *lines = (char *)xcalloc(4096, 1);
     format_checked(
         command, sizeof command,
-        "%s --train-data @/train.bin --sequence-length 64 --batch-size 2 --learning-rate 1e-3 --num-steps 4 %s", model,
+        "%s --train-data @/train.bin --sequence-length 64 --batch-size 2 --learning-rate 1e-3 --num-steps 2 %s", model,
         options);
     CHECK(run_program(command, &output) == 0, "the run ends with status 0: %s: %s", options, output);
     for (char *line = strtok(output, "\n"); line; line = strtok(NULL, "\n")) {
@@ -1421,7 +1421,7 @@ static char *run_lines(const char *model, const char *options) {
     return lines;
 }
 
-// Returns the largest relative difference of two runs' losses in 4 steps, or NaN if there are not 4.
+// Returns the largest relative difference of two runs' losses in 2 steps, or NaN if there are not 2.
 static double lines_differ(const char *a, const char *b) {
     double largest = 0;
     int steps = 0;
@@ -1429,7 +1429,7 @@ static double lines_differ(const char *a, const char *b) {
         const double difference = fabs(atof(a += 5) / atof(b += 5) - 1);
         if (check_is_worse(difference, largest)) largest = difference;
     }
-    return steps == 4 ? largest : (double)NAN;
+    return steps == 2 ? largest : (double)NAN;
 }
 
 static void test_recipes(void) {
@@ -1440,11 +1440,11 @@ static void test_recipes(void) {
         char *lines = run_lines("small", options);
         const double difference = lines_differ(lines, bf16);
         // Each operand is off by 2-3% rms (E5M2: 5-6%), at random. That moves a loss, the mean of 128 rows, by some
-        // 1e-3, and again in each later step.
+        // 1e-3, and again in the next step.
         CHECK(difference > 0 && difference < 0.01,
               "%s: losses are near bf16's, but not equal; the largest relative difference is %g:\n%s%s",
               recipe_row(recipe)->name, difference, lines, bf16);
-        printf("%-18s 4 steps of small: losses within %.1e of bf16\n", recipe_row(recipe)->name, difference);
+        printf("%-18s 2 steps of small: losses within %.1e of bf16\n", recipe_row(recipe)->name, difference);
         free(lines);
     }
     free(bf16);
@@ -1840,7 +1840,8 @@ int main(int argc, char **argv) {
     test_invariance(PRECISION_FP32, RECIPE_BF16);
     test_invariance(PRECISION_BF16, RECIPE_BF16);
     for (int recipe = 0; recipe < NUM_RECIPES; recipe++) test_invariance(PRECISION_FP8, recipe);
-    for (int recipe = 0; recipe < NUM_RECIPES; recipe++) test_fp8_activations(recipe);
+    for (int recipe = 0; recipe < NUM_RECIPES; recipe++)
+        if (!SANITIZED || recipe == RECIPE_TENSORWISE || recipe == RECIPE_BLOCKWISE) test_fp8_activations(recipe);
     for (int recipe = 0; recipe < NUM_RECIPES; recipe++)
         if (recipe != RECIPE_DELAYED) test_lm_head(recipe);
     test_fp8_groups();
