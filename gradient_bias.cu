@@ -21,7 +21,7 @@ static void planted_gemm(Trainer *t, GemmPlan plan, float factor, bf16 *result, 
     const float values[2] = {factor, 0};
     if (plan.emulated) die_with(EXIT_UNSUPPORTED, "--plant changes no GEMM of --fp8-emulate");
     CUDA_CHECK(cudaMalloc((void **)&alpha_beta, sizeof values));
-    CUDA_CHECK(cudaMemcpy(alpha_beta, values, sizeof values, cudaMemcpyHostToDevice));
+    CUDA_CHECK(cudaMemcpyAsync(alpha_beta, values, sizeof values, cudaMemcpyHostToDevice, t->stream));
     plan.one_zero = alpha_beta;
     gemm_set_int(plan.matmul, CUBLASLT_MATMUL_DESC_POINTER_MODE, CUBLASLT_POINTER_MODE_DEVICE);
     gemm_run(&t->linears.gemm, &plan, result, a, b, bias, false);

@@ -115,19 +115,29 @@ static void load_golden_weights(Trainer *t, const Golden *g) {
     weights_changed(t);
 }
 
+// Copies between host and device wait for the trainer's stream, which does not wait for the default stream by itself.
+static void *download_bytes(const void *device, int64_t bytes) {
+    void *host = xcalloc((size_t)bytes, 1);
+    CUDA_CHECK(cudaDeviceSynchronize());
+    CUDA_CHECK(cudaMemcpy(host, device, (size_t)bytes, cudaMemcpyDeviceToHost));
+    return host;
+}
+
+static void upload(void *device, const void *host, size_t bytes) {
+    CUDA_CHECK(cudaMemcpy(device, host, bytes, cudaMemcpyHostToDevice));
+    CUDA_CHECK(cudaDeviceSynchronize());  // the copy may still run
+}
+
 static float *download(const bf16 *device, int64_t n) {
-    bf16_bits *bits = (bf16_bits *)xcalloc((size_t)n, sizeof *bits);
+    bf16_bits *bits = (bf16_bits *)download_bytes(device, n * (int64_t)sizeof *bits);
     float *values = (float *)xcalloc((size_t)n, sizeof *values);
-    CUDA_CHECK(cudaMemcpy(bits, device, (size_t)n * sizeof *bits, cudaMemcpyDeviceToHost));
     for (int64_t i = 0; i < n; i++) values[i] = bf16_to_float(bits[i]);
     free(bits);
     return values;
 }
 
 static double mean_loss(Trainer *t) {
-    float *losses = (float *)xcalloc((size_t)t->d.R, sizeof *losses);
-    CUDA_CHECK(cudaStreamSynchronize(t->stream));
-    CUDA_CHECK(cudaMemcpy(losses, t->acts.losses, (size_t)t->d.R * sizeof *losses, cudaMemcpyDeviceToHost));
+    float *losses = (float *)download_bytes(t->acts.losses, t->d.R * (int64_t)sizeof *losses);
     double sum = 0;
     for (int64_t r = 0; r < t->d.R; r++) sum += losses[r];
     free(losses);
@@ -153,7 +163,7 @@ static void test_golden(const char *name, int precision, int recompute, double l
     int32_t *inputs = (int32_t *)xcalloc((size_t)(2 * t.d.R), sizeof *inputs), *targets = inputs + t.d.R;
     golden_batch(&g, inputs, targets);
     // Fills gradients with NaN, so that a gradient that is not written is detected.
-    CUDA_CHECK(cudaMemset(gradients(&t), 0xff, (size_t)t.table.total * sizeof(bf16)));
+    CUDA_CHECK(cudaMemsetAsync(gradients(&t), 0xff, (size_t)t.table.total * sizeof(bf16), t.stream));
     forward_backward(&t, inputs, targets, true);
     const double loss_error = fabs(mean_loss(&t) / golden_number(&g, "loss") - 1);
     CHECK(loss_error < loss_tolerance, "%s: the loss agrees with transformers'; relative error %g", name, loss_error);
@@ -177,8 +187,7 @@ static void test_golden(const char *name, int precision, int recompute, double l
 }
 
 static int64_t different_bits(const bf16 *a, const bf16_bits *b, int64_t n) {
-    bf16_bits *bits = (bf16_bits *)xcalloc((size_t)n, sizeof *bits);
-    CUDA_CHECK(cudaMemcpy(bits, a, (size_t)n * sizeof *bits, cudaMemcpyDeviceToHost));
+    bf16_bits *bits = (bf16_bits *)download_bytes(a, n * (int64_t)sizeof *bits);
     int64_t count = 0;
     for (int64_t i = 0; i < n; i++) count += bits[i] != b[i];
     free(bits);
@@ -216,8 +225,7 @@ static void test_recompute_and_repetition(ModelFamily family, int precision) {
         forward_backward(&t, tokens, tokens + t.d.R, true);
         const double loss = mean_loss(&t);
         if (run == 0) {
-            first = (bf16_bits *)xcalloc((size_t)t.table.total, sizeof *first);
-            CUDA_CHECK(cudaMemcpy(first, gradients(&t), (size_t)t.table.total * sizeof *first, cudaMemcpyDeviceToHost));
+            first = (bf16_bits *)download_bytes(gradients(&t), t.table.total * (int64_t)sizeof *first);
             first_loss = loss;
         } else {
             const int64_t different = different_bits(gradients(&t), first, t.table.total);
@@ -241,17 +249,15 @@ static void test_nonfinite_gate(int on_nonfinite) {
     Trainer t;
     create_random(&t, &o, &m);
     weights_changed(&t);
-    bf16_bits *before = (bf16_bits *)xcalloc((size_t)t.table.total, sizeof *before);
-    CUDA_CHECK(cudaMemcpy(before, t.params.weights, (size_t)t.table.total * sizeof *before, cudaMemcpyDeviceToHost));
+    bf16_bits *before = (bf16_bits *)download_bytes(t.params.weights, t.table.total * (int64_t)sizeof *before);
     static const StateKind kinds[] = {STATE_WEIGHTS, STATE_EXP_AVG, STATE_EXP_AVG_SQ};
     const int64_t bad = layer_offset(&t.table, 1) + t.table.layer.wo + 17,
                   follows[] = {layer_offset(&t.table, 0) + t.table.layer.wdown, t.table.root.embedding + 5};
     const int steps = on_nonfinite == NONFINITE_SKIP ? 2 : 1;  // without skipping, a run ends with the first step
     for (int step = 0; step < steps; step++) {
         const bf16_bits value = step == 0 ? 0x7f80 : 0x3c00;  // infinity, then an ordinary gradient
-        CUDA_CHECK(cudaMemcpy(gradients(&t) + bad, &value, sizeof value, cudaMemcpyHostToDevice));
-        for (int i = 0; i < 2; i++)
-            CUDA_CHECK(cudaMemcpy(gradients(&t) + follows[i], &value, sizeof value, cudaMemcpyHostToDevice));
+        upload(gradients(&t) + bad, &value, sizeof value);
+        for (int i = 0; i < 2; i++) upload(gradients(&t) + follows[i], &value, sizeof value);
         fsdp_begin_step(&t.fsdp, step);
         optimizer_step(&t);
         const StepStats stats = download_stats(&t);
@@ -284,11 +290,8 @@ static void test_nonfinite_gate(int on_nonfinite) {
 
 // Returns amax histories and scales of delayed scaling, as bits.
 static uint32_t *download_delayed(const Trainer *t) {
-    const size_t bytes = (size_t)tensor_scales_delayed_elements(&t->linears.scales) * sizeof(uint32_t);
-    uint32_t *words = (uint32_t *)xcalloc(bytes, 1);
-    CUDA_CHECK(cudaStreamSynchronize(t->stream));
-    CUDA_CHECK(cudaMemcpy(words, t->linears.scales.history, bytes, cudaMemcpyDeviceToHost));
-    return words;
+    return (uint32_t *)download_bytes(t->linears.scales.history,
+                                      tensor_scales_delayed_elements(&t->linears.scales) * (int64_t)sizeof(uint32_t));
 }
 
 // Takes a step of two micro-steps on synthetic tokens. With `refuse`, one gradient is infinite, so that the trainer
@@ -304,8 +307,7 @@ static void delayed_step(Trainer *t, int64_t step, bool refuse) {
         CUDA_CHECK(cudaStreamSynchronize(t->stream));
     }
     const bf16_bits infinity = 0x7f80;
-    if (refuse)
-        CUDA_CHECK(cudaMemcpy(gradients(t) + t->table.root.norm, &infinity, sizeof infinity, cudaMemcpyHostToDevice));
+    if (refuse) upload(gradients(t) + t->table.root.norm, &infinity, sizeof infinity);
     optimizer_step(t);
     CUDA_CHECK(cudaStreamSynchronize(t->stream));
     free(tokens);
@@ -335,9 +337,8 @@ static void test_delayed_skip(int recompute) {
         CHECK(memcmp(want, good, bytes) == 0,
               "step %lld after a skipped step has the histories and scales of a trainer that skipped none",
               (long long)step);
-        bf16_bits *weights = (bf16_bits *)xcalloc((size_t)t.table.total, sizeof *weights);
-        CUDA_CHECK(cudaMemcpy(weights, without.params.weights, (size_t)t.table.total * sizeof *weights,
-                              cudaMemcpyDeviceToHost));
+        bf16_bits *weights =
+            (bf16_bits *)download_bytes(without.params.weights, t.table.total * (int64_t)sizeof *weights);
         CHECK(different_bits(t.params.weights, weights, t.table.total) == 0,
               "step %lld after a skipped step has the weights of a trainer that skipped none", (long long)step);
         delayed_step(&t, step, true);
@@ -349,13 +350,6 @@ static void test_delayed_skip(int recompute) {
     }
     free(start), free(refused);
     trainer_destroy(&t), trainer_destroy(&without);
-}
-
-static void *download_bytes(const void *device, int64_t bytes) {
-    void *host = xcalloc((size_t)bytes, 1);
-    CUDA_CHECK(cudaDeviceSynchronize());
-    CUDA_CHECK(cudaMemcpy(host, device, (size_t)bytes, cudaMemcpyDeviceToHost));
-    return host;
 }
 
 // Checks the codes that AdamW has written, and the amaxes that it has found. `amax`, `scale`: of weights before the
@@ -431,7 +425,7 @@ static void test_bad_norm(int recompute) {
     gpu_state_write(&t.state, STATE_WEIGHTS, layer_offset(&t.table, 0) + t.table.layer.wdown + 5, 1, &infinity);
     weights_changed(&t);
     int32_t *tokens = (int32_t *)xcalloc((size_t)(2 * t.d.R), sizeof *tokens);
-    CUDA_CHECK(cudaMemset(&t.step.stats->bad_norm, 0xff, sizeof t.step.stats->bad_norm));
+    CUDA_CHECK(cudaMemsetAsync(&t.step.stats->bad_norm, 0xff, sizeof t.step.stats->bad_norm, t.stream));
     forward_backward(&t, tokens, tokens + t.d.R, false);
     const StepStats stats = download_stats(&t);
     CHECK(stats.bad_norm == (uint32_t)nonfinite_norm(1, false), "the first norm of layer 1 is reported; found norm %u",
@@ -500,7 +494,7 @@ static void test_receipt_kernel(void) {
     char *device;
     CUDA_CHECK(cudaMalloc((void **)&device, sizeof host + receipt_scratch_bytes(PARTS)));
     for (int i = 0; i < N; i++) host[i] = (uint32_t)rng_u64(5, (uint64_t)i);
-    CUDA_CHECK(cudaMemcpy(device, host, sizeof host, cudaMemcpyHostToDevice));
+    upload(device, host, sizeof host);
     for (int64_t bytes = 1; bytes <= 4; bytes *= 2) {
         ReceiptPart parts[PARTS];
         uint64_t sums[PARTS];
