@@ -20,8 +20,8 @@ are in parentheses.
   --branch-step B         the step after which arms branch (N/10)
   --one-length            train to N alone: a third less GPU time, but no trend over tokens and no cost at equal loss
   --tokens-per-step LIST  tokens of an optimizer step of all GPUs (batch size x T x accumulation x GPUs); with several,
-                          trunks train with the first, and from step B on each trains on as many tokens, BF16 too, with
-                          --lr times the root of its ratio to the first
+                          trunks train with the first, the largest, and from step B on each trains on as many tokens,
+                          BF16 too, with --lr times the root of its ratio to the first
   --whole                 pairs that differ from step 0 on, with a cosine schedule, instead of branches: they say what
                           the first steps cost, and differ by chance about ten times more
   --rounding-seeds LIST   with --whole: seeds of stochastic rounding; each is run with every seed of --seeds (each run's
@@ -271,6 +271,9 @@ class Plan:
         self.seeds = number_list("--seeds", o.seeds)
         self.looks = sorted(number_list("--looks", o.looks, 1)) if o.looks else [len(self.seeds)]
         self.batches = number_list("--tokens-per-step", o.tokens_per_step, 1) if o.tokens_per_step else [None]
+        if not self.whole and self.batches[0] and self.batches[0] < max(self.batches):
+            fail(f"--tokens-per-step {o.tokens_per_step}: put {max(self.batches)} first: with more tokens than the trunk "
+                 "the rate would leap up at the branch, which throws runs off")
         if o.rounding_seeds and not self.whole:
             fail("--rounding-seeds is for --whole; the null arm of every trunk has a rounding seed of its own")
         if (o.branch_step or o.one_length) and self.whole:

@@ -192,8 +192,9 @@ def pilot(comparisons, margin=None):
 
 def null_words(c, margin):
     """How small a cost so many trunks see, and what the margin takes."""
-    text = f"{c.recipe}: pairs that differ in chance alone are {c.deviation[0]:.2f}% apart (at most " \
-           f"{c.deviation[1]:.2f}%), so {count(c.planned, 'trunk')} see a cost of {c.smallest:.2f}% or more"
+    text = f"{c.recipe}, {c.batch:,} tokens per step: pairs that differ in chance alone are {c.deviation[0]:.2f}% " \
+           f"apart (at most {c.deviation[1]:.2f}%), so {count(c.planned, 'trunk')} see a cost of {c.smallest:.2f}% or " \
+           "more"
     if not margin or c.smallest <= margin:
         return text
     need = vs.trunks_needed(c.deviation[1], margin, c.alpha)
