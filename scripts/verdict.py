@@ -272,8 +272,8 @@ class Plan:
         self.looks = sorted(number_list("--looks", o.looks, 1)) if o.looks else [len(self.seeds)]
         self.batches = number_list("--tokens-per-step", o.tokens_per_step, 1) if o.tokens_per_step else [None]
         if not self.whole and self.batches[0] and self.batches[0] < max(self.batches):
-            fail(f"--tokens-per-step {o.tokens_per_step}: put {max(self.batches)} first: with more tokens than the trunk "
-                 "the rate would leap up at the branch, which throws runs off")
+            fail(f"--tokens-per-step {o.tokens_per_step}: put {max(self.batches)} first: with more tokens than the "
+                 "trunk the rate would leap up at the branch, which throws runs off")
         if o.rounding_seeds and not self.whole:
             fail("--rounding-seeds is for --whole; the null arm of every trunk has a rounding seed of its own")
         if (o.branch_step or o.one_length) and self.whole:

@@ -106,10 +106,10 @@ def test_commands(folder):
              f"{2 * LENGTH},{LENGTH}", "--lr", "1e-3", "--dry-run"]
     batches = called(*words).stdout.splitlines()
     small = [line for line in batches if f"--tokens-per-step {LENGTH} " in line]
-    check(len(small) == len(batches) // 2 == 6 and "--num-steps 304 " in small[0] and "-rate 0.000707107 " in small[0] and
+    check(len(small) == len(batches) // 2 == 6 and "--num-steps 304 " in small[0] and "e 0.000707107 " in small[0] and
           "--decay-steps 64 " in small[0] and f"tiny.b{2 * LENGTH}.bf16.s7/checkpoints/step-00000016" in small[0],
           f"smaller steps branch from the trunk, BF16 too, for as many tokens: {small}")
-    refuses(folder, f"put {2 * LENGTH} first", *words[:-4], f"{LENGTH},{2 * LENGTH}", *words[-3:])  # a leap of the rate
+    refuses(folder, f"put {2 * LENGTH} first", *words[:-4], f"{LENGTH},{2 * LENGTH}", *words[-3:])
     trunk, null, arm = called("tiny", "--trainer", "./train_fp8", "--train-data", f"{folder}/s_train.bin", "--out",
                                "X", "--sequence-length", str(LENGTH), "--num-steps", "80", "--seeds", "7", "--dry-run",
                                "--against", "fp8:rowwise", "--recipes", "fp8", "--", "--fp8-filter", "last"

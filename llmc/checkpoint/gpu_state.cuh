@@ -34,8 +34,7 @@ static inline char *gpu_state_array(const GpuState *s, StateKind kind) {
                             p->coat.exp_avg_groups, p->coat.exp_avg_sq_groups};
     if (state_is_scale(kind)) return (char *)(p->scaled.scales + (kind - STATE_EXP_AVG_SCALE) * p->scaled.tensors);
     if (kind == STATE_AMAX_HISTORY) return (char *)s->scales->history;
-    if (kind == STATE_SCALES)
-        return (char *)(s->scales->weight_scale ? s->scales->weight_scale : s->scales->delayed_scale);
+    if (kind == STATE_SCALES) return (char *)tensor_scales_known(s->scales);
     if (kind == STATE_CLIP_NORMS) return (char *)s->fsdp->clip.adamw.norms;
     if (kind == STATE_GRADIENTS)
         return p->gradients.fp32_data ? (char *)p->gradients.fp32_data : (char *)p->gradients.bf16_data;

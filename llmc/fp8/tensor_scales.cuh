@@ -95,6 +95,11 @@ static inline uint32_t *tensor_scales_amax(const TensorScales *s, int64_t l, Ten
     return s->amax + l * s->amax_stride + s->amax_offset[tensor_index(0, role, id)];
 }
 
+// Returns the scales that a checkpoint keeps, which are known before a step: weight_scale or delayed_scale, or NULL.
+static inline float *tensor_scales_known(const TensorScales *s) {
+    return s->weight_scale ? s->weight_scale : s->delayed_scale;
+}
+
 // Returns a tensor of layer l without data. If its linear layer is FP8, the tensor gets pointers to its amaxes, to its
 // delayed scale if the recipe is delayed (of a weight: if it is bounded too), and to scale_inv for PER_TENSOR data. l
 // may be -1, below the first layer: no GEMM reads that tensor.

@@ -151,8 +151,7 @@ static inline void fsdp_cast_shard(Fsdp *f) {
     s.codes = f->weights.shard_fp8;
     const TensorScales *scales = f->in.scales;
     s.amax = scales->amax, s.scale_inv = scales->scale_inv, s.slot_stride = TENSORS_PER_LAYER;
-    s.rule = f->plan.precision->recipe->rule,
-    s.delayed_scale = scales->weight_scale ? scales->weight_scale : scales->delayed_scale;
+    s.rule = f->plan.precision->recipe->rule, s.delayed_scale = tensor_scales_known(scales);
     if (!f->weights.update_coded) quantize_slices(&s, f->transport.compute);
     AuditSums *audit = scales->auditing ? scales->audit + audit_index(0, 0, TENSOR_W, ROWWISE) : NULL;
     if (audit) audit_slices(&s, audit, AUDIT_LAYER, AUDIT_LINEAR, f->transport.compute);

@@ -192,12 +192,12 @@ def pilot(comparisons, margin=None):
 
 def null_words(c, margin):
     """How small a cost so many trunks see, and what the margin takes."""
-    text = f"{c.recipe}, {c.batch:,} tokens per step: pairs that differ in chance alone are {c.deviation[0]:.2f}% " \
-           f"apart (at most {c.deviation[1]:.2f}%), so {count(c.planned, 'trunk')} see a cost of {c.smallest:.2f}% or " \
-           "more"
+    apart, most = c.deviation
+    text = (f"{c.recipe}, {c.batch:,} tokens per step: pairs that differ in chance alone are {apart:.2f}% apart (at "
+            f"most {most:.2f}%), so {count(c.planned, 'trunk')} see a cost of {c.smallest:.2f}% or more")
     if not margin or c.smallest <= margin:
         return text
-    need = vs.trunks_needed(c.deviation[1], margin, c.alpha)
+    need = vs.trunks_needed(most, margin, c.alpha)
     return (f"{text}; {margin:g}% takes {f'{need} trunks' if need else 'more than 1000 trunks'} of "
             f"{number(c.hours / 2, 2)} GPU-hours for each arm, or calmer pairs: a later --branch-step, a lower rate")
 
