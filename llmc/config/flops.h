@@ -8,9 +8,8 @@
 //   sol = time of all GEMMs at the dense peak of their precision (FP8: twice BF16), over the measured time
 // FP8 FLOPs are counted GEMM by GEMM. A linear layer [N, K] has three GEMMs of 2 x N x K FLOPs a token. lm_head has
 // those in FP8 that --fp8-lm-head says. With --precision fp8, a GEMM of a transformer layer counts as bf16 if a filter
-// keeps its linear layer in bf16, if N or K does not fit FP8 GEMMs (linear_fits), if the recipe keeps this GEMM in bf16
-// (wgrad of rowwise_with_gw_hp), or with
-// --fp8-emulate.
+// keeps its linear layer in bf16, if N or K does not fit FP8 GEMMs (linear_fits), if the recipe keeps this GEMM in
+// bf16, or with --fp8-emulate.
 #ifndef LLMC_FLOPS_H
 #define LLMC_FLOPS_H
 
