@@ -50,7 +50,7 @@ bits() {
 bits bf16 --precision bf16
 bits "bf16, unclipped, grad_op" --precision bf16 --grad-clip 0 --sharding grad_op
 bits "bf16, fp32 masters" --precision bf16 --master-weights fp32
-for recipe in tensorwise tensorwise_bounded delayed rowwise rowwise_with_gw_hp; do
+for recipe in $(./train_fp8cu --list recipes | grep -v mxfp8); do  # Hopper has no GEMMs for mxfp8
     bits $recipe --precision fp8 --fp8-recipe $recipe
 done
 bits "coat-stochastic" --precision fp8 --optimizer-state coat-stochastic
