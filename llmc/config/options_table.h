@@ -137,7 +137,7 @@ enum { RARE, COMMON };
     INT(fp8_margin, "fp8-margin", 0, 0, 16, BRANCHES, RARE, "recipe delayed: scales are divided by 2 to this power") \
     CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, FAST_ACCUMS, BRANCHES, RARE, \
          "FP8 GEMMs that use fast accumulation (Hopper), where cuBLASLt has it: fprop, all or none; recipes " \
-         "blockwise and mxfp8, --fp8-emulate and the CPU trainer never use it") \
+         "with scales of blocks, --fp8-emulate and the CPU trainer never use it") \
     FLAG(fp8_emulate, "fp8-emulate", RARE, \
          "quantize to FP8, then multiply in bf16: the recipe's rounding without its speed, also on GPUs without FP8") \
     INT(fp8_audit, "fp8-audit", 0, 0, 1000000000, FREE, RARE, \
