@@ -174,9 +174,10 @@ class Case:
 
     def branch_of(self, given):
         step = number("--branch-step", given) if given else self.steps // 10
-        if not self.warmup <= step <= self.steps * 3 // 8:  # later, the shortest run's rate would decay before it
-            fail(f"--branch-step {step}: arms branch after the {self.warmup} steps of warm-up, and after at most 3/8 "
-                 f"of all {self.steps} steps")
+        last = max(at for at in range(self.steps)
+                   if branches.Lengths(self.steps, at, not self.plan.o.one_length).decay_follows())
+        if not self.warmup <= step <= last:
+            fail(f"--branch-step {step}: take {self.warmup} (warm-up) to {last} (the shortest run decays after it)")
         return step
 
     def branch_from(self, first):
@@ -184,7 +185,7 @@ class Case:
         self.lengths = branches.Lengths(first.steps, first.branch, not self.plan.o.one_length,
                                         first.batch / self.batch)
         self.steps, self.warmup, self.branch = self.lengths.ends[-1], first.warmup, first.branch
-        if self.lengths.ends[0] - self.lengths.decays[0] <= self.branch or self.lengths.decays[0] < 4:
+        if not self.lengths.decay_follows() or self.lengths.decays[0] < 4:
             fail(f"{self.title}: the shortest run has {self.lengths.ends[0] - self.branch} steps after the branch; "
                  f"take more --num-steps than {first.steps}, or fewer tokens per step")
 

@@ -24,6 +24,10 @@ class Lengths:
         # after these an arm is saved for the runs that end before the last
         self.saves = [end - decay for end, decay in zip(self.ends[:-1], self.decays)]
 
+    def decay_follows(self):
+        """True if the rate of the shortest run decays after the branch."""
+        return self.ends[0] - self.decays[0] > self.branch
+
     def decay_steps(self, end):
         return self.decays[self.ends.index(end)]
 
