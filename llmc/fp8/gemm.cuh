@@ -48,7 +48,7 @@ static inline void gemm_check_status(cublasStatus_t status, const char *call, co
 typedef struct {
     cublasLtHandle_t handle;
     void *workspace;  // at least GEMM_WORKSPACE_BYTES, 256-byte aligned, used on one stream
-    // At least gemm_scratch_elements() of each plan, 16-byte aligned; may be NULL if no plan is emulated.
+    // linears_emulation_elements(), 16-byte aligned; may be NULL if no plan is emulated.
     bf16 *scratch;
     float *alpha;        // one float, for emulated GEMMs; may be NULL if no plan is emulated
     bool deterministic;  // take the first usable algorithm instead of the fastest
@@ -93,11 +93,6 @@ static inline const char *gemm_type_name(ScaleGranularity g, Fp8Format format) {
     return g == NO_SCALE ? "bf16" : format == FP8_E4M3 ? "e4m3" : "e5m2";
 }
 static inline double gemm_flops(const GemmPlan *p) { return 2.0 * (double)p->R * (double)p->N * (double)p->K; }
-
-// Returns how many bf16 elements of scratch the plan needs to run.
-static inline int64_t gemm_scratch_elements(const GemmPlan *p) {
-    return p->emulated ? (p->rows + p->cols) * p->depth : 0;
-}
 
 // True if a GPU of compute capability major.minor has all GEMMs of a recipe.
 static inline bool recipe_native(const Recipe *r, int major, int minor) {
