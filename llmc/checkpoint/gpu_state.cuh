@@ -5,6 +5,7 @@
 #include "../gpu/receipt.cuh"
 #include "../reference/delayed.h"
 #include "../optimizer/fp16_masters.cuh"
+#include "../fp8/gemm.cuh"
 #include "../fp8/tensor_scales.cuh"
 #include "../memory/offload.cuh"
 #include "../shard/fsdp_plan.cuh"
