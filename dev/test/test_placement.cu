@@ -474,8 +474,8 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
             o.model = name, o.batch_size = B, o.sequence_length = T;
             o.sharding = ranks.sharding, o.shard_size = ranks.shard_size;
             o.precision = recipe == RECIPE_BF16 ? PRECISION_BF16 : PRECISION_FP8;
-            if (recipe < RECIPE_BF16) o.fp8_recipe = recipe, o.fp8_emulate = recipe == RECIPE_MXFP8;
-            if (recipe < RECIPE_BF16 && recipe != RECIPE_DELAYED) o.fp8_lm_head = variant % 3;
+            if (recipe < RECIPE_BF16) o.fp8_recipe = recipe, o.fp8_emulate = !recipe_native(recipe_row(recipe), 9, 0);
+            if (recipe < RECIPE_BF16 && !recipe_row(recipe)->delayed) o.fp8_lm_head = variant % 3;
             o.recompute = variant / 16;
             o.grad_accumulation_steps = variant & 1 ? 2 : 1;
             o.grad_clip = variant & 2 ? 1 : 0;
@@ -488,13 +488,13 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
             if ((variant & 12) == 12)
                 o.grad_accum_dtype = SUM_FP8, o.reduce_dtype = recipe % 2 && ranks.world > 1 ? REDUCE_FP8 : REDUCE_BF16;
             if (recipe < RECIPE_BF16 && o.recompute < RECOMPUTE_MLP) o.fp8_activations = variant & 1 ? ON : OFF;
-            if (recipe == RECIPE_DELAYED) o.on_nonfinite = variant & 4 ? NONFINITE_SKIP : NONFINITE_STOP;
+            if (recipe_row(recipe)->delayed) o.on_nonfinite = variant & 4 ? NONFINITE_SKIP : NONFINITE_STOP;
             if (variant & 4 && o.grad_accum_dtype != SUM_FP8)
                 o.offload = variant & 1 ? "moments,master" : recipe == RECIPE_BF16 ? "master,activations" : "none";
             if (strcmp(o.offload, "none") == 0 && recipe % 2 == variant / 16 % 2) o.offload = "activations";
             char conflict[512];
             o.optimizer_in_backward = variant & 8 && o.grad_accum_dtype != SUM_FP8;
-            if ((o.optimizer_in_backward || recipe == RECIPE_BOUNDED) &&
+            if ((o.optimizer_in_backward || recipe_row(recipe)->bounded) &&
                 *options_conflict(&o, conflict, sizeof conflict))
                 continue;
             format_checked(label, sizeof label,

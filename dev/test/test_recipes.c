@@ -449,10 +449,10 @@ static void test_golden_linear(void) {
     } products[NUM_GEMMS] = {{"y", TENSOR_X, TENSOR_W, ROWWISE, ROWWISE},
                              {"dx", TENSOR_DY, TENSOR_W, ROWWISE, COLUMNWISE},
                              {"dw", TENSOR_DY, TENSOR_X, COLUMNWISE, COLUMNWISE}};
-    static const int recipes[] = {RECIPE_TENSORWISE, RECIPE_ROWWISE, RECIPE_ROWWISE_GW_HP, RECIPE_MXFP8};
-    for (int i = 0; i < 4; i++)
+    for (int recipe = 0; recipe < NUM_RECIPES; recipe++)
         for (int g = 0; g < NUM_GEMMS; g++) {
-            const Recipe *r = recipe_row(recipes[i]);
+            const Recipe *r = recipe_row(recipe);
+            if (r->rule == SCALE_TE || r->rule == SCALE_TE_POW2 || r->bounded) continue;  // torchao has no such layer
             const Matrix *a = &m[products[g].a], *b = &m[products[g].b];
             double factor = 1;
             char key[80];
@@ -617,13 +617,18 @@ static void test_table(void) {
         [RECIPE_ROWWISE_GW_HP] = {{PER_ROW, PER_TENSOR_BROADCAST}, {PER_ROW, NO_SCALE}, {PER_ROW, NO_SCALE}},
         [RECIPE_BLOCKWISE] = {{BLOCK_128X128, BLOCK_128X128}, {BLOCK_1X128, BLOCK_1X128}, {BLOCK_1X128, BLOCK_1X128}},
         [RECIPE_MXFP8] = {{BLOCK_1X32, BLOCK_1X32}, {BLOCK_1X32, BLOCK_1X32}, {BLOCK_1X32, BLOCK_1X32}}};
+    static const ScaleRule rules[NUM_RECIPES] = {[RECIPE_DELAYED] = SCALE_TE,
+                                                 [RECIPE_ROWWISE] = SCALE_TORCHAO_POW2,
+                                                 [RECIPE_ROWWISE_GW_HP] = SCALE_TORCHAO_POW2,
+                                                 [RECIPE_BLOCKWISE] = SCALE_TE_POW2,
+                                                 [RECIPE_MXFP8] = SCALE_MX};  // the others: SCALE_TORCHAO
     for (int i = 0; i < NUM_RECIPES; i++) {
         const Recipe *r = recipe_row(i);
         int wrong = 0;
         for (int t = 0; t < NUM_TENSORS; t++)
             for (int copy = 0; copy < 2; copy++)
                 wrong += recipe_granularity(r, (TensorRole)t, (TensorUsage)copy) != expected[i][t][copy];
-        CHECK(wrong == 0, "%s: operands have the expected granularities; %d have not", r->name, wrong);
+        CHECK(wrong == 0 && r->rule == rules[i], "%s: expected rule and granularities; %d others", r->name, wrong);
         for (int t = 0; t < NUM_TENSORS; t++) {
             const ScaleGranularity row = expected[i][t][ROWWISE], col = expected[i][t][COLUMNWISE];
             CHECK(can_cast(r, t, row) && can_cast(r, t, col) &&
