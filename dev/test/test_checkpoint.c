@@ -292,23 +292,21 @@ static void test_delayed(void) {
     // saved such values. A load takes an infinity in a history as 0, so that it can be saved. It refuses a NaN or a
     // value below zero in a history or a scale, and an infinite scale.
     const TrainerProgress progress = {9, 9, 0};
-    history[3] = INFINITY;
-    CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
-              strstr(failure.text, "tensor amax_history holds a value that is not finite or is below zero"),
-          "an infinity in the amax history is not saved: %s", failure.text);
-    history[3] = -1;
-    CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
-              strstr(failure.text, "tensor amax_history holds a value that is not finite or is below zero"),
-          "a negative amax is not saved: %s", failure.text);
-    history[3] = 1, scales_of_a[2] = INFINITY;
-    CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
-              strstr(failure.text, "tensor scale holds a value"),
-          "an infinite scale is not saved: %s", failure.text);
-    scales_of_a[2] = -1;
-    CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
-              strstr(failure.text, "tensor scale holds a value"),
-          "a negative scale is not saved: %s", failure.text);
-    scales_of_a[2] = 1;
+    static const struct {
+        float amax, scale;
+        const char *problem;
+    } refused[] = {{INFINITY, 1, "tensor amax_history holds a value that is not finite or is below zero"},
+                   {-1, 1, "tensor amax_history holds a value that is not finite or is below zero"},
+                   {1, INFINITY, "tensor scale holds a value"},
+                   {1, -1, "tensor scale holds a value"}};
+    for (size_t i = 0; i < sizeof refused / sizeof refused[0]; i++) {
+        history[3] = refused[i].amax, scales_of_a[2] = refused[i].scale;
+        CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
+                  strstr(failure.text, refused[i].problem),
+              "an amax of %g and a scale of %g are not saved: %s", (double)history[3], (double)scales_of_a[2],
+              failure.text);
+    }
+    history[3] = 1, scales_of_a[2] = 1;
     format_checked(state, sizeof state, "%s/fp8_state.safetensors", found);
     const int64_t data = safetensors_data(state, "amax_history"), scales = safetensors_data(state, "scale");
     b->state.delayed_window = 7;

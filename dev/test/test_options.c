@@ -270,6 +270,17 @@ static void test_refused(void) {
           "text_edit_distance counts insertions, deletions and substitutions");
 }
 
+// Parses `first` and `words`, and checks that options_conflict() says `expected`, or nothing if that is "".
+static Options check_conflict(const char *first, const char *words, const char *expected) {
+    char message[512], line[256];
+    format_checked(line, sizeof line, "%s%s", first, words);
+    const Options o = parse(line);
+    options_conflict(&o, message, sizeof message);
+    CHECK(*expected ? strstr(message, expected) != NULL : *message == 0, "%s is refused or allowed as expected: \"%s\"",
+          line, message);
+    return o;
+}
+
 // Each case has FP8 options and a part of the message that refuses them together, or "" if they are allowed.
 static void test_fp8_conflicts(void) {
     static const char *const cases[][2] = {
@@ -333,14 +344,8 @@ static void test_fp8_conflicts(void) {
         {"--fp8-filter auto --deterministic", "--fp8-filter auto depends on measured times"},
         {"--fp8-filter first --deterministic --fp8-emulate", ""},
         {"--fp8-audit 10 --fp8-emulate", ""}};
-    char message[512], line[256];
-    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        format_checked(line, sizeof line, "tiny --precision fp8 %s", cases[i][0]);
-        Options o = parse(line);
-        options_conflict(&o, message, sizeof message);
-        CHECK(*cases[i][1] ? strstr(message, cases[i][1]) != NULL : *message == 0,
-              "%s is refused or allowed as expected: \"%s\"", line, message);
-    }
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        check_conflict("tiny --precision fp8 ", cases[i][0], cases[i][1]);
 }
 
 // Each case has an option beside --optimizer-in-backward and a part of the message that refuses both, or "" if they are
@@ -356,16 +361,12 @@ static void test_backward_conflicts(void) {
                                         "--grad-accumulation-steps 1, and a larger --batch-size or more ranks"},
         {"--grad-accum-dtype fp8", "FP8 would save little memory; use --grad-accum-dtype bf16 and --reduce-dtype bf16"},
         {"--reduce-dtype fp8", "FP8 would save little memory; use --reduce-dtype bf16"}};
-    char message[512], line[256];
+    char message[512];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        format_checked(line, sizeof line, "tiny --optimizer-in-backward %s", cases[i][0]);
-        Options o = parse(line);
-        options_conflict(&o, message, sizeof message);
-        CHECK(*cases[i][1] ? strstr(message, cases[i][1]) != NULL : *message == 0,
-              "%s is refused or allowed as expected: \"%s\"", line, message);
+        Options o = check_conflict("tiny --optimizer-in-backward ", cases[i][0], cases[i][1]);
         o.optimizer_in_backward = false;
         CHECK(*options_conflict(&o, message, sizeof message) == 0,
-              "%s is allowed if --optimizer-in-backward is left out: \"%s\"", line, message);
+              "%s is allowed if --optimizer-in-backward is left out: \"%s\"", cases[i][0], message);
     }
 }
 
@@ -549,13 +550,7 @@ static void test_conflicts(void) {
         {"tiny --world-size 8 --dry-run", ""},
         {"tiny --json", "--json is for --dry-run"},
         {"tiny --json --dry-run", ""}};
-    char message[512];
-    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        Options o = parse(cases[i][0]);
-        options_conflict(&o, message, sizeof message);
-        CHECK(*cases[i][1] ? strstr(message, cases[i][1]) != NULL : *message == 0,
-              "%s is refused or allowed as expected: \"%s\"", cases[i][0], message);
-    }
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) check_conflict("", cases[i][0], cases[i][1]);
 }
 
 static void conflict_action(void *text) {
