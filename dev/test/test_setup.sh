@@ -158,7 +158,7 @@ check "a second run with the same --log-dir is refused" \
 
 # ---- A second Ctrl-C ends the run in the middle of a long step.
 
-(trap - INT; exec ./train_fp8 small $data --sequence-length 4096 --batch-size 2) >"$tmp/long.out" 2>&1 &
+(trap - INT; exec ./train_fp8 small $data --sequence-length 4096 --batch-size 4) >"$tmp/long.out" 2>&1 &
 long=$!
 for _ in $(seq 600); do grep -q '^memory' "$tmp/long.out" && break; sleep 0.1; done  # the first step begins then
 sleep 0.5
