@@ -87,7 +87,8 @@ static inline double estimate_passes(const Options *o, const ModelConfig *m, con
                  scores = scores_flops * ESTIMATE_ATTENTION * sqrt(128 / (double)m->head_dim) * at_peak,
                  elementwise = rows * (double)m->num_layers * estimate_row_bytes(m, p->any_fp8) * ESTIMATE_ELEMENTWISE /
                                gpu.bytes_per_second,
-                 casts = 6 * fp8_weights * ESTIMATE_OPTIMIZER / gpu.bytes_per_second;
+                 // Bytes a weight. With tensorwise_bounded AdamW writes the codes, and only a transposed copy is made.
+        casts = (p->recipe->bounded ? 3 : 6) * fp8_weights * ESTIMATE_OPTIMIZER / gpu.bytes_per_second;
     // Work that --recompute adds: forward is a third of the GEMM and elementwise work, and two sevenths
     // of attention's.
     const Recomputed r = options_recomputed(o);
