@@ -44,8 +44,8 @@ def comparison_numbers(c, price, margin):
         "branch_step": c.branch, "design": "branches" if c.branch else "whole", "num_steps": c.horizon,
         "recipe": c.recipe, "null": c.null, "verdict": words.kind_of(c), "undecided": c.undecided,
         "decision": words.decision_of(c, margin) if margin and not c.null else None,
-        "words": "".join(words.sentence(c, margin)), "seeds": c.seeds if c.pairs else [], "steps": c.steps,
-        "planned_trunks": c.planned, "tokens": c.tokens, "parameters": c.parameters,
+        "words": "" if c.null else "".join(words.sentence(c, margin)), "seeds": c.seeds if c.pairs else [],
+        "steps": c.steps, "planned_trunks": c.planned, "tokens": c.tokens, "parameters": c.parameters,
         "pairs": [{base: p.base.name, arm: p.arm.name, "seed": p.arm.seed, "rounding_seed": p.arm.rounding_seed}
                   for p in c.pairs],
         "refused": c.refused, "diverged": c.diverged, "notes": c.notes, "missing": c.why,
