@@ -530,18 +530,22 @@ static void flip_place(FlipTrials *f, const FlipPlace *place) {
 
 // ---- lm_head in FP8.
 
-// Returns the relative error of c, on the device, against the product of operands that are cast here: x or dy [R,
-// depth], by `scale` if that is above 0, and w [VP, C].
-static double head_error(Trainer *t, GemmKind gemm, const bf16 *c, const bf16 *second, float scale) {
+// Returns the relative error of c, on the device, against `times` the product of operands that are cast here: w [VP,
+// C] or (wgrad) x [R, C], and x or dy [R, VP], by `scale` if that is above 0.
+static double head_error(Trainer *t, GemmKind gemm, const bf16 *c, const bf16 *first, const bf16 *second, float scale,
+                         float times) {
     const Recipe *r = t->precision.recipe;
     const GemmSizes n = precision_sizes(&t->linears.head, gemm, t->d.R);
     const Fp8Format format = precision_format(&t->precision, gemm_tensor(gemm, 1));
-    float *x = download(second, n.rows * n.depth), *w = download(root_weights(t).lm_head, t->d.VP * t->d.C),
+    const int64_t rows = gemm == GEMM_WGRAD ? t->d.R : t->d.VP, cols = gemm == GEMM_FPROP ? t->d.C : t->d.VP;
+    float *x = download(second, t->d.R * cols), *w = download(first, rows * t->d.C),
           *got = download(c, n.rows * n.columns), *want = (float *)xcalloc((size_t)(n.rows * n.columns), sizeof *want);
-    LinearOperand a = linear_operand(x, n.rows, n.depth, ROWWISE, r->granularity[gemm][1], r->rule, format, scale);
+    LinearOperand a =
+        linear_operand(x, t->d.R, cols, gemm_usage(gemm, 1), r->granularity[gemm][1], r->rule, format, scale);
     LinearOperand b =
-        linear_operand(w, t->d.VP, t->d.C, gemm_usage(gemm, 0), r->granularity[gemm][0], r->rule, FP8_E4M3, 0);
+        linear_operand(w, rows, t->d.C, gemm_usage(gemm, 0), r->granularity[gemm][0], r->rule, FP8_E4M3, 0);
     linear_product(want, a, b, n.rows, n.columns, n.depth, NULL, ROUND_NONE);
+    for (int64_t i = 0; i < n.rows * n.columns; i++) want[i] *= times;
     const double error = check_relative_error(got, want, n.rows * n.columns);
     linear_operand_free(&a), linear_operand_free(&b);
     free(x), free(w), free(got), free(want);
@@ -554,8 +558,11 @@ static bool head_codes_of_chunks(Trainer *t, float grad_scale) {
     const int64_t R = t->d.R, first = R / 2, widest = max_i64(t->d.C, t->d.VP);
     uint8_t *codes = (uint8_t *)xcalloc((size_t)(R * widest), 1), *part = (uint8_t *)xcalloc((size_t)(R * widest), 1);
     bool same = true;
-    for (int gradient = 0; gradient < (ln->head_tensors.dlogits.fp8 ? 2 : 1); gradient++) {
-        const int64_t C = gradient ? t->d.VP : t->d.C;
+    for (int i = 0; i < 4; i++) {
+        const bool gradient = i / 2, columns = i % 2;
+        const QTensor *h = gradient ? &ln->head_tensors.dlogits : &ln->head_tensors.y;
+        const int64_t C = gradient ? t->d.VP : t->d.C, pieces = columns ? C : 1, size = (R - first) * C / pieces;
+        if (!(columns ? h->columnwise : h->rowwise)) continue;
         const bf16 *data = gradient ? t->acts.logits : t->acts.y_final;
         for (int chunk = 0; chunk < 2; chunk++) {
             const int64_t rows = chunk ? R - first : R;
@@ -563,15 +570,18 @@ static bool head_codes_of_chunks(Trainer *t, float grad_scale) {
             const QTensor q =
                 gradient ? linears_head_gradient(ln, from, rows, grad_scale) : linears_head_input(ln, from, rows);
             CUDA_CHECK(cudaStreamSynchronize(t->stream));
-            CUDA_CHECK(cudaMemcpy(chunk ? part : codes, q.rowwise, (size_t)(rows * C), cudaMemcpyDeviceToHost));
+            CUDA_CHECK(cudaMemcpy(chunk ? part : codes, columns ? q.columnwise : q.rowwise, (size_t)(rows * C),
+                                  cudaMemcpyDeviceToHost));
         }
-        same = same && memcmp(codes + first * C, part, (size_t)((R - first) * C)) == 0;
+        for (int64_t piece = 0; piece < pieces; piece++)
+            same = same && memcmp(codes + (piece + 1) * R * C / pieces - size, part + piece * size, (size_t)size) == 0;
     }
     free(codes), free(part);
     return same;
 }
 
-// --fp8-lm-head: logits, and with `on` the gradient of lm_head's input, are products of the bytes that the CPU casts.
+// --fp8-lm-head: logits, with `on` the gradient of lm_head's input, and with `all` that of its weight, are products of
+// the bytes that the CPU casts. A second chunk adds to the gradient of the weight.
 static void test_lm_head(int recipe, int head) {
     ModelConfig m = small_model(FAMILY_LLAMA);
     m.vocab_size = 380;  // padded to 384, a multiple of 128
@@ -594,17 +604,23 @@ static void test_lm_head(int recipe, int head) {
     linears_head_begin(&t.linears, root_weights(&t).lm_head, t.acts.y_final, true);
     const QTensor y = logits_forward(&t, 0, t.d.R);
     CUDA_CHECK(cudaStreamSynchronize(t.stream));
-    const double logits = head_error(&t, GEMM_FPROP, t.acts.logits, t.acts.y_final, 0);
+    const double logits = head_error(&t, GEMM_FPROP, t.acts.logits, root_weights(&t).lm_head, t.acts.y_final, 0, 1);
     CHECK(logits < 0x1p-8, "%s, head %d: logits are FP8 products, rounded to bf16: relative error %g",
           t.precision.recipe->name, head, logits);
     fsdp_begin_gradients(&t.fsdp, ROOT);
     cross_entropy_loss_and_gradient(t.acts.losses, t.acts.logits, sent.targets, t.d.R, t.d.V, t.d.VP, grad_scale,
                                     t.stream);
-    linears_head_backward(&t.linears, t.acts.dbranch, root_gradients(&t).lm_head, t.acts.logits, &y, t.d.R, grad_scale,
-                          false);
-    CUDA_CHECK(cudaStreamSynchronize(t.stream));
-    const double dx = head_error(&t, GEMM_DGRAD, t.acts.dbranch, t.acts.logits, scale);
-    CHECK(head == LM_HEAD_ON ? dx < 0x1p-8 : dx > 0x1p-8,
+    bf16 *gradient = root_gradients(&t).lm_head;
+    for (int times = 1; times <= 2; times++) {
+        linears_head_backward(&t.linears, t.acts.dbranch, gradient, t.acts.logits, &y, t.d.R, grad_scale, times > 1);
+        CUDA_CHECK(cudaStreamSynchronize(t.stream));
+        const double dw = head_error(&t, GEMM_WGRAD, gradient, t.acts.y_final, t.acts.logits, scale, (float)times);
+        CHECK(head == LM_HEAD_ALL || !recipe_is_fp8(t.precision.recipe, GEMM_WGRAD) ? dw < 0x1p-8 : dw > 0x1p-8,
+              "%s, head %d: the weight's gradient, added %d times, is the FP8 product exactly with all: error %g",
+              t.precision.recipe->name, head, times, dw);
+    }
+    const double dx = head_error(&t, GEMM_DGRAD, t.acts.dbranch, root_weights(&t).lm_head, t.acts.logits, scale, 1);
+    CHECK(head >= LM_HEAD_ON ? dx < 0x1p-8 : dx > 0x1p-8,
           "%s, head %d: the input's gradient is the FP8 product exactly with on: relative error %g",
           t.precision.recipe->name, head, dx);
     CHECK(head_codes_of_chunks(&t, grad_scale), "%s, head %d: codes do not depend on the size of chunks",
@@ -656,8 +672,8 @@ int main(void) {
     test_receipt_kernel();
     test_flips();
     for (int recipe = 0; recipe < NUM_RECIPES; recipe++)
-        for (int head = LM_HEAD_FORWARD; head <= LM_HEAD_ON && !recipe_row(recipe)->delayed; head++)
-            test_lm_head(recipe, head);
+        for (int head = LM_HEAD_FORWARD; head <= LM_HEAD_ALL && !recipe_row(recipe)->delayed; head++)
+            if (recipe != RECIPE_ROWWISE || head < LM_HEAD_ALL) test_lm_head(recipe, head);
     scratch_remove();
     return check_report();
 }

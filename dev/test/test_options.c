@@ -319,6 +319,10 @@ static void test_fp8_conflicts(void) {
         {"--fp8-amax-history 1024", ""},
         {"--fp8-lm-head forward", ""},
         {"--fp8-recipe mxfp8 --fp8-lm-head on", ""},
+        {"--fp8-recipe blockwise --fp8-lm-head all", ""},
+        {"--fp8-recipe rowwise_with_gw_hp --fp8-lm-head all", ""},
+        {"--fp8-recipe rowwise --fp8-lm-head on", ""},
+        {"--fp8-recipe rowwise --fp8-lm-head all", "use --fp8-lm-head on, or another --fp8-recipe"},
         {"--fp8-recipe delayed --fp8-lm-head on", "use another --fp8-recipe, or leave --fp8-lm-head out"},
         // tensorwise_bounded needs a bound on AdamW's step
         {"--fp8-recipe tensorwise_bounded", ""},

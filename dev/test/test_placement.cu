@@ -475,7 +475,7 @@ static void check_model(const char *name, int64_t B, int64_t T, Ranks ranks) {
             o.sharding = ranks.sharding, o.shard_size = ranks.shard_size;
             o.precision = recipe == RECIPE_BF16 ? PRECISION_BF16 : PRECISION_FP8;
             if (recipe < RECIPE_BF16) o.fp8_recipe = recipe, o.fp8_emulate = !recipe_native(recipe_row(recipe), 9, 0);
-            if (recipe < RECIPE_BF16 && !recipe_row(recipe)->delayed) o.fp8_lm_head = variant % 3;
+            if (recipe < RECIPE_BF16 && !recipe_row(recipe)->delayed) o.fp8_lm_head = variant % 5 % 4;
             o.recompute = variant / 16;
             o.grad_accumulation_steps = variant & 1 ? 2 : 1;
             o.grad_clip = variant & 2 ? 1 : 0;

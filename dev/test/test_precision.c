@@ -322,23 +322,30 @@ static void filter_head(void *context) {
 
 // --fp8-lm-head: the table's rows of lm_head, the number of FP8 GEMMs, and a filter that wants the contrary.
 static void test_lm_head(void) {
-    static const char *const rows[] = {"fprop      1024   128256     4096  e4m3 row     x e4m3 row      fast_accum\n",
-                                       "dgrad      1024     4096   128256  e4m3 row     x e4m3 tensor\n",
-                                       "wgrad    128256     4096     1024  bf16         x bf16\n"};
-    for (int head = LM_HEAD_OFF; head <= LM_HEAD_ON; head++) {
-        Plan x = make_plan("llama3.1-8b", RECIPE_ROWWISE_GW_HP, "");
+    static const char *const tables[2][NUM_GEMMS] = {
+        {"fprop      1024   128256     4096  e4m3 row     x e4m3 row      fast_accum\n",
+         "dgrad      1024     4096   128256  e4m3 row     x e4m3 tensor\n",
+         "wgrad    128256     4096     1024  bf16         x bf16\n"},
+        {"fprop      1024   128256     4096  e4m3 tensor  x e4m3 tensor   fast_accum\n",
+         "dgrad      1024     4096   128256  e5m2 tensor  x e4m3 tensor\n",
+         "wgrad    128256     4096     1024  e5m2 tensor  x e4m3 tensor\n"}};
+    for (int i = 0; i < 2 * (LM_HEAD_ALL + 1); i++) {
+        const bool tensorwise = i % 2;
+        const char *const *rows = tables[tensorwise];
+        const int head = i / 2, count = tensorwise || head < LM_HEAD_ALL ? head : LM_HEAD_ON;
+        Plan x = make_plan("llama3.1-8b", tensorwise ? RECIPE_TENSORWISE : RECIPE_ROWWISE_GW_HP, "");
         const int64_t gemms = precision_fp8_gemms(&x.p);
         precision_free(&x.p);
         x.o.fp8_lm_head = head;
         x.p = precision_plan(&x.o, "", &x.m, &x.t, true);
         char *text = printed(&x), line[128];
         for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
-            const bool shown = gemm == GEMM_WGRAD || head > gemm;
+            const bool shown = count > gemm || (gemm == GEMM_WGRAD && !tensorwise);
             format_checked(line, sizeof line, "\n  lm_head   %s", rows[gemm]);
             CHECK(check_count(text, line) == shown, "--fp8-lm-head %d: the row %s is%s in\n%s", head, rows[gemm],
                   shown ? "" : " not", text);
         }
-        CHECK(precision_fp8_gemms(&x.p) == gemms + head, "--fp8-lm-head %d has as many FP8 GEMMs more; found %lld",
+        CHECK(precision_fp8_gemms(&x.p) == gemms + count, "--fp8-lm-head %d has as many FP8 GEMMs more; found %lld",
               head, (long long)(precision_fp8_gemms(&x.p) - gemms));
         free(text);
         char output[2048];

@@ -379,15 +379,17 @@ static void test_fp8_activations(int recipe) {
     free(with.values);
 }
 
-// True if c is the product of two operands of lm_head that are cast here: rowwise x or dy [R, depth], by
-// `scale` if that is above 0, and w [V, C], read by rows (fprop) or by columns (dgrad).
-static bool head_product(const Trainer *t, GemmKind gemm, const Real *c, const Real *second, float scale) {
+// True if c is the product of two operands of lm_head that are cast here: x or dy [R, C or V], by rows or (wgrad) by
+// columns, by `scale` if that is above 0, and w [V, C] or (wgrad) x, by rows (fprop) or by columns.
+static bool head_product(const Trainer *t, GemmKind gemm, const Real *c, const Real *first, const Real *second,
+                         float scale) {
     const Recipe *r = recipe_row(t->o->fp8_recipe);
     const GemmSizes n = precision_sizes(&t->precision.lm_head, gemm, t->d.R);
-    const TensorUsage usage = gemm == GEMM_FPROP ? ROWWISE : COLUMNWISE;
-    const Fp8Format format = gemm == GEMM_DGRAD ? t->precision.dy_format : FP8_E4M3;
-    LinearOperand a = linear_operand(second, n.rows, n.depth, ROWWISE, r->granularity[gemm][1], r->rule, format, scale);
-    LinearOperand w = linear_operand(t->params.weights + t->table.root.embedding, t->d.V, t->d.C, usage,
+    const bool fprop = gemm == GEMM_FPROP, wgrad = gemm == GEMM_WGRAD;
+    LinearOperand a =
+        linear_operand(second, t->d.R, fprop ? t->d.C : t->d.V, wgrad ? COLUMNWISE : ROWWISE, r->granularity[gemm][1],
+                       r->rule, fprop ? FP8_E4M3 : t->precision.dy_format, scale);
+    LinearOperand w = linear_operand(first, wgrad ? t->d.R : t->d.V, t->d.C, fprop ? ROWWISE : COLUMNWISE,
                                      r->granularity[gemm][0], r->rule, FP8_E4M3, 0);
     float *want = (float *)xcalloc((size_t)(n.rows * n.columns), sizeof *want);
     for (int64_t i = 0; i < n.rows; i++)
@@ -404,13 +406,13 @@ static bool head_product(const Trainer *t, GemmKind gemm, const Real *c, const R
     return error < 0x1p-8;  // c is rounded to bf16
 }
 
-// --fp8-lm-head: logits, and with `on` the gradient of lm_head's input, are products of the cast bytes. The gradient of
-// lm_head's weight is the bf16 product in each case, and with `forward` that of its input too.
+// --fp8-lm-head: logits, with `on` the gradient of lm_head's input, and with `all` that of its weight, are products of
+// the cast bytes, if the recipe has this GEMM in FP8, and else bf16 products.
 static void test_lm_head(int recipe) {
     ModelConfig m = fp8_model();
     m.tie_word_embeddings = true;
     m.initializer_range = 0.02;  // no softmax is near 0 or 1, so the bound is above the amax
-    for (int head = LM_HEAD_OFF; head <= LM_HEAD_ON; head++) {
+    for (int head = LM_HEAD_OFF; head <= (recipe == RECIPE_ROWWISE ? LM_HEAD_ON : LM_HEAD_ALL); head++) {
         Options o = small_options(PRECISION_FP8, 1, 32);
         o.fp8_recipe = recipe, o.fp8_lm_head = head;
         Trainer t;
@@ -427,7 +429,7 @@ static void test_lm_head(int recipe) {
         logits_forward(&t);
         linear_forward_reference(plain, t.acts.y_final, w.lm_head, NULL, R, C, V, t.rounding);
         const bool same = memcmp(plain, t.acts.logits, (size_t)(R * V) * sizeof *plain) == 0;
-        const bool product = head_product(&t, GEMM_FPROP, t.acts.logits, t.acts.y_final, 0);
+        const bool product = head_product(&t, GEMM_FPROP, t.acts.logits, w.lm_head, t.acts.y_final, 0);
         CHECK(head == LM_HEAD_OFF ? same : !same && product, "%s, head %d: logits are FP8 products, or bf16 (%d, %d)",
               recipe_row(recipe)->name, head, same, product);
         loss_forward_backward(&t, &t.batch, grad_scale);
@@ -438,7 +440,10 @@ static void test_lm_head(int recipe) {
         const float scale = recipe_row(recipe)->granularity[GEMM_DGRAD][1] == PER_TENSOR
                                 ? fp8_rule_scale(SCALE_TORCHAO, bound, t.precision.dy_format)
                                 : 0;
-        const bool product_dx = head_product(&t, GEMM_DGRAD, t.acts.dbranch, t.acts.logits, scale);
+        const bool product_dx = head_product(&t, GEMM_DGRAD, t.acts.dbranch, w.lm_head, t.acts.logits, scale),
+                   product_dw =
+                       head_product(&t, GEMM_WGRAD, root_gradients(&t).lm_head, t.acts.y_final, t.acts.logits, scale),
+                   fp8_dw = head == LM_HEAD_ALL && recipe_is_fp8(recipe_row(recipe), GEMM_WGRAD);
         float largest = 0;
         for (int64_t i = 0; i < R * V; i++) largest = fmaxf(largest, fabsf(t.acts.logits[i]));
         CHECK(largest <= bound && largest > bound / 2, "no gradient of a logit is above its bound %g: %g",
@@ -446,7 +451,9 @@ static void test_lm_head(int recipe) {
         CHECK(head < LM_HEAD_ON ? same_dx : !same_dx && product_dx,
               "%s, head %d: the input's gradient is an FP8 product, or bf16 (%d, %d)", recipe_row(recipe)->name, head,
               same_dx, product_dx);
-        CHECK(same_dw, "%s, head %d: the weight's gradient is bf16", recipe_row(recipe)->name, head);
+        CHECK(fp8_dw ? !same_dw && product_dw : same_dw,
+              "%s, head %d: the weight's gradient is an FP8 product, or bf16 (%d, %d)", recipe_row(recipe)->name, head,
+              same_dw, product_dw);
         CHECK(check_relative_error(t.acts.dbranch, dx, R * C) < 0.06, "%s, head %d: FP8 changes it a little: %g",
               recipe_row(recipe)->name, head, check_relative_error(t.acts.dbranch, dx, R * C));
         free(plain);

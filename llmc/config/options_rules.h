@@ -40,6 +40,11 @@ static inline void options_head_conflict(const Options *o, char *message, size_t
         format_checked(message, capacity,
                        "--fp8-lm-head scales lm_head's tensors by current amaxes, and recipe delayed by past ones, of "
                        "which it has none for lm_head; use another --fp8-recipe, or leave --fp8-lm-head out");
+    else if (o->fp8_lm_head == LM_HEAD_ALL && options_recipe(o)->granularity[GEMM_WGRAD][1] == PER_ROW)
+        format_checked(message, capacity,
+                       "--fp8-lm-head all: recipe %s would scale each column of a chunk of rows by itself, and "
+                       "gradients would depend on the size of chunks; use --fp8-lm-head on, or another --fp8-recipe",
+                       options_recipe(o)->name);
 }
 
 // Rules of recipe tensorwise_bounded.

@@ -34,7 +34,7 @@
 #define SWITCHES(X) X(OFF, "off") X(ON, "on")
 #define AUTO_SWITCHES(X) SWITCHES(X) X(AUTO, "auto")
 #define FP8_FORMATS(X) X(FP8_FORMAT_AUTO, "auto") X(FP8_FORMAT_HYBRID, "hybrid") X(FP8_FORMAT_E4M3, "e4m3")
-#define LM_HEADS(X) X(LM_HEAD_OFF, "off") X(LM_HEAD_FORWARD, "forward") X(LM_HEAD_ON, "on")
+#define LM_HEADS(X) X(LM_HEAD_OFF, "off") X(LM_HEAD_FORWARD, "forward") X(LM_HEAD_ON, "on") X(LM_HEAD_ALL, "all")
 #define FAST_ACCUMS(X) X(FAST_ACCUM_FPROP, "fprop") X(FAST_ACCUM_ALL, "all") X(FAST_ACCUM_NONE, "none")
 
 #define LISTS(X) \
@@ -127,8 +127,9 @@ enum { RARE, COMMON };
     CHOICE(fp8_lm_head, "fp8-lm-head", LM_HEAD_OFF, LM_HEADS, BRANCHES, RARE, \
          "GEMMs of lm_head in FP8, by any recipe but delayed; forward: the logits; on: also the gradient of " \
          "lm_head's input, for which the logits' gradient is cast to FP8 (a recipe with one scale for a tensor takes " \
-         "it from the largest value that this gradient can have); off: none; the weight gradient always stays bf16, " \
-         "and --fp8-audit leaves lm_head out") \
+         "it from the largest value that this gradient can have); all: also the gradient of lm_head's weight, unless " \
+         "the recipe has weight gradients in bf16 (rowwise is refused: its scales would depend on the rows of logits " \
+         "in memory at a time), which no verdict has judged; off: none; --fp8-audit leaves lm_head out") \
     INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, BRANCHES, RARE, \
          "recipe delayed: length of a tensor's amax history; each tensor adds one amax per optimizer step (in " \
          "Transformer Engine, by default, one per micro-step), the largest of all micro-steps and ranks, except " \

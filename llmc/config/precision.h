@@ -22,7 +22,7 @@ typedef struct {
     bool filter_open;        // --fp8-filter auto, and the run has not decided yet
     int fast_accum;          // --fp8-fast-accum, but FAST_ACCUM_NONE if emulated or on a CPU
     LinearShape linear[NUM_LINEARS], lm_head;
-    Recipe head;  // lm_head's: without --fp8-lm-head the bf16 row, else the run's recipe with wgrad in bf16
+    Recipe head;  // lm_head's: without --fp8-lm-head the bf16 row, else the run's recipe, perhaps with bf16 GEMMs
 } Precision;
 
 // True with --precision fp8, even if a filter keeps all layers in bf16.
@@ -61,11 +61,11 @@ static inline void linear_shapes(LinearShape out[NUM_LINEARS], const ModelConfig
     out[QKV_PROJ] = qkv, out[OUT_PROJ] = attn_out, out[GATE_UP_PROJ] = gate_up, out[DOWN_PROJ] = down;
 }
 
-// Returns lm_head's recipe. Its wgrad stays bf16, and so does its dgrad with --fp8-lm-head forward.
+// Returns lm_head's recipe. Its wgrad stays bf16 without --fp8-lm-head all, and so does its dgrad with forward.
 static inline Recipe precision_head_recipe(const Options *o) {
     Recipe r = *(o->fp8_lm_head == LM_HEAD_OFF ? recipe_row(RECIPE_BF16) : options_recipe(o));
     for (int i = 0; i < 2; i++) {
-        r.granularity[GEMM_WGRAD][i] = NO_SCALE;
+        if (o->fp8_lm_head != LM_HEAD_ALL) r.granularity[GEMM_WGRAD][i] = NO_SCALE;
         if (o->fp8_lm_head == LM_HEAD_FORWARD) r.granularity[GEMM_DGRAD][i] = NO_SCALE;
     }
     return r;

@@ -34,6 +34,7 @@ typedef struct {
 // Rows of logits in memory at a time. Large chunks keep the GEMMs efficient: each chunk writes lm_head's gradient, and
 // each but the first also reads it. Small chunks save memory.
 enum { LOGITS_ROWS = 4096, LOGITS_FEW_ROWS = 2048 };
+static_assert(LOGITS_ROWS % 128 == 0 && LOGITS_FEW_ROWS % 128 == 0, "chunks hold whole blocks of each recipe's rows");
 
 // Returns the rows of logits in memory at a time: the R rows of a micro-step, but at most LOGITS_ROWS. If the logits of
 // that many rows do not fit into `room`, at most LOGITS_FEW_ROWS. `room` is the number of logits that fit into the
@@ -60,12 +61,12 @@ static inline bool linears_head_is_fp8(const Linears *ln) { return recipe_is_fp8
 // without --fp8-emulate.
 static inline int64_t linears_emulation_elements(const Linears *ln) {
     int64_t most = 0;
-    for (int i = 0; i < NUM_LINEARS && ln->precision->emulated; i++) {
-        const LinearShape *s = &ln->precision->linear[i];
-        most = max_i64(most, max_i64(ln->rows * (s->N + s->K), s->N * s->K + ln->rows * max_i64(s->N, s->K)));
+    for (int i = 0; i < NUM_LINEARS + linears_head_is_fp8(ln) && ln->precision->emulated; i++) {
+        const LinearShape *s = i < NUM_LINEARS ? &ln->precision->linear[i] : &ln->head;
+        const int64_t R = i < NUM_LINEARS ? ln->rows : ln->head_rows;
+        most = max_i64(most, max_i64(R * (s->N + s->K), s->N * s->K + R * max_i64(s->N, s->K)));
     }
-    if (!ln->precision->emulated || !linears_head_is_fp8(ln)) return most;
-    return max_i64(most, ln->head.N * ln->head.K + ln->head_rows * max_i64(ln->head.N, ln->head.K));
+    return most;
 }
 
 // Places a tensor of lm_head, without bf16 data.
@@ -256,8 +257,9 @@ static inline void qtensor_produce(Linears *ln, const QTensor *q, const Source &
 
 // ---------------------------------------------------------------------------------------------------------------------
 // lm_head, whose tensors are cast here. A scale depends neither on the size of chunks nor on the number of ranks:
-// scales of rows and blocks do not reach over rows, that of a whole y is made from all rows of the micro-step, that of
-// whole dlogits from a bound (precision_dlogits_amax). With --fp8-lm-head off nothing is cast.
+// those of rowwise data do not reach over rows, blocks of columnwise data lie within a chunk (options_head_conflict
+// refuses whole columns), that of a whole y is made from all rows of the micro-step, that of whole dlogits from a bound
+// (precision_dlogits_amax). With --fp8-lm-head off nothing is cast.
 
 // Finds the amaxes of q.data [rows, cols], if its scales need any.
 static inline void linears_head_amaxes(Linears *ln, const QTensor *q, int64_t rows, int64_t cols) {

@@ -114,16 +114,21 @@ static inline void start_print_data(const RunSetup *s, const Options *o, const C
     printf("%s\n", d->masked ? "; tokens marked as context do not count in the loss" : "");
 }
 
-// Prints which linear layers stay bf16 in an FP8 run. lm_head comes first: a GEMM of it always does.
+// Prints which linear layers stay bf16 in an FP8 run, lm_head first.
 static inline void start_print_bf16_linears(const Precision *p) {
     char layers[128];
-    printf("; bf16 linear layers: lm_head%s", recipe_is_fp8(&p->head, GEMM_DGRAD)   ? " (wgrad)"
-                                              : recipe_is_fp8(&p->head, GEMM_FPROP) ? " (dgrad, wgrad)"
-                                                                                    : "");
+    const char *separator = "; bf16 linear layers: ";
+    if (!recipe_is_fp8(&p->head, GEMM_WGRAD)) {
+        const bool fprop = recipe_is_fp8(&p->head, GEMM_FPROP), dgrad = recipe_is_fp8(&p->head, GEMM_DGRAD);
+        printf("%slm_head%s", separator, dgrad ? " (wgrad)" : fprop ? " (dgrad, wgrad)" : "");
+        separator = ", ";
+    }
     for (int id = 0; id < NUM_LINEARS; id++) {
         const int64_t n = precision_layers(p, id, false, layers, sizeof layers);
-        if (n == p->num_layers) printf(", %s", p->linear[id].name);
-        else if (n) printf(", %s in %lld of %lld layers", p->linear[id].name, (long long)n, (long long)p->num_layers);
+        if (!n) continue;
+        printf("%s%s", separator, p->linear[id].name);
+        if (n < p->num_layers) printf(" in %lld of %lld layers", (long long)n, (long long)p->num_layers);
+        separator = ", ";
     }
 }
 
