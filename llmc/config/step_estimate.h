@@ -86,9 +86,10 @@ static inline double estimate_passes(const Options *o, const ModelConfig *m, con
                  head = ((head_flops - head_fp8) * ESTIMATE_BF16_GEMM + head_fp8 / 2 * ESTIMATE_FP8_GEMM) * at_peak,
                  scores = scores_flops * ESTIMATE_ATTENTION * sqrt(128 / (double)m->head_dim) * at_peak,
                  elementwise = rows * (double)m->num_layers * estimate_row_bytes(m, p->any_fp8) * ESTIMATE_ELEMENTWISE /
-                               gpu.bytes_per_second,
-                 // Bytes a weight. With tensorwise_bounded AdamW writes the codes, and only a transposed copy is made.
-        casts = (p->recipe->bounded ? 3 : 6) * fp8_weights * ESTIMATE_OPTIMIZER / gpu.bytes_per_second;
+                               gpu.bytes_per_second;
+    // Bytes a weight. With tensorwise_bounded AdamW writes the codes, and only a transposed copy is made.
+    const int cast_bytes = p->recipe->bounded ? 3 : 6;
+    const double casts = cast_bytes * fp8_weights * ESTIMATE_OPTIMIZER / gpu.bytes_per_second;
     // Work that --recompute adds: forward is a third of the GEMM and elementwise work, and two sevenths
     // of attention's.
     const Recomputed r = options_recomputed(o);
