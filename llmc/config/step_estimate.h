@@ -9,7 +9,7 @@
 //
 // A pass takes the longer of two times: that of its communication alone, and that of its computation plus 35% of the
 // communication that overlaps with it, because copies and collectives take memory bandwidth and SMs from the GEMMs. The
-// 35% were fitted to steps on 4 H200, whose estimates are off by at most 9%. The CPU trainer overlaps nothing.
+// 35% were fitted to steps on 4 H200. Steps on 2 and 4 H100 or H200 are off by at most 7%. On CPUs nothing overlaps.
 #ifndef LLMC_STEP_ESTIMATE_H
 #define LLMC_STEP_ESTIMATE_H
 
@@ -70,9 +70,10 @@ static inline double estimate_share(const Precision *p, const ModelConfig *m, Li
     return (double)(p->linear[id].N * p->linear[id].K * m->num_layers) * 6 / all_layers;
 }
 
-// Seconds that forward and backward of one micro-step compute, without communication.
+// Seconds that forward and backward of one micro-step compute, without communication. codes: FP8 weights are gathered
+// as codes.
 static inline double estimate_passes(const Options *o, const ModelConfig *m, const ParameterTable *t,
-                                     const Precision *p) {
+                                     const Precision *p, bool codes) {
     const EstimateGpu gpu = estimate_gpu(o->gpu);
     const TokenFlops f = flops_per_token(t, m, o->sequence_length, p);
     const double rows = (double)(o->batch_size * o->sequence_length), heads = (double)(m->num_heads * m->head_dim);
@@ -87,8 +88,8 @@ static inline double estimate_passes(const Options *o, const ModelConfig *m, con
                  scores = scores_flops * ESTIMATE_ATTENTION * sqrt(128 / (double)m->head_dim) * at_peak,
                  elementwise = rows * (double)m->num_layers * estimate_row_bytes(m, p->any_fp8) * ESTIMATE_ELEMENTWISE /
                                gpu.bytes_per_second;
-    // Bytes a weight. With tensorwise_bounded AdamW writes the codes, and only a transposed copy is made.
-    const int cast_bytes = p->recipe->bounded ? 3 : 6;
+    // Bytes a weight. Where codes are gathered, or AdamW writes them, the passes only make a transposed copy.
+    const int cast_bytes = codes || p->recipe->bounded ? 3 : 6;
     const double casts = cast_bytes * fp8_weights * ESTIMATE_OPTIMIZER / gpu.bytes_per_second;
     // Work that --recompute adds: forward is a third of the GEMM and elementwise work, and two sevenths
     // of attention's.
@@ -111,7 +112,7 @@ static inline EstimateWork estimate_work(const Options *o, const ModelConfig *m,
                                          const Precision *p, const TrafficRanks *r) {
     const ShardPlan s = shard_plan(t, r->shard_size, 0);
     EstimateWork w;
-    w.passes = (double)r->micro * estimate_passes(o, m, t, p);
+    w.passes = (double)r->micro * estimate_passes(o, m, t, p, r->shard_size > 1 && o->fp8_all_gather == ON);
     if (o->step_ms > 0) w.passes = fmax(0, o->step_ms * 1e-3 - estimate_optimizer(o, p, 1, t->total));
     w.optimizer = estimate_optimizer(o, p, r->world, s.total);
     return w;

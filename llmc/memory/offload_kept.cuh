@@ -54,8 +54,8 @@ static inline KeptPasses kept_passes(const Options *o, const ModelConfig *m, con
                                      const Precision *p) {
     Options plain = *o;  // without recomputation, forward takes about a third of the time of both passes
     plain.recompute = RECOMPUTE_NONE, plain.fp8_activations = OFF;
-    const double forward = estimate_passes(&plain, m, t, p) / 3;
-    const KeptPasses s = {forward, estimate_passes(o, m, t, p) - forward};
+    const double forward = estimate_passes(&plain, m, t, p, false) / 3;
+    const KeptPasses s = {forward, estimate_passes(o, m, t, p, false) - forward};
     return s;
 }
 
