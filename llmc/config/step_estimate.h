@@ -88,7 +88,7 @@ static inline double estimate_passes(const Options *o, const ModelConfig *m, con
                  scores = scores_flops * ESTIMATE_ATTENTION * sqrt(128 / (double)m->head_dim) * at_peak,
                  elementwise = rows * (double)m->num_layers * estimate_row_bytes(m, p->any_fp8) * ESTIMATE_ELEMENTWISE /
                                gpu.bytes_per_second;
-    // Bytes a weight. Where codes are gathered, or AdamW writes them, the passes only make a transposed copy.
+    // Bytes a weight. If codes are gathered, or AdamW writes them: about one for the code, two for a transposed copy.
     const int cast_bytes = codes || p->recipe->bounded ? 3 : 6;
     const double casts = cast_bytes * fp8_weights * ESTIMATE_OPTIMIZER / gpu.bytes_per_second;
     // Work that --recompute adds: forward is a third of the GEMM and elementwise work, and two sevenths
