@@ -19,7 +19,9 @@ static void planted_gemm(Trainer *t, GemmPlan plan, float factor, bf16 *result, 
     const bool host_mode = !plan.one_zero;
     float *alpha_beta = NULL;
     const float values[2] = {factor, 0};
-    if (plan.emulated) die_with(EXIT_UNSUPPORTED, "--plant changes no GEMM of --fp8-emulate");
+    if (plan.emulated || plan.blockwise)
+        die_with(EXIT_UNSUPPORTED,
+                 "--plant changes only GEMMs of cuBLASLt: none of --fp8-emulate, of blockwise wgrad alone");
     CUDA_CHECK(cudaMalloc((void **)&alpha_beta, sizeof values));
     CUDA_CHECK(cudaMemcpyAsync(alpha_beta, values, sizeof values, cudaMemcpyHostToDevice, t->stream));
     plan.one_zero = alpha_beta;

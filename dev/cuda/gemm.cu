@@ -176,6 +176,16 @@ static Comparison run_case(Case *c, GemmPlan *p, bool bias, bool accumulate) {
     return comparison;
 }
 
+// Checks that launches without a pause between them give equal bits.
+static void check_repeats(const Case *c, const char *label, GemmPlan *p) {
+    enum { LAUNCHES = 20 };
+    bf16 *results = (bf16 *)bench_alloc(LAUNCHES * c->n * (int64_t)sizeof(bf16));
+    for (int i = 0; i < LAUNCHES; i++) gemm_run(&c->gemm, p, results + i * c->n, &c->a, &c->b, NULL, false);
+    for (int i = 1; i < LAUNCHES; i++)
+        check_same_on_device(label, results + i * c->n, results, c->n * (int64_t)sizeof(bf16), p->rows * 2);
+    bench_free(results);
+}
+
 static void check_way(Case *c, const char *label, GemmKind kind, int64_t R, int64_t N, int64_t K, GemmSpec spec,
                       double *worst) {
     for (int bias = 0; bias < (kind == GEMM_FPROP ? 2 : 1); bias++) {
@@ -190,6 +200,7 @@ static void check_way(Case *c, const char *label, GemmKind kind, int64_t R, int6
                   r.worst, LIMIT_UNITS, (long long)(r.first / p.rows), (long long)(r.first % p.rows), r.got, r.want);
             *worst = fmax(*worst, r.worst);
         }
+        if (p.blockwise && !bias) check_repeats(c, label, &p);
         gemm_destroy(&p);
     }
 }
@@ -208,14 +219,15 @@ static bool same_algorithm(const cublasLtMatmulAlgo_t *a, const cublasLtMatmulAl
 
 // Checks that a deterministic plan takes the first candidate. If cuBLASLt calls that unusable, or refuses to launch it
 // (here it is an algorithm of all zeros), another candidate must be taken; `taken` is -1 if there is none. gemm_fastest
-// must pass over an algorithm of all zeros too.
+// must pass over an algorithm of all zeros too. Plans that would run another kernel than cuBLASLt's take its algorithms
+// here.
 static void check_first_usable(const Case *c, const char *label, GemmKind kind, int64_t R, int64_t N, int64_t K,
                                GemmSpec spec) {
     cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES];
     cublasStatus_t status;
     GemmPlan p = gemm_describe(label, kind, R, N, K, spec, false);
     Gemm gemm = c->gemm;
-    gemm.deterministic = true;
+    gemm.deterministic = true, p.blockwise = false;
     gemm_choose(&gemm, &p, c->d, &c->a, &c->b, NULL);
     const int count = gemm_candidates(&gemm, &p, found, &status);
     CHECK(count > 0 && same_algorithm(&p.algo, &found[0].algo),
@@ -304,9 +316,10 @@ static void check_gemm(int recipe, GemmKind kind, int64_t R, int64_t N, int64_t 
     operand_free(a), operand_free(b);
 }
 
-static void check_shape(int64_t R, int64_t N, int64_t K) {
+// Checks the recipes from `first` to `last` that can have these sizes.
+static void check_shape(int first, int last, int64_t R, int64_t N, int64_t K) {
     float *x = make_matrix(1, R, K), *w = make_matrix(2, N, K), *dy = make_matrix(3, R, N);
-    for (int recipe = 0; recipe <= NUM_RECIPES; recipe++) {
+    for (int recipe = first; recipe <= last; recipe++) {
         const int multiple = recipe_row(recipe)->multiple;
         if (R % multiple || N % multiple || K % multiple) continue;
         for (int kind = 0; kind < NUM_GEMMS; kind++)
@@ -321,10 +334,12 @@ static void check_shape(int64_t R, int64_t N, int64_t K) {
 
 static void run_checks(void) {
     for (int i = 0; i < (NUM_RECIPES + 1) * NUM_GEMMS * NUM_WAYS; i++) (&worst_units[0][0][0])[i] = -1;
-    check_shape(256, 384, 512);
-    check_shape(640, 256, 1152);
-    check_shape(272, 208, 336);
-    check_shape(128, 128, 8192);  // long contraction in fprop
+    check_shape(0, NUM_RECIPES, 256, 384, 512);
+    check_shape(0, NUM_RECIPES, 640, 256, 1152);
+    check_shape(0, NUM_RECIPES, 272, 208, 336);
+    check_shape(0, NUM_RECIPES, 128, 128, 8192);  // long contraction in fprop
+    // More than two tiles for each cluster of a GPU with 132 SMs, and sizes that are no multiples of a tile.
+    check_shape(RECIPE_BLOCKWISE, RECIPE_BLOCKWISE, 2944, 3072, 3200);
     printf("worst error of each GEMM's sums: native, fast_accum, emulated (unit: error_unit() in dev/cuda/gemm.cu, "
            "%.3g allowed)\n",
            LIMIT_UNITS);
@@ -405,7 +420,7 @@ typedef struct {
 
 enum { RATE_RUNS = 8 };
 
-// Returns the microseconds per GEMM in a burst of RATE_RUNS with cuBLASLt's fastest algorithm, and the clock during it.
+// Returns the microseconds per GEMM in a burst of RATE_RUNS with the plan's fastest algorithm, and the clock during it.
 static double burst_us(Bench *bench, Rates *r, GemmPlan *p, double *ghz) {
     char *result = r->memory;
     const QTensor a = gemm_fill_operand(p, 0, &result, 0), b = gemm_fill_operand(p, 1, &result, 0);
@@ -422,7 +437,7 @@ static double burst_us(Bench *bench, Rates *r, GemmPlan *p, double *ghz) {
     return ms * 1e3 / RATE_RUNS;
 }
 
-// Says why cuBLASLt's kernels stay below the peak, apart from the clock. Hopper's tensor cores apply no scales, and
+// Says why the kernels stay below the peak, apart from the clock. Hopper's tensor cores apply no scales, and
 // accumulate FP8 with less precision than fp32.
 static const char *rate_reason(const GemmPlan *p) {
     const int vectors = (p->granularity_a == BLOCK_1X128) + (p->granularity_b == BLOCK_1X128);

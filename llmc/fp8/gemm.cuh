@@ -20,6 +20,9 @@
 // Hopper may round the GEMM's result first and then the sum (seen with cuBLAS 13.1). So wgrad, the only GEMM that
 // accumulates, has alpha and beta in device memory.
 //
+// On Hopper, fprop and dgrad of the recipe blockwise have a kernel that is faster than cuBLASLt's, with equal bits
+// (gemm_blockwise.cuh).
+//
 // cuBLASLt offers several algorithms for a GEMM; gemm_choose times them. The power of a GPU depends on the bits that it
 // multiplies, and at its power limit the clock depends on the power. So GEMMs are timed on normal values, cast about as
 // the recipe casts them.
@@ -31,6 +34,7 @@
 #include "../base/arena.h"
 #include "../base/rng.h"
 #include "../config/precision.h"
+#include "gemm_blockwise.cuh"
 #include "quantize.cuh"
 
 #define GEMM_WORKSPACE_BYTES (64ll << 20)
@@ -82,6 +86,7 @@ typedef struct {
     // `native`: a GEMM on FP8 operands. `emulated`: a BF16 GEMM on FP8 operands decoded into the scratch. Both false: a
     // BF16 GEMM on bf16 operands.
     bool native, emulated;
+    bool blockwise;  // a native GEMM that runs the kernel of gemm_blockwise.cuh instead of cuBLASLt's
     // {1, 0} in device memory for plans with alpha and beta in device memory; else NULL.
     const float *one_zero;
     cublasLtMatmulDesc_t matmul;
@@ -179,6 +184,8 @@ static inline GemmPlan gemm_describe(const char *layer, GemmKind kind, int64_t R
     const bool fp8 = recipe_is_fp8(spec.recipe, kind);
     p.native = fp8 && !spec.emulate, p.emulated = fp8 && spec.emulate;
     if (p.native) gemm_require_native(spec.recipe);
+    p.blockwise = p.native && p.granularity_a == BLOCK_128X128 && p.granularity_b == BLOCK_1X128 &&
+                  spec.format_a == FP8_E4M3 && hopper_available();
     const int64_t multiple = fp8 ? spec.recipe->multiple : recipe_row(RECIPE_BF16)->multiple;
     if (N % multiple || K % multiple || (fp8 && R % multiple))
         die_with(
@@ -378,11 +385,13 @@ static inline int gemm_fastest(const Gemm *g, const GemmPlan *p, const cublasLtM
 
 // Chooses the plan's algorithm: the fastest of cuBLASLt's candidates on these buffers, or the first usable one if
 // g->deterministic. Overwrites d. The data of a and b must be like a step's (gemm_fill_operand). If cuBLASLt has no
-// fast_accum algorithm for the GEMM, the plan takes one with full accumulation. Dies if no algorithm can be used.
+// fast_accum algorithm for the GEMM, the plan takes one with full accumulation. Dies if no algorithm can be used. A
+// plan that is `blockwise` has nothing to choose.
 static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, const QTensor *a, const QTensor *b,
                                const bf16 *bias) {
     cublasLtMatmulHeuristicResult_t found[GEMM_CANDIDATES];
     cublasStatus_t status;
+    if (p->blockwise) return;
     if (p->emulated) gemm_decode(g, p, a, b);
     gemm_set_pointers(p, a, b, bias);
     int count = gemm_candidates(g, p, found, &status);
@@ -411,6 +420,12 @@ static inline void gemm_run(const Gemm *g, GemmPlan *p, bf16 *d, const QTensor *
                             bool accumulate) {
     if (accumulate && p->kind != GEMM_WGRAD)
         die("%s %s cannot accumulate; only wgrad can", p->layer, gemm_kind_name(p->kind));
+    if (p->blockwise) {
+        const BlockwiseOperand m = {gemm_data(p, 1, b), gemm_scale_inv(p, 1, b)},
+                               n = {gemm_data(p, 0, a), gemm_scale_inv(p, 0, a)};
+        gemm_blockwise(d, m, p->spec.format_b, n, p->bias ? bias : NULL, p->cols, p->rows, p->depth, g->stream);
+        return;
+    }
     if (p->emulated) gemm_decode(g, p, a, b);
     gemm_set_pointers(p, a, b, bias);
     CUBLAS_CHECK(gemm_launch(g, p, &p->algo, d, a, b, accumulate));

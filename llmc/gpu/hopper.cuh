@@ -61,7 +61,7 @@ static inline TensorMapEncode tensor_map_encoder(void) {
     return (TensorMapEncode)function;
 }
 
-// Describes a tensor of `rank` (3 to 5) dimensions for TMA, innermost first. dims: elements per dimension. strides[i]:
+// Describes a tensor of `rank` (2 to 5) dimensions for TMA, innermost first. dims: elements per dimension. strides[i]:
 // bytes from one index to the next of dimension i + 1, a multiple of 16. box: elements per dimension of the tile that
 // one copy moves. Reads outside the tensor give zero; writes outside the tensor are dropped. Dies if the driver refuses
 // the description. Runs on the host only, and neither allocates nor synchronizes.
@@ -168,6 +168,35 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Device: a pipeline between a TMA producer and consumers, with a full and an empty mbarrier for each stage.
+
+// Position in a circular buffer of STAGES pipeline stages: the stage, and the phase parity of its mbarrier.
+struct PipelineState {
+    int index;
+    uint32_t phase;
+};
+
+template <int STAGES>
+__device__ __forceinline__ void pipeline_next(PipelineState &state) {
+    if (++state.index == STAGES) {
+        state.index = 0;
+        state.phase ^= 1;
+    }
+}
+
+// Waits until the stage is full (barriers: the first of the stages' full mbarriers) or empty (their empty ones).
+__device__ __forceinline__ void pipeline_wait(uint32_t barriers, const PipelineState &state) {
+    mbarrier_wait(barriers + 8 * state.index, state.phase);
+}
+
+// Marks the stage as read by this warp, and advances to the next stage.
+template <int STAGES>
+__device__ __forceinline__ void pipeline_release(uint32_t empty, PipelineState &state) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty + 8 * state.index);
+    pipeline_next<STAGES>(state);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Device: TMA, its fences, and stmatrix. One thread issues a copy. A load completes on an mbarrier. Stores and
 // reductions complete in bulk groups.
 
@@ -194,8 +223,15 @@ __device__ __forceinline__ uint64_t l2_evict_first(void) {
     return policy;
 }
 
-// The three tma_load functions copy the box of the map at coordinates c0, c1, ... to shared memory at `to`. The bytes
+// The tma_load functions copy the box of the map at coordinates c0, c1, ... to shared memory at `to`. The bytes
 // arrive on `barrier`.
+__device__ __forceinline__ void tma_load_2d(uint32_t to, const CUtensorMap *map, uint32_t barrier, int c0, int c1) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+            to),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1)
+        : "memory");
+}
 __device__ __forceinline__ void tma_load_3d(uint32_t to, const CUtensorMap *map, uint32_t barrier, int c0, int c1,
                                             int c2) {
     asm volatile(
@@ -399,6 +435,24 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[128], const uint32_t (&a)[4]
                  " {%128, %129, %130, %131}, %132, p, 1, 1, %134;}\n"
                  : HOPPER_ACC128(d)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANS_B));
+}
+
+// D[64 x 128] (+)= A[64 x 32] * B[32 x 128] of FP8 codes, B's in E4M3; the sums keep fewer bits than fp32. Both
+// descriptors are of wgmma_desc_k_major, as bytes: a row has 128 codes, and the next k-step of 32 is at address + 32.
+#define HOPPER_WGMMA_FP8(a_type)                                                                    \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;\n"                                          \
+                 "wgmma.mma_async.sync.aligned.m64n128k32.f32." a_type ".e4m3 "                     \
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"           \
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"  \
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"  \
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}," \
+                 " %64, %65, p, 1, 1;}\n"                                                           \
+                 : HOPPER_ACC64(d)                                                                  \
+                 : "l"(a), "l"(b), "r"(accumulate))
+template <Fp8Format A>
+__device__ __forceinline__ void wgmma_ss_fp8(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+    if constexpr (A == FP8_E4M3) HOPPER_WGMMA_FP8("e4m3");
+    else HOPPER_WGMMA_FP8("e5m2");
 }
 
 #endif  // HOPPER_DEVICE_CODE

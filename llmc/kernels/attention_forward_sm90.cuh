@@ -95,32 +95,6 @@ __device__ __forceinline__ int forward_document_start(const ForwardPlan &p, int 
 
 #if HOPPER_DEVICE_CODE
 
-// Position in a circular buffer of STAGES pipeline stages: the stage, and the phase parity of its mbarrier.
-struct PipelineState {
-    int index;
-    uint32_t phase;
-};
-
-template <int STAGES>
-__device__ __forceinline__ void pipeline_next(PipelineState &state) {
-    if (++state.index == STAGES) {
-        state.index = 0;
-        state.phase ^= 1;
-    }
-}
-
-// Waits until the stage is full (barriers: the first of the stages' full mbarriers) or empty (their empty ones).
-__device__ __forceinline__ void pipeline_wait(uint32_t barriers, const PipelineState &state) {
-    mbarrier_wait(barriers + 8 * state.index, state.phase);
-}
-
-// Marks the stage as read by this warp, and advances to the next stage.
-template <int STAGES>
-__device__ __forceinline__ void pipeline_release(uint32_t empty, PipelineState &state) {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty + 8 * state.index);
-    pipeline_next<STAGES>(state);
-}
-
 // The producer thread. For each tile it loads K of the diagonal block, then Q, then K and V alternately, with K one
 // block ahead.
 template <int HD, bool MASKED>
