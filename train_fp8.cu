@@ -824,7 +824,7 @@ static void trainer_create(Trainer *t, const Arena *plan) {
     const FsdpInputs in = {t->params.weights, &t->linears.scales, t->comm->world > 1 ? &t->nccl : NULL, &t->log,
                            &t->params.scaled};
     fsdp_create(&t->fsdp, &in);
-    linears_plan(&t->linears, t->stream, t->memory);
+    linears_plan(&t->linears, t->stream, t->memory, t->comm->local_rank == 0);
     CUDA_CHECK(cudaMemsetAsync(t->memory, 0, (size_t)plan->used, t->stream));
     rope_table_upload(t->acts.rope_table, &t->m, t->d.T, t->stream);  // after its memory is cleared
     adamw_begin_states(&t->params, t->stream);

@@ -225,6 +225,15 @@ else
     bad "filter auto and audit: $(tail -n 3 "$tmp/a.log")"
 fi
 
+# A second start takes the GEMM algorithms that the first one has timed; with --deterministic it does not.
+run="small $data --sequence-length 256 --batch-size 2 --precision fp8 --num-steps 1"
+export XDG_CACHE_HOME=$tmp/cache
+gpu a $run && gpu b $run && gpu c $run --deterministic
+export XDG_CACHE_HOME=/dev/null
+known='^cuBLASLt  ([0-9]+) of \1 algorithms are those of earlier starts$'
+check "GEMM algorithms of an earlier start" \
+    equal "$(for log in a b c; do grep -Ec "$known" "$tmp/$log.log"; done | xargs)" "0 1 0"
+
 # log.jsonl says where time and energy went. If nvidia-smi can read the power, NVML must read the energy.
 energy=$(nvidia-smi --query-gpu=power.draw --format=csv,noheader,nounits 2>/dev/null | grep -q '^[0-9]' &&
     echo --energy)

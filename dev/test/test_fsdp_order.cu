@@ -1283,6 +1283,7 @@ static void trainer_gemm_choose(const Gemm *, GemmPlan *, bf16 *, const QTensor 
 #define embedding_sort ignored
 #define gemm_choose trainer_gemm_choose
 #define gemm_describe trainer_gemm
+#define gemm_open_cache ignored
 #define host_memory_pinned trainer_pinned
 #define initialize_parameters ignored
 #define nccl_close ignored

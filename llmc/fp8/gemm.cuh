@@ -25,7 +25,7 @@
 //
 // cuBLASLt offers several algorithms for a GEMM; gemm_choose times them. The power of a GPU depends on the bits that it
 // multiplies, and at its power limit the clock depends on the power. So GEMMs are timed on normal values, cast about as
-// the recipe casts them.
+// the recipe casts them. A cache (gemm_cache.h) spares later starts the timing.
 #ifndef LLMC_GEMM_CUH
 #define LLMC_GEMM_CUH
 
@@ -35,6 +35,7 @@
 #include "../base/rng.h"
 #include "../config/precision.h"
 #include "gemm_blockwise.cuh"
+#include "gemm_cache.h"
 #include "quantize.cuh"
 
 #define GEMM_WORKSPACE_BYTES (64ll << 20)
@@ -56,6 +57,7 @@ typedef struct {
     bf16 *scratch;
     float *alpha;        // one float, for emulated GEMMs; may be NULL if no plan is emulated
     bool deterministic;  // take the first usable algorithm instead of the fastest
+    GemmCache *cache;    // NULL: time all algorithms
     cudaStream_t stream;
 } Gemm;
 
@@ -340,6 +342,7 @@ static inline int gemm_candidates(const Gemm *g, const GemmPlan *p,
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
     int count = 0;
+    memset(found, 0, GEMM_CANDIDATES * sizeof *found);  // algorithms are compared byte by byte
     CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
     CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
                                                       sizeof workspace));
@@ -383,6 +386,70 @@ static inline int gemm_fastest(const Gemm *g, const GemmPlan *p, const cublasLtM
     return fastest;
 }
 
+static_assert(sizeof(cublasLtMatmulAlgo_t) == GEMM_CACHE_WORDS * sizeof(uint64_t), "an entry holds an algorithm");
+
+// Opens the cache for the current GPU, except if g->deterministic. gemm_close_cache must follow.
+static inline void gemm_open_cache(Gemm *g) {
+    cudaDeviceProp gpu;
+    int index;
+    if (g->deterministic) return;
+    CUDA_CHECK(cudaGetDevice(&index));
+    CUDA_CHECK(cudaGetDeviceProperties(&gpu, index));
+    g->cache = (GemmCache *)xcalloc(1, sizeof *g->cache);
+    *g->cache = gemm_cache_read();
+    format_checked(g->cache->machine, sizeof g->cache->machine, "%s, %d SMs, cuBLASLt %zu", gpu.name,
+                   gpu.multiProcessorCount, cublasLtGetVersion());
+}
+
+// Prints in one line how many algorithms came from the cache, unless none did. With `write`, adds the others to the
+// user's file. Then closes the cache, if it is open.
+static inline void gemm_close_cache(Gemm *g, bool write) {
+    GemmCache *c = g->cache;
+    if (!c) return;
+    if (c->known)
+        printf("cuBLASLt  %lld of %lld algorithms are those of earlier starts\n", (long long)c->known,
+               (long long)c->asked);
+    if (write && c->known < c->asked) gemm_cache_write(c);
+    gemm_cache_free(c);
+    free(c);
+    g->cache = NULL;
+}
+
+// Returns a plan's entry for the cache, without an algorithm. Its key has all that a candidate's speed depends on.
+static inline GemmCacheEntry gemm_entry(const Gemm *g, const GemmPlan *p) {
+    GemmCacheEntry e;
+    memset(&e, 0, sizeof e);
+    format_checked(e.key, sizeof e.key, "%s: %s %lld x %lld x %lld, %s/%d x %s/%d%s%s%s, workspace %lld, alignment %d",
+                   g->cache->machine, gemm_kind_name(p->kind), (long long)p->rows, (long long)p->cols,
+                   (long long)p->depth, gemm_type_name(p->granularity_a, p->spec.format_a),
+                   gemm_scale_mode(p->granularity_a), gemm_type_name(p->granularity_b, p->spec.format_b),
+                   gemm_scale_mode(p->granularity_b), p->emulated ? ", emulated" : "",
+                   p->native && p->spec.fast_accum ? ", fast_accum" : "", p->bias ? ", bias" : "",
+                   (long long)GEMM_WORKSPACE_BYTES, (int)PARAMETER_ALIGNMENT);
+    return e;
+}
+
+// gemm_fastest, but without timing if the cache knows the algorithm, and cuBLASLt still offers it and can launch it.
+static inline int gemm_fastest_cached(const Gemm *g, const GemmPlan *p, const cublasLtMatmulHeuristicResult_t *found,
+                                      int count, bf16 *d, const QTensor *a, const QTensor *b) {
+    if (!g->cache) return gemm_fastest(g, p, found, count, d, a, b);
+    GemmCacheEntry e = gemm_entry(g, p);
+    const GemmCacheEntry *known = gemm_cache_find(g->cache, e.key);
+    g->cache->asked++;
+    for (int i = 0; known && i < count; i++)
+        if (memcmp(found[i].algo.data, known->algorithm, sizeof e.algorithm) == 0 &&
+            gemm_first_usable(g, p, found + i, 1, d, a, b) == 0) {
+            g->cache->known += !known->timed;
+            return i;
+        }
+    const int fastest = gemm_fastest(g, p, found, count, d, a, b);
+    if (fastest < 0) return fastest;
+    memcpy(e.algorithm, found[fastest].algo.data, sizeof e.algorithm);
+    e.timed = true;
+    gemm_cache_put(g->cache, &e);
+    return fastest;
+}
+
 // Chooses the plan's algorithm: the fastest of cuBLASLt's candidates on these buffers, or the first usable one if
 // g->deterministic. Overwrites d. The data of a and b must be like a step's (gemm_fill_operand). If cuBLASLt has no
 // fast_accum algorithm for the GEMM, the plan takes one with full accumulation. Dies if no algorithm can be used. A
@@ -407,7 +474,7 @@ static inline void gemm_choose(const Gemm *g, GemmPlan *p, bf16 *d, const QTenso
                  p->layer, gemm_kind_name(p->kind), (long long)p->R, (long long)p->N, (long long)p->K,
                  gemm_type_name(p->granularity_a, p->spec.format_a), gemm_type_name(p->granularity_b, p->spec.format_b),
                  p->spec.recipe->name, p->emulated ? ", emulated" : "", cublasLtGetStatusString(status));
-    const int chosen = (g->deterministic ? gemm_first_usable : gemm_fastest)(g, p, found, count, d, a, b);
+    const int chosen = (g->deterministic ? gemm_first_usable : gemm_fastest_cached)(g, p, found, count, d, a, b);
     if (chosen < 0)
         die_with(EXIT_UNSUPPORTED, "cuBLASLt refuses every algorithm it offers for %s %s (recipe %s)", p->layer,
                  gemm_kind_name(p->kind), p->spec.recipe->name);

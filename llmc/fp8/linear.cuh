@@ -132,13 +132,15 @@ static inline void linears_plan_layer(Linears *ln, const LinearShape *s, GemmPla
     }
 }
 
-// Plans all GEMMs that the run has. `memory` is the arena of GPU memory, which is not in use yet.
-static inline void linears_plan(Linears *ln, cudaStream_t stream, char *memory) {
+// Plans all GEMMs that the run has. `memory` is the arena of GPU memory, which is not in use yet. write_cache:
+// algorithms that were timed go into the user's file (gemm_cache.h); one rank of each host should write it.
+static inline void linears_plan(Linears *ln, cudaStream_t stream, char *memory, bool write_cache) {
     const Precision *p = ln->precision;
     const Recipe *bf16_recipe = recipe_row(RECIPE_BF16);
     const int64_t tail = ln->rows % ln->head_rows;
     CUBLAS_CHECK(cublasLtCreate(&ln->gemm.handle));
     ln->gemm.stream = ln->scales.stream = stream;
+    gemm_open_cache(&ln->gemm);
     for (int id = 0; id < NUM_LINEARS; id++) {
         int64_t fp8_layers = 0;
         for (int64_t l = 0; l < p->num_layers; l++) fp8_layers += recipe_is_fp8(precision_of(p, l, id), GEMM_FPROP);
@@ -150,6 +152,7 @@ static inline void linears_plan(Linears *ln, cudaStream_t stream, char *memory) 
     }
     linears_plan_layer(ln, &ln->head, ln->lm_head, &p->head, ln->head_rows, false, memory);
     if (tail) linears_plan_layer(ln, &ln->head, ln->lm_head_tail, &p->head, tail, false, memory);
+    gemm_close_cache(&ln->gemm, write_cache);
 }
 
 static inline void linears_destroy_plans(GemmPlan plans[NUM_GEMMS]) {

@@ -1,6 +1,7 @@
 # Sourced by gpu_runs.sh, gpu_bits.sh, gpu_ranks.sh and gpu_faults.sh. Runs trainers, counts checks and compares output,
 # which is in $tmp/NAME.log.
 . scripts/tally.sh
+export XDG_CACHE_HOME=/dev/null  # tests neither read nor write a user's GEMM algorithms (gemm_cache.h)
 ok() { passed=$((passed + 1)); echo "ok: $*"; }
 bad() { failed=$((failed + 1)); echo "FAILED: $*"; }
 # Runs a command that must succeed within 120 s. If it does not, counts a failed check and prints its status and errors.
