@@ -19,7 +19,7 @@ alive() {
     while sleep 5 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do echo "($((SECONDS - begin)) s)" >&2; done &
     local ticker=$!
     "$@" || status=$?
-    kill $ticker
+    kill -KILL $ticker  # after SIGTERM, a shell that has just been forked may run the EXIT trap of this one
     wait $ticker 2>/dev/null || :
     return $status
 }
