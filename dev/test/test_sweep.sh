@@ -199,13 +199,7 @@ wait_for_sweep() {
     running=""
 }
 # Prints the ids of the processes whose command line begins with $1 and contains $2.
-processes() {
-    local file words
-    for file in /proc/[0-9]*/cmdline; do
-        words=$(tr '\0' ' ' 2>/dev/null <"$file")
-        if [[ $words == "$1"*"$2"* ]]; then file=${file#/proc/} && echo "${file%/*}"; fi
-    done 2>/dev/null
-}
+processes() { grep -saPl -- "^\Q${1// /\\E\\0\\Q}\E.*\Q${2// /\\E\\0\\Q}" /proc/[0-9]*/cmdline | cut -d/ -f3; }
 trainers_in() { processes "" "--log-dir $1" | grep -c .; }
 
 interrupted() {
@@ -234,19 +228,22 @@ interrupted INT 2 60 130
 # A sweep cannot catch SIGKILL, so its current run goes on. No other sweep may start in its folder until that run ends.
 # Then the run counts as finished.
 out=$tmp/killed
-arguments=(--models tiny --sequence-lengths 128 --precisions bf16 --gpus 1 --num-steps 100 --out "$out")
+arguments=(--models tiny --sequence-lengths 128 --precisions bf16 --gpus 1 --num-steps 300 --out "$out")
 start_until "$out/tiny_T128_bf16_1gpu"
+trainer_id=$(processes "" "--log-dir $out/")
+kill -STOP $trainer_id  # else the run may end before the second sweep begins
 kill -KILL "$running"
 wait_for_sweep
 sweep "${arguments[@]}" >"$tmp/beside.log" 2>&1
 check "SIGKILL: a second sweep is refused while the last run goes on" \
     equal "$? $(grep -c 'still works in' "$tmp/beside.log")" \
     "1 1"
+kill -CONT $trainer_id
 is_gone() { [ "$(trainers_in "$out/")" -eq 0 ]; }
 check "SIGKILL: the last run ends" await is_gone
 sweep "${arguments[@]}" >"$tmp/again.log" 2>&1
 check "SIGKILL: the last run counts as finished" \
-    equal "$? $(grep -c 'from before' "$tmp/again.log") $(steps_in "$out/tiny_T128_bf16_1gpu")" "0 1 100"
+    equal "$? $(grep -c 'from before' "$tmp/again.log") $(steps_in "$out/tiny_T128_bf16_1gpu")" "0 1 300"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings may change until a run has finished, and all results before the change are removed. Later changes are
