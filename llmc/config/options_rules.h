@@ -36,15 +36,23 @@ static inline void options_filter_conflict(const Options *o, char *message, size
 
 // Rules of --fp8-lm-head.
 static inline void options_head_conflict(const Options *o, char *message, size_t capacity) {
-    if (o->fp8_lm_head != LM_HEAD_OFF && options_recipe(o)->delayed)
+    const Recipe *r = options_recipe(o);
+    const bool e4m3 = o->fp8_format == FP8_FORMAT_AUTO ? r->dy_format == FP8_E4M3 : o->fp8_format == FP8_FORMAT_E4M3,
+               blocks = granularity_traits(r->granularity[GEMM_DGRAD][1])->cols != WHOLE;
+    if (o->fp8_lm_head != LM_HEAD_OFF && r->delayed)
         format_checked(message, capacity,
                        "--fp8-lm-head scales lm_head's tensors by current amaxes, and recipe delayed by past ones, of "
                        "which it has none for lm_head; use another --fp8-recipe, or leave --fp8-lm-head out");
-    else if (o->fp8_lm_head == LM_HEAD_ALL && options_recipe(o)->granularity[GEMM_WGRAD][1] == PER_ROW)
+    else if (o->fp8_lm_head == LM_HEAD_ALL && r->granularity[GEMM_WGRAD][1] == PER_ROW)
         format_checked(message, capacity,
                        "--fp8-lm-head all: recipe %s would scale each column of a chunk of rows by itself, and "
                        "gradients would depend on the size of chunks; use --fp8-lm-head on, or another --fp8-recipe",
-                       options_recipe(o)->name);
+                       r->name);
+    else if (o->fp8_lm_head > LM_HEAD_FORWARD && e4m3 && !blocks)
+        format_checked(message, capacity,
+                       "--fp8-lm-head: e4m3 with one scale for a whole row (recipe %s) rounds the small probabilities "
+                       "of a large vocabulary to 0; add --fp8-format hybrid, or use --fp8-lm-head forward",
+                       r->name);
 }
 
 // Rules of recipe tensorwise_bounded.

@@ -20,8 +20,7 @@
 // Hopper may round the GEMM's result first and then the sum (seen with cuBLAS 13.1). So wgrad, the only GEMM that
 // accumulates, has alpha and beta in device memory.
 //
-// On Hopper, fprop and dgrad of the recipe blockwise have a kernel that is faster than cuBLASLt's, with equal bits
-// (gemm_blockwise.cuh).
+// On Hopper, gemm_blockwise.cuh computes fprop and dgrad of the recipe blockwise: faster, and with equal bits.
 //
 // cuBLASLt offers several algorithms for a GEMM; gemm_choose times them. The power of a GPU depends on the bits that it
 // multiplies, and at its power limit the clock depends on the power. So GEMMs are timed on normal values, cast about as

@@ -12,8 +12,7 @@
 // section 3.3.2). While one warpgroup does that, the tensor cores work for the other. A wgmma sums 64 x 128 results, so
 // a thread has 64 sums and 128 totals: each warpgroup has 128 x 128 results.
 //
-// Thread blocks of 256 x 128 results form a persistent grid. Results outside the matrix are computed from zeros and not
-// stored.
+// Thread blocks form a persistent grid. Results outside the matrix are computed from zeros and not stored.
 #ifndef LLMC_GEMM_BLOCKWISE_CUH
 #define LLMC_GEMM_BLOCKWISE_CUH
 
