@@ -327,132 +327,55 @@ template <int N> __device__ __forceinline__ void wgmma_fence_registers(float (&d
 #define HOPPER_ACC16(d) HOPPER_ACC8(d, 0), HOPPER_ACC8(d, 8)
 #define HOPPER_ACC32(d) HOPPER_ACC16(d), HOPPER_ACC8(d, 16), HOPPER_ACC8(d, 24)
 #define HOPPER_ACC64(d) HOPPER_ACC32(d), HOPPER_ACC8(d, 32), HOPPER_ACC8(d, 40), HOPPER_ACC8(d, 48), HOPPER_ACC8(d, 56)
-#define HOPPER_ACC128(d)                                                                             \
-    HOPPER_ACC64(d), HOPPER_ACC8(d, 64), HOPPER_ACC8(d, 72), HOPPER_ACC8(d, 80), HOPPER_ACC8(d, 88), \
-        HOPPER_ACC8(d, 96), HOPPER_ACC8(d, 104), HOPPER_ACC8(d, 112), HOPPER_ACC8(d, 120)
 
-// N follows from the accumulator: float[16] is N = 32, [32] is 64, [64] is 128, [128] is 256. accumulate = 0 overwrites
-// D. wgmma_ss reads A and B from shared memory, by descriptors. wgmma_rs reads A from registers and B from shared
-// memory.
+#define HOPPER_REGISTERS16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define HOPPER_REGISTERS32 \
+    HOPPER_REGISTERS16     \
+    ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define HOPPER_REGISTERS64                                                             \
+    HOPPER_REGISTERS32                                                                 \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+    ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-template <int TRANS_A, int TRANS_B>
-__device__ __forceinline__ void wgmma_ss(float (&d)[16], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %18, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15},"
-                 " %16, %17, p, 1, 1, %19, %20;}\n"
-                 : HOPPER_ACC16(d)
-                 : "l"(a), "l"(b), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));
-}
+// The PTX of D (+)= A B: the operand `flag` is 0 to overwrite D; `rest` is A, B and the modifiers.
+#define HOPPER_WGMMA(n, types, registers, flag, rest) \
+    "{.reg .pred p; setp.ne.b32 p, " flag ", 0;\n"    \
+    "wgmma.mma_async.sync.aligned.m64n" n types " {" registers "}, " rest ";}\n"
 
-template <int TRANS_A, int TRANS_B>
-__device__ __forceinline__ void wgmma_ss(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31},"
-                 " %32, %33, p, 1, 1, %35, %36;}\n"
-                 : HOPPER_ACC32(d)
-                 : "l"(a), "l"(b), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));
-}
+// N follows from the accumulator: float[32] is N = 64, [64] is 128. accumulate = 0 overwrites D. wgmma_ss reads A and B
+// from shared memory, by descriptors. wgmma_rs reads A from registers and B from shared memory.
+#define HOPPER_WGMMA_SS(count, n, a_operand, b_operand, flag, trans_a, trans_b)                           \
+    template <int TRANS_A, int TRANS_B>                                                                   \
+    __device__ __forceinline__ void wgmma_ss(float (&d)[count], uint64_t a, uint64_t b, int accumulate) { \
+        asm volatile(HOPPER_WGMMA(n, "k16.f32.bf16.bf16", HOPPER_REGISTERS##count, flag,                  \
+                                  a_operand ", " b_operand ", p, 1, 1, " trans_a ", " trans_b)            \
+                     : HOPPER_ACC##count(d)                                                               \
+                     : "l"(a), "l"(b), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));                      \
+    }
+HOPPER_WGMMA_SS(32, "64", "%32", "%33", "%34", "%35", "%36")
+HOPPER_WGMMA_SS(64, "128", "%64", "%65", "%66", "%67", "%68")
 
-template <int TRANS_A, int TRANS_B>
-__device__ __forceinline__ void wgmma_ss(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"
-                 " %64, %65, p, 1, 1, %67, %68;}\n"
-                 : HOPPER_ACC64(d)
-                 : "l"(a), "l"(b), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));
-}
-
-template <int TRANS_A, int TRANS_B>
-__device__ __forceinline__ void wgmma_ss(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %130, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63,"
-                 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79,"
-                 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95,"
-                 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,"
-                 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127},"
-                 " %128, %129, p, 1, 1, %131, %132;}\n"
-                 : HOPPER_ACC128(d)
-                 : "l"(a), "l"(b), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));
-}
-
-template <int TRANS_B>
-__device__ __forceinline__ void wgmma_rs(float (&d)[16], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15},"
-                 " {%16, %17, %18, %19}, %20, p, 1, 1, %22;}\n"
-                 : HOPPER_ACC16(d)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANS_B));
-}
-
-template <int TRANS_B>
-__device__ __forceinline__ void wgmma_rs(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31},"
-                 " {%32, %33, %34, %35}, %36, p, 1, 1, %38;}\n"
-                 : HOPPER_ACC32(d)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANS_B));
-}
-
-template <int TRANS_B>
-__device__ __forceinline__ void wgmma_rs(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"
-                 " {%64, %65, %66, %67}, %68, p, 1, 1, %70;}\n"
-                 : HOPPER_ACC64(d)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANS_B));
-}
-
-template <int TRANS_B>
-__device__ __forceinline__ void wgmma_rs(float (&d)[128], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %133, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63,"
-                 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79,"
-                 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95,"
-                 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,"
-                 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127},"
-                 " {%128, %129, %130, %131}, %132, p, 1, 1, %134;}\n"
-                 : HOPPER_ACC128(d)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANS_B));
-}
+#define HOPPER_WGMMA_RS(count, n, a_operand, b_operand, flag, trans_b)                                                \
+    template <int TRANS_B>                                                                                            \
+    __device__ __forceinline__ void wgmma_rs(float (&d)[count], const uint32_t (&a)[4], uint64_t b, int accumulate) { \
+        asm volatile(HOPPER_WGMMA(n, "k16.f32.bf16.bf16", HOPPER_REGISTERS##count, flag,                              \
+                                  a_operand ", " b_operand ", p, 1, 1, " trans_b)                                     \
+                     : HOPPER_ACC##count(d)                                                                           \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANS_B));            \
+    }
+HOPPER_WGMMA_RS(32, "64", "{%32, %33, %34, %35}", "%36", "%37", "%38")
+HOPPER_WGMMA_RS(64, "128", "{%64, %65, %66, %67}", "%68", "%69", "%70")
 
 // D[64 x 128] (+)= A[64 x 32] * B[32 x 128] of FP8 codes, B's in E4M3; the sums keep fewer bits than fp32. Both
 // descriptors are of wgmma_desc_k_major, as bytes: a row has 128 codes, and the next k-step of 32 is at address + 32.
-#define HOPPER_WGMMA_FP8(a_type)                                                                    \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;\n"                                          \
-                 "wgmma.mma_async.sync.aligned.m64n128k32.f32." a_type ".e4m3 "                     \
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"           \
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"  \
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"  \
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}," \
-                 " %64, %65, p, 1, 1;}\n"                                                           \
-                 : HOPPER_ACC64(d)                                                                  \
+#define HOPPER_WGMMA_FP8(types)                                                             \
+    asm volatile(HOPPER_WGMMA("128", types, HOPPER_REGISTERS64, "%66", "%64, %65, p, 1, 1") \
+                 : HOPPER_ACC64(d)                                                          \
                  : "l"(a), "l"(b), "r"(accumulate))
 template <Fp8Format A>
 __device__ __forceinline__ void wgmma_ss_fp8(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
-    if constexpr (A == FP8_E4M3) HOPPER_WGMMA_FP8("e4m3");
-    else HOPPER_WGMMA_FP8("e5m2");
+    if constexpr (A == FP8_E4M3) HOPPER_WGMMA_FP8("k32.f32.e4m3.e4m3");
+    else HOPPER_WGMMA_FP8("k32.f32.e5m2.e4m3");
 }
 
 #endif  // HOPPER_DEVICE_CODE
