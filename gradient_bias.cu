@@ -21,7 +21,7 @@ static void planted_gemm(Trainer *t, GemmPlan plan, float factor, bf16 *result, 
     const float values[2] = {factor, 0};
     if (plan.emulated || plan.blockwise)
         die_with(EXIT_UNSUPPORTED,
-                 "--plant changes only GEMMs of cuBLASLt: none of --fp8-emulate, of blockwise wgrad alone");
+                 "--plant changes GEMMs of cuBLASLt alone: with blockwise on Hopper wgrad, with --fp8-emulate none");
     CUDA_CHECK(cudaMalloc((void **)&alpha_beta, sizeof values));
     CUDA_CHECK(cudaMemcpyAsync(alpha_beta, values, sizeof values, cudaMemcpyHostToDevice, t->stream));
     plan.one_zero = alpha_beta;

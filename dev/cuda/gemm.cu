@@ -338,7 +338,7 @@ static void run_checks(void) {
     check_shape(0, NUM_RECIPES, 640, 256, 1152);
     check_shape(0, NUM_RECIPES, 272, 208, 336);
     check_shape(0, NUM_RECIPES, 128, 128, 8192);  // long contraction in fprop
-    // More than two tiles for each cluster of a GPU with 132 SMs, and sizes that are no multiples of a tile.
+    // More than two tiles for each SM of a GPU with 132, and sizes that are no multiples of a tile.
     check_shape(RECIPE_BLOCKWISE, RECIPE_BLOCKWISE, 2944, 3072, 3200);
     printf("worst error of each GEMM's sums: native, fast_accum, emulated (unit: error_unit() in dev/cuda/gemm.cu, "
            "%.3g allowed)\n",

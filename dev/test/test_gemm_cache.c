@@ -179,7 +179,7 @@ static void test_writers(void) {
     for (int w = 0; w < WRITERS; w++) failures += wait(&status) < 0 || status != 0;
     const int n = found(WRITERS * ROUNDS);
     CHECK(failures == 0, "%d of %d writers failed, or read an entry that nobody wrote", failures, WRITERS);
-    CHECK(n >= ROUNDS && is_whole(n), "the file is whole and has the lines of the last writer; it has %d", n);
+    CHECK(n > 0 && is_whole(n), "the file is whole; it has %d lines", n);
     DIR *folder = opendir(scratch_path("train_fp8cu"));
     while (readdir(folder)) files++;
     closedir(folder);
@@ -197,14 +197,15 @@ static const char *folder_with(const char *cache, const char *home) {
 static void test_places(void) {
     char deep[PATH_CAPACITY];
     memset(deep, 'd', sizeof deep), deep[0] = '/', deep[sizeof deep - 1] = 0;
-    CHECK(strcmp(folder_with("/a", "/h"), "/a/train_fp8cu") == 0, "XDG_CACHE_HOME");
-    CHECK(strcmp(folder_with(NULL, "/h"), "/h/.cache/train_fp8cu") == 0, "HOME");
-    CHECK(strcmp(folder_with("", "/h"), "/h/.cache/train_fp8cu") == 0, "an empty XDG_CACHE_HOME is none");
-    CHECK(strcmp(folder_with("a", "/h"), "/h/.cache/train_fp8cu") == 0, "nor is a relative path");
-    const char *const none[][2] = {{NULL, NULL}, {NULL, ""}, {"a", "h"}, {deep, "/h"}, {NULL, deep}};
+    CHECK(strcmp(folder_with("/a", "/dev"), "/a/train_fp8cu") == 0, "XDG_CACHE_HOME");
+    CHECK(strcmp(folder_with(NULL, "/dev"), "/dev/.cache/train_fp8cu") == 0, "HOME");
+    CHECK(strcmp(folder_with("", "/dev"), "/dev/.cache/train_fp8cu") == 0, "an empty XDG_CACHE_HOME is none");
+    CHECK(strcmp(folder_with("a", "/dev"), "/dev/.cache/train_fp8cu") == 0, "nor is a relative path");
+    const char *const none[][2] = {{NULL, NULL},   {NULL, ""},   {"a", "h"},
+                                   {deep, "/dev"}, {NULL, deep}, {NULL, "/no such home"}};
     for (size_t i = 0; i < sizeof none / sizeof none[0]; i++)
         CHECK(!*folder_with(none[i][0], none[i][1]) && !start(0, 1, false) && found(1) == 0, "no folder, case %zu", i);
-    folder_with("/dev/null", "/h");
+    folder_with("/dev/null", "/dev");
     CHECK(!start(0, 1, false) && found(1) == 0, "a folder that cannot be made");
     folder_with(scratch_path("new/parents"), NULL);
     CHECK(start(0, 1, false) && found(1) == 1, "a folder whose parents are missing");

@@ -324,7 +324,7 @@ static void test_fp8_conflicts(void) {
         {"--fp8-recipe rowwise --fp8-lm-head forward", ""},
         {"--fp8-recipe rowwise --fp8-lm-head on", "add --fp8-format hybrid, or use --fp8-lm-head forward"},
         {"--fp8-format e4m3 --fp8-lm-head all", "add --fp8-format hybrid, or use --fp8-lm-head forward"},
-        {"--fp8-recipe rowwise --fp8-lm-head all", "use --fp8-lm-head on, or another --fp8-recipe"},
+        {"--fp8-recipe rowwise --fp8-lm-head all", "use --fp8-lm-head on with --fp8-format hybrid, or another"},
         {"--fp8-recipe delayed --fp8-lm-head on", "use another --fp8-recipe, or leave --fp8-lm-head out"},
         // tensorwise_bounded needs a bound on AdamW's step
         {"--fp8-recipe tensorwise_bounded", ""},

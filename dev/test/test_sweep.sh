@@ -9,7 +9,8 @@ export OMP_NUM_THREADS=1
 trainer=${TRAINER:-./train_fp8}
 tmp=$(mktemp -d)
 running=""
-trap '[ -z "$running" ] || kill -TERM "$running" 2>/dev/null; rm -rf "$tmp"' EXIT
+stopped=""
+trap 'kill -TERM $running 2>/dev/null; kill -KILL $stopped 2>/dev/null; rm -rf "$tmp"' EXIT
 . scripts/tally.sh
 kind_of() { cut -f1 "$1/result" 2>/dev/null || echo none; }
 # Waits up to 60 s until the command "$@" succeeds.
@@ -230,15 +231,16 @@ interrupted INT 2 60 130
 out=$tmp/killed
 arguments=(--models tiny --sequence-lengths 128 --precisions bf16 --gpus 1 --num-steps 300 --out "$out")
 start_until "$out/tiny_T128_bf16_1gpu"
-trainer_id=$(processes "" "--log-dir $out/")
-kill -STOP $trainer_id  # else the run may end before the second sweep begins
+stopped=$(processes "" "--log-dir $out/")
+check "SIGKILL: the trainer can be stopped" kill -STOP $stopped  # else it may end before the second sweep begins
 kill -KILL "$running"
 wait_for_sweep
 sweep "${arguments[@]}" >"$tmp/beside.log" 2>&1
 check "SIGKILL: a second sweep is refused while the last run goes on" \
     equal "$? $(grep -c 'still works in' "$tmp/beside.log")" \
     "1 1"
-kill -CONT $trainer_id
+kill -CONT $stopped
+stopped=""
 is_gone() { [ "$(trainers_in "$out/")" -eq 0 ]; }
 check "SIGKILL: the last run ends" await is_gone
 sweep "${arguments[@]}" >"$tmp/again.log" 2>&1

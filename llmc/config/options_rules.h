@@ -44,13 +44,14 @@ static inline void options_head_conflict(const Options *o, char *message, size_t
                        "--fp8-lm-head scales lm_head's tensors by current amaxes, and recipe delayed by past ones, of "
                        "which it has none for lm_head; use another --fp8-recipe, or leave --fp8-lm-head out");
     else if (o->fp8_lm_head == LM_HEAD_ALL && r->granularity[GEMM_WGRAD][1] == PER_ROW)
-        format_checked(message, capacity,
-                       "--fp8-lm-head all: recipe %s would scale each column of a chunk of rows by itself, and "
-                       "gradients would depend on the size of chunks; use --fp8-lm-head on, or another --fp8-recipe",
-                       r->name);
+        format_checked(
+            message, capacity,
+            "--fp8-lm-head all: recipe %s would scale columns of a chunk of rows, and gradients would depend "
+            "on its size; use --fp8-lm-head on with --fp8-format hybrid, or another --fp8-recipe",
+            r->name);
     else if (o->fp8_lm_head > LM_HEAD_FORWARD && e4m3 && !blocks)
         format_checked(message, capacity,
-                       "--fp8-lm-head: e4m3 with one scale for a whole row (recipe %s) rounds the small probabilities "
+                       "--fp8-lm-head: e4m3 with one scale for a row or tensor (recipe %s) rounds small probabilities "
                        "of a large vocabulary to 0; add --fp8-format hybrid, or use --fp8-lm-head forward",
                        r->name);
 }

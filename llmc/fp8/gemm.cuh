@@ -20,7 +20,7 @@
 // Hopper may round the GEMM's result first and then the sum (seen with cuBLAS 13.1). So wgrad, the only GEMM that
 // accumulates, has alpha and beta in device memory.
 //
-// On Hopper, gemm_blockwise.cuh computes fprop and dgrad of the recipe blockwise: faster, and with equal bits.
+// On Hopper, gemm_blockwise.cuh computes fprop and dgrad of the recipe blockwise, faster than cuBLASLt.
 //
 // cuBLASLt offers several algorithms for a GEMM; gemm_choose times them. The power of a GPU depends on the bits that it
 // multiplies, and at its power limit the clock depends on the power. So GEMMs are timed on normal values, cast about as
@@ -404,17 +404,19 @@ static inline void gemm_open_cache(Gemm *g) {
 // user's file. Then closes the cache, if it is open.
 static inline void gemm_close_cache(Gemm *g, bool write) {
     GemmCache *c = g->cache;
+    char folder[PATH_CAPACITY];
     if (!c) return;
-    if (c->known)
-        printf("cuBLASLt  %lld of %lld algorithms are those of earlier starts\n", (long long)c->known,
-               (long long)c->asked);
+    if (c->known && gemm_cache_folder(folder))
+        printf("cuBLASLt  %lld of %lld algorithms are those of earlier starts, in %s\n", (long long)c->known,
+               (long long)c->asked, folder);
     if (write && c->known < c->asked) gemm_cache_write(c);
     gemm_cache_free(c);
     free(c);
     g->cache = NULL;
 }
 
-// Returns a plan's entry for the cache, without an algorithm. Its key has all that a candidate's speed depends on.
+// Returns a plan's entry for the cache, without an algorithm. Its key has all that a candidate's speed depends on but
+// the GPU's clock and other load.
 static inline GemmCacheEntry gemm_entry(const Gemm *g, const GemmPlan *p) {
     GemmCacheEntry e;
     memset(&e, 0, sizeof e);

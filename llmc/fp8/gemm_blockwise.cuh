@@ -12,7 +12,7 @@
 // section 3.3.2). While one warpgroup does that, the tensor cores work for the other. A wgmma sums 64 x 128 results, so
 // a thread has 64 sums and 128 totals: each warpgroup has 128 x 128 results.
 //
-// Thread blocks form a persistent grid. Results outside the matrix are computed from zeros and not stored.
+// Thread blocks form a persistent grid. Rows outside the matrix are computed from zeros and not stored.
 #ifndef LLMC_GEMM_BLOCKWISE_CUH
 #define LLMC_GEMM_BLOCKWISE_CUH
 
@@ -138,10 +138,10 @@ __device__ __forceinline__ void blockwise_store(bf16 *to, int64_t row_stride, co
     }
 }
 
-// Rounds and stores a warpgroup's 128 x 128 results, unless they are outside the matrix.
+// Rounds and stores a warpgroup's 128 x 128 results, unless these rows are outside the matrix.
 __device__ __forceinline__ void blockwise_finish(float (&total)[2][64], const BlockwisePlan &plan, int row, int column,
                                                  uint8_t *staging) {
-    if (row >= plan.M || column >= plan.N) return;
+    if (row >= plan.M) return;
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE % 4;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -244,6 +244,9 @@ static inline void gemm_blockwise(bf16 *out, BlockwiseOperand m, Fp8Format forma
                                   const bf16 *bias, int64_t M, int64_t N, int64_t depth, cudaStream_t stream) {
     typedef BlockwiseTile Tile;
     const int64_t blocks = depth / Tile::DEPTH;
+    if (M % 128 || N % 128 || depth % 128)
+        die("gemm_blockwise: %lld x %lld x %lld are no multiples of 128", (long long)M, (long long)N, (long long)depth);
+    require_aligned16(out, "gemm_blockwise", "the output");
     const BlockwiseMaps maps = {blockwise_codes_map(m.codes, M, depth, Tile::M),
                                 blockwise_codes_map(n.codes, N, depth, Tile::N),
                                 blockwise_scales_map(m.scale_inv, blocks, M, Tile::M),

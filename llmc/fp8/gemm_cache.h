@@ -38,12 +38,12 @@ typedef struct {
 } GemmCache;
 
 // Writes the path of the folder, which need not exist, in at most PATH_CAPACITY - 64 bytes. False: there is no place
-// for one, since neither variable is an absolute path of such a length.
+// for one, since neither variable is an absolute path of such a length, or since $HOME does not exist.
 static inline bool gemm_cache_folder(char out[PATH_CAPACITY]) {
     const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
     const bool given = cache && *cache == '/';
     const char *base = given ? cache : home;
-    if (!base || *base != '/') return false;
+    if (!base || *base != '/' || (!given && access(home, F_OK))) return false;
     return snprintf(out, PATH_CAPACITY, "%s%s/train_fp8cu", base, given ? "" : "/.cache") < PATH_CAPACITY - 64;
 }
 
@@ -142,7 +142,8 @@ static inline bool gemm_cache_write(const GemmCache *c) {
     for (int64_t i = 0; i < c->count; i++)
         if (c->entries[i].timed) gemm_cache_put(&now, &c->entries[i]);
     const int fd = mkstemp(temporary);
-    const bool ok = fd >= 0 && gemm_cache_print(&now, fd) && rename(temporary, path) == 0;
+    const bool ok = fd >= 0 && FILE_WORK("write", temporary, gemm_cache_print(&now, fd)) &&
+                    FILE_WORK("rename", path, rename(temporary, path)) == 0;
     if (fd >= 0 && !ok) unlink(temporary);
     gemm_cache_free(&now);
     return ok;

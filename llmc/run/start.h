@@ -1,8 +1,8 @@
-// Prints the start of a run: model, device, data, recipe, options and memory, in at most 26 lines.
+// Prints the start of a run: model, device, data, recipe, options and memory, in at most 27 lines.
 // A dry run does not print this: it prints the whole plan (run_print_plan). The largest number of lines: 1 model,
 // 1 validation data, 2 starting weights and --resume or --branch, 1 earlier export that was restored,
 // 1 --fp8-filter auto, 1 device, 1 ranks, 1 data, 1 learning, 1 recipe, 1 sums, 5 options, 2 derived options, 2 memory,
-// 4 communication and GEMMs of the GPU trainer, 1 earlier log, 1 empty: 26. More lines come only with warnings, with a
+// 4 communication and GEMMs of the GPU trainer, 1 earlier log, 1 empty: 27. More lines come only with warnings, with a
 // lineage, with settings that differ from the checkpoint's, with checkpoints that --resume or --branch skips (one
 // each), when no step is left, with the sources of --mix, with ranks that come late (rendezvous.h), and with the report
 // of --check-links.
