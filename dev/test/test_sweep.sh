@@ -223,8 +223,8 @@ interrupted() {
         equal "$? $(grep -c 'from before' "$tmp/again.log") $(steps_in "$run")" "0 1 $steps"
     check "SIG$signal: the tables equal the logs after another start" tables "$out" "2 of 2 runs with numbers"
 }
-interrupted TERM 1 60 143
-interrupted INT 2 60 130
+interrupted TERM 1 240 143
+interrupted INT 2 240 130
 
 # A sweep cannot catch SIGKILL, so its current run goes on. No other sweep may start in its folder until that run ends.
 # Then the run counts as finished.
