@@ -146,24 +146,6 @@ static void test_foreign(void) {
     gemm_cache_free(&c);
 }
 
-static void test_junk(void) {
-    enum { JUNK = 3 << 20 };
-    char line[GEMM_CACHE_LINE], *junk = (char *)xcalloc(JUNK + 3 * sizeof line, 1);
-    const GemmCacheEntry e = entry(0, false);
-    const size_t n = gemm_cache_line(&e, line);
-    for (int kind = 0; kind < 3; kind++) {
-        for (size_t i = 0; i < JUNK; i++) junk[i] = (char)(kind == 0 ? 'a' : kind == 1 ? rng_key(1, i) : 0);
-        junk[JUNK - 1] = '\n';
-        memcpy(junk + JUNK, line, n);
-        put(junk, JUNK + n);
-        CHECK(found(1) == 1, "junk %d, then a good line", kind);
-        memmove(junk + n, junk, JUNK), memcpy(junk, line, n);
-        put(junk, JUNK + n);
-        CHECK(found(1) == 1 && start(1, 1, false) && found(2) == 2 && is_whole(2), "junk %d after a good line", kind);
-    }
-    free(junk);
-}
-
 // Four writers at once: each read finds entries whole and true, and at the end the file is whole.
 static void test_writers(void) {
     enum { WRITERS = 4, ROUNDS = 60 };
@@ -231,7 +213,6 @@ int main(void) {
     test_round_trip();
     test_damage();
     test_foreign();
-    test_junk();
     test_writers();
     test_places();
     scratch_remove();
