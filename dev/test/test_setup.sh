@@ -150,7 +150,7 @@ check "the new and the earlier log have all their steps" \
 ./train_fp8 small $data --num-steps 1000000 --log-dir "$tmp/log" --sequence-length 4096 --batch-size 4 \
     >"$tmp/busy.out" 2>&1 &
 busy=$!
-for i in $(seq 600); do grep -q '^memory' "$tmp/busy.out" && break; sleep 0.1; done  # the log is open by then
+for i in $(seq 600); do grep -q '^memory' "$tmp/busy.out" && break; sleep 0.1; done  # it has locked the folder by then
 kill -STOP $busy
 check "a second run with the same --log-dir is refused" \
     refuses 1 "--log-dir $tmp/log: another run is using it" tiny $data \
