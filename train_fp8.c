@@ -255,7 +255,8 @@ static void loss_forward_backward(Trainer *t, const Batch *batch, float grad_sca
     const Activations *a = &t->acts;
     const Root w = root_weights(t), dw = root_gradients(t);
     loss_forward(t, batch);
-    cross_entropy_backward(a->logits, a->logits, batch->targets, d->R, d->V, grad_scale, t->rounding);
+    cross_entropy_backward(a->logits, a->logits, batch->targets, d->R, d->V, grad_scale,
+                           precision_dlogits_dropped(&t->precision), t->rounding);
     head_gemm(t, GEMM_DGRAD, a->dbranch, w.lm_head, a->logits, precision_dlogits_amax(grad_scale));
     head_gemm(t, GEMM_WGRAD, dw.lm_head, a->y_final, a->logits, precision_dlogits_amax(grad_scale));
     rmsnorm_backward_reference(a->dx, dw.norm, NULL, a->dbranch, a->x_final, a->rstd_final, w.norm, d->R, d->C,

@@ -46,7 +46,7 @@ static void check_case(uint64_t seed, int64_t R, int64_t V, int kind) {
     float *values = bf16_to_floats(x, R * V), *want = (float *)xcalloc((size_t)(R * V), sizeof(float)),
           *want_losses = (float *)xcalloc((size_t)R, sizeof(float));
     cross_entropy_forward(want_losses, values, targets, R, V);
-    cross_entropy_backward(want, values, targets, R, V, scale, ROUND_NONE);
+    cross_entropy_backward(want, values, targets, R, V, scale, 0, ROUND_NONE);
 
     bf16 *logits = (bf16 *)bench_upload(x, R * V * 2), *again = (bf16 *)bench_upload(x, R * V * 2);
     int32_t *device_targets = (int32_t *)bench_upload(targets, R * 4);
@@ -57,9 +57,9 @@ static void check_case(uint64_t seed, int64_t R, int64_t V, int kind) {
     check_close(label, got_losses, want_losses, R, 1, LOSS_TOLERANCE, LOSS_TOLERANCE);
     check_bytes(label, kept, x, R * V * 2, V * 2);
 
-    cross_entropy_loss_and_gradient(losses_again, logits, device_targets, R, V, V, scale, 0);
+    cross_entropy_loss_and_gradient(losses_again, logits, device_targets, R, V, V, scale, 0, 0);
     check_same_on_device(label, losses, losses_again, R * 4, 4);
-    cross_entropy_loss_and_gradient(losses, again, device_targets, R, V, V, scale, 0);
+    cross_entropy_loss_and_gradient(losses, again, device_targets, R, V, V, scale, 0, 0);
     check_same_on_device(label, losses, losses_again, R * 4, 4);
     check_same_on_device(label, logits, again, R * V * 2, V * 2);
     bf16_bits *got_bits = (bf16_bits *)bench_download(logits, R * V * 2, label);
@@ -69,6 +69,39 @@ static void check_case(uint64_t seed, int64_t R, int64_t V, int kind) {
     void *host[] = {x, targets, values, want, want_losses, got_losses, kept, got_bits, got};
     for (void *p : device) bench_free(p);
     for (void *p : host) free(p);
+}
+
+// Gradients for FP8 are those in bf16, each rounded up or down in the mantissas' upper bits, without bias, and do not
+// depend on which rows are computed together.
+static void check_stochastic(uint64_t seed, int64_t R, int64_t V, uint32_t dropped) {
+    char label[96];
+    format_checked(label, sizeof label, "R=%lld V=%lld, stochastic %x", (long long)R, (long long)V, dropped);
+    bf16_bits *x = make_logits(seed, R, V, CASE_SPECIAL);
+    int32_t *targets = make_targets(seed, R, V);
+    bf16 *plain = (bf16 *)bench_upload(x, R * V * 2), *rounded = (bf16 *)bench_upload(x, R * V * 2),
+         *chunk = (bf16 *)bench_upload(x, R * V * 2);
+    int32_t *device_targets = (int32_t *)bench_upload(targets, R * 4);
+    float *losses = (float *)bench_alloc(R * 4);
+    const int64_t last = R / 2;
+    cross_entropy_loss_and_gradient(losses, plain, device_targets, R, V, V, 1.0f / 3, 0, 0);
+    cross_entropy_loss_and_gradient(losses, rounded, device_targets, R, V, V, 1.0f / 3, dropped, 0);
+    cross_entropy_loss_and_gradient(losses + last, chunk + last * V, device_targets + last, R - last, V, V, 1.0f / 3,
+                                    dropped, 0);
+    check_same_on_device(label, rounded + last * V, chunk + last * V, (R - last) * V * 2, V * 2);
+    bf16_bits *want = (bf16_bits *)bench_download(plain, R * V * 2, label),
+              *got = (bf16_bits *)bench_download(rounded, R * V * 2, label);
+    double sum = 0, n = 0;
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < R * V; i++) {
+        const double value = (double)bf16_to_float(want[i]),
+                     step = ((int)got[i] - (int)want[i]) / (double)((dropped & 0xffff) + 1);
+        if (value != value || value == 0) wrong += got[i] != want[i];
+        else wrong += (got[i] & dropped & 0xffff) || fabs(step) >= 1, sum += value > 0 ? step : 0, n += value > 0;
+    }
+    CHECK(wrong == 0, "%s: %lld of them are no neighbours", label, (long long)wrong);
+    CHECK(fabs(sum) < 5 * 0.5 * sqrt(n), "%s: bias of %g intervals", label, sum / n);
+    bench_free(plain), bench_free(rounded), bench_free(chunk), bench_free(device_targets), bench_free(losses);
+    free(x), free(targets), free(want), free(got);
 }
 
 // Logits with padding, whatever it holds, have the losses and gradients of the row without it, within the roundings of
@@ -86,7 +119,7 @@ static void check_padding(uint64_t seed, int64_t R, int64_t V, int64_t VP) {
           *gradient = (float *)xcalloc((size_t)(R * V), sizeof(float)),
           *want_losses = (float *)xcalloc((size_t)R, sizeof(float));
     cross_entropy_forward(want_losses, values, targets, R, V);
-    cross_entropy_backward(gradient, values, targets, R, V, 1.0f / 3, ROUND_NONE);
+    cross_entropy_backward(gradient, values, targets, R, V, 1.0f / 3, 0, ROUND_NONE);
     for (int64_t r = 0; r < R; r++) memcpy(want + r * VP, gradient + r * V, (size_t)V * sizeof(float));
     bf16 *logits = (bf16 *)bench_upload(x, R * VP * 2);
     int32_t *device_targets = (int32_t *)bench_upload(targets, R * 4);
@@ -94,7 +127,7 @@ static void check_padding(uint64_t seed, int64_t R, int64_t V, int64_t VP) {
     cross_entropy_loss(losses, logits, device_targets, R, V, VP, 0);
     float *got_losses = (float *)bench_download(losses, R * 4, label);
     check_close(label, got_losses, want_losses, R, 1, LOSS_TOLERANCE, LOSS_TOLERANCE);
-    cross_entropy_loss_and_gradient(losses, logits, device_targets, R, V, VP, 1.0f / 3, 0);
+    cross_entropy_loss_and_gradient(losses, logits, device_targets, R, V, VP, 1.0f / 3, 0, 0);
     bf16_bits *got_bits = (bf16_bits *)bench_download(logits, R * VP * 2, label);
     float *got = bf16_to_floats(got_bits, R * VP);
     check_close(label, got, want, R * VP, VP, GRADIENT_TOLERANCE, GRADIENT_FLOOR / 3);
@@ -112,8 +145,8 @@ static void check_large(void) {
     bf16_bits *x = (bf16_bits *)xcalloc((size_t)(rows * V), 2);
     CUDA_CHECK(cudaMemcpy(x, logits + from, (size_t)(rows * V * 2), cudaMemcpyDeviceToHost));
     float *values = bf16_to_floats(x, rows * V), *want = (float *)xcalloc((size_t)(rows * V), sizeof(float));
-    cross_entropy_backward(want, values, targets + R - rows, rows, V, 1.0f, ROUND_NONE);
-    cross_entropy_loss_and_gradient(losses, logits, device_targets, R, V, V, 1.0f, 0);
+    cross_entropy_backward(want, values, targets + R - rows, rows, V, 1.0f, 0, ROUND_NONE);
+    cross_entropy_loss_and_gradient(losses, logits, device_targets, R, V, V, 1.0f, 0, 0);
     bf16_bits *got_bits = (bf16_bits *)bench_download(logits + from, rows * V * 2, "2^31 logits");
     float *got = bf16_to_floats(got_bits, rows * V);
     check_close("2^31 logits", got, want, rows * V, V, GRADIENT_TOLERANCE, GRADIENT_FLOOR);
@@ -146,9 +179,12 @@ static void bench_case(Bench *b, int64_t R, int64_t V, const char *shape) {
     bf16 *logits = bench_random(R * V, 1, 2.0f);
     int32_t *targets = make_targets(2, R, V), *device_targets = (int32_t *)bench_upload(targets, R * 4);
     float *losses = (float *)bench_alloc(R * 4);
-    double us =
-        bench_time_us(b, [&] { cross_entropy_loss_and_gradient(losses, logits, device_targets, R, V, V, 1e-4f, 0); });
+    double us = bench_time_us(
+        b, [&] { cross_entropy_loss_and_gradient(losses, logits, device_targets, R, V, V, 1e-4f, 0, 0); });
     bench_report(b, "cross entropy, loss and gradient", shape, us, 4.0 * (double)(R * V), reason);
+    us = bench_time_us(
+        b, [&] { cross_entropy_loss_and_gradient(losses, logits, device_targets, R, V, V, 1e-4f, 0x001f001f, 0); });
+    bench_report(b, "cross entropy, gradient for FP8", shape, us, 4.0 * (double)(R * V), reason);
     us = bench_time_us(b, [&] { cross_entropy_loss(losses, logits, device_targets, R, V, V, 0); });
     bench_report(b, "cross entropy, loss", shape, us, 2.0 * (double)(R * V), reason);
     bench_free(logits), bench_free(device_targets), bench_free(losses);
@@ -164,6 +200,10 @@ int main(int argc, char **argv) {
         for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++)
             for (int kind = CASE_PLAIN; kind <= CASE_SPECIAL; kind++)
                 check_case(10 * i + (uint64_t)kind, sizes[i][0], sizes[i][1], kind);
+        for (uint32_t dropped : {0x001f001fu, 0x000f000fu}) {
+            check_stochastic(50, 5, 1000, dropped), check_stochastic(51, 300, 32776, dropped);
+            check_stochastic(52, 5, 1001, dropped), check_stochastic(53, 140, 151936, dropped);
+        }
         check_padding(1, 5, 1, 8), check_padding(2, 700, 321, 328), check_padding(3, 5, 50257, 50264);
         check_padding(4, 140, 151943, 151944), check_padding(5, 2, 163841, 163848);
         const int64_t counts[] = {1, 1000, 8192, 100003};

@@ -598,7 +598,7 @@ static void test_lm_head(int recipe, int head) {
     const float grad_scale = 1 / (float)t.d.R;
     const bool whole = t.precision.recipe->granularity[GEMM_DGRAD][1] == PER_TENSOR;
     const float scale =
-        whole ? fp8_rule_scale(t.precision.recipe->rule, bf16_round(grad_scale), t.precision.dy_format) : 0;
+        whole ? fp8_rule_scale(t.precision.recipe->rule, precision_dlogits_amax(grad_scale), t.precision.dy_format) : 0;
     fsdp_begin_micro_step(&t.fsdp, 0);
     model_forward(&t, &sent);
     linears_head_begin(&t.linears, root_weights(&t).lm_head, t.acts.y_final, true);
@@ -609,7 +609,7 @@ static void test_lm_head(int recipe, int head) {
           t.precision.recipe->name, head, logits);
     fsdp_begin_gradients(&t.fsdp, ROOT);
     cross_entropy_loss_and_gradient(t.acts.losses, t.acts.logits, sent.targets, t.d.R, t.d.V, t.d.VP, grad_scale,
-                                    t.stream);
+                                    precision_dlogits_dropped(&t.precision), t.stream);
     bf16 *gradient = root_gradients(&t).lm_head;
     for (int times = 1; times <= 2; times++) {
         linears_head_backward(&t.linears, t.acts.dbranch, gradient, t.acts.logits, &y, t.d.R, grad_scale, times > 1);

@@ -299,20 +299,51 @@ static void cross_entropy_double(double *y, const double *in, const void *contex
     }
 }
 
+// Gradients for FP8 have fewer mantissa bits. Each is a neighbour of that in bf16, and the mean of their differences,
+// in units between neighbours, is 0 within 5 standard errors of at most 0.5 each. Rounding to nearest gives -0.1 and
+// -0.2: the probabilities lie in the lower part of an interval.
+static void test_cross_entropy_rounding(void) {
+    enum { ROWS = 64, COLUMNS = 1024, N = ROWS * COLUMNS };
+    float *in = zeros(N), *plain = zeros(N), *rounded = zeros(N);
+    int32_t targets[ROWS];
+    for (int r = 0; r < ROWS; r++) targets[r] = r % 8 ? r : -1;
+    for (int64_t i = 0; i < N; i++) in[i] = 0.05f * rng_uniform(3, (uint64_t)i);
+    in[5 * COLUMNS + 7] = bf16_to_float(0x7fff);  // a NaN that a carry would make -0
+    cross_entropy_backward(plain, in, targets, ROWS, COLUMNS, 1.05f, 0, ROUND_BF16);
+    for (int format = 0; format < 2; format++) {
+        const uint32_t dropped = format ? 0x000f000f : 0x001f001f;
+        double sum = 0, n = 0;
+        int64_t wrong = 0;
+        cross_entropy_backward(rounded, in, targets, ROWS, COLUMNS, 1.05f, dropped, ROUND_BF16);
+        for (int64_t i = 0; i < N; i++) {
+            const uint32_t x = float_bits(plain[i]) >> 16, y = float_bits(rounded[i]) >> 16;
+            const double step = ((double)y - (double)x) / (1 + (dropped & 0xffff));
+            const bool row_of_nan = i / COLUMNS == 5, ignored = i / COLUMNS % 8 == 0, probability = plain[i] > 0;
+            if (row_of_nan || ignored) wrong += row_of_nan ? !isnan(rounded[i]) : rounded[i] != 0;
+            else wrong += (y & dropped & 0xffff) || fabs(step) >= 1;
+            if (probability) sum += step, n++;
+        }
+        CHECK(wrong == 0, "gradients for FP8 are neighbours, and NaN and 0 stay; %lld of them do not",
+              (long long)wrong);
+        CHECK(fabs(sum / n) < 5 * 0.5 / sqrt(n), "they are rounded without bias: %g of an interval", sum / n);
+    }
+    free(in), free(plain), free(rounded);
+}
+
 static void test_cross_entropy(void) {
     const int32_t targets[] = {3, 0, -1, 10};
     float *in = random_floats(44, 12, 3), y[4], d[44], g[] = {0.25f, 0.25f, 0.25f, 0.25f};
     cross_entropy_forward(y, in, targets, 4, 11);
-    cross_entropy_backward(d, in, targets, 4, 11, 0.25f, ROUND_NONE);
+    cross_entropy_backward(d, in, targets, 4, 11, 0.25f, 0, ROUND_NONE);
     check_operation("cross-entropy", cross_entropy_double, targets, in, 44, y, g, 4, d);
     float dr[44];
-    cross_entropy_backward(dr, in, targets, 4, 11, 0.25f, ROUND_BF16);
+    cross_entropy_backward(dr, in, targets, 4, 11, 0.25f, 0, ROUND_BF16);
     check_rounded("cross-entropy backward", dr, d, 44);
     float large[] = {90, -90, 90, 0};  // exp(90) overflows fp32
     int32_t target = 1;
     cross_entropy_forward(y, large, &target, 1, 4);
     CHECK(fabsf(y[0] - 180.6931472f) < 1e-4f, "the loss of logits +-90 does not overflow; found %g", (double)y[0]);
-    cross_entropy_backward(d, large, &target, 1, 4, 1, ROUND_NONE);
+    cross_entropy_backward(d, large, &target, 1, 4, 1, 0, ROUND_NONE);
     CHECK(fabsf(d[0] - 0.5f) < 1e-5f && d[1] == -1 && d[3] < 1e-30f,
           "the gradient of logits +-90 does not overflow; found %g %g %g", (double)d[0], (double)d[1], (double)d[3]);
     free(in);
@@ -643,6 +674,7 @@ int main(void) {
     test_attention(1, 65, 2, 2, 16, false);
     test_attention(2, 150, 2, 1, 64, false);
     test_cross_entropy();
+    test_cross_entropy_rounding();
     test_embedding();
     for (int recipe = 0; recipe <= NUM_RECIPES; recipe++) test_recipe_products(recipe);
     test_bf16_recipe();

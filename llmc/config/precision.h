@@ -71,10 +71,22 @@ static inline Recipe precision_head_recipe(const Options *o) {
     return r;
 }
 
-// The amax that the scale of the logits' gradient is made from, if the recipe has one scale for a tensor: no value of
-// (softmax - onehot) * grad_scale is larger. So the scale is known before the first chunk of rows has logits, and it
-// depends neither on the size of chunks nor on the number of ranks.
-static inline float precision_dlogits_amax(float grad_scale) { return bf16_round(grad_scale); }
+// The amax that the scale of the logits' gradient is made from, if the recipe has one scale for a tensor. So the scale
+// is known before the first chunk of rows has logits, and it depends neither on the size of chunks nor on the number of
+// ranks. No value of (softmax - onehot) * grad_scale is above grad_scale in bf16. The amax is 1.75, E5M2's largest
+// mantissa, times the least power of two with which it is no smaller: so the scale is a power of two.
+static inline float precision_dlogits_amax(float grad_scale) {
+    int exponent;
+    const float fraction = frexpf(bf16_round(grad_scale), &exponent);  // 0.5 to 1
+    return ldexpf(1.75f, fraction <= 0.875f ? exponent - 1 : exponent);
+}
+
+// The bits of two bf16 mantissas that the FP8 format of the logits' gradient does not have, for cross_entropy_round().
+// 0 if no FP8 GEMM reads it.
+static inline uint32_t precision_dlogits_dropped(const Precision *p) {
+    if (!recipe_is_fp8(&p->head, GEMM_DGRAD)) return 0;
+    return p->dy_format == FP8_E5M2 ? 0x001f001f : 0x000f000f;
+}
 
 // Marks the linear layers that one word of --fp8-filter keeps in bf16 (none for lm_head, which has no mark). Returns
 // false if the word is unknown. Dies if the word names layers that the model does not have, a range that ends before it

@@ -5,6 +5,8 @@
 //   loss[r]      = log(sum_v exp(x[r][v])) - x[r][target]                            fp32, natural logarithm
 //   dlogits[r][v] = bf16((softmax(x[r])[v] - (v == target)) * gradient_scale)        overwrites the logits
 //
+// For FP8 GEMMs the gradients are rounded further, stochastically (cross_entropy_round).
+//
 // A row whose target lies outside [0, V) is ignored: its loss and gradient are 0. In any other row, a NaN or +inf logit
 // makes the loss and the gradient NaN.
 //
@@ -18,6 +20,7 @@
 #define LLMC_CROSS_ENTROPY_CUH
 
 #include "../gpu/cuda_utils.cuh"
+#include "../reference/cross_entropy.h"
 
 enum {
     CROSS_ENTROPY_THREADS = 512,
@@ -30,6 +33,8 @@ enum {
     CROSS_ENTROPY_SHARED = 16,
     CROSS_ENTROPY_ROW_THREADS = 1024
 };
+
+typedef enum { CROSS_ENTROPY_LOSS, CROSS_ENTROPY_GRADIENT, CROSS_ENTROPY_STOCHASTIC } CrossEntropyMode;
 
 #define NEGATIVE_INFINITY_PAIR 0xff80ff80u  // two bf16
 #define CROSS_ENTROPY_LN_2 0.6931471805599453f
@@ -106,21 +111,48 @@ __device__ static inline float cross_entropy_gradient_offset(float sum, float of
     return offset + log2f(gradient_scale / sum);
 }
 
-// Keeps all bits of v or none: an ignored row's gradient is 0 even if its logits are not finite.
-__device__ static inline Bf16x8 cross_entropy_mask(Bf16x8 v, uint32_t mask) {
+// How the gradients of a row are rounded and kept.
+typedef struct {
+    uint32_t mask;     // all bits or none: an ignored row's gradient is 0 even if its logits are not finite
+    uint32_t dropped;  // these two are for cross_entropy_round
+    uint64_t key;
+} CrossEntropyRow;
+
+__device__ static inline CrossEntropyRow cross_entropy_row(bool counted, float gradient_offset, uint32_t dropped) {
+    const CrossEntropyRow row = {counted ? 0xffffffffu : 0, gradient_offset == gradient_offset ? dropped : 0,
+                                 cross_entropy_key(gradient_offset)};
+    return row;
+}
+
+// Finishes the gradients of the row's vector number `at`.
+template <CrossEntropyMode MODE>
+__device__ static inline Bf16x8 cross_entropy_finish(Bf16x8 v, const CrossEntropyRow &row, int at) {
 #pragma unroll
-    for (int j = 0; j < 4; j++) v.word[j] &= mask;
+    for (int j = 0; j < 4; j++) {
+        if (MODE == CROSS_ENTROPY_STOCHASTIC)
+            v.word[j] = cross_entropy_round(v.word[j], row.key, at * 4 + j, row.dropped);
+        v.word[j] &= row.mask;
+    }
     return v;
+}
+
+// As cross_entropy_finish, for the gradient of one column.
+template <CrossEntropyMode MODE>
+__device__ static inline bf16 cross_entropy_finish_one(float gradient, const CrossEntropyRow &row, int64_t column) {
+    const bf16 rounded = __float2bfloat16(gradient);
+    if (MODE != CROSS_ENTROPY_STOCHASTIC) return rounded;
+    return __ushort_as_bfloat16(cross_entropy_round_one(__bfloat16_as_ushort(rounded), row.key, column, row.dropped));
 }
 
 // Block b processes rows b, b + gridDim.x, ... Vector v of a row (v < `vectors` = V / 8) belongs to thread v %
 // CROSS_ENTROPY_THREADS, as its number v / CROSS_ENTROPY_THREADS. A thread's first HELD vectors are in registers, later
 // ones in dynamic shared memory.
-template <int HELD, bool GRADIENT>
+template <int HELD, CrossEntropyMode MODE>
 static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_ENTROPY_FEW ? 2 : 1)
     cross_entropy_kernel(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int vectors,
-                         float gradient_scale) {
+                         float gradient_scale, uint32_t dropped) {
     grid_dependency_wait();
+    constexpr bool GRADIENT = MODE != CROSS_ENTROPY_LOSS;
     extern __shared__ Bf16x8 shared[];
     __shared__ float max_scratch[WARP_SIZE], sum_scratch[WARP_SIZE];
     const int first_shared = HELD * CROSS_ENTROPY_THREADS + (int)threadIdx.x;
@@ -173,32 +205,34 @@ static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_EN
         if (!counted && threadIdx.x == 0) losses[row] = 0.0f;
         if (GRADIENT) {
             const float gradient_offset = cross_entropy_gradient_offset(sum, offset, gradient_scale);
-            const uint32_t mask = counted ? 0xffffffffu : 0;
+            const CrossEntropyRow rounding = cross_entropy_row(counted, gradient_offset, dropped);
 #pragma unroll
             for (int i = 0; i < HELD; i++) {
                 const int v = i * CROSS_ENTROPY_THREADS + (int)threadIdx.x;
                 if (v < vectors) {
-                    bf16x8_store(x + v * 8,
-                                 cross_entropy_mask(cross_entropy_vector_exp(held[i], gradient_offset), mask));
+                    bf16x8_store(x + v * 8, cross_entropy_finish<MODE>(
+                                                cross_entropy_vector_exp(held[i], gradient_offset), rounding, v));
                     if (more) held[i] = bf16x8_load(next + v * 8);
                 }
             }
             for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS) {
                 Bf16x8 *at = &shared[v - HELD * CROSS_ENTROPY_THREADS];
-                bf16x8_store(x + v * 8, cross_entropy_mask(cross_entropy_vector_exp(*at, gradient_offset), mask));
+                bf16x8_store(x + v * 8,
+                             cross_entropy_finish<MODE>(cross_entropy_vector_exp(*at, gradient_offset), rounding, v));
                 if (more) copy16_async(at, next + v * 8);
             }
             if (owns_target)
-                x[target] = __float2bfloat16(cross_entropy_exp(target_logit, gradient_offset) - gradient_scale);
+                x[target] = cross_entropy_finish_one<MODE>(
+                    cross_entropy_exp(target_logit, gradient_offset) - gradient_scale, rounding, target);
         }
         x += (int64_t)gridDim.x * vectors * 8;
     }
 }
 
 // One row per block, for any V and any alignment.
-template <bool GRADIENT>
+template <CrossEntropyMode MODE>
 static __global__ void cross_entropy_row_kernel(float *losses, bf16 *logits, const int32_t *targets, int64_t V,
-                                                float gradient_scale) {
+                                                float gradient_scale, uint32_t dropped) {
     grid_dependency_wait();
     __shared__ float max_scratch[WARP_SIZE], sum_scratch[WARP_SIZE];
     bf16 *x = logits + (int64_t)blockIdx.x * V;
@@ -212,11 +246,13 @@ static __global__ void cross_entropy_row_kernel(float *losses, bf16 *logits, con
     for (int64_t v = threadIdx.x; v < V; v += blockDim.x) sum += cross_entropy_exp(__bfloat162float(x[v]), offset);
     sum = cross_entropy_block_sum(sum, sum_scratch);
     if (threadIdx.x == 0) losses[blockIdx.x] = counted ? cross_entropy_row_loss(sum, offset, target_logit) : 0.0f;
-    if (!GRADIENT) return;
+    if (MODE == CROSS_ENTROPY_LOSS) return;
     const float gradient_offset = cross_entropy_gradient_offset(sum, offset, gradient_scale);
+    const CrossEntropyRow rounding = cross_entropy_row(counted, gradient_offset, dropped);
     for (int64_t v = threadIdx.x; v < V; v += blockDim.x) {
         const float d = cross_entropy_exp(__bfloat162float(x[v]), gradient_offset);
-        x[v] = __float2bfloat16(!counted ? 0.0f : v == target ? d - gradient_scale : d);
+        x[v] = counted ? cross_entropy_finish_one<MODE>(v == target ? d - gradient_scale : d, rounding, v)
+                       : __float2bfloat16(0.0f);
     }
 }
 
@@ -235,28 +271,30 @@ static inline bool cross_entropy_row_fits(int64_t V) {
            needed + scratch <= available;
 }
 
-template <int HELD, bool GRADIENT>
+template <int HELD, CrossEntropyMode MODE>
 static inline void cross_entropy_launch_held(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V,
-                                             float gradient_scale, cudaStream_t stream) {
+                                             float gradient_scale, uint32_t dropped, cudaStream_t stream) {
     const size_t shared_bytes = (size_t)cross_entropy_shared_bytes(V, HELD);
-    CUDA_CHECK(cudaFuncSetAttribute(cross_entropy_kernel<HELD, GRADIENT>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+    CUDA_CHECK(cudaFuncSetAttribute(cross_entropy_kernel<HELD, MODE>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     (int)shared_bytes));
     const int64_t resident = device_sm_count() * (HELD == CROSS_ENTROPY_FEW ? 2 : 1);
     const unsigned blocks = (unsigned)min_i64(R, resident);
-    CUDA_LAUNCH(cross_entropy_kernel<HELD, GRADIENT>, blocks, CROSS_ENTROPY_THREADS, shared_bytes, stream, losses,
-                logits, targets, R, (int)(V / 8), gradient_scale);
+    CUDA_LAUNCH(cross_entropy_kernel<HELD, MODE>, blocks, CROSS_ENTROPY_THREADS, shared_bytes, stream, losses, logits,
+                targets, R, (int)(V / 8), gradient_scale, dropped);
 }
 
-template <bool GRADIENT>
+template <CrossEntropyMode MODE>
 static inline void cross_entropy_launch(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V,
-                                        float gradient_scale, cudaStream_t stream) {
+                                        float gradient_scale, uint32_t dropped, cudaStream_t stream) {
     if (V % 8 || (uintptr_t)logits % 16 || !cross_entropy_row_fits(V)) {
-        CUDA_LAUNCH(cross_entropy_row_kernel<GRADIENT>, grid_size(R, 1), CROSS_ENTROPY_ROW_THREADS, 0, stream, losses,
-                    logits, targets, V, gradient_scale);
+        CUDA_LAUNCH(cross_entropy_row_kernel<MODE>, grid_size(R, 1), CROSS_ENTROPY_ROW_THREADS, 0, stream, losses,
+                    logits, targets, V, gradient_scale, dropped);
     } else if (cross_entropy_shared_bytes(V, CROSS_ENTROPY_FEW) == 0) {
-        cross_entropy_launch_held<CROSS_ENTROPY_FEW, GRADIENT>(losses, logits, targets, R, V, gradient_scale, stream);
+        cross_entropy_launch_held<CROSS_ENTROPY_FEW, MODE>(losses, logits, targets, R, V, gradient_scale, dropped,
+                                                           stream);
     } else {
-        cross_entropy_launch_held<CROSS_ENTROPY_MANY, GRADIENT>(losses, logits, targets, R, V, gradient_scale, stream);
+        cross_entropy_launch_held<CROSS_ENTROPY_MANY, MODE>(losses, logits, targets, R, V, gradient_scale, dropped,
+                                                            stream);
     }
 }
 
@@ -285,20 +323,23 @@ static inline void cross_entropy_loss(float *losses, bf16 *logits, const int32_t
                                       int64_t VP, cudaStream_t stream) {
     cross_entropy_check(R, V, VP);
     cross_entropy_fill_padding(logits, R, V, VP, -INFINITY, stream);
-    cross_entropy_launch<false>(losses, logits, targets, R, VP, 0.0f, stream);
+    cross_entropy_launch<CROSS_ENTROPY_LOSS>(losses, logits, targets, R, VP, 0.0f, 0, stream);
 }
 
 // Computes the losses like cross_entropy_loss, and overwrites the logits with their gradient times gradient_scale (1 /
-// number of tokens in the mean; dies unless it is above 0). Returns the least bytes that must move, 2 read and 2
-// written per logit, even if cross_entropy_row_kernel moves more.
+// number of tokens in the mean; dies unless it is above 0), which are rounded stochastically unless `dropped` is 0
+// (cross_entropy_round). Returns the least bytes that must move, 2 read and 2 written per logit, even if
+// cross_entropy_row_kernel moves more.
 static inline int64_t cross_entropy_loss_and_gradient(float *losses, bf16 *logits, const int32_t *targets, int64_t R,
-                                                      int64_t V, int64_t VP, float gradient_scale,
+                                                      int64_t V, int64_t VP, float gradient_scale, uint32_t dropped,
                                                       cudaStream_t stream) {
     cross_entropy_check(R, V, VP);
     if (!(gradient_scale > 0))
         die("cross_entropy_loss_and_gradient: gradient_scale %g must be above 0", (double)gradient_scale);
     cross_entropy_fill_padding(logits, R, V, VP, -INFINITY, stream);
-    cross_entropy_launch<true>(losses, logits, targets, R, VP, gradient_scale, stream);
+    if (dropped)
+        cross_entropy_launch<CROSS_ENTROPY_STOCHASTIC>(losses, logits, targets, R, VP, gradient_scale, dropped, stream);
+    else cross_entropy_launch<CROSS_ENTROPY_GRADIENT>(losses, logits, targets, R, VP, gradient_scale, 0, stream);
     cross_entropy_fill_padding(logits, R, V, VP, 0.0f, stream);
     return R * V * 4;
 }

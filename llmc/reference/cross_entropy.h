@@ -6,6 +6,7 @@
 
 #include <math.h>
 
+#include "adamw_math.h"
 #include "rounding.h"
 
 static inline float logits_lse(const float *logits, int64_t V) {
@@ -24,16 +25,43 @@ static inline void cross_entropy_forward(float *losses, const float *logits, con
         losses[i] = targets[i] < 0 ? 0.0f : logits_lse(logits + i * V, V) - logits[i * V + targets[i]];
 }
 
+// Gradients of logits for FP8 GEMMs are rounded stochastically to the mantissa bits of their FP8 format, and their
+// scale is a power of two, so the cast that follows changes only those that are subnormal in FP8. Rounding to nearest
+// gave a bias (dev/results/2026-11-29.md, "lm_head's rounding"): nearly all gradients of targets are near -1 and round
+// alike, and in the weight's gradient they nearly cancel with the probabilities.
+
+// The key of a row's random bits, from a sum of its exponentials or its logarithm: the bits depend on the row alone,
+// not on chunks, ranks or seeds.
+HOST_DEVICE static inline uint64_t cross_entropy_key(float sum) { return rng_mix(float_bits(sum)); }
+
+// Rounds the gradients of columns 2 * pair (lower half) and 2 * pair + 1 (upper half), as bf16 bits. `dropped`: the
+// bits of both mantissas that are to become 0, at most 5 of each. Gradients must be finite, else dropped must be 0.
+HOST_DEVICE static inline uint32_t cross_entropy_round(uint32_t bits, uint64_t key, int64_t pair, uint32_t dropped) {
+    const uint32_t hash = adamw_random_group(key, pair >> 2),
+                   random = adamw_random_word(hash, (uint32_t)pair & 3) * 0x846ca68bu >> 11;
+    return (bits + (random & dropped)) & ~dropped;
+}
+
+// Rounds the gradient of one column.
+HOST_DEVICE static inline bf16_bits cross_entropy_round_one(bf16_bits bits, uint64_t key, int64_t column,
+                                                            uint32_t dropped) {
+    const int shift = (int)(column & 1) * 16;
+    return (bf16_bits)(cross_entropy_round((uint32_t)bits << shift, key, column >> 1, dropped) >> shift);
+}
+
 // dlogits = (softmax(logits) - onehot(target)) * grad_scale; may overwrite logits. For a mean over N tokens grad_scale
-// is 1/N.
+// is 1/N. dropped: see cross_entropy_round; unless it is 0, rounding must be ROUND_BF16.
 static inline void cross_entropy_backward(float *dlogits, const float *logits, const int32_t *targets, int64_t rows,
-                                          int64_t V, float grad_scale, Rounding rounding) {
+                                          int64_t V, float grad_scale, uint32_t dropped, Rounding rounding) {
     PARALLEL_FOR
     for (int64_t i = 0; i < rows; i++) {
         const float lse = targets[i] < 0 ? 0.0f : logits_lse(logits + i * V, V);
+        const uint64_t key = cross_entropy_key(lse);
         for (int64_t v = 0; v < V; v++) {
             const float p = targets[i] < 0 ? 0.0f : expf(logits[i * V + v] - lse);
-            dlogits[i * V + v] = round_to((p - (v == targets[i] ? 1.0f : 0.0f)) * grad_scale, rounding);
+            float d = round_to((p - (v == targets[i] ? 1.0f : 0.0f)) * grad_scale, rounding);
+            if (dropped && isfinite(d)) d = bf16_to_float(cross_entropy_round_one(bf16_from_float(d), key, v, dropped));
+            dlogits[i * V + v] = d;
         }
     }
 }
