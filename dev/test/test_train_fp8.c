@@ -446,7 +446,14 @@ static void test_lm_head(int recipe) {
                        head_product(&t, GEMM_WGRAD, root_gradients(&t).lm_head, t.acts.y_final, t.acts.logits, scale),
                    fp8_dw = head == LM_HEAD_ALL && recipe_is_fp8(recipe_row(recipe), GEMM_WGRAD);
         float largest = 0;
-        for (int64_t i = 0; i < R * V; i++) largest = fmaxf(largest, fabsf(t.acts.logits[i]));
+        uint32_t bits = 0;
+        for (int64_t i = 0; i < R * V; i++)
+            largest = fmaxf(largest, fabsf(t.acts.logits[i])), bits |= float_bits(t.acts.logits[i]) >> 16;
+        const uint32_t dropped = t.precision.dy_format == FP8_E5M2 ? 31 : 15;
+        CHECK(head < LM_HEAD_ON ? (bits & 31) == 31 : !(bits & dropped),
+              "%s, head %d: gradients of logits that FP8 "
+              "GEMMs read have their format's mantissas (%x)",
+              recipe_row(recipe)->name, head, bits);
         CHECK(largest <= bound && largest > bound / 2.5f, "no gradient of a logit is above its bound %g: %g",
               (double)bound, (double)largest);
         CHECK(head < LM_HEAD_ON ? same_dx : !same_dx && product_dx,
