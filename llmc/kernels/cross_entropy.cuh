@@ -93,14 +93,6 @@ __device__ static inline float cross_entropy_vector_sum(float sum, Bf16x8 v, flo
     return sum;
 }
 
-__device__ static inline Bf16x8 cross_entropy_vector_exp(Bf16x8 v, float offset) {
-    float f[8];
-    bf16x8_unpack(f, v);
-#pragma unroll
-    for (int j = 0; j < 8; j++) f[j] = cross_entropy_exp(f[j], offset);
-    return bf16x8_pack(f);
-}
-
 // Returns -log(softmax(x)[target]) from sum = sum_v exp(x[v]) * 2^offset.
 __device__ static inline float cross_entropy_row_loss(float sum, float offset, float target_logit) {
     return logf(sum) - fmaf(offset, CROSS_ENTROPY_LN_2, target_logit);
@@ -111,37 +103,32 @@ __device__ static inline float cross_entropy_gradient_offset(float sum, float of
     return offset + log2f(gradient_scale / sum);
 }
 
-// How the gradients of a row are rounded and kept.
-typedef struct {
-    uint32_t mask;     // all bits or none: an ignored row's gradient is 0 even if its logits are not finite
-    uint32_t dropped;  // these two are for cross_entropy_round
-    uint64_t key;
-} CrossEntropyRow;
-
-__device__ static inline CrossEntropyRow cross_entropy_row(bool counted, float gradient_offset, uint32_t dropped) {
-    const CrossEntropyRow row = {counted ? 0xffffffffu : 0, gradient_offset == gradient_offset ? dropped : 0,
-                                 cross_entropy_key(gradient_offset)};
-    return row;
-}
-
-// Finishes the gradients of the row's vector number `at`.
+// Returns the gradients of the row's vector number `at`, without the target's -1. Keeps all their bits or, with a mask
+// of 0, none: an ignored row's gradient is 0 even if its logits are not finite. drop: see cross_entropy_round.
 template <CrossEntropyMode MODE>
-__device__ static inline Bf16x8 cross_entropy_finish(Bf16x8 v, const CrossEntropyRow &row, int at) {
+__device__ static inline Bf16x8 cross_entropy_vector_gradient(Bf16x8 v, float gradient_offset, uint32_t mask, int at,
+                                                              uint32_t drop) {
+    float f[8];
+    bf16x8_unpack(f, v);
+#pragma unroll
+    for (int j = 0; j < 8; j++) f[j] = cross_entropy_exp(f[j], gradient_offset);
+    v = bf16x8_pack(f);
+    const uint32_t hash = cross_entropy_hash(gradient_offset, at * 8);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        if (MODE == CROSS_ENTROPY_STOCHASTIC)
-            v.word[j] = cross_entropy_round(v.word[j], row.key, at * 4 + j, row.dropped);
-        v.word[j] &= row.mask;
+        if (MODE == CROSS_ENTROPY_STOCHASTIC) v.word[j] = cross_entropy_round(v.word[j], hash, (uint32_t)j, drop);
+        v.word[j] &= mask;
     }
     return v;
 }
 
-// As cross_entropy_finish, for the gradient of one column.
+// Rounds the gradient of one column.
 template <CrossEntropyMode MODE>
-__device__ static inline bf16 cross_entropy_finish_one(float gradient, const CrossEntropyRow &row, int64_t column) {
+__device__ static inline bf16 cross_entropy_finish_one(float gradient, float gradient_offset, int64_t column,
+                                                       uint32_t drop) {
     const bf16 rounded = __float2bfloat16(gradient);
     if (MODE != CROSS_ENTROPY_STOCHASTIC) return rounded;
-    return __ushort_as_bfloat16(cross_entropy_round_one(__bfloat16_as_ushort(rounded), row.key, column, row.dropped));
+    return __ushort_as_bfloat16(cross_entropy_round_one(__bfloat16_as_ushort(rounded), gradient_offset, column, drop));
 }
 
 // Block b processes rows b, b + gridDim.x, ... Vector v of a row (v < `vectors` = V / 8) belongs to thread v %
@@ -205,25 +192,25 @@ static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_EN
         if (!counted && threadIdx.x == 0) losses[row] = 0.0f;
         if (GRADIENT) {
             const float gradient_offset = cross_entropy_gradient_offset(sum, offset, gradient_scale);
-            const CrossEntropyRow rounding = cross_entropy_row(counted, gradient_offset, dropped);
+            const uint32_t mask = counted ? 0xffffffffu : 0,
+                           drop = gradient_offset == gradient_offset ? dropped : 0;  // a NaN must stay one
 #pragma unroll
             for (int i = 0; i < HELD; i++) {
                 const int v = i * CROSS_ENTROPY_THREADS + (int)threadIdx.x;
                 if (v < vectors) {
-                    bf16x8_store(x + v * 8, cross_entropy_finish<MODE>(
-                                                cross_entropy_vector_exp(held[i], gradient_offset), rounding, v));
+                    bf16x8_store(x + v * 8,
+                                 cross_entropy_vector_gradient<MODE>(held[i], gradient_offset, mask, v, drop));
                     if (more) held[i] = bf16x8_load(next + v * 8);
                 }
             }
             for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS) {
                 Bf16x8 *at = &shared[v - HELD * CROSS_ENTROPY_THREADS];
-                bf16x8_store(x + v * 8,
-                             cross_entropy_finish<MODE>(cross_entropy_vector_exp(*at, gradient_offset), rounding, v));
+                bf16x8_store(x + v * 8, cross_entropy_vector_gradient<MODE>(*at, gradient_offset, mask, v, drop));
                 if (more) copy16_async(at, next + v * 8);
             }
             if (owns_target)
                 x[target] = cross_entropy_finish_one<MODE>(
-                    cross_entropy_exp(target_logit, gradient_offset) - gradient_scale, rounding, target);
+                    cross_entropy_exp(target_logit, gradient_offset) - gradient_scale, gradient_offset, target, drop);
         }
         x += (int64_t)gridDim.x * vectors * 8;
     }
@@ -248,10 +235,10 @@ static __global__ void cross_entropy_row_kernel(float *losses, bf16 *logits, con
     if (threadIdx.x == 0) losses[blockIdx.x] = counted ? cross_entropy_row_loss(sum, offset, target_logit) : 0.0f;
     if (MODE == CROSS_ENTROPY_LOSS) return;
     const float gradient_offset = cross_entropy_gradient_offset(sum, offset, gradient_scale);
-    const CrossEntropyRow rounding = cross_entropy_row(counted, gradient_offset, dropped);
+    const uint32_t drop = gradient_offset == gradient_offset ? dropped : 0;  // a NaN must stay one
     for (int64_t v = threadIdx.x; v < V; v += blockDim.x) {
         const float d = cross_entropy_exp(__bfloat162float(x[v]), gradient_offset);
-        x[v] = counted ? cross_entropy_finish_one<MODE>(v == target ? d - gradient_scale : d, rounding, v)
+        x[v] = counted ? cross_entropy_finish_one<MODE>(v == target ? d - gradient_scale : d, gradient_offset, v, drop)
                        : __float2bfloat16(0.0f);
     }
 }

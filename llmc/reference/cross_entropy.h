@@ -30,23 +30,26 @@ static inline void cross_entropy_forward(float *losses, const float *logits, con
 // gave a bias (dev/results/2026-11-29.md, "lm_head's rounding"): nearly all gradients of targets are near -1 and round
 // alike, and in the weight's gradient they nearly cancel with the probabilities.
 
-// The key of a row's random bits, from a sum of its exponentials or its logarithm: the bits depend on the row alone,
-// not on chunks, ranks or seeds.
-HOST_DEVICE static inline uint64_t cross_entropy_key(float sum) { return rng_mix(float_bits(sum)); }
+// Random bits for 8 columns. row: a number that follows from the row's logits alone, so that the bits depend on neither
+// chunks, ranks nor seeds.
+HOST_DEVICE static inline uint32_t cross_entropy_hash(float row, int64_t column) {
+    return adamw_random_group(float_bits(row) * 0x9e3779b97f4a7c15ull, (uint32_t)column >> 3);
+}
 
-// Rounds the gradients of columns 2 * pair (lower half) and 2 * pair + 1 (upper half), as bf16 bits. `dropped`: the
-// bits of both mantissas that are to become 0, at most 5 of each. Gradients must be finite, else dropped must be 0.
-HOST_DEVICE static inline uint32_t cross_entropy_round(uint32_t bits, uint64_t key, int64_t pair, uint32_t dropped) {
-    const uint32_t hash = adamw_random_group(key, pair >> 2),
-                   random = adamw_random_word(hash, (uint32_t)pair & 3) * 0x846ca68bu >> 11;
+// Rounds two gradients beside each other, as bf16 bits: those of columns 2 * pair (lower half) and 2 * pair + 1 of the
+// 8 of a hash. `dropped`: the bits of both mantissas that are to become 0, at most 5 of each. Gradients must be finite,
+// or dropped must be 0.
+HOST_DEVICE static inline uint32_t cross_entropy_round(uint32_t bits, uint32_t hash, uint32_t pair, uint32_t dropped) {
+    const uint32_t random = adamw_random_word(hash, pair) * 0x846ca68bu >> 11;
     return (bits + (random & dropped)) & ~dropped;
 }
 
 // Rounds the gradient of one column.
-HOST_DEVICE static inline bf16_bits cross_entropy_round_one(bf16_bits bits, uint64_t key, int64_t column,
+HOST_DEVICE static inline bf16_bits cross_entropy_round_one(bf16_bits bits, float row, int64_t column,
                                                             uint32_t dropped) {
-    const int shift = (int)(column & 1) * 16;
-    return (bf16_bits)(cross_entropy_round((uint32_t)bits << shift, key, column >> 1, dropped) >> shift);
+    const uint32_t shift = column & 1 ? 16 : 0, pair = (uint32_t)column >> 1 & 3;
+    return (bf16_bits)(cross_entropy_round((uint32_t)bits << shift, cross_entropy_hash(row, column), pair, dropped) >>
+                       shift);
 }
 
 // dlogits = (softmax(logits) - onehot(target)) * grad_scale; may overwrite logits. For a mean over N tokens grad_scale
@@ -56,11 +59,10 @@ static inline void cross_entropy_backward(float *dlogits, const float *logits, c
     PARALLEL_FOR
     for (int64_t i = 0; i < rows; i++) {
         const float lse = targets[i] < 0 ? 0.0f : logits_lse(logits + i * V, V);
-        const uint64_t key = cross_entropy_key(lse);
         for (int64_t v = 0; v < V; v++) {
             const float p = targets[i] < 0 ? 0.0f : expf(logits[i * V + v] - lse);
             float d = round_to((p - (v == targets[i] ? 1.0f : 0.0f)) * grad_scale, rounding);
-            if (dropped && isfinite(d)) d = bf16_to_float(cross_entropy_round_one(bf16_from_float(d), key, v, dropped));
+            if (dropped && isfinite(d)) d = bf16_to_float(cross_entropy_round_one(bf16_from_float(d), lse, v, dropped));
             dlogits[i * V + v] = d;
         }
     }
