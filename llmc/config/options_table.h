@@ -419,4 +419,21 @@ static inline const OptionRow *option_rows(void) {
     return rows;
 }
 
+// A shorthand sets `option` to `value` from `level` of its own value on; a flag that is given has level 1.
+typedef struct {
+    const char *shorthand;
+    int level;
+    const char *option, *value;
+} ShorthandRow;
+
+// The rows of all shorthands; the last one has none. Of two rows that set one option the later one counts.
+static inline const ShorthandRow *shorthand_rows(void) {
+    static const ShorthandRow rows[] = {
+        {"msamp", MSAMP_O1, "precision", "fp8"},        {"msamp", MSAMP_O1, "master-weights", "fp16-stochastic"},
+        {"msamp", MSAMP_O1, "optimizer-state", "fp32"}, {"msamp", MSAMP_O1, "grad-accum-dtype", "fp8"},
+        {"msamp", MSAMP_O1, "reduce-dtype", "fp8"},     {"msamp", MSAMP_O2, "optimizer-state", "msamp"},
+        {"msamp", MSAMP_O3, "sharding", "grad_op"},     {NULL, 0, NULL, NULL}};
+    return rows;
+}
+
 #endif
