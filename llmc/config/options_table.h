@@ -139,6 +139,9 @@ enum { RARE, COMMON };
     CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, FAST_ACCUMS, BRANCHES, RARE, \
          "FP8 GEMMs that use fast accumulation (Hopper), where cuBLASLt has it: fprop, all or none; recipes " \
          "with scales of blocks, --fp8-emulate and the CPU trainer never use it") \
+    FLAG(fast, "fast", RARE, \
+         "short for --precision fp8 --fp8-fast-accum all --fp8-lm-head all; options after it on the command line may " \
+         "change them") \
     FLAG(fp8_emulate, "fp8-emulate", RARE, \
          "quantize to FP8, then multiply in bf16: the recipe's rounding without its speed, also on GPUs without FP8") \
     INT(fp8_audit, "fp8-audit", 0, 0, 1000000000, FREE, RARE, \
@@ -428,11 +431,17 @@ typedef struct {
 
 // The rows of all shorthands; the last one has none. Of two rows that set one option the later one counts.
 static inline const ShorthandRow *shorthand_rows(void) {
-    static const ShorthandRow rows[] = {
-        {"msamp", MSAMP_O1, "precision", "fp8"},        {"msamp", MSAMP_O1, "master-weights", "fp16-stochastic"},
-        {"msamp", MSAMP_O1, "optimizer-state", "fp32"}, {"msamp", MSAMP_O1, "grad-accum-dtype", "fp8"},
-        {"msamp", MSAMP_O1, "reduce-dtype", "fp8"},     {"msamp", MSAMP_O2, "optimizer-state", "msamp"},
-        {"msamp", MSAMP_O3, "sharding", "grad_op"},     {NULL, 0, NULL, NULL}};
+    static const ShorthandRow rows[] = {{"fast", 1, "precision", "fp8"},
+                                        {"fast", 1, "fp8-fast-accum", "all"},
+                                        {"fast", 1, "fp8-lm-head", "all"},
+                                        {"msamp", MSAMP_O1, "precision", "fp8"},
+                                        {"msamp", MSAMP_O1, "master-weights", "fp16-stochastic"},
+                                        {"msamp", MSAMP_O1, "optimizer-state", "fp32"},
+                                        {"msamp", MSAMP_O1, "grad-accum-dtype", "fp8"},
+                                        {"msamp", MSAMP_O1, "reduce-dtype", "fp8"},
+                                        {"msamp", MSAMP_O2, "optimizer-state", "msamp"},
+                                        {"msamp", MSAMP_O3, "sharding", "grad_op"},
+                                        {NULL, 0, NULL, NULL}};
     return rows;
 }
 
