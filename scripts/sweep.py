@@ -26,7 +26,7 @@ commas or blanks. Paths are relative to the repository's root. Defaults are in p
   --no-table               write the table, do not print it
   --dry-run                print the command of each run and exit; without a GPU, the GPU trainer needs --max-gpus
   --                       all options after this one are passed to the trainer; those that begin with --fp8 are passed
-                           to FP8 runs only; --msamp is refused, because it sets --precision
+                           to FP8 runs only; --fast and --msamp are refused, because they set --precision
 
 FOLDER gets table.txt, table.csv and table.md. Each run has a folder in it with its output (stdout.txt), its log.jsonl
 and its result. If a run fails, its error message is recorded and the sweep continues. Out of memory is a normal result,

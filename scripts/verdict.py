@@ -43,7 +43,7 @@ are in parentheses.
   --no-report             make no report, and do not ask for its libraries; scripts/report.py FOLDER makes it later
   --dry-run               print the command of each run and exit
   --                      all options after this one are passed to the trainer; those that begin with --fp8 are passed
-                          to FP8 runs only; --msamp is refused, because it sets --precision
+                          to FP8 runs only; --fast and --msamp are refused, because they set --precision
 
 Start it again to continue: finished runs are kept, and so are runs that the GPU cannot do (out of memory, no GEMMs for
 the recipe). Models, recipes and seeds may be added, --parallel and --price may change; once a run has finished, other

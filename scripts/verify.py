@@ -25,8 +25,8 @@ Options after -- go to the trainer, for example --train-data where the shards ha
 # settings that say where a run writes, how it starts, or what it does beside training
 ELSEWHERE = ("log-dir", "checkpoint-dir", "checkpoint-every", "keep-checkpoints", "resume", "branch", "export-hf",
              "init-from", "val-data", "val-every", "sample-every", "fp8-audit", "profile", "check-links", "dry-run",
-             "world-size", "tokens-per-step", "step-ms", "network-gbps", "memory-limit", "msamp", "share-gpu",
-             "no-verify", "grad-accumulation-steps")
+             "world-size", "tokens-per-step", "step-ms", "network-gbps", "memory-limit", "fast", "msamp",
+             "share-gpu", "no-verify", "grad-accumulation-steps")
 NOT_ARRAYS = ("type", "step", "samples", "chain", "ranks", "tensors")
 MASK = 2**64 - 1
 

@@ -146,23 +146,29 @@ static void test_rows(void) {
     CHECK(rows > 30 && groups >= 6, "there are over 30 options, in 6 groups or more; found %d in %d", rows, groups);
 }
 
-// --msamp sets the options that it stands for. Options after it change them.
-static void test_msamp(void) {
-    Options o = parse("tiny --msamp O1");
-    CHECK(o.precision == PRECISION_FP8 && o.master_weights == STORAGE_FP16_STOCHASTIC &&
-              o.optimizer_state == MOMENTS_FP32 && o.grad_accum_dtype == SUM_FP8 && o.reduce_dtype == REDUCE_FP8 &&
-              o.sharding == SHARDING_FULL,
-          "--msamp O1: FP8 GEMMs and gradients, FP16 masters, fp32 moments");
-    o = parse("tiny --msamp O2 --master-weights fp16");
-    CHECK(o.master_weights == STORAGE_FP16 && o.optimizer_state == MOMENTS_MSAMP && o.grad_accum_dtype == SUM_FP8 &&
-              o.sharding == SHARDING_FULL,
-          "--msamp O2: MS-AMP's moments beside what O1 sets");
-    o = parse("tiny --msamp O3");
-    CHECK(o.optimizer_state == MOMENTS_MSAMP && o.reduce_dtype == REDUCE_FP8 && o.sharding == SHARDING_GRAD_OP,
-          "--msamp O3: --sharding grad_op beside what O2 sets");
-    o = parse("tiny --optimizer-state coat --msamp O3 --reduce-dtype bf16 --sharding full");
-    CHECK(o.optimizer_state == MOMENTS_MSAMP && o.reduce_dtype == REDUCE_BF16 && o.sharding == SHARDING_FULL,
-          "--msamp replaces options before it, and options after it replace its own");
+// Each row of the shorthands is in --help, and sets its option. Of a shorthand and an option the later one counts.
+static void test_shorthands(void) {
+    for (const ShorthandRow *s = shorthand_rows(); s->shorthand; s++) {
+        const OptionRow *row = option_find(s->shorthand, strlen(s->shorthand)),
+                        *set = option_find(s->option, strlen(s->option));
+        char level[32] = "", value[32], given[64], other[64], line[192];
+        option_choice_name(row->text, s->level, level, sizeof level);
+        option_choice_name(set->text, option_choice_number(set->text, s->value) == 0, value, sizeof value);
+        format_checked(given, sizeof given, "--%s%s%s", s->shorthand, *level ? "=" : "", level);
+        format_checked(other, sizeof other, "--%s %s", s->option, value);
+        for (int later = 0; later < 2; later++) {
+            format_checked(line, sizeof line, "tiny %s %s", later ? given : other, later ? other : given);
+            const Options o = parse(line);
+            char now[32];
+            option_format(&o, set, now, sizeof now);
+            CHECK(strcmp(now, later ? value : s->value) == 0, "%s gives --%s %s", line, s->option, now);
+        }
+        format_checked(line, sizeof line, "--%s %s", s->option, s->value);
+        CHECK(row < set && strstr(row->help, line), "--%s stands before %s, and its help has it", s->shorthand, line);
+    }
+    const Options o = parse("tiny --msamp O2");
+    CHECK(o.precision == PRECISION_FP8 && o.optimizer_state == MOMENTS_MSAMP && o.sharding == SHARDING_FULL,
+          "a level sets what lower ones set, and not what higher ones do");
 }
 
 static void test_accepted(void) {
@@ -325,6 +331,9 @@ static void test_fp8_conflicts(void) {
         {"--fp8-recipe rowwise --fp8-lm-head on", "add --fp8-format hybrid, or use --fp8-lm-head forward"},
         {"--fp8-format e4m3 --fp8-lm-head all", "add --fp8-format hybrid, or use --fp8-lm-head forward"},
         {"--fp8-recipe rowwise --fp8-lm-head all", "use --fp8-lm-head on with --fp8-format hybrid, or another"},
+        {"--fp8-lm-head forward --fp8-filter first,lm_head", "but --fp8-lm-head wants it in FP8; leave out one"},
+        {"--fast --fp8-recipe rowwise", "or another --fp8-recipe; --fast sets --fp8-lm-head all, unless another value"},
+        {"--fast --fp8-recipe blockwise", "use none; --fast sets --fp8-fast-accum all, unless"},
         {"--fp8-recipe delayed --fp8-lm-head on", "use another --fp8-recipe, or leave --fp8-lm-head out"},
         // tensorwise_bounded needs a bound on AdamW's step
         {"--fp8-recipe tensorwise_bounded", ""},
@@ -858,7 +867,7 @@ static void test_help_and_table(void) {
 int main(void) {
     test_defaults();
     test_rows();
-    test_msamp();
+    test_shorthands();
     test_accepted();
     test_refused();
     test_chosen();

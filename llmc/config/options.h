@@ -263,17 +263,18 @@ static inline bool options_give(const Options *o, const char *name) {
     return false;
 }
 
-// Sets the options that the level of --msamp stands for.
-static inline void options_set_msamp(Options *o) {
-    static const struct {
-        int level;  // the lowest that sets the option
-        const char *name, *value;
-    } rows[] = {{MSAMP_O1, "precision", "fp8"},        {MSAMP_O1, "master-weights", "fp16-stochastic"},
-                {MSAMP_O1, "optimizer-state", "fp32"}, {MSAMP_O1, "grad-accum-dtype", "fp8"},
-                {MSAMP_O1, "reduce-dtype", "fp8"},     {MSAMP_O2, "optimizer-state", "msamp"},
-                {MSAMP_O3, "sharding", "grad_op"}};
-    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++)
-        if (o->msamp >= rows[i].level) option_set(o, option_find(rows[i].name, strlen(rows[i].name)), rows[i].value);
+// True if the shorthand is given and its value has the row's level.
+static inline bool shorthand_sets(const Options *o, const ShorthandRow *s) {
+    const OptionRow *row = option_find(s->shorthand, strlen(s->shorthand));
+    const void *at = (const char *)o + row->field;
+    return (row->kind == OPTION_FLAG ? *(const bool *)at : *(const int *)at) >= s->level;
+}
+
+// Sets the options that `row` stands for, if it is a shorthand.
+static inline void options_set_shorthand(Options *o, const OptionRow *row) {
+    for (const ShorthandRow *s = shorthand_rows(); s->shorthand; s++)
+        if (strcmp(s->shorthand, row->name) == 0 && shorthand_sets(o, s))
+            option_set(o, option_find(s->option, strlen(s->option)), s->value);
 }
 
 // The value of an option that has none behind "=", if `next` follows on the command line (NULL: nothing does). NULL: it
@@ -307,15 +308,11 @@ static inline Options options_parse(int argc, char **argv) {
         const char *name = argument + 2, *equals = strchr(name, '=');
         const OptionRow *row = option_find(name, equals ? (size_t)(equals - name) : strlen(name));
         flag = row->kind == OPTION_FLAG ? row : NULL;
-        if (flag) {
-            if (equals) die_with(EXIT_USAGE, "--%s takes no value", row->name);
-            option_set(&o, row, "");
-        } else {
-            const char *value = equals ? equals + 1 : option_value(row, i + 1 < argc ? argv[i + 1] : NULL);
-            i += !equals && value;
-            option_set(&o, row, value ? value : "on");
-            if (row->field == offsetof(Options, msamp)) options_set_msamp(&o);
-        }
+        if (flag && equals) die_with(EXIT_USAGE, "--%s takes no value", row->name);
+        const char *value = flag ? "" : equals ? equals + 1 : option_value(row, i + 1 < argc ? argv[i + 1] : NULL);
+        i += !flag && !equals && value;
+        option_set(&o, row, value ? value : "on");
+        options_set_shorthand(&o, row);
     }
     options_last_save(&o);  // dies if --checkpoint-every cannot be read
     return o;

@@ -54,6 +54,9 @@ static inline void options_head_conflict(const Options *o, char *message, size_t
                        "--fp8-lm-head: e4m3 with one scale for a row or tensor (recipe %s) rounds small probabilities "
                        "of a large vocabulary to 0; add --fp8-format hybrid, or use --fp8-lm-head forward",
                        r->name);
+    else if (o->fp8_lm_head != LM_HEAD_OFF && strstr(o->fp8_filter, "lm_head"))
+        format_checked(message, capacity,
+                       "--fp8-filter: lm_head stays bf16, but --fp8-lm-head wants it in FP8; leave out one of them");
 }
 
 // Rules of recipe tensorwise_bounded.
@@ -102,7 +105,7 @@ static inline void options_fp8_conflict(const Options *o, char *message, size_t 
             o->recompute == RECOMPUTE_MLP ? "mlp" : "layer");
     else if (o->fp8_fast_accum == FAST_ACCUM_ALL && !recipe->fast_accum)
         format_checked(message, capacity,
-                       "--fp8-fast-accum all: the GEMMs of recipe %s have no fast accumulation; leave it out",
+                       "--fp8-fast-accum all: the GEMMs of recipe %s have no fast accumulation; use none",
                        recipe->name);
     else if (!recipe->delayed && o->fp8_amax_history != initial.fp8_amax_history)
         format_checked(message, capacity,
@@ -294,6 +297,19 @@ static inline void options_use_conflict(const Options *o, char *message, size_t 
                        o->checkpoint_dir);
 }
 
+// Adds to a message about options which of them a shorthand has set: the command line may not name them.
+static inline void options_tell_shorthands(const Options *o, char *message, size_t capacity) {
+    for (const ShorthandRow *s = shorthand_rows(); s->shorthand; s++) {
+        char name[64], now[OPTION_TEXT_CAPACITY];
+        format_checked(name, sizeof name, "--%s", s->option);
+        option_format(o, option_find(s->option, strlen(s->option)), now, sizeof now);
+        if (!shorthand_sets(o, s) || strcmp(now, s->value) != 0 || !strstr(message, name)) continue;
+        const size_t n = strlen(message);
+        format_checked(message + n, capacity - n, "; --%s sets %s %s, unless another value follows it", s->shorthand,
+                       name, now);
+    }
+}
+
 // Checks rules between options, before options_resolve. Returns `message`: "" if the rules hold, else the reason and
 // mostly a fix.
 static inline const char *options_conflict(const Options *o, char *message, size_t capacity) {
@@ -325,6 +341,7 @@ static inline const char *options_conflict(const Options *o, char *message, size
         format_checked(message, capacity, "--json is for --dry-run; a run writes log.jsonl to --log-dir");
     if (!*message && o->precision == PRECISION_FP8) options_fp8_conflict(o, message, capacity);
     if (!*message) options_head_conflict(o, message, capacity);
+    options_tell_shorthands(o, message, capacity);
     return message;
 }
 

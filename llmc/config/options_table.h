@@ -111,6 +111,14 @@ enum { RARE, COMMON };
          "seed of stochastic rounding; runs that differ in it alone show how far rounding moves a loss; -1: the " \
          "value of --seed") \
     GROUP("precision") \
+    FLAG(fast, "fast", RARE, \
+         "short for --precision fp8 --fp8-fast-accum all --fp8-lm-head all; options after it on the command line may " \
+         "change them") \
+    CHOICE(msamp, "msamp", MSAMP_OFF, MSAMP_LEVELS, FREE, RARE, \
+         "a level of MS-AMP, short for several options; options after it on the command line may change them; O1: " \
+         "--precision fp8 --master-weights fp16-stochastic --optimizer-state fp32 --grad-accum-dtype fp8 --reduce-dtype fp8 " \
+         "(MS-AMP itself: --master-weights fp16); O2: " \
+         "O1 and --optimizer-state msamp; O3: O2 and --sharding grad_op") \
     CHOICE(precision, "precision", PRECISION_BF16, PRECISIONS, BRANCHES, COMMON, \
          "dtype of GEMMs; fp8: by --fp8-recipe in the layers' linear layers, unless --fp8-filter or their sizes keep " \
          "them bf16, and bf16 in attention and, without --fp8-lm-head, in lm_head; fp32: CPU trainer only") \
@@ -164,11 +172,6 @@ enum { RARE, COMMON };
          "256); on the GPU 1 byte less per gradient kept, also with one micro-step; auto: fp8 if --reduce-dtype is fp8; fp32 if " \
          "--grad-accumulation-steps is 256 or more, or if --master-weights, --reduce-dtype or --precision is fp32; " \
          "else bf16") \
-    CHOICE(msamp, "msamp", MSAMP_OFF, MSAMP_LEVELS, FREE, RARE, \
-         "a level of MS-AMP, short for several options; options after it on the command line may change them; O1: " \
-         "--precision fp8 --master-weights fp16-stochastic --optimizer-state fp32 --grad-accum-dtype fp8 --reduce-dtype fp8 " \
-         "(MS-AMP itself: --master-weights fp16); O2: " \
-         "O1 and --optimizer-state msamp; O3: O2 and --sharding grad_op") \
     GROUP("memory") \
     CHOICE(recompute, "recompute", RECOMPUTE_NONE, RECOMPUTES, FREE, COMMON, \
          "what backward computes again, so that forward need not keep it; norm: the outputs of both norms; attention: " \
@@ -416,6 +419,30 @@ static inline const OptionRow *option_rows(void) {
 #undef CHOICE
 #undef FLAG
             {OPTION_GROUP, NULL, 0, 0, 0, 0, "", FREE, RARE, ""}};
+    return rows;
+}
+
+// A shorthand sets `option` to `value` from `level` of its own value on; a flag that is given has level 1.
+typedef struct {
+    const char *shorthand;
+    int level;
+    const char *option, *value;
+} ShorthandRow;
+
+// The rows of all shorthands; the last one has none. Of two rows that set one option the later one counts. In OPTIONS a
+// shorthand stands before what it sets: the start prints options in that order, and it must be one that gives the run.
+static inline const ShorthandRow *shorthand_rows(void) {
+    static const ShorthandRow rows[] = {{"fast", 1, "precision", "fp8"},
+                                        {"fast", 1, "fp8-fast-accum", "all"},
+                                        {"fast", 1, "fp8-lm-head", "all"},
+                                        {"msamp", MSAMP_O1, "precision", "fp8"},
+                                        {"msamp", MSAMP_O1, "master-weights", "fp16-stochastic"},
+                                        {"msamp", MSAMP_O1, "optimizer-state", "fp32"},
+                                        {"msamp", MSAMP_O1, "grad-accum-dtype", "fp8"},
+                                        {"msamp", MSAMP_O1, "reduce-dtype", "fp8"},
+                                        {"msamp", MSAMP_O2, "optimizer-state", "msamp"},
+                                        {"msamp", MSAMP_O3, "sharding", "grad_op"},
+                                        {NULL, 0, NULL, NULL}};
     return rows;
 }
 

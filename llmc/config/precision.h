@@ -89,8 +89,8 @@ static inline uint32_t precision_dlogits_dropped(const Precision *p) {
 }
 
 // Marks the linear layers that one word of --fp8-filter keeps in bf16 (none for lm_head, which has no mark). Returns
-// false if the word is unknown. Dies if the word names layers that the model does not have, a range that ends before it
-// begins, or lm_head with --fp8-lm-head.
+// false if the word is unknown. Dies if the word names layers that the model does not have, or a range that ends before
+// it begins.
 static inline bool filter_word(Precision *p, const char *word) {
     const int64_t L = p->num_layers;
     int64_t first = 0, last = L - 1;
@@ -99,9 +99,6 @@ static inline bool filter_word(Precision *p, const char *word) {
                   "linear layers up to OUT_PROJ are attention's, the others the MLP's");
     long long from, to;
     char rest;
-    if (strcmp(word, "lm_head") == 0 && recipe_is_fp8(&p->head, GEMM_FPROP))
-        die_with(EXIT_USAGE,
-                 "--fp8-filter: lm_head stays bf16, but --fp8-lm-head wants it in FP8; leave out one of them");
     if (strcmp(word, "lm_head") == 0) return true;
     if (strcmp(word, "first") == 0) last = 0;
     else if (strcmp(word, "last") == 0) first = L - 1;

@@ -131,6 +131,7 @@ static inline int supported(TrainerKind kind, const ModelConfig *m, const Option
     }
     if (kind == GPU_TRAINER) supported_gpu(m, o, world, message, capacity);
     else supported_cpu(o, message, capacity);
+    options_tell_shorthands(o, message, capacity);
     if (m->sliding_window && o->sequence_length > m->sliding_window)
         format_checked(message, capacity,
                        "model %s: each token attends to a window of %lld tokens (sliding_window), which only full "

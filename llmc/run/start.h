@@ -210,8 +210,8 @@ typedef struct {
 } StartOptions;
 
 // True if an option is printed. The line of options has each option that the command line names, unless the program
-// changed its value; if --msamp comes later on the command line, the value is that of --msamp. The line of `derived`
-// options has each other option that the program or --msamp set, if start_concerns is true for it. Neither line has
+// changed its value; if a shorthand comes later on the command line, the value is that of the shorthand. The line of
+// `derived` options has each other option that the program or a shorthand set, if start_concerns is true. Neither has
 // --train-data and --mix.
 static inline bool start_prints(const StartOptions *s, const OptionRow *row, bool derived) {
     char value[PATH_CAPACITY], given[PATH_CAPACITY], standard[PATH_CAPACITY];

@@ -96,5 +96,5 @@ def check_extra(extra, set_here, by):
             fail(f"--{name} makes no sense here: runs of a {by} keep no checkpoints; leave it out")
         if name in TRAINS_NOTHING:
             fail(f"--{name} trains nothing; --dry-run before the -- prints every run's command")
-        if name == "msamp":
-            fail("--msamp sets --precision, also of BF16 runs; give the other options of its level instead")
+        if name in ("fast", "msamp"):
+            fail(f"--{name} sets --precision, also of BF16 runs; give the other options that it stands for instead")
