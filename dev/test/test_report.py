@@ -326,7 +326,7 @@ def test_arms(tmp):
         (other, bf16), gaps = branch_gaps(base, horizon), branch_gaps(arm, horizon)[0]
         close([h["gap_percent"]["estimate"], h["tokens_since_branch"]],
               [100 * (gaps - other).mean() / (other + bf16).mean(), 128 * (horizon - BRANCH)], f"arms, {horizon} steps")
-    steps = [*range(BRANCH + 1, 401), *range(151, 201), *range(76, 101)]  # of an arm, and of its shorter runs
+    steps = [*range(BRANCH + 1, 401), *range(151, 201), *range(76, 101)]  # an arm's, then those of its shorter runs
     time = sum((2 / 1.25) * (1 + 0.01 * (step % 5)) for step in steps)
     time += sum(1 + 0.01 * (step % 5) for step in range(1, BRANCH + 1))
     nulls = math.sqrt((branch_gaps("null", 400)[0]**2).mean())

@@ -292,10 +292,9 @@ def compare_one(c, alpha):
     c.notes += [f"runs of {h.horizon} steps are left out: they differ in more than their length" for h in c.horizons
                 if h not in lengths]
     c.horizons = lengths
-    for h in lengths:
-        h.nulls = c.nulls
     primary = "validation" if all("validation" in h.ends for h in lengths) else "training"
     for h in lengths:
+        h.nulls = c.nulls
         use(h, primary, alpha)
     runs = {run.name: run for h in lengths for run in h.runs}.values()
     trunks = [pair.base for null in c.nulls[:1] for pair in null.pairs if pair.base.seed in c.seeds]
