@@ -131,8 +131,8 @@ def set_base(found, against):
         raise ValueError(f"--against {against}: trunks are in {base}, and the arms with runs that can be read are "
                          f"{', '.join(arms) or 'none'}; name one of these arms")
     found.verdicts[0]["recipes"] = [against] + [recipe for recipe in planned if recipe != against]
-    found.notes.append(f"arms are compared with {against}, an arm of trunks in {base}, which are left out; null pairs "
-                       f"of {base} show the noise")
+    found.notes.append(f"arms are compared with {against}, an arm of trunks in {base}; runs of {base} count in null "
+                       "pairs alone, which show the noise")
 
 
 def read_folders(folders, against=""):
