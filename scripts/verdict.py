@@ -59,7 +59,6 @@ import itertools
 import json
 import math
 import os
-import re
 import shlex
 import struct
 import subprocess
@@ -69,7 +68,7 @@ import time
 from report import venv
 from report.pairs import reword
 from runs import branches
-from runs.options import check_extra, end, fail, number, parse, say, split
+from runs.options import check_extra, end, fail, in_a_name, number, parse, say, split
 from runs.runner import ANSWERS, CHECKPOINTS, Pool, Run, refuse_other_settings, write_file
 from runs.trainer import (NO_GPU, SHARDS, Trainer, data_of, folder_names, nvidia_smi, output_of, precision_words,
                           visible_gpus)
@@ -214,7 +213,7 @@ class Case:
 
     def run(self, seed, recipe, rounding, horizon, parent, saves):
         """A run that ends at step `horizon`, from step 0 or from (run, step). It is saved after the steps `saves`."""
-        name, title = f"{self.name}.{re.sub('[:+=/]', '-', recipe)}.s{seed}", f"{self.title}, {recipe}, seed {seed}"
+        name, title = f"{self.name}.{in_a_name(recipe)}.s{seed}", f"{self.title}, {recipe}, seed {seed}"
         if rounding is not None:
             name, title = f"{name}.r{rounding}", f"{title}, rounding seed {rounding}"
         if horizon < self.steps:

@@ -309,6 +309,41 @@ def test_against(tmp):
           "trunks of other options are refused")
 
 
+def test_arms(tmp):
+    """--against an arm of BF16 trunks: the other arm's pairs are with it; trunks and null arms only show the noise."""
+    base, arm = "fp8:tensorwise", "fp8:rowwise"
+    folder = branches_folder(tmp / "arms", recipes=["bf16", base, arm], looks=[3], seeds=[42, 43, 44], margin=0.5)
+    out, _ = report(folder, "--against", base, rendered=1, parts=("verdict",))
+    data = numbers(folder / "report_against_fp8-tensorwise.json")
+    one, null = data["comparisons"]
+    check(re.match(r"Not acceptable: fp8:rowwise after step 40 costs at least 0\.\d\d% in loss against fp8:tensorwise "
+                   r".*measured at 56,320 tokens ", out), f"the decision is against the arm: {out}")
+    check(one["pairs"][0] == {"base": "tiny.fp8-tensorwise.s42.n400", "arm": "tiny.fp8-rowwise.s42.n400", "seed": 42,
+                              "rounding_seed": 42} and one["seeds"] == [42, 43, 44], f"pairs of arms: {one['pairs']}")
+    check((one["level"], one["branch_step"], one["against"]) == (0.05, BRANCH, base) and not one["refused"],
+          f"one arm is left, after the trunk's step: {one['level']}, {one['branch_step']}, {one['refused']}")
+    for h, horizon in zip(one["over_tokens"], HORIZONS, strict=True):
+        (other, bf16), gaps = branch_gaps(base, horizon), branch_gaps(arm, horizon)[0]
+        close([h["gap_percent"]["estimate"], h["tokens_since_branch"]],
+              [100 * (gaps - other).mean() / (other + bf16).mean(), 128 * (horizon - BRANCH)], f"arms, {horizon} steps")
+    steps = [*range(BRANCH + 1, 401), *range(151, 201), *range(76, 101)]  # an arm's, then those of its shorter runs
+    time = sum((2 / 1.25) * (1 + 0.01 * (step % 5)) for step in steps)
+    time += sum(1 + 0.01 * (step % 5) for step in range(1, BRANCH + 1))
+    nulls = math.sqrt((branch_gaps("null", 400)[0]**2).mean())
+    close([one["gpu_hours_per_trunk"], one["tokens_per_second_ratio"], one["null_deviation_percent"][0]],
+          [10 * time / 3.6e6, 1, 100 * nulls / (other + bf16).mean()], "hours, speed and noise")
+    check(null["recipe"] == "bf16, other rounding seed" and len(null["pairs"]) == 3, f"BF16's null pairs: {null}")
+    page = (folder / "report_against_fp8-tensorwise.md").read_text()
+    check(page.startswith("# tiny: fp8:rowwise against fp8:tensorwise\n") and "an arm of trunks in bf16" in page and
+          "BF16" not in page and not (folder / "report.html").exists(), f"a page of its own, against the arm: {page}")
+    for wrong in ("bf16", "fp8:mxfp8"):
+        check("trunks are in bf16, and the arms with runs that can be read are fp8:tensorwise, fp8:rowwise" in
+              report(folder, "--against", wrong, status=1)[1], f"--against {wrong} is refused")
+    check("takes the folder of a verdict" in report(folder / "tiny.bf16.s42.n400", "--against", base, status=1)[1] and
+          "--against is refused" in report(folder, folder, "--out", "x.html", "--against", base, status=1)[1],
+          "--against is refused for a run, and for several folders")
+
+
 def test_looks(tmp):
     """Trunks count in the order of the plan, and only at its looks."""
     for looks, seeds, counted, text in (
@@ -721,8 +756,8 @@ def test_diverged(tmp):
 
 def main():
     with tempfile.TemporaryDirectory() as scratch:
-        for test in (test_command_line, test_numbers, test_same, test_rounding, test_branches, test_against, test_looks,
-                     test_stall, test_gpu, test_sweep, test_markup, test_limit, test_refused, test_energy,
+        for test in (test_command_line, test_numbers, test_same, test_rounding, test_branches, test_against, test_arms,
+                     test_looks, test_stall, test_gpu, test_sweep, test_markup, test_limit, test_refused, test_energy,
                      test_broken, test_columns, test_fuzz, test_running, test_diverged):
             test(pathlib.Path(scratch))
     finish()

@@ -292,14 +292,16 @@ def compare_one(c, alpha):
     c.notes += [f"runs of {h.horizon} steps are left out: they differ in more than their length" for h in c.horizons
                 if h not in lengths]
     c.horizons = lengths
-    for h in lengths:
-        h.nulls = c.nulls
     primary = "validation" if all("validation" in h.ends for h in lengths) else "training"
     for h in lengths:
+        h.nulls = c.nulls
         use(h, primary, alpha)
     runs = {run.name: run for h in lengths for run in h.runs}.values()
-    # without the time in which runs stood still
-    c.hours = sum(sum(run.costs("ms")) * run.gpus for run in runs) / 3.6e6 / len(c.seeds)
+    trunks = [pair.base for null in c.nulls[:1] for pair in null.pairs if pair.base.seed in c.seeds]
+    # without the time in which runs stood still; a trunk that is no base counts up to the branch
+    times = [run.costs("ms") for run in runs]
+    times += [run.costs("ms")[:c.branch] for run in trunks if run not in runs and run.first_step == 1]
+    c.hours = sum(map(sum, times)) * c.gpus / 3.6e6 / len(c.seeds)
     compare_over_steps(c)
     compare_costs(c)
     look_at_nulls(c)
@@ -318,17 +320,18 @@ def check_bases(runs, names):
         raise ValueError(f"folders compare with {', '.join(sorted(bases))}: give report.py those of one recipe")
 
 
-def compare(runs, failed, names, plan=None):
+def compare(runs, failed, names, plan=None, noise=()):
     """All comparisons with their results, one for each recipe and place; none if no run is a base. Null comparisons
     come last. One without pairs has only refusals.
 
-    failed: (run, reason) of runs that ended early; names: pairs.name_recipes of all of them."""
+    failed: (run, reason) of runs that ended early; names: pairs.name_recipes of all of them; noise: runs of another
+    base, for null comparisons."""
     check_bases(runs, names)
     if not any(run.is_base for run in runs):
         return []
     plan, found = plan or Plan(), []
     groups = collections.defaultdict(list)  # lengths of one recipe and place
-    for c in pairs.find_comparisons(runs, failed, names):
+    for c in pairs.find_comparisons(runs, failed, names) + pairs.find_comparisons(noise, [], names):
         groups[(*c.place, c.recipe)].append(c)
     for members in groups.values():
         members.sort(key=lambda c: c.horizon)

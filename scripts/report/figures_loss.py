@@ -54,7 +54,7 @@ def draw_intervals(comparisons, margin):
     return style.finish(figure, "verdict", "loss-intervals", "Cost in loss", rows[0][0].say(
         "Right of 0 FP8 costs loss. Thick: 95% interval over trunks. Thin: bounds that hold for all recipes and "
         "planned looks together; the decision is read from these. Pale: the loss that decides nothing. Crosses: single "
-        "pairs, which tell nothing alone; of BF16 with another rounding seed, they show the noise."))
+        "pairs, which tell nothing alone; of other rounding seeds, they show the noise."))
 
 
 def with_bars(axes, x, d, colour, **options):
@@ -129,7 +129,7 @@ def draw_difference(c):
         axes.fill_between(steps, curve.low, curve.high, color=colour, alpha=0.3, linewidth=0, label="95%")
     if nulls is not None:
         count = len(nulls)
-        caption += f" Grey lines: {words.count(count, 'pair')} of BF16 runs that differ in the rounding seed alone."
+        caption += f" Grey lines: {words.count(count, 'pair')} of runs that differ in the rounding seed alone."
         if count > 1:
             half = stats.t.ppf(0.975, count) * np.sqrt((nulls**2).mean(axis=0) / len(c.seeds))
             axes.fill_between(steps, -half, half, color=style.GREY, alpha=0.25, linewidth=0, label="noise, 95%")

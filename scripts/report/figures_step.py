@@ -237,9 +237,8 @@ def limited(drawings, left_out, what, draw, runs):
     """Draws the first EACH figures of a kind, and says how many are left out."""
     drawings += [draw(run) for run in runs[:EACH]]
     if len(runs) > EACH:
-        left_out.append(
-            f"{what}: {len(runs) - EACH} of {len(runs)} figures are left out. Give report.py fewer folders to see them."
-        )
+        left_out.append(f"{what}: {len(runs) - EACH} of {len(runs)} figures are left out. Give report.py fewer folders "
+                        "to see them.")
 
 
 def draw(runs, names):

@@ -20,6 +20,8 @@ class Found:
     problems: list = dataclasses.field(default_factory=list)
     verdicts: list = dataclasses.field(default_factory=list)   # verdict.json of each folder
     commands: list = dataclasses.field(default_factory=list)   # commands of sweeps
+    noise: list = dataclasses.field(default_factory=list)      # runs of trunks' recipe if set_base took another base
+    notes: list = dataclasses.field(default_factory=list)
     lost_places: dict = dataclasses.field(default_factory=dict)  # (model, T, GPUs, recipe): why there are no numbers
 
 
@@ -103,20 +105,39 @@ def read_folder(folder, found):
     return len(folders)
 
 
-def set_recipes(verdict, runs):
-    """Sets `against` and `recipe` of the runs of a verdict if it is against an FP8 recipe."""
+def set_recipes(verdict, runs, against=""):
+    """Sets `against` and `recipe` of the runs of a verdict if it is against an FP8 recipe, or is to compare arms with
+    `against`, one of them. Returns the recipe of trunks and those of arms."""
     recipes = verdict.get("recipes")
-    against = str(recipes[0]) if isinstance(recipes, list) and recipes else ""
-    if not against.startswith("fp8"):
-        return
+    base, *arms = map(str, recipes if isinstance(recipes, list) and recipes else ["bf16"])
     names = {run["folder"]: str(run.get("recipe", "")) for run in verdict["runs"]}
     for run in runs:
-        if run.name in names:
-            run.against, run.recipe = against, names[run.name]
+        if run.name in names and (against or base.startswith("fp8")):
+            run.recipe = names[run.name]
+            run.against = base if run.recipe == base else against or base
+    return base, arms
 
 
-def read_folders(folders):
-    """Reads folders. Raises ValueError with the reason if one is no folder or has no run, or if no run can be read."""
+def set_base(found, against):
+    """Makes an arm of the only verdict the base of the others. Trunks and null arms become `noise`: they pair with each
+    other alone. Raises ValueError if no run of this arm can be read."""
+    if not found.verdicts:
+        raise ValueError(f"--against {against} takes the folder of a verdict; here is no verdict.json that can be read")
+    base, planned = set_recipes(found.verdicts[0], found.runs + [run for run, _ in found.failed], against)
+    found.noise = [run for run in found.runs if run.recipe == base]
+    found.runs = [run for run in found.runs if run.recipe != base]
+    arms = dict.fromkeys(run.recipe for run in found.runs)
+    if against not in arms:
+        raise ValueError(f"--against {against}: trunks are in {base}, and the arms with runs that can be read are "
+                         f"{', '.join(arms) or 'none'}; name one of these arms")
+    found.verdicts[0]["recipes"] = [against] + [recipe for recipe in planned if recipe != against]
+    found.notes.append(f"arms are compared with {against}, an arm of trunks in {base}; runs of {base} count in null "
+                       "pairs alone, which show the noise")
+
+
+def read_folders(folders, against=""):
+    """Reads folders. Raises ValueError with the reason if one is no folder or has no run, or if no run can be read.
+    against: an arm of a verdict's folder, with which its other arms are to be compared, instead of with trunks."""
     found = Found()
     for folder in map(Path, folders):
         if not folder.is_dir():
@@ -124,6 +145,8 @@ def read_folders(folders):
         if read_folder(folder, found) == 0:
             raise ValueError(f"{folder} has no run: there is no log.jsonl in it or up to {DEPTH} levels below. The "
                              "trainer writes one with --log-dir")
+    if against:
+        set_base(found, against)
     if not found.runs:
         reasons = "\n".join(f"  {name}: {reason}" for name, reason in found.without)
         raise ValueError(f"no run can be read:\n{reasons}")

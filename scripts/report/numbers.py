@@ -143,7 +143,7 @@ def everything(found, names, comparisons, price, margin, sources, made):
         "made": made, "sources": sources, "price_of_a_gpu_hour": price, "margin_percent": margin,
         "verdict": [{"kind": kind, "name": begin, "words": begin + rest}
                     for kind, begin, rest in words.verdict(comparisons, margin)],
-        "notes": words.notes(comparisons, margin), "pilot": words.pilot(comparisons, margin),
+        "notes": found.notes + words.notes(comparisons, margin), "pilot": words.pilot(comparisons, margin),
         "comparisons": [comparison_numbers(c, price, margin) for c in comparisons],
         "runs": [{**run_numbers(run, names[run.name]), "curve": loss_curve(run, CURVES // len(found.runs))}
                  for run in found.runs],

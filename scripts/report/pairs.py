@@ -229,9 +229,8 @@ class Comparison:
 
     def in_percent(self, difference):
         """A Difference of the primary loss with its estimate and limits in percent of BF16's."""
-        numbers = (difference.estimate, difference.low, difference.high)
-        estimate, low, high = (None if number is None else self.percent(number) for number in numbers)
-        return dataclasses.replace(difference, estimate=estimate, low=low, high=high)
+        numbers = {name: getattr(difference, name) for name in ("estimate", "low", "high")}
+        return dataclasses.replace(difference, **{name: n and self.percent(n) for name, n in numbers.items()})
 
     def say(self, text):
         return reword(text, self.against)

@@ -67,9 +67,7 @@ def name_rows(axes, names, room=(0.6, 0.6), fontsize=8):
 def colour(recipe):
     """The colour of a recipe, also of its emulated form and with other options. line_styles() tells these apart."""
     base = re.split("[ +]", recipe)[0].removesuffix(":emulate")
-    if "rounding seed" in recipe:
-        return GREY
-    return COLOURS.get(base, YELLOW)
+    return GREY if "rounding seed" in recipe else COLOURS.get(base, YELLOW)
 
 
 def line_styles(recipes):
@@ -116,9 +114,7 @@ def without_plain_groups(svg):
 
 def shorten(svg, name):
     """The SVG element alone, with few digits, no namespace, and ids that no other figure of a page has."""
-    svg = svg[svg.index("<svg"):]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
-    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.S)
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg[svg.index("<svg"):], flags=re.S)
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
     svg = without_plain_groups(re.sub(r'<g id="[^"]*"', "<g", svg))
     svg = re.sub(r"; font-family: [^;\"]*", "", svg)  # the page's style has it

@@ -75,6 +75,11 @@ def split(text):
     return list(dict.fromkeys(text.replace(",", " ").split()))
 
 
+def in_a_name(recipe):
+    """A recipe as a part of a file's name."""
+    return re.sub("[:+=/]", "-", recipe)
+
+
 def number(option, text, kind=int, low=1):
     """Returns the option's number. Dies if the text is not a number from `low` on and below 1e15."""
     try:

@@ -123,7 +123,8 @@ def branches_folder(folder, trunks=(42, 43, 44), arms=ARMS, lengths=HORIZONS, **
     for seed in trunks:
         for arm in arms:
             for horizon in lengths:
-                runs.append({"folder": f"tiny.{arm.replace(':', '-')}.s{seed}.n{horizon}"})
+                runs.append({"folder": f"tiny.{arm.replace(':', '-')}.s{seed}.n{horizon}",
+                             "recipe": arm.replace("null", "bf16")})
                 write(folder / runs[-1]["folder"], branch_records(seed, arm, horizon))
     if verdict:
         (folder / "verdict.json").write_text(json.dumps({"runs": runs, **verdict}))
