@@ -214,12 +214,16 @@ static void test_fast_sums(void) {
         model_config_preset(&m, "llama3.2-1b");
         ParameterTable t = parameter_table(&m);
         o.precision = PRECISION_FP8, o.fp8_recipe = cases[i].recipe, o.fp8_fast_accum = cases[i].option,
-        o.fp8_emulate = cases[i].emulate;
+        o.fp8_emulate = cases[i].emulate, o.fp8_lm_head = LM_HEAD_ALL;
         Precision p = precision_plan(&o, "", &m, &t, true);
-        for (int gemm = 0; gemm < NUM_GEMMS; gemm++)
+        for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
             CHECK(precision_fast_accum(&p, p.recipe, (GemmKind)gemm) == cases[i].expected[gemm],
                   "%s, option %d, GEMM %d: fast_accum is as recipe, option and emulation say",
                   recipe_row(cases[i].recipe)->name, cases[i].option, gemm);
+            CHECK(precision_fast_accum(&p, &p.head, (GemmKind)gemm) == (gemm == GEMM_FPROP && cases[i].expected[gemm]),
+                  "%s, option %d, GEMM %d: lm_head has fast_accum in fprop alone", recipe_row(cases[i].recipe)->name,
+                  cases[i].option, gemm);
+        }
         precision_free(&p);
         parameter_table_free(&t);
     }

@@ -112,8 +112,8 @@ enum { RARE, COMMON };
          "value of --seed") \
     GROUP("precision") \
     FLAG(fast, "fast", RARE, \
-         "short for --precision fp8 --fp8-fast-accum all --fp8-lm-head all; options after it on the command line may " \
-         "change them") \
+         "short for --precision fp8 --fp8-fast-accum all, the parts that cost no loss in a verdict; options after it on " \
+         "the command line may change them") \
     CHOICE(msamp, "msamp", MSAMP_OFF, MSAMP_LEVELS, FREE, RARE, \
          "a level of MS-AMP, short for several options; options after it on the command line may change them; O1: " \
          "--precision fp8 --master-weights fp16-stochastic --optimizer-state fp32 --grad-accum-dtype fp8 --reduce-dtype fp8 " \
@@ -145,8 +145,8 @@ enum { RARE, COMMON };
          "or gradient by that of the rank's micro-step, a weight by that over all ranks that share it") \
     INT(fp8_margin, "fp8-margin", 0, 0, 16, BRANCHES, RARE, "recipe delayed: scales are divided by 2 to this power") \
     CHOICE(fp8_fast_accum, "fp8-fast-accum", FAST_ACCUM_FPROP, FAST_ACCUMS, BRANCHES, RARE, \
-         "FP8 GEMMs that use fast accumulation (Hopper), where cuBLASLt has it: fprop, all or none; recipes " \
-         "with scales of blocks, --fp8-emulate and the CPU trainer never use it") \
+         "FP8 GEMMs that use fast accumulation (Hopper), where cuBLASLt has it: fprop, all or none; lm_head's dgrad " \
+         "and wgrad, recipes with scales of blocks, --fp8-emulate and the CPU trainer never use it") \
     FLAG(fp8_emulate, "fp8-emulate", RARE, \
          "quantize to FP8, then multiply in bf16: the recipe's rounding without its speed, also on GPUs without FP8") \
     INT(fp8_audit, "fp8-audit", 0, 0, 1000000000, FREE, RARE, \
@@ -434,7 +434,6 @@ typedef struct {
 static inline const ShorthandRow *shorthand_rows(void) {
     static const ShorthandRow rows[] = {{"fast", 1, "precision", "fp8"},
                                         {"fast", 1, "fp8-fast-accum", "all"},
-                                        {"fast", 1, "fp8-lm-head", "all"},
                                         {"msamp", MSAMP_O1, "precision", "fp8"},
                                         {"msamp", MSAMP_O1, "master-weights", "fp16-stochastic"},
                                         {"msamp", MSAMP_O1, "optimizer-state", "fp32"},
