@@ -1,7 +1,7 @@
 // Tests options.h and options_rules.h: every row of the table, parsing, wrong values, conflicts, what `auto` stands
 // for, the text of --help, and the printed settings.
 #include "../../llmc/config/defaults.h"
-#include "../../llmc/config/options_rules.h"
+#include "../../llmc/config/supported.h"
 #include "lib/check.h"
 
 typedef struct {
@@ -169,6 +169,13 @@ static void test_shorthands(void) {
     const Options o = parse("tiny --msamp O2");
     CHECK(o.precision == PRECISION_FP8 && o.optimizer_state == MOMENTS_MSAMP && o.sharding == SHARDING_FULL,
           "a level sets what lower ones set, and not what higher ones do");
+    const Options offloads = parse("tiny --msamp O1 --offload moments");
+    char message[768];
+    ModelConfig m;
+    model_config_preset(&m, "tiny");
+    CHECK(supported(GPU_TRAINER, &m, &offloads, 1, message, sizeof message) == EXIT_UNSUPPORTED &&
+              strstr(message, "; --msamp sets --master-weights fp16-stochastic, unless"),
+          "what a trainer does not support names the shorthand that sets it: %s", message);
 }
 
 static void test_accepted(void) {
@@ -333,6 +340,7 @@ static void test_fp8_conflicts(void) {
         {"--fp8-recipe rowwise --fp8-lm-head all", "use --fp8-lm-head on with --fp8-format hybrid, or another"},
         {"--fp8-lm-head forward --fp8-filter first,lm_head", "but --fp8-lm-head wants it in FP8; leave out one"},
         {"--fast --fp8-recipe blockwise", "use none; --fast sets --fp8-fast-accum all, unless"},
+        {"--fast --precision bf16", "leave --fp8-fast-accum out; --fast sets --fp8-fast-accum all, unless"},
         {"--fp8-recipe delayed --fp8-lm-head on", "use another --fp8-recipe, or leave --fp8-lm-head out"},
         // tensorwise_bounded needs a bound on AdamW's step
         {"--fp8-recipe tensorwise_bounded", ""},

@@ -442,7 +442,24 @@ static void test_bf16_gather(void) {
           output);
 }
 
+// With the amax of the logits' gradients the scale is a power of two, and no gradient, rounded up to the mantissas of
+// FP8, is above the amax or all below half of it. bf16 has 128 mantissas, and 1 / n has them all.
+static void test_dlogits_scale(void) {
+    int64_t wrong = 0;
+    for (int n = 1; n <= 1 << 16; n++)
+        for (uint32_t dropped = 15; dropped <= 31; dropped += 16) {
+            const float amax = precision_dlogits_amax(1 / (float)n),
+                        scale = fp8_scale(amax, dropped == 15 ? FP8_E4M3 : FP8_E5M2);
+            const uint32_t up = ((float_bits(bf16_round(1 / (float)n)) >> 16) + dropped) & ~dropped;
+            const float largest = float_from_bits(up << 16);
+            wrong += (float_bits(scale) & 0x7fffff) || largest > amax || largest < amax / 2;
+        }
+    CHECK(wrong == 0, "scales of the gradients of logits are powers of two, without saturation; %lld are not",
+          (long long)wrong);
+}
+
 int main(void) {
+    test_dlogits_scale();
     test_casts_masters();
     test_casts_once();
     test_bf16_gather();

@@ -112,8 +112,7 @@ enum { RARE, COMMON };
          "value of --seed") \
     GROUP("precision") \
     FLAG(fast, "fast", RARE, \
-         "short for --precision fp8 --fp8-fast-accum all, the parts that cost no loss in a verdict; options after it on " \
-         "the command line may change them") \
+         "short for --precision fp8 --fp8-fast-accum all; options after it on the command line may change them") \
     CHOICE(msamp, "msamp", MSAMP_OFF, MSAMP_LEVELS, FREE, RARE, \
          "a level of MS-AMP, short for several options; options after it on the command line may change them; O1: " \
          "--precision fp8 --master-weights fp16-stochastic --optimizer-state fp32 --grad-accum-dtype fp8 --reduce-dtype fp8 " \

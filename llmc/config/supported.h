@@ -70,11 +70,11 @@ static inline void supported_gpu(const ModelConfig *m, const Options *o, int64_t
                        "--precision fp32 runs only in the CPU trainer (train_fp8); use bf16 or fp8 here");
     else if (options_fp16_weights(o) && o->optimizer_state != MOMENTS_MSAMP && o->optimizer_state != MOMENTS_FP32)
         format_checked(message, capacity,
-                       "FP16 master weights on the GPU go with --optimizer-state msamp or fp32; the CPU trainer "
+                       "--master-weights fp16 on the GPU goes with --optimizer-state msamp or fp32; the CPU trainer "
                        "(train_fp8) supports the others too");
     else if (options_offloads_state(o) && options_tensor_scales(o))
         format_checked(message, capacity,
-                       "--offload %s does not go with --optimizer-state msamp or FP16 master weights, whose update "
+                       "--offload %s does not go with --optimizer-state msamp or --master-weights fp16, whose update "
                        "reads weights and moments twice; use --optimizer-state coat-stochastic without FP16 master "
                        "weights, or leave --offload out",
                        o->offload);

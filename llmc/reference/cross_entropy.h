@@ -30,8 +30,8 @@ static inline void cross_entropy_forward(float *losses, const float *logits, con
 // gave a bias (dev/results/2026-11-29.md, "lm_head's rounding"): nearly all gradients of targets are near -1 and round
 // alike, and in the weight's gradient they nearly cancel with the probabilities.
 
-// Random bits for 8 columns. row: a number that follows from the row's logits alone, so that the bits depend on neither
-// chunks, ranks nor seeds.
+// Random bits for 8 columns. row: a number that follows from the row's logits and grad_scale alone, so that the bits
+// depend on neither chunks, ranks nor seeds.
 HOST_DEVICE static inline uint32_t cross_entropy_hash(float row, int64_t column) {
     return adamw_random_group(float_bits(row) * 0x9e3779b97f4a7c15ull, (uint32_t)column >> 3);
 }

@@ -155,7 +155,7 @@ static inline void start_print_learning(const RunSetup *s, const Options *o, con
 }
 
 static inline void start_print_recipe(const Options *o, const Precision *p) {
-    static const char *const fast_accums[] = {"fprop", "all FP8 GEMMs of layers",
+    static const char *const fast_accums[] = {"fprop", "fprop, and dgrad and wgrad of layers",
                                               "none"};  // in the order of FAST_ACCUMS
     const Recipe *r = p->recipe;
     printf("%-*s ", START_LABEL, "recipe");

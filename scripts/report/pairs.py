@@ -9,12 +9,12 @@ another rounding seed: it shows the noise.
 import collections
 import dataclasses
 
-# Options that change neither the training nor its speed, or that only tell where a run began.
+# Options that change neither the training nor its speed, that only tell where a run began, or that stand for others.
 IGNORED = {"log-every", "val-every", "sample-every", "max-tokens", "sample-tokens", "log-dir", "on-output-lost",
            "profile", "peak-tflops", "check-links", "checkpoint-dir", "checkpoint-every", "keep-checkpoints", "resume",
            "on-save-error", "no-verify", "export-hf", "dry-run", "json", "list", "stall-timeout", "world-size",
            "ranks-per-host", "tokens-per-step", "network-gbps", "step-ms", "init-from", "init-timeout", "gpu",
-           "branch"}
+           "branch", "fast", "msamp"}
 OF_LENGTH = {"num-steps", "warmup-steps", "decay-steps"}  # options that follow the number of steps
 FACTS = ("program", "build", "version", "versions", "device", "model", "parameters", "vocab_size", "world_size")
 DATA = (("train-data", "training_fingerprint", ("training_tokens", "training_sequences")),
