@@ -1495,16 +1495,23 @@ static void test_filters(void) {
     free(bf16), free(tensorwise);
 }
 
-// --fp8-audit writes one line for each operand of each FP8 GEMM in each audited step, and prints a table at the end.
+// --fp8-audit writes one line for each operand of each FP8 GEMM in each audited step, and prints a table at the end. An
+// audit is equal if other steps are audited, too.
 static void test_audit(void) {
     char *output;
-    const char *const audited = SMALL_RUN "--num-steps 5 --precision fp8 --fp8-recipe rowwise --fp8-filter last "
-                                          "--recompute layer --fp8-audit 2 --log-dir @/audit";
-    CHECK(run_program(audited, &output) == 0, "the run ends with status 0: %s", output);
+#define AUDITED_RUN SMALL_RUN "--num-steps 5 --precision fp8 --fp8-recipe rowwise --fp8-filter last --recompute layer "
+    CHECK(run_program(AUDITED_RUN "--fp8-audit 1 --log-dir @/each", NULL) == 0, "each step can be audited");
+    CHECK(run_program(AUDITED_RUN "--fp8-audit 2 --log-dir @/audit", &output) == 0, "the run ends with status 0: %s",
+          output);
     CHECK(strstr(output, "FP8 audit: rowwise") && strstr(output, "lowest SQNR: layer 0"), "the table is printed: %s",
           output);
     free(output);
     char *text = read_file(scratch_path("audit/log.jsonl"), NULL);
+    char *each = read_file(scratch_path("each/log.jsonl"), NULL);
+    const char *const step_4 = "\"fp8_audit\", \"step\": 4,", *ours = text ? strstr(text, step_4) : NULL;
+    const char *const theirs = each ? strstr(each, step_4) : NULL;
+    CHECK(ours && theirs && strncmp(ours, theirs, strcspn(ours, "\n")) == 0, "the audit of step 4 is of its own casts");
+    free(each);
     int lines = 0, last = 0, good = 0;
     for (char *line = text ? strtok(text, "\n") : NULL; line; line = strtok(NULL, "\n")) {
         if (!strstr(line, "\"fp8_audit\"")) continue;
