@@ -635,7 +635,7 @@ static void bench_one(Bench *b, const Implementation *im, AttentionDims d, int p
     float ms[BENCH_CALLS];
     for (int i = 0; i < BENCH_CALLS; i++) CUDA_CHECK(cudaEventElapsedTime(&ms[i], events[i], events[i + 1]));
     qsort(ms, BENCH_CALLS, sizeof ms[0], compare_floats);
-    bench_sustained(ms[BENCH_CALLS / 2] * 1e3, launch);
+    bench_sustained(b, ms[BENCH_CALLS / 2] * 1e3, launch);
     char name[64], shape[64];
     format_checked(name, sizeof name, "attention %s, %s", im->name,
                    pass == 0   ? "forward"

@@ -174,6 +174,7 @@ typedef struct {
     // [2, num_sms, 2] cycles and nanoseconds of each SM, before and after.
     uint64_t *clocks;
     cudaEvent_t start, stop;
+    double sustained_us, sustained_joules;  // per call that bench_sustained repeated last; 0: not measured
 } Bench;
 
 // Reads the whole buffer, so that the L2 holds neither the timed kernel's input nor lines that must be written back
@@ -185,38 +186,56 @@ static __global__ void bench_flush_kernel(uint32_t *sink, const uint4 *p, int64_
     if (x == 0x12345678u) *sink = x;  // never true for the poison; it keeps the compiler from removing the loads
 }
 
-// Returns the joules that the GPU has used since some moment, by NVML. An H200's counter lags by about 0.5 s.
+// Returns the joules that the GPU has used since some moment; NAN if NVML does not tell.
 static inline double bench_joules(void) {
     static Nvml nvml;
     static void *gpu;
     char bus_id[32];
     int device;
-    double read_at;
+    unsigned long long millijoules;
     CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaDeviceGetPCIBusId(bus_id, sizeof bus_id, device));
     if (!gpu && (!nvml_load(&nvml, "libnvidia-ml.so.1") || nvml.init() || nvml.device_by_pci_bus_id(bus_id, &gpu)))
-        die("BENCH_SECONDS: NVML does not know the GPU");
-    return gpu_reading(&nvml, gpu, &read_at).joules;
+        return (double)NAN;
+    return nvml.energy(gpu, &millijoules) ? (double)NAN : (double)millijoules * 1e-3;
 }
 
-// If BENCH_SECONDS=N is set, calls launch() without a pause for about 1 s and then for about N, and prints the time,
-// energy and power of a call in these N seconds. `us`: the microseconds of a call, about.
+// The GPU reaches its power limit within BENCH_WARM_SECONDS, and an H200's energy counter, which lags by about 0.5 s,
+// counts that. An energy counter that does not change for BENCH_STILL_SECONDS is not measured.
+#define BENCH_WARM_SECONDS 1.0
+#define BENCH_STILL_SECONDS 2.0
+
+// If BENCH_SECONDS=N is set, calls launch() without a pause for BENCH_WARM_SECONDS and then for about N. Keeps the time
+// and the GPU's energy of a call for the next result line; nothing without an energy counter. The counter changes only
+// every 20 to 100 ms, so both ends are at a change. Unlike the timed calls, these find their data in the L2, if it fits
+// there, and a kernel that works in place gets its own results. `us`: the microseconds of a call, about.
 template <class Launch>
-static inline void bench_sustained(double us, Launch launch) {
+static inline void bench_sustained(Bench *b, double us, Launch launch) {
     const double seconds = getenv("BENCH_SECONDS") ? atof(getenv("BENCH_SECONDS")) : 0;
-    const int64_t warm = (int64_t)(1e6 / us) + 1, calls = (int64_t)(seconds * 1e6 / us);
-    if (calls < 1) return;
-    double joules = bench_joules();  // the first reading loads NVML
-    for (int64_t i = 0; i < warm; i++) launch();
+    const int64_t chunk = (int64_t)(5e3 / us) + 1;  // calls from one reading to the next: 5 ms
+    b->sustained_us = b->sustained_joules = 0;
+    double joules = seconds > 0 ? bench_joules() : (double)NAN, from = 0, begin = 0;
+    if (isnan(joules)) return;
+    cudaEvent_t done[2];
+    for (int i = 0; i < 2; i++) CUDA_CHECK(cudaEventCreateWithFlags(&done[i], cudaEventDisableTiming));
+    const double started = seconds_now();
+    double now = started, changed = started;
+    for (int64_t i = 0, first = 0; b->sustained_us == 0 && now - changed < BENCH_STILL_SECONDS; i++) {
+        for (int64_t k = 0; k < chunk; k++) launch();
+        CUDA_CHECK(cudaEventRecord(done[i % 2]));
+        if (i > 0) CUDA_CHECK(cudaEventSynchronize(done[(i - 1) % 2]));  // chunk i keeps the GPU busy
+        const double before = joules;
+        now = seconds_now(), joules = bench_joules();
+        if (joules == before) continue;
+        changed = now;
+        if (begin > 0 && now - begin >= seconds) {
+            const double calls = (double)((i - first) * chunk);
+            b->sustained_us = (now - begin) * 1e6 / calls, b->sustained_joules = (joules - from) / calls;
+        }
+        if (begin == 0 && now - started >= BENCH_WARM_SECONDS) begin = now, from = joules, first = i;
+    }
     CUDA_CHECK(cudaDeviceSynchronize());
-    const double begin = seconds_now();
-    joules = bench_joules();
-    for (int64_t i = 0; i < calls; i++) launch();
-    CUDA_CHECK(cudaDeviceSynchronize());
-    const double passed = seconds_now() - begin;
-    joules = bench_joules() - joules;
-    printf("  %.1f s without a pause: %.1f us and %.5f J per call, %.0f W\n", passed, passed * 1e6 / (double)calls,
-           joules / (double)calls, joules / passed);
+    for (int i = 0; i < 2; i++) CUDA_CHECK(cudaEventDestroy(done[i]));
 }
 
 enum { BENCH_REPEATS = 11 };
@@ -239,7 +258,7 @@ static inline double bench_time_us(Bench *b, Launch launch) {
         for (; j > 0 && us[j - 1] > ms * 1e3; j--) us[j] = us[j - 1];
         us[j] = ms * 1e3;
     }
-    bench_sustained(us[BENCH_REPEATS / 2], launch);
+    bench_sustained(b, us[BENCH_REPEATS / 2], launch);
     return us[BENCH_REPEATS / 2];
 }
 
@@ -313,16 +332,19 @@ static inline void bench_record(const char *name, const char *shape, double perc
 
 // Prints a result line; all result lines come from here. `rate` and `ceiling` are in units of `unit`. `reason` says why
 // the share may be low; NULL if it may not.
-static inline void bench_line(const char *name, const char *shape, double us, double rate, const char *unit,
-                              double ceiling, const char *whose, const char *reason) {
+static inline void bench_line(const Bench *b, const char *name, const char *shape, double us, double rate,
+                              const char *unit, double ceiling, const char *whose, const char *reason) {
     const double percent = ceiling > 0 ? 100 * rate / ceiling : 0;
     const bool low = !(percent >= BENCH_PERCENT);
-    char because[400] = "";
+    char because[400] = "", energy[100] = "";
+    if (b->sustained_joules > 0)
+        format_checked(energy, sizeof energy, " (sustained: %7.1f us, %8.2f mJ, %3.0f W)", b->sustained_us,
+                       b->sustained_joules * 1e3, b->sustained_joules / b->sustained_us * 1e6);
     if (low)
         format_checked(because, sizeof because, "  under %d%%: %s", BENCH_PERCENT,
                        reason ? reason : "NO REASON STATED");
-    printf("%-46s %-22s %9.1f us %6.0f %-7s %5.1f%% of %s %.0f%s\n", name, shape, us, rate, unit, percent, whose,
-           ceiling, because);
+    printf("%-46s %-22s %9.1f us%s %6.0f %-7s %5.1f%% of %s %.0f%s\n", name, shape, us, energy, rate, unit, percent,
+           whose, ceiling, because);
     fflush(stdout);
     bench_record(name, shape, percent, low, reason);
     CHECK(us > 0 && (!low || reason),
@@ -340,7 +362,7 @@ static inline void bench_report(const Bench *b, const char *name, const char *sh
         format_checked(ramp, sizeof ramp, "launch and ramp: %.0f MB, %.1f us lost", bytes * 1e-6, lost);
         reason = ramp;
     }
-    bench_line(name, shape, us, bytes / us * 1e-3, "GB/s", b->copy_rate * 1e-9, "a copy's", reason);
+    bench_line(b, name, shape, us, bytes / us * 1e-3, "GB/s", b->copy_rate * 1e-9, "a copy's", reason);
 }
 
 // Reports GEMMs and attention. ghz is the clock during the run; 0: unknown. The power limit may lower it below the
@@ -356,7 +378,7 @@ static inline void bench_report_flops(const Bench *b, const char *name, const ch
                        b->peak_ghz, 100 * rate / peak * b->peak_ghz / ghz);
         reason = because;
     }
-    bench_line(name, shape, us, rate, "TFLOP/s", peak, fp8 ? "the FP8 peak's" : "the peak's", reason);
+    bench_line(b, name, shape, us, rate, "TFLOP/s", peak, fp8 ? "the FP8 peak's" : "the peak's", reason);
 }
 
 static __global__ void bench_copy_kernel(uint4 *to, const uint4 *from, int64_t n) {

@@ -433,7 +433,7 @@ static double burst_us(Bench *bench, Rates *r, GemmPlan *p, double *ghz) {
     CUDA_CHECK(cudaEventRecord(r->end));
     *ghz = bench_clock_end(bench);
     CUDA_CHECK(cudaEventElapsedTime(&ms, r->begin, r->end));
-    bench_sustained(ms * 1e3 / RATE_RUNS, [&] { gemm_run(&r->gemm, p, d, &a, &b, NULL, false); });
+    bench_sustained(bench, ms * 1e3 / RATE_RUNS, [&] { gemm_run(&r->gemm, p, d, &a, &b, NULL, false); });
     return ms * 1e3 / RATE_RUNS;
 }
 

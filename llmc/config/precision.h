@@ -229,8 +229,8 @@ static inline bool precision_layer_is_fp8(const Precision *p, int64_t l) {
 }
 
 // True if a GEMM in recipe r asks for fast accumulation. gemm_choose falls back to full accumulation if cuBLASLt has no
-// fast algorithm. lm_head's dgrad and wgrad never ask: beside a target's gradient of about -1, the sums would lose most
-// probabilities (1% of llama3.2-1b's loss: dev/LOG.md).
+// fast algorithm. lm_head's dgrad and wgrad never ask: in sums over the vocabulary a target's gradient of about -1
+// makes most probabilities vanish (0.9% of llama3.2-1b's loss: dev/LOG.md).
 static inline bool precision_fast_accum(const Precision *p, const Recipe *r, GemmKind gemm) {
     if (!r->fast_accum || !recipe_is_fp8(r, gemm)) return false;
     return gemm == GEMM_FPROP ? p->fast_accum != FAST_ACCUM_NONE : p->fast_accum == FAST_ACCUM_ALL && r != &p->head;
