@@ -15,6 +15,7 @@ import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib"))
 import counted
+from counted import check
 
 SCRIPTS = str(counted.ROOT / "scripts")
 sys.path.insert(0, SCRIPTS)
@@ -27,10 +28,6 @@ RUNS = {"m_T64_bf16_1gpu": "bf16", "m_T64_fp8_1gpu": "fp8", "m_T64_fp8-rowwise_1
 FAILED = "m_T64_fp8-mxfp8_1gpu"
 NAME = "m_T64_fp8_1gpu"  # the run that is damaged
 LOG, RESULT = NAME + "/log.jsonl", NAME + "/result"
-
-
-def check(ok, *words):
-    counted.check(ok, " ".join(map(str, words)))
 
 
 def log_lines(precision):
