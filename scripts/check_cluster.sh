@@ -34,16 +34,6 @@ leave() {
 trap leave EXIT
 trap 'exit 130' INT TERM HUP
 
-# Repeats a command until it succeeds. After $1 seconds prints that it did not, and fails.
-await() {
-    local end=$((SECONDS + $1))
-    shift
-    until "$@" >/dev/null 2>&1; do
-        [ $SECONDS -lt $end ] || { echo "waited in vain for: $*"; return 1; }
-        sleep 0.2
-    done
-}
-
 # ---- The cluster: its own key, sockets, ports and folders. No accounting, and no cgroups, which a container may lack.
 # A job that is put back into the queue waits for cred_expire seconds, so these are 5 here instead of 120.
 

@@ -26,7 +26,6 @@ Exit status 0: every recipe was measured, or this GPU lacks it. 1: one failed, o
 import json
 import os
 import subprocess
-import sys
 
 from runs.options import check_extra, end, fail, number, parse, say, split
 from runs.trainer import SHARDS, Trainer, data_of, precision_words

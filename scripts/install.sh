@@ -83,10 +83,3 @@ find_nccl() {
 
 # True if the driver lists a GPU, whatever CUDA_VISIBLE_DEVICES says, and nvcc is installed.
 have_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && find_nvcc; }
-
-# Prints the compute capability of the first GPU without its dot, such as 90. Prints 0 if the driver does not tell.
-gpu_capability() {
-    local capability
-    capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d '. ')
-    [[ $capability =~ ^[0-9]+$ ]] && echo "$capability" || echo 0
-}

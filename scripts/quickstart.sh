@@ -20,8 +20,9 @@ quietly() { alive hidden "$@" || { cat "$output"; exit 1; }; }
 say "build"
 trainer=./train_fp8 steps=${STEPS:-1500}
 if have_gpu && find_nccl; then
-    capability=$(gpu_capability)
-    if [ "$capability" -ge 80 ]; then
+    # The first GPU's, without its dot, such as 90; no number if the driver does not tell.
+    capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d '. ')
+    if [[ $capability =~ ^[0-9]+$ ]] && [ "$capability" -ge 80 ]; then
         trainer=./train_fp8cu steps=${STEPS:-1000} precision=fp8
         [ "$capability" -ge 89 ] || precision=bf16
         [ "$capability" -eq 90 ] || export CUDA_ARCH=${CUDA_ARCH:-$capability}

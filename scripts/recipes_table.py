@@ -1,7 +1,7 @@
 """usage: scripts/recipes_table.py FOLDER
 
 Prints the table of scripts/run_recipes.sh from the logs of its runs, and writes it to recipes.txt and recipes.md in
-FOLDER. Exit status 0: every row of the table has results, or the reader of the output has gone. Else 1.
+FOLDER. Exit status 0: every row of the table has results. Else 1.
 """
 import os
 

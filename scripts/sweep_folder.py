@@ -4,9 +4,9 @@ A file of the folder may be damaged: cut by a full disk, not UTF-8, or with valu
 kind of its run is "damaged" then, and the message gives the file and the reason.
 """
 import json
-import math
 import os
-import sys
+
+from runs.options import end, fail, parse, say
 
 # Fields that the tables use from each type of log line, with the types of their values. A number that the trainer could
 # not compute is null in the log and None here.
@@ -198,25 +198,16 @@ def write_table(path, head, rows, before, after):
 
 def run_program(main, usage):
     """Runs main(FOLDER) with the only argument, a sweep's folder, prints the table that it returns, and exits with the
-    status that it returns, or with status 0 if the reader of the output has gone.
-
-    Prints `usage` and exits with status 0 for --help, and with status 1 if the only argument is no such folder or if
-    there is another number of arguments.
+    status that it returns. With --help prints `usage`.
     """
-    arguments = sys.argv[1:]
-    if arguments == ["--help"]:
-        print(usage, end="")
-        sys.exit(0)
-    if len(arguments) != 1 or not os.path.exists(os.path.join(arguments[0], "runs.txt")):
-        sys.exit(("error: %s is not a folder of scripts/sweep.sh: it has no runs.txt\n\n" % clean(arguments[0])
-                  if len(arguments) == 1 else "") + usage)
-    sys.stdout.reconfigure(errors="backslashreplace")  # the locale may lack characters
-    try:
-        table, status = main(arguments[0])
-        print(table, end="", flush=True)
-    except BrokenPipeError:  # the reader has gone; the table's files are written
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 0
-    except OSError as error:
-        sys.exit("error: %s" % error)
-    sys.exit(status)
+    def print_table(words):
+        _, folders, _ = parse(words, usage, {}, (), takes_words=True)
+        if len(folders) != 1:
+            fail("give one FOLDER; --help prints the usage")
+        if not os.path.exists(os.path.join(folders[0], "runs.txt")):
+            fail(f"{clean(folders[0])} is not a folder of scripts/sweep.sh: it has no runs.txt")
+        table, status = main(folders[0])
+        say(table.rstrip("\n"))
+        return status
+
+    end(print_table)

@@ -9,6 +9,16 @@ check() {
     if "$@"; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "FAILED: $name"; fi
 }
 
+# Repeats a command until it succeeds. After $1 seconds prints that it did not, and fails.
+await() {
+    local end=$((SECONDS + $1))
+    shift
+    until "$@" >/dev/null 2>&1; do
+        [ $SECONDS -lt $end ] || { echo "waited in vain for: $*"; return 1; }
+        sleep 0.05
+    done
+}
+
 # Prints the process ids of the children of process $1. A bare Debian has no pgrep.
 children() { grep -lsx "PPid:[[:space:]]*$1" /proc/[0-9]*/status | cut -d/ -f3; }
 

@@ -197,8 +197,9 @@ class Case:
         if self.plan.o.repeat:
             return words + ["--lr-schedule", "constant", "--warmup-steps", "0"]
         words += ["--warmup-steps", str(self.warmup), "--grad-clip", "1", "--lr-schedule"]
-        return words + (["cosine"] if self.plan.whole else
-                        ["wsd", "--decay-steps", str(self.lengths.decay_steps(horizon))])
+        if self.plan.whole:
+            return words + ["cosine"]
+        return words + ["wsd", "--decay-steps", str(self.lengths.decays[self.lengths.ends.index(horizon)])]
 
     def command(self, recipe, seed, rounding, folder, horizon=None, more=()):
         """The command of a run; without a horizon that of a trial of TRIAL_STEPS."""
@@ -219,7 +220,7 @@ class Case:
         if horizon < self.steps:
             name, title = f"{name}.to{horizon}", f"{title}, to step {horizon}"
         folder = os.path.join(self.plan.o.out, name)
-        start = branches.checkpoint(*parent) if parent else None
+        start = os.path.join(parent[0].folder, CHECKPOINTS, f"step-{parent[1]:08d}") if parent else None
         more = ["--branch", start] if parent else []
         if saves:
             more += ["--checkpoint-dir", os.path.join(folder, CHECKPOINTS), "--checkpoint-every",

@@ -6,11 +6,9 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from runs.options import end, fail, number, parse, say
 from runs.trainer import Trainer
 

@@ -4,12 +4,9 @@
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
-. scripts/tally.sh
-make -s train_fp8 build/synth_stories || exit 1
+. dev/test/lib/cpu_trainer.sh
 trainer=./train_fp8
 . scripts/launch.sh
-tmp=$(mktemp -d)
-trap 'rm -rf "$tmp"' EXIT
 build/synth_stories --out "$tmp/s" --bytes 30000 --seed 3 >/dev/null
 data="--train-data $tmp/s_train.bin --sequence-length 32 --num-steps 2"
 

@@ -20,23 +20,9 @@ static void take_step(State *s, const float *gradients, int64_t step, int64_t fi
                          stochastic, &a);
 }
 
-// Compares one array of the state after `step` with the golden, byte by byte.
-static void check_array(const Safetensors *st, const char *mode, const char *name, SafetensorsType type, int64_t step,
-                        const void *got, int64_t elements) {
-    char full[64];
-    format_checked(full, sizeof full, "%s.%s", mode, name);
-    const int64_t bytes = elements * safetensors_type_bytes(type);
-    char *want = (char *)fp8_golden_bytes(st, full, type, STEPS * elements);
-    int64_t differ = 0;
-    for (int64_t i = 0; i < bytes; i++) differ += ((const char *)got)[i] != want[step * bytes + i];
-    CHECK(differ == 0, "after step %lld, %lld of %lld bytes of %s differ from the golden; expected none",
-          (long long)step + 1, (long long)differ, (long long)bytes, full);
-    free(want);
-}
-
 static void test_golden(bool stochastic) {
     Safetensors st = fp8_golden_open("dev/reference/goldens/coat.safetensors");
-    const char *mode = stochastic ? "stochastic" : "nearest";
+    const char *mode = stochastic ? "stochastic." : "nearest.";
     float *gradients = (float *)fp8_golden_bytes(&st, "gradients", ST_F32, STEPS * N),
           *weights = (float *)fp8_golden_bytes(&st, "weights", ST_F32, N);
     State s;
@@ -45,11 +31,11 @@ static void test_golden(bool stochastic) {
     for (int64_t step = 0; step < STEPS; step++) {
         take_step(&s, gradients + step * N, step + 1, 0, 3, stochastic);  // in two parts, as two ranks would
         take_step(&s, gradients + step * N, step + 1, 3 * COAT_GROUP, GROUPS - 3, stochastic);
-        check_array(&st, mode, "exp_avg", ST_U8, step, s.codes[0], N);
-        check_array(&st, mode, "exp_avg_sq", ST_U8, step, s.codes[1], N);
-        check_array(&st, mode, "exp_avg_groups", ST_U32, step, s.groups[0], GROUPS);
-        check_array(&st, mode, "exp_avg_sq_groups", ST_U32, step, s.groups[1], GROUPS);
-        check_array(&st, mode, "weights", ST_F32, step, s.weights, N);
+        fp8_golden_check(&st, mode, "exp_avg", ST_U8, STEPS, step, s.codes[0], N);
+        fp8_golden_check(&st, mode, "exp_avg_sq", ST_U8, STEPS, step, s.codes[1], N);
+        fp8_golden_check(&st, mode, "exp_avg_groups", ST_U32, STEPS, step, s.groups[0], GROUPS);
+        fp8_golden_check(&st, mode, "exp_avg_sq_groups", ST_U32, STEPS, step, s.groups[1], GROUPS);
+        fp8_golden_check(&st, mode, "weights", ST_F32, STEPS, step, s.weights, N);
     }
     free(gradients), free(weights);
     safetensors_close(&st);

@@ -316,6 +316,19 @@ def test_full_shards(folder):
           f"shards of an earlier call that the new ones would not replace are not mixed with them: {output}")
 
 
+def test_token_bits(folder):
+    """Ids have 16 bits in the shards of a vocabulary of up to 65,536 tokens, and 32 bits above it."""
+    text = write_text(f"{folder}/t.txt", STORIES * 20)
+    for vocabulary, magic in ((48000, 20240520), (65536, 20240520), (65537, 20240801)):
+        largest = f"vocabulary.ByteTokenizer.vocabulary = {vocabulary}; vocabulary.ByteTokenizer.encode = " \
+                  f"lambda self, text: [{vocabulary} - 1 - byte for byte in text.encode()]"
+        status, output = run_changed(largest, text, "--tokenizer", "bytes", "--out", folder, "--name", "b")
+        check(status == 0, output)
+        found, _, tokens = read_shard(f"{folder}/b_val.bin")
+        check(found == magic and tokens == [256] + [vocabulary - 1 - byte for byte in STORIES[49 % 3].encode()],
+              f"a vocabulary of {vocabulary}: {found}, {tokens}")
+
+
 def files_of(folder):
     return {name: open(f"{folder}/{name}", "rb").read() for name in sorted(os.listdir(folder))}
 
@@ -812,7 +825,7 @@ def test_synth(folder):
 
 def main():
     tests = [test_bytes, test_layouts, test_split, test_kinds, test_options, test_foreign, test_full_shards,
-             test_processes, test_restart, test_hub, test_synth]
+             test_token_bits, test_processes, test_restart, test_hub, test_synth]
     have_packages = os.path.exists(VENV_PYTHON) and subprocess.run(
         [VENV_PYTHON, "-c", "import jinja2, pyarrow, tiktoken, tokenizers"], capture_output=True).returncode == 0
     if not have_packages:

@@ -27,18 +27,6 @@ static Golden golden_begin(void) {
     return g;
 }
 
-// Compares an array with that of the golden in `step`.
-static void check_array(const Golden *g, const char *name, SafetensorsType type, int64_t step, const void *got,
-                        int64_t elements) {
-    const int64_t bytes = elements * safetensors_type_bytes(type);
-    char *want = (char *)fp8_golden_bytes(&g->st, name, type, STEPS * elements);
-    int64_t differ = 0;
-    for (int64_t i = 0; i < bytes; i++) differ += ((const char *)got)[i] != want[step * bytes + i];
-    CHECK(differ == 0, "step %lld: no byte of %s differs from the golden; %lld of %lld do", (long long)step + 1, name,
-          (long long)differ, (long long)bytes);
-    free(want);
-}
-
 // Adds up the gradients of rank 0 with sums that are rounded to nearest, as in MS-AMP. Codes, and values rounded like
 // the CPU trainer's, must agree.
 static void test_added(const Golden *g) {
@@ -58,8 +46,8 @@ static void test_added(const Golden *g) {
             gradient_fp8_encode(codes + at, sums + at, scale[k], n);
             gradient_fp8_round(sums + at, scale[k], 0, n, &nearest);
         }
-        check_array(g, "added", ST_U8, step, codes, g->n);
-        check_array(g, "added_scale", ST_F32, step, scale, TENSORS);
+        fp8_golden_check(&g->st, "", "added", ST_U8, STEPS, step, codes, g->n);
+        fp8_golden_check(&g->st, "", "added_scale", ST_F32, STEPS, step, scale, TENSORS);
     }
     CHECK(differ == 0, "all rounded sums are the values of the codes; %lld are not", (long long)differ);
 }
@@ -84,9 +72,9 @@ static void test_mean(const Golden *g, int64_t ranks, int64_t step) {
         gradient_fp8_encode(codes[0] + at, mean + at, scale[k], n);
     }
     format_checked(name, sizeof name, "mean.%lld", (long long)ranks);
-    check_array(g, name, ST_U8, step, codes[0], g->n);
+    fp8_golden_check(&g->st, "", name, ST_U8, STEPS, step, codes[0], g->n);
     format_checked(name, sizeof name, "mean.%lld.scale", (long long)ranks);
-    check_array(g, name, ST_F32, step, scale, TENSORS);
+    fp8_golden_check(&g->st, "", name, ST_F32, STEPS, step, scale, TENSORS);
 }
 
 // Gradients that are not finite must show in what the optimizer reads, whatever else their tensor has.

@@ -82,13 +82,6 @@ same_steps() {
     check "$1: log.jsonl has steps" [ -n "$(steps "$1")" ]
 }
 
-# Waits at most $1 seconds until a command succeeds.
-await() {
-    local end=$((SECONDS + $1))
-    shift
-    until "$@"; do [ $SECONDS -lt $end ] || return 1; sleep 0.1; done
-}
-
 # ---- Ranks on several hosts compute the bits of as many ranks on one host.
 
 check "mpirun starts one rank on each host" equal "$(launch a,b,c hostname | sort | tr '\n' ' ')" "a b c "

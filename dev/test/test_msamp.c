@@ -60,18 +60,6 @@ static void take_step(State *s, int64_t k, const float *gradients, int64_t step)
     encode(s, k, s->weights);
 }
 
-// Compares an array with that of the golden after step `step`, counted from 0.
-static void check_array(const Safetensors *st, const char *name, SafetensorsType type, int64_t step, const void *got,
-                        int64_t elements) {
-    const int64_t bytes = elements * safetensors_type_bytes(type);
-    char *want = (char *)fp8_golden_bytes(st, name, type, STEPS * elements);
-    int64_t differ = 0;
-    for (int64_t i = 0; i < bytes; i++) differ += ((const char *)got)[i] != want[step * bytes + i];
-    CHECK(differ == 0, "after step %lld, %lld of %lld bytes of %s differ from the golden; expected none",
-          (long long)step + 1, (long long)differ, (long long)bytes, name);
-    free(want);
-}
-
 static void state_begin(State *s, const Safetensors *st) {
     int32_t *sizes = (int32_t *)fp8_golden_bytes(st, "sizes", ST_I32, TENSORS);
     memset(s, 0, sizeof *s);
@@ -93,13 +81,13 @@ static void test_golden(void) {
     state_begin(&s, &st);
     for (int64_t step = 0; step < STEPS; step++) {
         for (int64_t k = 0; k < TENSORS; k++) take_step(&s, k, s.gradients + step * s.n, step + 1);
-        check_array(&st, "exp_avg", ST_U8, step, s.exp_avg, s.n);
-        check_array(&st, "exp_avg_scale", ST_F32, step, s.scale[0], TENSORS);
-        check_array(&st, "exp_avg_sq", ST_F16, step, s.exp_avg_sq, s.n);
-        check_array(&st, "exp_avg_sq_scale", ST_F32, step, s.scale[1], TENSORS);
-        check_array(&st, "weights.fp32", ST_F32, step, s.fp32, s.n);
-        check_array(&st, "weights.fp16", ST_F16, step, s.master, s.n);
-        check_array(&st, "weights.fp16_scale", ST_F32, step, s.scale[2], TENSORS);
+        fp8_golden_check(&st, "", "exp_avg", ST_U8, STEPS, step, s.exp_avg, s.n);
+        fp8_golden_check(&st, "", "exp_avg_scale", ST_F32, STEPS, step, s.scale[0], TENSORS);
+        fp8_golden_check(&st, "", "exp_avg_sq", ST_F16, STEPS, step, s.exp_avg_sq, s.n);
+        fp8_golden_check(&st, "", "exp_avg_sq_scale", ST_F32, STEPS, step, s.scale[1], TENSORS);
+        fp8_golden_check(&st, "", "weights.fp32", ST_F32, STEPS, step, s.fp32, s.n);
+        fp8_golden_check(&st, "", "weights.fp16", ST_F16, STEPS, step, s.master, s.n);
+        fp8_golden_check(&st, "", "weights.fp16_scale", ST_F32, STEPS, step, s.scale[2], TENSORS);
     }
     free(s.gradients);
     safetensors_close(&st);
@@ -211,18 +199,6 @@ static void test_fp16_stochastic(void) {
               "master %d is rounded with the bits of its flat element", i);
 }
 
-// Compares n elements with a tensor of the golden file.
-static void check_cast(const Safetensors *st, const char *name, SafetensorsType type, const void *got, int64_t n) {
-    const int64_t width = safetensors_type_bytes(type);
-    char *want = (char *)fp8_golden_bytes(st, name, type, n);
-    int64_t differ = 0;
-    for (int64_t i = 0; i < n * width; i += width)
-        differ += memcmp((const char *)got + i, want + i, (size_t)width) != 0;
-    CHECK(differ == 0, "%lld of %lld elements of %s differ from the golden; expected none", (long long)differ,
-          (long long)n, name);
-    free(want);
-}
-
 // Returns the amax of n values that FP16 numbers stand for.
 static float stored_amax(const fp16_bits *x, float scale, int64_t n) {
     static float values[MOST];
@@ -254,10 +230,10 @@ static void test_casts(void) {
         fp16_weights_cast(codes + at, halves + at, scales[k], scale, sizes[k]);
         inverses[fused[k]] = 1 / scale;
     }
-    check_cast(&st, "cast.fp16", ST_F16, halves, n);
-    check_cast(&st, "cast.fp16_scale", ST_F32, scales, tensors);
-    check_cast(&st, "cast.fp8", ST_U8, codes, n);
-    check_cast(&st, "cast.fp8_scale_inv", ST_F32, inverses, fused[tensors - 1] + 1);
+    fp8_golden_check(&st, "", "cast.fp16", ST_F16, 1, 0, halves, n);
+    fp8_golden_check(&st, "", "cast.fp16_scale", ST_F32, 1, 0, scales, tensors);
+    fp8_golden_check(&st, "", "cast.fp8", ST_U8, 1, 0, codes, n);
+    fp8_golden_check(&st, "", "cast.fp8_scale_inv", ST_F32, 1, 0, inverses, fused[tensors - 1] + 1);
     free(sizes), free(fused), free(weights);
     safetensors_close(&st);
 }

@@ -15,15 +15,15 @@ import subprocess
 import sys
 import tempfile
 
-ROOT = os.path.abspath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib"))
+from counted import ROOT, check, finish  # noqa: E402
+
 PEERS = os.path.join(ROOT, "dev", "peers")
 sys.path.insert(0, PEERS)
 import compare
 import shards
 import titan_train
 from energy import EnergyCounter
-
-counts = {"passed": 0, "failed": 0}
 
 # Stands for ./train_fp8cu, alone or as rank 0 of mpirun. Writes a log.jsonl with settings, a step and a summary. With
 # qwen3-4b it first sleeps for a minute. With llama3.2-3b in FP8 it prints an error line and fails.
@@ -85,12 +85,6 @@ int nvmlDeviceGetTotalEnergyConsumption(void *device, unsigned long long *millij
 MPIRUN = """#!/bin/sh
 while [ $# -gt 0 ]; do case $1 in */trainer) exec "$@" ;; esac; shift; done
 """
-
-
-def check(ok, *words):
-    counts["passed" if ok else "failed"] += 1
-    if not ok:
-        print("FAILED:", *words)
 
 
 def write(path, data):
@@ -323,9 +317,8 @@ def main():
             test(folder)
     test_rows()
     test_titan_result()
-    print("%d passed, %d failed" % (counts["passed"], counts["failed"]))
-    return 1 if counts["failed"] else 0
+    finish()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

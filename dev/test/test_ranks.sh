@@ -9,18 +9,6 @@ export OMP_NUM_THREADS=1  # there are more ranks than cores, so threads would wa
 make -s build/compare_checkpoints || exit 1
 bad() { check "$*" false; }
 ranks() { local n=$1; shift; mpirun --allow-run-as-root --oversubscribe -np "$n" ./train_fp8 "$@"; }
-# As `ranks`, without mpirun, which takes longer to start than most runs here take.
-meet() {
-    local n=$1 rank status=0 pids=()
-    shift
-    rm -f "$tmp/meeting"
-    for ((rank = 0; rank < n; rank++)); do
-        RANK=$rank WORLD_SIZE=$n ./train_fp8 "$@" --init-from "file:$tmp/meeting" &
-        pids+=($!)
-    done
-    for rank in "${pids[@]}"; do wait "$rank" || status=$?; done
-    return $status
-}
 launcher=ranks
 
 # Writes the config.json of a model with 3 layers. $1 folder, $2 family, $3 true if the embedding is tied, then hidden

@@ -5,9 +5,7 @@
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
-. scripts/tally.sh
-make -s train_fp8 build/synth_stories || exit 1
-tmp=$(mktemp -d)
+. dev/test/lib/cpu_trainer.sh
 trap 'kill -KILL $(jobs -p) 2>/dev/null
     rm -rf "$tmp"' EXIT
 build/synth_stories --out "$tmp/s" --bytes 60000 --seed 3 >/dev/null

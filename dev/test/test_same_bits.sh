@@ -14,21 +14,12 @@ data="--train-data $tmp/s_train.bin"
 common="tiny --val-data $tmp/s_val.bin --val-steps 5 --learning-rate 3e-3 --batch-size 1 \
 --deterministic"
 
-# trains: $1 the run's name, $2 ranks, $3 micro-batches of a step, the rest: options.
-trains() {
-    local name=$1 n=$2 micro=$3 rank pids=() status=0
+# run: $1 the run's name, $2 ranks, $3 micro-batches of a step, the rest: options.
+run() {
+    local name=$1 n=$2 micro=$3
     shift 3
-    rm -f "$tmp/meeting"
-    for ((rank = 0; rank < n; rank++)); do
-        RANK=$rank WORLD_SIZE=$n ./train_fp8 $common $data --grad-accumulation-steps $((micro / n)) \
-            --num-steps "$steps" --checkpoint-dir "$tmp/$name" --log-dir "$tmp/$name" \
-            --init-from "file:$tmp/meeting" "$@" \
-            >"$out.$rank" 2>&1 &
-        pids+=($!)
-    done
-    for rank in "${pids[@]}"; do wait "$rank" || status=$?; done
-    [ $status -eq 0 ] || tail -n 3 "$out.0"
-    return $status
+    meet "$n" $common $data --grad-accumulation-steps $((micro / n)) --num-steps "$steps" \
+        --checkpoint-dir "$tmp/$name" --log-dir "$tmp/$name" "$@" >"$out" 2>&1 || { tail -n 3 "$out"; false; }
 }
 # Losses and norms of run $1, and its validation losses.
 lines() {
@@ -47,21 +38,21 @@ bits() {
     local name=$1 micro=$2 n
     local counts=$3
     shift 3
-    check "$name on 1 rank" trains "$name-1" 1 "$micro" "$@"
+    check "$name on 1 rank" run "$name-1" 1 "$micro" "$@"
     for n in $counts; do
-        check "$name on $n ranks" trains "$name-$n" "$n" "$micro" "$@"
+        check "$name on $n ranks" run "$name-$n" "$n" "$micro" "$@"
         check "$name: $n ranks have the bits of 1" same "$name-$n" "$name-1"
     done
 }
 # True if the last run said $1 of its bits, in both places.
-says() { holds "$out.0" "bits      the same $1" && holds "$tmp/$2/log.jsonl" "\"same_bits\": \"$1\""; }
+says() { holds "$out" "bits      the same $1" && holds "$tmp/$2/log.jsonl" "\"same_bits\": \"$1\""; }
 
 short="--sequence-length 32"
 bits bf16 12 "2 3 4" $short --grad-clip 0.5
 check "a run says that it has the same bits on any number of ranks" says "on any number of ranks" bf16-4
 bits fp32 4 "4" $short --precision fp32 --sharding grad_op
 bits mask 6 "2 3" $short --train-data "$tmp/m_train.bin" --val-data "$tmp/m_train.bin" --precision fp8
-check "a run says that it has a mask" holds "$out.0" "tokens marked as context do not count in the loss"
+check "a run says that it has a mask" holds "$out" "tokens marked as context do not count in the loss"
 bits masters 6 "3" $short --master-weights fp32 --grad-clip 0.5
 bits skips 6 "2 3" $short --precision fp8 --fp8-recipe delayed --on-nonfinite skip
 bits bounded 6 "2 3" $short --precision fp8 --fp8-recipe tensorwise_bounded
@@ -90,14 +81,14 @@ moves() {
     local at=0 n
     for n in 4 2 1 4; do
         at=$((at + quarter))
-        trains "moved-$1" $n 4 $fp8 --num-steps $((n == 4 && at > quarter ? steps : at)) --lr-schedule constant \
+        run "moved-$1" $n 4 $fp8 --num-steps $((n == 4 && at > quarter ? steps : at)) --lr-schedule constant \
             --resume || return
     done
 }
 for recipe in tensorwise tensorwise_bounded; do
     fp8="$short --precision fp8 --fp8-recipe $recipe --grad-clip 0.5"
     check "$recipe: a run on 4, 2, 1 and 4 ranks" moves $recipe
-    check "$recipe: the run on 1 rank" trains still-$recipe 1 4 $fp8
+    check "$recipe: the run on 1 rank" run still-$recipe 1 4 $fp8
     check "$recipe: both have the same losses and norms" equal "$(lines moved-$recipe | grep -v validation)" \
         "$(lines still-$recipe | grep -v validation)"
     for file in "$tmp/still-$recipe/$last"/*.safetensors; do
@@ -112,30 +103,30 @@ bits mixed 6 "3" $short --document-mask on
 losses() { lines "$1" | grep -v validation; }
 # goes_on: $1 ranks of the first half, $2 ranks of the second
 goes_on() {
-    trains "half-$1" "$1" 6 $short --document-mask on --num-steps $((steps / 2)) &&
-        trains "half-$1" "$2" 6 $short --document-mask on --resume && lacks "$out.0" "--mix is" &&
+    run "half-$1" "$1" 6 $short --document-mask on --num-steps $((steps / 2)) &&
+        run "half-$1" "$2" 6 $short --document-mask on --resume && lacks "$out" "--mix is" &&
         equal "$(losses "half-$1")" "$(losses mixed-1)" && equal "$(losses mixed-1 | wc -l)" "$steps"
 }
 check "--mix: 3 ranks go on where 1 has stopped" goes_on 1 3
 check "--mix: 1 rank goes on where 3 have stopped" goes_on 3 1
-check "each source has a line at the start" holds "$out.0" "source    $tmp/t_train.bin: share 30.0%, "
+check "each source has a line at the start" holds "$out" "source    $tmp/t_train.bin: share 30.0%, "
 data=${mixed/0.7/0.5}
-more() { trains "half-3" 1 6 $short --document-mask on --num-steps $((steps + 1)) --resume; }
+more() { run "half-3" 1 6 $short --document-mask on --num-steps $((steps + 1)) --resume; }
 check "a resume with other shares trains" more
-check "it tells of them" holds "$out.0" "resume: --mix is ${mixed#--mix } in the checkpoint, ${data#--mix } now"
+check "it tells of them" holds "$out" "resume: --mix is ${mixed#--mix } in the checkpoint, ${data#--mix } now"
 data=${mixed/t_train/t_val}
 check "a resume with other sources is refused" eval "! more >/dev/null"
-check "and the error says so" holds "$out.0" "--mix has "
+check "and the error says so" holds "$out" "--mix has "
 data="--mix $tmp/t_train.bin=1,$tmp/s_t*.bin=1"
 check "sources in another order are refused too" eval "! more >/dev/null"
-check "and the error says so" holds "$out.0" "--mix has as many tokens as in the checkpoint, but its shards differ or"
+check "and the error says so" holds "$out" "--mix has as many tokens as in the checkpoint, but its shards differ or"
 data="--train-data $tmp/s_train.bin"
 
 # ---- What has the same bits on one number of ranks alone says so.
-check "FP8 gradients train" trains o1 2 2 $short --msamp O1
+check "FP8 gradients train" run o1 2 2 $short --msamp O1
 check "they say that the number of ranks counts" \
     says "on 2 ranks alone: sums of FP8 gradients have scales that depend on the number of ranks" o1
-check "replicas train" trains replicas 2 2 $short --sharding none
+check "replicas train" run replicas 2 2 $short --sharding none
 check "they say that the number of ranks counts" \
     says "on 2 ranks alone: each replica sums its own micro-steps first" replicas
 

@@ -7,16 +7,6 @@ cd "$(dirname "$0")/../.."
 build/synth_stories --out "$tmp/s" --bytes 30000 --seed 3 >/dev/null
 data="--train-data $tmp/s_train.bin --sequence-length 32"
 
-# trains: a run of few steps succeeds. refuses: a run ends before its first step with status $1 and one error, and its
-# output contains the text $2.
-trains() { timeout 60 ./train_fp8 "$@" >"$out" 2>&1 || { tail -n 3 "$out"; false; }; }
-refuses() {
-    local status=$1 text=$2
-    shift 2
-    timeout 60 ./train_fp8 "$@" >"$out" 2>&1
-    equal $? "$status" && holds "$out" "$text" && no_step "$out" && equal "$(grep -c '^error: ' "$out")" 1
-}
-
 # ---- The source of the starting weights.
 
 mkdir "$tmp/model"

@@ -4,10 +4,7 @@
 set -u
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
-make -s train_fp8 build/synth_stories || exit 1
-. scripts/tally.sh
-tmp=$(mktemp -d)
-trap 'rm -rf "$tmp"' EXIT
+. dev/test/lib/cpu_trainer.sh
 ok() { passed=$((passed + 1)); }
 bad() { failed=$((failed + 1)); echo "FAILED: $*"; }
 build/synth_stories --out "$tmp/s" --bytes 60000 --seed 3 >/dev/null || bad "synth_stories"

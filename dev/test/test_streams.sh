@@ -10,8 +10,6 @@ export OMP_NUM_THREADS=1
 build/synth_stories --out "$tmp/s" --bytes 60000 --seed 3 >/dev/null
 data="--train-data $tmp/s_train.bin --sequence-length 32"
 
-# Waits up to 60 s until the command succeeds.
-await() { for _ in $(seq 600); do "$@" 2>/dev/null && return; sleep 0.1; done; false; }
 saved() { compgen -G "$1/step-????????" >/dev/null; }
 steps() { grep -c '"type": "step"' "$1/log.jsonl"; }
 # True if the last line of a log is its summary with the number of its step lines.
@@ -33,11 +31,11 @@ for signal in INT TERM HUP; do
         >/dev/null &
     group=$!
     set +m
-    await grep -q '^step  *3/' "$at.out"
+    await 60 grep -q '^step  *3/' "$at.out"
     kill -$signal -- -$group
     wait $group 2>/dev/null
-    check "SIG$signal to the trainer and tee: the run saves a checkpoint" await saved "$at"
-    check "SIG$signal to the trainer and tee: log.jsonl ends with a summary of all steps" await whole_log "$at"
+    check "SIG$signal to the trainer and tee: the run saves a checkpoint" await 60 saved "$at"
+    check "SIG$signal to the trainer and tee: log.jsonl ends with a summary of all steps" await 60 whole_log "$at"
 done
 
 # ---- Readers that go away, a full disk, closed streams: the run goes on, or stops with --on-output-lost stop.
@@ -204,7 +202,7 @@ set -m
 STEPS=1000000 OUT=$tmp/hup env --default-signal=HUP bash "$tmp/run.sh" >"$tmp/hup.out" 2>&1 &
 script=$!
 set +m
-await saved "$tmp/hup/steps"
+await 60 saved "$tmp/hup/steps"
 kill -HUP $script
 wait $script
 check "a run script that gets SIGHUP, as from a closed terminal, saves" \

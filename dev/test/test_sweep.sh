@@ -13,12 +13,6 @@ stopped=""
 trap 'kill -TERM $running 2>/dev/null; kill -KILL $stopped 2>/dev/null; rm -rf "$tmp"' EXIT
 . scripts/tally.sh
 kind_of() { cut -f1 "$1/result" 2>/dev/null || echo none; }
-# Waits up to 60 s until the command "$@" succeeds.
-await() {
-    for _ in $(seq 1200); do "$@" && return; sleep 0.05; done
-    echo "waited in vain for: $*"
-    false
-}
 
 build/synth_stories --out "$tmp/synth" --bytes 200000 --seed 1 >/dev/null || exit 1
 sweep=(scripts/sweep.sh --trainer "$trainer" --data "$tmp/synth_train.bin")
@@ -192,7 +186,7 @@ start_until() {
     env --default-signal "${sweep[@]}" "${arguments[@]}" >"$tmp/background.log" 2>&1 &
     running=$!
     set +m
-    await is_training "$1"
+    await 60 is_training "$1"
 }
 wait_for_sweep() {
     wait "$running" 2>/dev/null
@@ -242,7 +236,7 @@ check "SIGKILL: a second sweep is refused while the last run goes on" \
 kill -CONT $stopped
 stopped=""
 is_gone() { [ "$(trainers_in "$out/")" -eq 0 ]; }
-check "SIGKILL: the last run ends" await is_gone
+check "SIGKILL: the last run ends" await 60 is_gone
 sweep "${arguments[@]}" >"$tmp/again.log" 2>&1
 check "SIGKILL: the last run counts as finished" \
     equal "$? $(grep -c 'from before' "$tmp/again.log") $(steps_in "$out/tiny_T128_bf16_1gpu")" "0 1 300"
@@ -372,7 +366,7 @@ start_run() {
     OUT=$1 bash "$tmp/run.sh" >>"$tmp/run.log" 2>&1 &
     running=$!
     set +m
-    await has_saved "$1" "$2"
+    await 60 has_saved "$1" "$2"
 }
 for GPUS in 1 2; do
     export GPUS STEPS=$((160 / GPUS))  # a run takes seconds: a kill and a stop come before its end
@@ -386,8 +380,8 @@ for GPUS in 1 2; do
     start_run "$tmp/broken_$GPUS" ""
     kill -KILL "$(processes "$trainer tiny " "--log-dir $tmp/broken_$GPUS " | tail -n 1)"
     check "$GPUS ranks: the run script starts a killed trainer again" \
-        await grep -q "starting again from step-" "$tmp/run.log"
-    await has_saved "$tmp/broken_$GPUS" "$(newest "$tmp/broken_$GPUS")"
+        await 60 grep -q "starting again from step-" "$tmp/run.log"
+    await 60 has_saved "$tmp/broken_$GPUS" "$(newest "$tmp/broken_$GPUS")"
     kill -TERM "$running"
     wait_for_sweep
     check "$GPUS ranks: SIGTERM ends the run script with status 0 and no trainer is left" \
@@ -445,7 +439,7 @@ set -m
 GPUS=1 TRAINER=$tmp/slow/train_fp8 OUT=$tmp/early bash "$tmp/run.sh" >"$tmp/early.log" 2>&1 &
 running=$!
 set +m
-await test -e "$tmp/slow/begun"
+await 60 test -e "$tmp/slow/begun"
 kill -TERM "$running"
 wait_for_sweep
 check "a run script that is stopped before the first checkpoint says so" \

@@ -15,6 +15,7 @@ import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib"))
 import counted
+from counted import check
 
 SCRIPTS = str(counted.ROOT / "scripts")
 sys.path.insert(0, SCRIPTS)
@@ -27,10 +28,6 @@ RUNS = {"m_T64_bf16_1gpu": "bf16", "m_T64_fp8_1gpu": "fp8", "m_T64_fp8-rowwise_1
 FAILED = "m_T64_fp8-mxfp8_1gpu"
 NAME = "m_T64_fp8_1gpu"  # the run that is damaged
 LOG, RESULT = NAME + "/log.jsonl", NAME + "/result"
-
-
-def check(ok, *words):
-    counted.check(ok, " ".join(map(str, words)))
 
 
 def log_lines(precision):
@@ -203,7 +200,8 @@ def test_programs(folder):
     ended = subprocess.run([sys.executable, SCRIPTS + "/sweep_table.py", folder], stdout=writer, stderr=subprocess.PIPE)
     check(ended.returncode == 0 and ended.stderr == b"",
           "the program succeeds if the reader of its stdout goes away", ended)
-    for path, message in (("/none", b"error: /none is not a folder"), (folder, b"error: [Errno 21] Is a directory")):
+    taken = f"error: {folder}/table.txt: Is a directory".encode()
+    for path, message in (("/none", b"error: /none is not a folder"), (folder, taken)):
         os.path.exists(folder + "/table.txt") and os.remove(folder + "/table.txt")
         os.makedirs(folder + "/table.txt", exist_ok=True)
         ended = subprocess.run([sys.executable, SCRIPTS + "/sweep_table.py", path], capture_output=True)

@@ -49,8 +49,9 @@ static void load_golden_weights(Trainer *t, const Golden *g) {
     weights_refresh(t);
 }
 
-// Makes random weights, as a run does that loads none.
-static void initialize_weights(Trainer *t) {
+// Makes a trainer with random weights, as in a run that loads none.
+static void trainer_begin(Trainer *t, const Options *o, const ModelConfig *m) {
+    trainer_create(t, o, m);
     weights_initialize(t);
     weights_refresh(t);
 }
@@ -172,8 +173,7 @@ static void test_slope(ModelFamily family, int64_t B, int64_t T) {
     Options o = small_options(PRECISION_FP32, B, T);
     ModelConfig m = odd_model(family);
     Trainer t;
-    trainer_create(&t, &o, &m);
-    initialize_weights(&t);
+    trainer_begin(&t, &o, &m);
     fill_tokens(&t, 5);
     model_forward_backward(&t, &t.batch, (float)(1.0 / (double)(B * T)));
     const double norm = global_norm(t.params.gradients, t.table.total), h = 2e-3;
@@ -196,7 +196,6 @@ static void test_slope(ModelFamily family, int64_t B, int64_t T) {
 
 // Runs forward and backward of `t` on tokens [from, from + R) of a packed text. grad_scale is that of the whole text.
 static void run_documents(Trainer *t, const int32_t *tokens, int64_t separator, float grad_scale) {
-    initialize_weights(t);
     for (int64_t i = 0; i < t->d.R; i++) {
         t->batch.inputs[i] = tokens[i];
         t->batch.targets[i] = tokens[i] % 36 + 1;
@@ -220,13 +219,13 @@ static void test_documents(ModelFamily family, int recompute) {
     for (int64_t i = 0; i < B * T; i++) tokens[i] = 6 + (int32_t)(rng_u64(3, (uint64_t)i) % 31);
     for (int64_t i = 0, at = 0; i < DOCUMENTS; at += lengths[i++])
         if (at != T) tokens[at] = SEPARATOR;
-    trainer_create(&packed, &o, &m);
+    trainer_begin(&packed, &o, &m);
     run_documents(&packed, tokens, SEPARATOR, grad_scale);
     float *sum = (float *)xcalloc((size_t)packed.table.total, sizeof *sum);
     int64_t losses = 0, inputs = 0;
     for (int64_t i = 0, at = 0; i < DOCUMENTS; at += lengths[i++]) {
         one.batch_size = 1, one.sequence_length = lengths[i];
-        trainer_create(&alone, &one, &m);
+        trainer_begin(&alone, &one, &m);
         run_documents(&alone, tokens + at, SEPARATOR, grad_scale);
         losses += memcmp(alone.acts.losses, packed.acts.losses + at, (size_t)lengths[i] * sizeof(float)) != 0;
         inputs += memcmp(alone.acts.dx, packed.acts.dx + at * m.hidden_size,
@@ -279,8 +278,7 @@ static void test_mask(ModelFamily family) {
     DataLoader data = dataloader_open(scratch_path("masked.bin"), T, false, 1);
     o.learning_rate = 0, micro = o;
     micro.batch_size = 1, micro.grad_accumulation_steps = 4;
-    trainer_create(&t, &o, &m), trainer_create(&cut, &micro, &m);
-    initialize_weights(&t), initialize_weights(&cut);
+    trainer_begin(&t, &o, &m), trainer_begin(&cut, &micro, &m);
     const StepRecord s = train_step(&t, &data, 0, 0), c = train_step(&cut, &data, 0, 0);
     for (int64_t i = 0; i < 4; i++) dataloader_read(&data, i), memcpy(t.batch.targets + i * T, data.buffer + 1, T * 4);
     const double error = fabs(masked_loss(&t) / s.loss - 1), h = 2e-3;
@@ -332,9 +330,8 @@ static Trained train_some(int precision, int recipe, int recompute, int threads,
     o.fp8_activations = keeps_fp8 ? ON : OFF;
     omp_set_num_threads(threads);
     Trainer t;
-    trainer_create(&t, &o, &m);
+    trainer_begin(&t, &o, &m);
     CHECK(precision != PRECISION_FP8 || !t.precision.any_bf16, "recipe %d: all linear layers are FP8", recipe);
-    initialize_weights(&t);
     for (int step = 0; step < steps; step++) {
         for (int64_t micro = 0; micro < micro_steps; micro++) {
             for (int64_t i = 0; i < t.o->batch_size * T; i++) {
@@ -419,8 +416,7 @@ static void test_lm_head(int recipe) {
         if (granularity_traits(recipe_row(recipe)->granularity[GEMM_DGRAD][1])->cols != WHOLE)
             o.fp8_format = FP8_FORMAT_E4M3;
         Trainer t;
-        trainer_create(&t, &o, &m);
-        initialize_weights(&t);
+        trainer_begin(&t, &o, &m);
         const int64_t R = t.d.R, V = t.d.V, C = t.d.C;
         const float grad_scale = 1 / (float)R, bound = precision_dlogits_amax(grad_scale);
         for (int64_t i = 0; i < R; i++)
@@ -540,8 +536,7 @@ static void test_delayed(void) {
     Options o = small_options(PRECISION_FP8, 1, 32);
     o.fp8_recipe = RECIPE_DELAYED, o.fp8_amax_history = 4, o.fp8_margin = 1;
     Trainer t;
-    trainer_create(&t, &o, &m);
-    initialize_weights(&t);
+    trainer_begin(&t, &o, &m);
     fill_tokens(&t, 5);
     const DelayedState *d = &t.scales.delayed;
     model_forward(&t, &t.batch);  // as in validation
@@ -585,8 +580,7 @@ static void test_bounded(void) {
     Options o = small_options(PRECISION_FP8, 1, 32);
     o.fp8_recipe = RECIPE_BOUNDED, o.learning_rate = 0.01, o.warmup_steps = 0;
     Trainer t;
-    trainer_create(&t, &o, &m);
-    initialize_weights(&t);
+    trainer_begin(&t, &o, &m);
     const int64_t w = tensor_index(1, TENSOR_W, DOWN_PROJ);
     const ShardRange r = linear_range(&t, 1, DOWN_PROJ);
     CHECK(weight_scale(&t, 1, DOWN_PROJ) == fp8_scale(float_from_bits(t.scales.amax[w]), FP8_E4M3),
@@ -635,8 +629,7 @@ static void test_delayed_skip(void) {
     o.fp8_recipe = RECIPE_DELAYED, o.fp8_amax_history = 3, o.on_nonfinite = NONFINITE_SKIP,
     o.grad_accumulation_steps = 2, o.train_data = scratch_path("train.bin");
     Trainer t, without;
-    trainer_create(&t, &o, &m), trainer_create(&without, &o, &m);
-    initialize_weights(&t), initialize_weights(&without);
+    trainer_begin(&t, &o, &m), trainer_begin(&without, &o, &m);
     DataLoader data = dataloader_open(o.train_data, 32, true, 42);
     const size_t bytes = (size_t)delayed_elements(&t) * sizeof(float);
     for (int64_t step = 0; step < (SANITIZED ? 1 : 3); step++) {
@@ -949,8 +942,7 @@ static void test_overflow(int precision, int sums) {
     model_config_preset(&m, "tiny");
     m.vocab_size = 64;
     Trainer t;
-    trainer_create(&t, &o, &m);
-    initialize_weights(&t);
+    trainer_begin(&t, &o, &m);
     DataLoader data = dataloader_open(o.train_data, 16, true, 42);
     int64_t large = 0;
     for (int step = 0; step < 12; step++) {
@@ -983,8 +975,7 @@ static void test_fp8_gradients(void) {
     ModelConfig m = odd_model(FAMILY_QWEN3);
     o_fp8.grad_accum_dtype = SUM_FP8;
     Trainer plain, fp8;
-    trainer_create(&plain, &o, &m), trainer_create(&fp8, &o_fp8, &m);
-    initialize_weights(&plain), initialize_weights(&fp8);
+    trainer_begin(&plain, &o, &m), trainer_begin(&fp8, &o_fp8, &m);
     float *sum = (float *)xcalloc((size_t)plain.table.total, sizeof *sum);
     for (int64_t micro = 0; micro < 2; micro++) {
         int64_t differ = 0, changed = 0, others = 0;
@@ -1065,7 +1056,7 @@ static void test_clip_in_backward(void) {
     clipped.grad_clip = 0.5, high.grad_clip = 1e6, plain.optimizer_in_backward = false;
     const Options *options[] = {&o, &high, &clipped, &plain};
     Trainer t[4];
-    for (int i = 0; i < 4; i++) trainer_create(&t[i], options[i], &m), initialize_weights(&t[i]);
+    for (int i = 0; i < 4; i++) trainer_begin(&t[i], options[i], &m);
     DataLoader data = dataloader_open(o.train_data, 16, true, 42);
     Trainer *p = &t[3];
     const size_t bytes = (size_t)p->table.total * sizeof(float);
@@ -1156,8 +1147,7 @@ static void test_nonfinite(int sums) {
     ModelConfig m = odd_model(FAMILY_LLAMA);
     m.vocab_size = 64;
     Trainer t;
-    trainer_create(&t, &o, &m);
-    initialize_weights(&t);
+    trainer_begin(&t, &o, &m);
     DataLoader data = dataloader_open(o.train_data, 16, true, 42);
     Run run = run_of(&t);
     StepRecord s = run_one_step(&run, &data, 0);
@@ -1496,16 +1486,23 @@ static void test_filters(void) {
     free(bf16), free(tensorwise);
 }
 
-// --fp8-audit writes one line for each operand of each FP8 GEMM in each audited step, and prints a table at the end.
+// --fp8-audit writes one line for each operand of each FP8 GEMM in each audited step, and prints a table at the end. An
+// audit is equal if other steps are audited, too.
 static void test_audit(void) {
     char *output;
-    const char *const audited = SMALL_RUN "--num-steps 5 --precision fp8 --fp8-recipe rowwise --fp8-filter last "
-                                          "--recompute layer --fp8-audit 2 --log-dir @/audit";
-    CHECK(run_program(audited, &output) == 0, "the run ends with status 0: %s", output);
+#define AUDITED_RUN SMALL_RUN "--num-steps 5 --precision fp8 --fp8-recipe rowwise --fp8-filter last --recompute layer "
+    CHECK(run_program(AUDITED_RUN "--fp8-audit 1 --log-dir @/each", NULL) == 0, "each step can be audited");
+    CHECK(run_program(AUDITED_RUN "--fp8-audit 2 --log-dir @/audit", &output) == 0, "the run ends with status 0: %s",
+          output);
     CHECK(strstr(output, "FP8 audit: rowwise") && strstr(output, "lowest SQNR: layer 0"), "the table is printed: %s",
           output);
     free(output);
     char *text = read_file(scratch_path("audit/log.jsonl"), NULL);
+    char *each = read_file(scratch_path("each/log.jsonl"), NULL);
+    const char *const step_4 = "\"fp8_audit\", \"step\": 4,", *ours = text ? strstr(text, step_4) : NULL;
+    const char *const theirs = each ? strstr(each, step_4) : NULL;
+    CHECK(ours && theirs && strncmp(ours, theirs, strcspn(ours, "\n")) == 0, "the audit of step 4 is of its own casts");
+    free(each);
     int lines = 0, last = 0, good = 0;
     for (char *line = text ? strtok(text, "\n") : NULL; line; line = strtok(NULL, "\n")) {
         if (!strstr(line, "\"fp8_audit\"")) continue;

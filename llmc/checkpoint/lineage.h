@@ -67,9 +67,4 @@ static inline void lineage_print(const Lineage *l) {
     if (l->count) printf(", then this run\n");
 }
 
-static inline void lineage_free(Lineage *l) {
-    free(l->stretches);
-    memset(l, 0, sizeof *l);
-}
-
 #endif

@@ -306,12 +306,6 @@ static inline JsonText checkpoint_settings_mismatch(const Json *json, const Opti
     return out;
 }
 
-// Adds a member to *out, the members of a JSON object.
-static inline void checkpoint_add_setting(JsonText *out, const char *name, const char *value) {
-    json_text_add(out, "%s\"%s\": ", out->size ? ", " : "", name);
-    json_text_add_string(out, value);
-}
-
 static inline const char *checkpoint_verb(const CheckpointRun *run) { return run->branches ? "branch" : "resume"; }
 
 // Prints a line for each setting of this run that changes its steps, may differ from the checkpoint's and does so (TOLD
@@ -331,7 +325,10 @@ static inline void checkpoint_tell_settings(const Json *json, const CheckpointRu
         if (strcmp(node->text, now) == 0) continue;
         printf("%s: --%s is %s in the checkpoint, %s now\n", checkpoint_verb(run), row->name,
                *node->text ? node->text : "\"\"", *now ? now : "\"\"");
-        if (run->told) checkpoint_add_setting(run->told, row->name, node->text);
+        if (run->told) {
+            json_text_add(run->told, "%s\"%s\": ", run->told->size ? ", " : "", row->name);
+            json_text_add_string(run->told, node->text);
+        }
         if (row->match == TOLD) option_set(&then, row, node->text);
     }
     const double before = schedule_learning_rate(&then, step), after = schedule_learning_rate(o, step);

@@ -399,10 +399,6 @@ static inline bool options_offloads_state(const Options *o) {
     return out.moments || out.master;
 }
 
-static inline bool options_offloads(const Options *o) {
-    return options_offloads_state(o) || options_offloaded(o).activations;
-}
-
 // Returns how many of the `world` ranks share one replica of the parameters. With --sharding hybrid, --shard-size must
 // be above 0 by now; dies if it does not divide `world`.
 static inline int64_t options_shard_group(const Options *o, int64_t world) {

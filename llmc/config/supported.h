@@ -109,7 +109,7 @@ static inline void supported_cpu(const Options *o, char *message, size_t capacit
     else if (o->profile) format_checked(message, capacity, "--profile %s; leave it out", needs);
     else if (o->copy_engines == ON)
         format_checked(message, capacity, "--copy-engines on %s: this one uses MPI or TCP; leave it out", needs);
-    else if (options_offloads(o))
+    else if (options_offloads_state(o) || options_offloaded(o).activations)
         format_checked(message, capacity, "--offload %s %s: this one keeps everything in host memory; leave it out",
                        o->offload, needs);
 }

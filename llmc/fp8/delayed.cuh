@@ -62,11 +62,6 @@ static __global__ void delayed_raise_kernel(uint32_t *largest, const uint32_t *a
     if (i < n) largest[i] = max(largest[i], amax[i]);
 }
 
-// Raises largest [n] to amax [n].
-static inline void delayed_raise(uint32_t *largest, const uint32_t *amax, int64_t n, cudaStream_t stream) {
-    CUDA_LAUNCH(delayed_raise_kernel, grid_size(n, DELAYED_THREADS), DELAYED_THREADS, 0, stream, largest, amax, n);
-}
-
 static __global__ void delayed_begin_kernel(const DelayedArrays d, int64_t count, int64_t first, int64_t last) {
     grid_dependency_wait();
     const int64_t number = blockIdx.x * (int64_t)blockDim.x + threadIdx.x, tensor = number % d.per_layer;

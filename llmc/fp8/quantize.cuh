@@ -29,10 +29,6 @@ static inline FineAmaxes fine_amaxes(const QTensor *t, int64_t R) {
     return a;
 }
 
-static inline bool quantize_has_tensor_scale(const QTensor *t) {
-    return (!t->rowwise || t->row_granularity == PER_TENSOR) && (!t->columnwise || t->col_granularity == PER_TENSOR);
-}
-
 // Returns the granularity of the data wanted (pointers that are not NULL). If rowwise and columnwise data are both
 // wanted and differ in granularity, returns NO_SCALE, because no kernel casts that. PER_TENSOR_BROADCAST counts as
 // PER_ROW.
@@ -72,8 +68,10 @@ static inline bool quantize_fine(const QTensor &out, const Source &source, int64
 template <class Source, Fp8Format FORMAT>
 static inline void quantize_any(const char *function, const QTensor &out, const Source &source, int64_t R, int64_t C,
                                 cudaStream_t stream) {
-    const bool rule = out.delayed_scale || out.rule == SCALE_TORCHAO || out.rule == SCALE_TE;
-    if (quantize_has_tensor_scale(&out) && rule) quantize_transpose_launch<Source, FORMAT>(out, source, R, C, stream);
+    const bool per_tensor = (!out.rowwise || out.row_granularity == PER_TENSOR) &&
+                            (!out.columnwise || out.col_granularity == PER_TENSOR),
+               rule = out.delayed_scale || out.rule == SCALE_TORCHAO || out.rule == SCALE_TE;
+    if (per_tensor && rule) quantize_transpose_launch<Source, FORMAT>(out, source, R, C, stream);
     else if (!quantize_fine<Source, FORMAT>(out, source, R, C, stream))
         die("%s: no kernel casts this tensor with row granularity %d, col granularity %d, scale rule %d", function,
             out.row_granularity, out.col_granularity, out.rule);

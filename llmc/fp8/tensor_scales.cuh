@@ -242,7 +242,10 @@ static inline void tensor_scales_begin_micro_step(TensorScales *s) {
 
 // Raises step_amax to the amaxes of a micro-step. Does nothing with other recipes.
 static inline void tensor_scales_end_micro_step(TensorScales *s) {
-    if (s->delayed_scale) delayed_raise(s->step_amax, s->amax, tensor_count(s->layers), s->stream);
+    const int64_t n = tensor_count(s->layers);
+    if (s->delayed_scale)
+        CUDA_LAUNCH(delayed_raise_kernel, grid_size(n, DELAYED_THREADS), DELAYED_THREADS, 0, s->stream, s->step_amax,
+                    s->amax, n);
 }
 
 // Appends step_amax, of a step's inputs and output gradients, to their histories, and makes new scales. The caller has
@@ -263,11 +266,6 @@ static inline void tensor_scales_copy_before(TensorScales *s, bool keep) {
                                    cudaMemcpyDeviceToDevice, s->stream));
 }
 
-// Restores histories and scales from `before` if *skipped, in device memory, is not 0. Does nothing without `before`.
-static inline void tensor_scales_restore_if(TensorScales *s, const uint32_t *skipped) {
-    if (s->before) delayed_restore(s->history, s->before, tensor_scales_delayed_elements(s), skipped, s->stream);
-}
-
 // Called before the update of the weights of `count` layers from layer l on. With the delayed recipe, appends the
 // amaxes of these weights' last cast to the histories; then, if *skipped, in device memory, is not 0, restores the
 // histories and scales of all tensors from `before`, if there is one. With tensorwise_bounded, makes the weights'
@@ -280,7 +278,7 @@ static inline void tensor_scales_begin_new_weights(TensorScales *s, int64_t l, i
         return CUDA_LAUNCH(weight_scales_bound_kernel, grid_size(n, DELAYED_THREADS), DELAYED_THREADS, 0, s->stream,
                            s->weight_scale + first, s->scale_inv + 4 * first, s->amax + first, n, b, skipped);
     tensor_scales_update_weights(s, l, count);
-    tensor_scales_restore_if(s, skipped);
+    if (s->before) delayed_restore(s->history, s->before, tensor_scales_delayed_elements(s), skipped, s->stream);
     tensor_scales_clear_amaxes(s, l, count, TENSOR_W, TENSOR_W);
 }
 

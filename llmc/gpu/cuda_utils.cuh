@@ -164,9 +164,9 @@ __device__ static inline uint32_t warp_max_u32(uint32_t x) { return __reduce_max
 
 // Returns the sum over WARPS consecutive warps, with equal bits in every thread and every run. `scratch` is WARPS
 // floats of shared memory. The first warp's number is a multiple of WARPS. `barrier` is one of the block's barriers, 0
-// to 15: sets of warps that sum at the same time have different ones. The function waits at it only once, so a caller
-// in a loop must alternate between two scratch arrays: otherwise a fast warp overwrites values that a slow warp still
-// reads.
+// to 15; 0 is the one of __syncthreads. Sets of warps that sum at the same time have different ones. The function waits
+// at it only once, so a caller in a loop must alternate between two scratch arrays: otherwise a fast warp overwrites
+// values that a slow warp still reads.
 template <int WARPS>
 __device__ static inline float group_sum(float x, float *scratch, int barrier) {
     x = warp_sum(x);
@@ -176,12 +176,6 @@ __device__ static inline float group_sum(float x, float *scratch, int barrier) {
 #pragma unroll
     for (int w = 1; w < WARPS; w++) sum += scratch[w];
     return sum;
-}
-
-// Returns the sum over a whole block of WARPS warps. Barrier 0 is the one of __syncthreads.
-template <int WARPS>
-__device__ static inline float block_sum(float x, float *scratch) {
-    return group_sum<WARPS>(x, scratch, 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

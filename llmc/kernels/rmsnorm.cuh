@@ -78,7 +78,7 @@ static __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rmsnorm_forwar
             }
             for (int k = 0; k < 8; k++) squares = fmaf(f[k], f[k], squares);
         }
-        const float sum = block_sum<THREADS / WARP_SIZE>(squares, scratch[parity]);
+        const float sum = group_sum<THREADS / WARP_SIZE>(squares, scratch[parity], 0);
         const float rstd = 1.0f / sqrtf(sum / (float)p.C + p.eps);
         if (threadIdx.x == 0) p.rstd[row] = rstd;
         if (threadIdx.x == 0 && !float_is_positive(rstd) && p.watch.first) atomicMin(p.watch.first, p.watch.number);

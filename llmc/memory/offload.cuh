@@ -38,10 +38,8 @@ typedef struct Offload {
     KeptOffload kept;
 } Offload;
 
-static inline int64_t offload_parts(int64_t elements) { return ceil_div(elements, OFFLOAD_PART); }
-
 static inline int64_t offload_unit_parts(const Offload *f, int64_t l) {
-    return offload_parts(shard_elements(f->plan, l));
+    return ceil_div(shard_elements(f->plan, l), OFFLOAD_PART);
 }
 
 // Returns the index of part p of unit l: ROOT's parts come first.

@@ -93,15 +93,6 @@ static inline void audit_log(Logger *logger, int64_t step, const AuditSums *sums
     }
 }
 
-// Ends the audit of a step: merges its `sums` over all ranks, writes them to the log, and adds them to *run, the sums
-// of all audits so far. All ranks call.
-static inline void audit_finish(const Comm *c, Logger *logger, int64_t step, AuditSums *sums, AuditSums *run,
-                                const Precision *p) {
-    audit_reduce(c, sums, audit_count(p));
-    audit_log(logger, step, sums, p);
-    audit_merge_all(run, sums, audit_count(p));
-}
-
 // True if SQNR db is worse than `than`. NaN is the worst.
 static inline bool audit_is_worse(double db, double than) { return isnan(db) ? !isnan(than) : db < than; }
 

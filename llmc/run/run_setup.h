@@ -536,7 +536,7 @@ static inline void run_setup_check_room(const RunSetup *s, const Options *o, con
 
 static inline void run_setup_close(RunSetup *s) {
     free(s->passed_over.steps);
-    lineage_free(&s->lineage);
+    free(s->lineage.stretches);
     json_text_free(&s->told);
     dataloader_close(&s->train);
     dataloader_close(&s->val);

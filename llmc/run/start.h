@@ -69,12 +69,6 @@ static inline void start_print_model(const RunSetup *s, const char *program) {
     parameter_table_free(&t);
 }
 
-// Prints how much of the validation data each validation reads.
-static inline void start_print_validation(const RunSetup *s, const Options *o) {
-    if (!*o->val_data) return;
-    printf("validation: %lld of %lld sequences\n", (long long)s->val.spread, (long long)s->val.num_sequences);
-}
-
 // Prints which weights the first step starts from. If the run continues from a checkpoint, checkpoint_find_newest
 // prints that.
 static inline void start_print_weights(const RunSetup *s, const Options *o) {

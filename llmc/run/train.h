@@ -178,10 +178,6 @@ static inline StepRecord run_report_step(Run *run, int64_t step) {
     return s;
 }
 
-static inline void run_settle(Run *run) {
-    if (run->ops->settle) run->ops->settle(run->trainer);
-}
-
 // Returns how many targets count in a step, over all micro-steps and ranks. Every rank counts all, without
 // communication. If none counts, warns and returns 1: then the step's loss and gradient are 0, not NaN.
 static inline int64_t step_targets(const Options *o, const Comm *c, DataLoader *data, int64_t step,
@@ -228,8 +224,11 @@ static inline int run_validate(Run *run, int64_t done) {
 
 // Adds the audit of the latest step, over all ranks, to the log and to the sums of the run.
 static inline void run_report_audit(Run *run, int64_t done) {
+    const Precision *p = run->parts.precision;
     run->ops->read_audit(run->trainer, run->step_audit);
-    audit_finish(&run->comm, &run->logger, done, run->step_audit, run->audit, run->parts.precision);
+    audit_reduce(&run->comm, run->step_audit, audit_count(p));
+    audit_log(&run->logger, done, run->step_audit, p);
+    audit_merge_all(run->audit, run->step_audit, audit_count(p));
 }
 
 // Reports the audit, validates, samples and saves, as `due` says, after `done` steps. `stop`: the signal that ends the
@@ -248,7 +247,7 @@ static inline int run_between_steps(Run *run, int64_t done, Due due, int stop) {
                       run->trainer);
         run->logger.times.sampling += seconds_now() - start;
     }
-    run_settle(run);
+    if (run->ops->settle) run->ops->settle(run->trainer);
     if (!stop) stop = stop_requested(c);
     if (stop) logger_print_line(&run->logger);
     if (due.save || (stop && *o->checkpoint_dir)) {
@@ -348,7 +347,9 @@ static inline void run_begin(Run *run, int argc, char **argv) {
     comm_split(c, options_shard_group(o, c->world));
     if (o->dry_run) return;
     start_print_model(&run->setup, run->ops->program);
-    start_print_validation(&run->setup, o);
+    if (*o->val_data)
+        printf("validation: %lld of %lld sequences\n", (long long)run->setup.val.spread,
+               (long long)run->setup.val.num_sequences);
     start_print_weights(&run->setup, o);
     if (run->ops->open_device) run->ops->open_device(o, c);
     run->device = run->ops->device(o);

@@ -107,9 +107,6 @@ static inline void check_architecture(const cudaDeviceProp *device) {
              CUDA_ARCH, device->name, device->major, device->minor, arch);
 }
 
-// True if the project has run this program on GPUs of compute capability major.minor: the H100 and the H200.
-static inline bool device_was_run(int major, int minor) { return major == 9 && minor == 0; }
-
 // Chooses the rank's GPU. Dies if there is none, or if it cannot run this program with these options.
 static inline void open_device(const Options *o, const Comm *comm) {
     cudaDeviceProp device;
@@ -118,20 +115,17 @@ static inline void open_device(const Options *o, const Comm *comm) {
         die_with(EXIT_UNSUPPORTED, "%s has compute capability %d.%d; 8.0 or above is needed", device.name, device.major,
                  device.minor);
     check_architecture(&device);
-    if (comm->rank == 0 && !device_was_run(device.major, device.minor))
+    if (comm->rank == 0 && (device.major != 9 || device.minor != 0))
         warn("this program was never run on a GPU of compute capability %d.%d, only on 9.0: scripts/check_gpu.sh tests "
              "it here, and docs/GPUS.md says what is known",
              device.major, device.minor);
     if (o->precision == PRECISION_FP8 && !o->fp8_emulate) gemm_require_native(options_recipe(o));
 }
 
-// Estimates the bytes of GPU memory that NCCL allocates outside the arena.
-static inline int64_t nccl_overhead(const Comm *comm) {
-    return nccl_communicators(comm->world, comm->shard_size) * NCCL_OVERHEAD_BYTES;
-}
-
 // Estimates the bytes of GPU memory in use outside the arena, for the memory plan.
-static inline int64_t memory_overhead(const Comm *comm) { return CUDA_OVERHEAD_BYTES + nccl_overhead(comm); }
+static inline int64_t memory_overhead(const Comm *comm) {
+    return CUDA_OVERHEAD_BYTES + nccl_communicators(comm->world, comm->shard_size) * NCCL_OVERHEAD_BYTES;
+}
 
 // Returns the bytes that the memory plan may take: free memory, plus CUDA_OVERHEAD_BYTES, which the plan counts and
 // CUDA has already allocated.

@@ -149,8 +149,8 @@ static inline void fsdp_prefetch(Fsdp *f, int64_t l) {
 // weights.
 static inline void fsdp_make_casts(Fsdp *f, int64_t l, bool backward) {
     FsdpWeights *w = &f->weights;
-    const bool has_rowwise = fsdp_has_rowwise(f, l),
-               transposes = has_rowwise || (fsdp_is_sharded(f) && fsdp_tensor_scales(f));
+    const bool has_rowwise = fsdp_gathers_fp8(f, l) || fsdp_codes_are_resident(f),  // it needs no cast
+        transposes = has_rowwise || (fsdp_is_sharded(f) && fsdp_tensor_scales(f));
     const bool reads_rowwise = !backward || transposes || f->plan.recomputes_gemms;
     const bool rowwise = !has_rowwise && reads_rowwise && w->rowwise_layer[l % w->num_rowwise] != l;
     const bool columnwise = backward && w->columnwise_layer[l % w->num_columnwise] != l;
@@ -317,7 +317,8 @@ static inline int64_t fsdp_join(Fsdp *f, int64_t l) {
     const bf16 *from = l == ROOT ? g->root_buffer : g->layer_buffer[0];
     GradientSum how = g->sum;
     how.flat = shard_begin(&f->plan.shard, l);
-    transport_add_computed(&f->transport, fsdp_sums_begin(f, l), from, n, how);
+    transport_add(&f->transport, fsdp_sums_begin(f, l), from, n, how, grid_size(n, TRANSPORT_THREADS * 8),
+                  f->transport.compute);
     const int64_t bytes = n * (2 + (how.add + 1) * (f->transport.fp32_sums ? 4 : 2));
     if (!fp8) return bytes;
     how.flat += n;

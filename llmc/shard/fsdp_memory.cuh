@@ -107,9 +107,6 @@ static inline int64_t fsdp_loss_span(const Fsdp *f) {
     return f->plan.gradient_place == FSDP_GRADIENTS_BUFFERED ? 0 : f->plan.shard.root_slices[SEGMENT_EMBEDDING];
 }
 
-// Start of the memory of fsdp_loss_span if sharded. Without sharding the trainer places it.
-static inline bf16 *fsdp_loss_memory(const Fsdp *f) { return f->gradients.layer_buffer[0]; }
-
 // Numbers that sums of squares of one unit need with grad_clip.
 static inline int64_t fsdp_clip_workspace(const Fsdp *f) {
     return f->plan.any_ranks ? max_i64(fsdp_unit_sums(f, ROOT), fsdp_unit_sums(f, 0)) : (int64_t)ADAMW_NORM_BLOCKS;
@@ -153,7 +150,7 @@ static inline void fsdp_share_memory(Fsdp *f, ActivationsLayout *layout) {
     layout->root_gradient = buffered && !fsdp_root_buffer_stays(f) ? root : none;
     layout->layer_gradient = buffered || f->plan.gradient_place == FSDP_GRADIENTS_CAST ? layer : none;
     layout->has_logits = fsdp_is_sharded(f) && layout->chunk * layout->dims->VP <= fsdp_loss_span(f);
-    layout->logits = fsdp_loss_memory(f);
+    layout->logits = f->gradients.layer_buffer[0];  // has fsdp_loss_span; without sharding the trainer places it
     layout->layer_gradients = f->gradients.late_layers, layout->embedding_gradient = f->gradients.late_embedding;
     layout->layer_gradient_bytes = f->gradients.late_layer_bytes;
 }

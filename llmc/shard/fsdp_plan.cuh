@@ -245,11 +245,6 @@ static inline bool fsdp_keeps_codes(const Fsdp *f) {
     return f->plan.weight_source == FSDP_WEIGHTS_GATHER_FP8 || fsdp_codes_are_resident(f);
 }
 
-// True if layer l's rowwise codes need no cast: they are gathered, or resident.
-static inline bool fsdp_has_rowwise(const Fsdp *f, int64_t l) {
-    return fsdp_gathers_fp8(f, l) || fsdp_codes_are_resident(f);
-}
-
 // True if FP8 weights are cast for one layer at a time, and fsdp_reshard invalidates them.
 static inline bool fsdp_casts_are_transient(const Fsdp *f) { return f->plan.weight_source == FSDP_WEIGHTS_RESIDENT; }
 

@@ -316,11 +316,6 @@ static inline void transport_add(Transport *t, int64_t at, const T *from, int64_
     else CUDA_LAUNCH(transport_add_kernel<bf16, T>, blocks, TRANSPORT_THREADS, 0, stream, t->sums + at, from, n, how);
 }
 
-// Does transport_add for gradients that this rank computed, on the compute stream, with as many blocks as they need.
-static inline void transport_add_computed(Transport *t, int64_t at, const bf16 *from, int64_t n, GradientSum how) {
-    transport_add(t, at, from, n, how, grid_size(n, TRANSPORT_THREADS * 8), t->compute);
-}
-
 // Does transport_add for gradients that NCCL reduced, on the communication stream, with few blocks (transport_blocks).
 template <class T>
 static inline void transport_add_reduced(Transport *t, int64_t at, const T *from, int64_t n, GradientSum how) {

@@ -6,7 +6,7 @@ run of its own, which leaves its arm where its decay of the rate begins.
 import os
 
 from runs.options import fail
-from runs.runner import ANSWERS, CHECKPOINTS
+from runs.runner import ANSWERS
 
 NULL = 1000  # the null arm's rounding seed is the seed plus this
 DECAY = 5    # the rate decays in the last fifth of a run
@@ -27,13 +27,6 @@ class Lengths:
     def decay_follows(self):
         """True if the rate of the shortest run decays after the branch."""
         return self.ends[0] - self.decays[0] > self.branch
-
-    def decay_steps(self, end):
-        return self.decays[self.ends.index(end)]
-
-
-def checkpoint(run, step):
-    return os.path.join(run.folder, CHECKPOINTS, f"step-{step:08d}")
 
 
 def trunk_runs(make, lengths, seed, recipes, trunk=None):

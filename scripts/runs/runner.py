@@ -4,6 +4,7 @@ A run's folder holds the trainer's stdout.txt and log.jsonl, and once the run ha
 message with tabs between. A run is done if the trainer exits with status 0 and the log ends with the summary of all
 steps on all ranks. `result` may lack if a sweep was killed: then the log alone says if the run is done.
 """
+import contextlib
 import errno
 import fcntl
 import glob
@@ -84,11 +85,9 @@ class Run:
     def recall(self):
         """Reads how an earlier start ended."""
         self.kind, self.seconds, self.message = "", 0.0, ""
-        try:
+        with contextlib.suppress(OSError, ValueError):
             kind, seconds, self.message = read_result(self.folder) or ("", 0, "")
             self.kind, self.seconds = kind, float(seconds)
-        except (OSError, ValueError):
-            pass
         if self.kind in ("", "done"):
             self.kind = "done" if self.summary() else ""
         self.earlier = bool(self.kind)
@@ -154,10 +153,8 @@ class Run:
                 shutil.rmtree(path, ignore_errors=True)
 
     def signal_group(self, number):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            pass
 
 
 class Pool:
@@ -206,10 +203,8 @@ class Pool:
             run.signal_group(signal.SIGTERM)
         deadline = time.monotonic() + STOP_SECONDS
         for run in self.busy:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 run.process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                pass
             run.signal_group(signal.SIGKILL)
         self.busy = {}
 
@@ -225,10 +220,6 @@ class Pool:
             f"{self.hint}")
         raise SystemExit(128 + self.signal)
 
-    def side_by_side(self, run):
-        """How many runs of this size go on at a time."""
-        return self.parallel if self.gpus is None else max(1, min(self.parallel, len(self.gpus) // run.gpus))
-
     def left(self, waiting):
         """How many runs are left and how long they take, from the times of finished runs. "" if none is left or no time
         is known."""
@@ -239,7 +230,8 @@ class Pool:
         scale, now, seconds = sum(run.seconds for run in done) / expected, time.monotonic(), 0.0
         for run in [*waiting, *self.busy]:
             spent = now - run.started if run in self.busy else 0.0
-            seconds += max(0.0, scale * run.expected - spent) / self.side_by_side(run)
+            beside = self.parallel if self.gpus is None else max(1, min(self.parallel, len(self.gpus) // run.gpus))
+            seconds += max(0.0, scale * run.expected - spent) / beside
         return f" | {len(waiting) + len(self.busy)} left, about {duration(seconds)}"
 
     def say(self, run, waiting):

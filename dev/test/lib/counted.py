@@ -11,12 +11,12 @@ REPORT_PYTHON = ROOT / "build" / "report-venv" / "bin" / "python"
 passed = failed = 0
 
 
-def check(condition, what):
+def check(condition, *what):
     """Counts a check. If it fails, prints `what`."""
     global passed, failed
     passed, failed = passed + bool(condition), failed + (not condition)
     if not condition:
-        print(f"FAILED: {what}")
+        print("FAILED:", *what)
 
 
 def finish():

@@ -5,6 +5,7 @@
 
 #include "../../../llmc/base/fp8.h"
 #include "../../../llmc/checkpoint/safetensors.h"
+#include "check.h"
 
 static inline Safetensors fp8_golden_open(const char *path) {
     Safetensors st;
@@ -25,6 +26,20 @@ static inline void *fp8_golden_bytes(const Safetensors *st, const char *name, Sa
     if (!file_read_at(st->files[t->file].fd, st->files[t->file].path, t->offset, data, bytes, &failure))
         die("%s", failure.text);
     return data;
+}
+
+// Compares an array [elements], byte by byte, with row `step` of the tensor PREFIX + NAME [steps, elements].
+static inline void fp8_golden_check(const Safetensors *st, const char *prefix, const char *name, SafetensorsType type,
+                                    int64_t steps, int64_t step, const void *got, int64_t elements) {
+    char full[64];
+    format_checked(full, sizeof full, "%s%s", prefix, name);
+    const int64_t bytes = elements * safetensors_type_bytes(type);
+    char *want = (char *)fp8_golden_bytes(st, full, type, steps * elements);
+    int64_t differ = 0;
+    for (int64_t i = 0; i < bytes; i++) differ += ((const char *)got)[i] != want[step * bytes + i];
+    CHECK(differ == 0, "after step %lld, %lld of %lld bytes of %s differ from the golden; expected none",
+          (long long)step + 1, (long long)differ, (long long)bytes, full);
+    free(want);
 }
 
 static inline bool fp8_is_nan(uint8_t code, Fp8Format format) {
