@@ -242,9 +242,10 @@ static inline const OptionRow *option_find(const char *name, size_t length) {
     for (size_t i = 0; i < sizeof word; i++) word[i] = given[i] == '_' ? '-' : given[i];
     const OptionRow *nearest = NULL;
     int nearest_distance = max_i64(1, (int64_t)strlen(word) / 2) + 1;
+    for (const OptionRow *row = option_rows(); row->name; row++)
+        if (row->kind != OPTION_GROUP && strcmp(row->name, given) == 0) return row;
     for (const OptionRow *row = option_rows(); row->name; row++) {
         if (row->kind == OPTION_GROUP) continue;
-        if (strcmp(row->name, given) == 0) return row;
         const bool elsewhere = option_elsewhere(word) && strcmp(option_elsewhere(word), row->name) == 0;
         const int distance = elsewhere ? 0 : option_distance(word, row->name);
         if (distance < nearest_distance) nearest = row, nearest_distance = distance;

@@ -299,7 +299,7 @@ static inline void options_use_conflict(const Options *o, char *message, size_t 
 
 // Adds to a message about options which of them a shorthand has set: the command line may not name them.
 static inline void options_tell_shorthands(const Options *o, char *message, size_t capacity) {
-    for (const ShorthandRow *s = shorthand_rows(); s->shorthand; s++) {
+    for (const ShorthandRow *s = shorthand_rows(); *message && s->shorthand; s++) {
         char name[64], now[OPTION_TEXT_CAPACITY];
         format_checked(name, sizeof name, "--%s", s->option);
         option_format(o, option_find(s->option, strlen(s->option)), now, sizeof now);
