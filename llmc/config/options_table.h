@@ -133,10 +133,11 @@ enum { RARE, COMMON };
          "filter)") \
     CHOICE(fp8_lm_head, "fp8-lm-head", LM_HEAD_OFF, LM_HEADS, BRANCHES, RARE, \
          "GEMMs of lm_head in FP8, by any recipe but delayed; forward: the logits; on: also the gradient of " \
-         "lm_head's input, for which the logits' gradient is rounded stochastically to FP8 (a recipe with one scale for a " \
-         "tensor takes it from the largest value that this gradient can have; without scales of blocks it must be e5m2); all: " \
-         "also the gradient of lm_head's weight, unless the recipe has weight gradients in bf16 (rowwise is refused: " \
-         "its scales would depend on the rows of logits in memory at a time); off: none; --fp8-audit leaves it out") \
+         "lm_head's input, for which the logits' gradient is rounded stochastically to FP8 (a recipe with one scale " \
+         "for a tensor takes it from the largest value that this gradient can have; without scales of blocks it must " \
+         "be e5m2); all: also the gradient of lm_head's weight, unless the recipe has weight gradients in bf16 " \
+         "(rowwise is refused: its scales would depend on the rows of logits in memory at a time); off: none; " \
+         "--fp8-audit leaves it out") \
     INT(fp8_amax_history, "fp8-amax-history", 1024, 1, 65536, BRANCHES, RARE, \
          "recipe delayed: length of a tensor's amax history; each tensor adds one amax per optimizer step (in " \
          "Transformer Engine, by default, one per micro-step), the largest of all micro-steps and ranks, except " \
