@@ -115,9 +115,9 @@ enum { RARE, COMMON };
          "short for --precision fp8 --fp8-fast-accum all; options after it on the command line may change them") \
     CHOICE(msamp, "msamp", MSAMP_OFF, MSAMP_LEVELS, FREE, RARE, \
          "a level of MS-AMP, short for several options; options after it on the command line may change them; O1: " \
-         "--precision fp8 --master-weights fp16-stochastic --optimizer-state fp32 --grad-accum-dtype fp8 --reduce-dtype fp8 " \
-         "(MS-AMP itself: --master-weights fp16); O2: " \
-         "O1 and --optimizer-state msamp; O3: O2 and --sharding grad_op") \
+         "--precision fp8 --master-weights fp16-stochastic --optimizer-state fp32 --grad-accum-dtype fp8 " \
+         "--reduce-dtype fp8 (MS-AMP itself: --master-weights fp16); O2: O1 and --optimizer-state msamp; " \
+         "O3: O2 and --sharding grad_op") \
     CHOICE(precision, "precision", PRECISION_BF16, PRECISIONS, BRANCHES, COMMON, \
          "dtype of GEMMs; fp8: by --fp8-recipe in the layers' linear layers, unless --fp8-filter or their sizes keep " \
          "them bf16, and bf16 in attention and, without --fp8-lm-head, in lm_head; fp32: CPU trainer only") \

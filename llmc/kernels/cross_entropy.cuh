@@ -122,9 +122,9 @@ __device__ static inline Bf16x8 cross_entropy_vector_gradient(Bf16x8 v, float gr
     return v;
 }
 
-// Rounds the gradient of one column.
+// Returns the gradient of one column in bf16, rounded as the mode says.
 template <CrossEntropyMode MODE>
-__device__ static inline bf16 cross_entropy_finish_one(float gradient, float gradient_offset, int64_t column,
+__device__ static inline bf16 cross_entropy_one_column(float gradient, float gradient_offset, int64_t column,
                                                        uint32_t drop) {
     const bf16 rounded = __float2bfloat16(gradient);
     if (MODE != CROSS_ENTROPY_STOCHASTIC) return rounded;
@@ -209,7 +209,7 @@ static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_EN
                 if (more) copy16_async(at, next + v * 8);
             }
             if (owns_target)
-                x[target] = cross_entropy_finish_one<MODE>(
+                x[target] = cross_entropy_one_column<MODE>(
                     cross_entropy_exp(target_logit, gradient_offset) - gradient_scale, gradient_offset, target, drop);
         }
         x += (int64_t)gridDim.x * vectors * 8;
@@ -238,7 +238,7 @@ static __global__ void cross_entropy_row_kernel(float *losses, bf16 *logits, con
     const uint32_t drop = gradient_offset == gradient_offset ? dropped : 0;  // a NaN must stay one
     for (int64_t v = threadIdx.x; v < V; v += blockDim.x) {
         const float d = cross_entropy_exp(__bfloat162float(x[v]), gradient_offset);
-        x[v] = counted ? cross_entropy_finish_one<MODE>(v == target ? d - gradient_scale : d, gradient_offset, v, drop)
+        x[v] = counted ? cross_entropy_one_column<MODE>(v == target ? d - gradient_scale : d, gradient_offset, v, drop)
                        : __float2bfloat16(0.0f);
     }
 }

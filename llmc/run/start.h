@@ -149,8 +149,8 @@ static inline void start_print_learning(const RunSetup *s, const Options *o, con
 }
 
 static inline void start_print_recipe(const Options *o, const Precision *p) {
-    static const char *const fast_accums[] = {"fprop", "fprop, and dgrad and wgrad of layers",
-                                              "none"};  // in the order of FAST_ACCUMS
+    // in the order of FAST_ACCUMS
+    static const char *const fast_accums[] = {"fprop", "fprop, and dgrad and wgrad of layers", "none"};
     const Recipe *r = p->recipe;
     printf("%-*s ", START_LABEL, "recipe");
     if (!precision_is_fp8(p)) {
