@@ -57,7 +57,7 @@ static void check_forward(const Case *k) {
     rmsnorm_forward(y_alone, rstd_alone, NULL, x, weight, R, C, EPS, NO_WATCH, 0);
     // run in place, without storing y, with amax
     residual_rmsnorm_forward(residual, NULL, rstd, t.amax, residual, delta, weight, R, C, EPS, NO_WATCH, 0);
-    rmsnorm_quantize_transpose(t, x, rstd, weight, R, C, 0);
+    quantize_source("norm", t, RmsnormSource{x, weight, rstd, C}, R, C, 0);
 
     bf16_bits *got_x = (bf16_bits *)bench_download(x, n * 2, k->label),
               *got_y = (bf16_bits *)bench_download(y, n * 2, k->label);
@@ -179,7 +179,7 @@ static void check_large(void) {
     float *rstd = (float *)bench_alloc(R * 4);
     QTensor fused = qtensor_create(R, C, FP8_E4M3), plain = qtensor_create(R, C, FP8_E4M3);
     rmsnorm_forward(y, rstd, fused.amax, x, weight, R, C, EPS, NO_WATCH, 0);
-    rmsnorm_quantize_transpose(fused, x, rstd, weight, R, C, 0);
+    quantize_source("norm", fused, RmsnormSource{x, weight, rstd, C}, R, C, 0);
     tensor_quantize(plain, y, R, C, 0);
     CHECK(read_amax(fused.amax) == read_amax(plain.amax), "the norm's amax is that of the y that it stored: %08x, %08x",
           read_amax(fused.amax), read_amax(plain.amax));
@@ -270,13 +270,14 @@ static void bench_shape(Bench *b, int64_t R, int64_t C) {
             b, [&] { residual_rmsnorm_forward(out, NULL, rstd, t.amax, x, delta, weight, R, C, EPS, watch, 0); }),
         6 * n, forward);
     bench_report(b, "norm+quantize_transpose", shape,
-                 bench_time_us(b, [&] { rmsnorm_quantize_transpose(t, out, rstd, weight, R, C, 0); }), 4 * n);
+                 bench_time_us(b, [&] { quantize_source("norm", t, RmsnormSource{out, weight, rstd, C}, R, C, 0); }),
+                 4 * n);
     bench_report(b, "residual+rmsnorm, both FP8 passes", shape,
                  bench_time_us(b,
                                [&] {
                                    residual_rmsnorm_forward(out, NULL, rstd, t.amax, x, delta, weight, R, C, EPS, watch,
                                                             0);
-                                   rmsnorm_quantize_transpose(t, out, rstd, weight, R, C, 0);
+                                   quantize_source("norm", t, RmsnormSource{out, weight, rstd, C}, R, C, 0);
                                }),
                  10 * n, "two launches, each with its ramp");
     bench_report(

@@ -35,7 +35,7 @@ static void check_fp8_passes(const char *label, const bf16 *gate_up, const bf16 
     swiglu_amax(th.amax, gate_up, R, F, 0);
     format_checked(name, sizeof name, "%s: h", label);
     check_amax(name, th.amax, h, R * F);
-    swiglu_quantize_transpose(th, gate_up, R, F, 0);
+    quantize_source("swiglu", th, SwigluSource{gate_up, F}, R, F, 0);
     check_quantized(name, th, h, R, F);
     QTensor col_only = again, none = {};
     col_only.rowwise = NULL;
@@ -48,7 +48,7 @@ static void check_fp8_passes(const char *label, const bf16 *gate_up, const bf16 
     CUDA_CHECK(cudaMemset(td.amax, 0, 4));
     swiglu_backward_amax(td.amax, none, dh, gate_up, R, F, 0);
     check_amax(name, td.amax, d_gate_up, R * 2 * F);
-    swiglu_backward_quantize_transpose(td, dh, gate_up, R, F, 0);
+    quantize_source("swiglu", td, SwigluGradientSource{dh, gate_up, F}, R, F, 0);
     check_quantized(name, td, d_gate_up, R, 2 * F);
     qtensor_free(th), qtensor_free(again), qtensor_free(td);
 }
@@ -99,7 +99,7 @@ static void check_large(void) {
     tensor_quantize(h_plain, h, R, F, 0);
     swiglu_amax(h_fused.amax, gate_up, R, F, 0);
     swiglu_backward_amax(fused.amax, col_only, dh, gate_up, R, F, 0);
-    swiglu_backward_quantize_transpose(fused, dh, gate_up, R, F, 0);
+    quantize_source("swiglu", fused, SwigluGradientSource{dh, gate_up, F}, R, F, 0);
     CHECK(read_amax(fused.amax) == read_amax(plain.amax),
           "the amax of d_gate_up is that of the stored tensor: %08x fused, %08x stored", read_amax(fused.amax),
           read_amax(plain.amax));
@@ -147,14 +147,14 @@ static void bench_shape(Bench *b, int64_t R, int64_t F) {
     bench_report(b, "swiglu_amax", shape, bench_time_us(b, [&] { swiglu_amax(t.amax, gate_up, R, F, 0); }), 4 * n,
                  AMAX_REASON);
     bench_report(b, "swiglu cast, rowwise only", shape,
-                 bench_time_us(b, [&] { swiglu_quantize_transpose(row, gate_up, R, F, 0); }), 5 * n);
+                 bench_time_us(b, [&] { quantize_source("swiglu", row, SwigluSource{gate_up, F}, R, F, 0); }), 5 * n);
     bench_report(b, "swiglu cast, rowwise and columnwise", shape,
-                 bench_time_us(b, [&] { swiglu_quantize_transpose(t, gate_up, R, F, 0); }), 6 * n);
+                 bench_time_us(b, [&] { quantize_source("swiglu", t, SwigluSource{gate_up, F}, R, F, 0); }), 6 * n);
     bench_report(b, "swiglu forward FP8 passes (rowwise)", shape,
                  bench_time_us(b,
                                [&] {
                                    swiglu_amax(t.amax, gate_up, R, F, 0);
-                                   swiglu_quantize_transpose(row, gate_up, R, F, 0);
+                                   quantize_source("swiglu", row, SwigluSource{gate_up, F}, R, F, 0);
                                }),
                  9 * n);
     bench_report(b, "swiglu backward bf16", shape,
@@ -165,13 +165,15 @@ static void bench_shape(Bench *b, int64_t R, int64_t F) {
                  bench_time_us(b, [&] { swiglu_backward_amax(td.amax, none, dh, gate_up, R, F, 0); }), 6 * n);
     bench_report(b, "swiglu backward amax and h columnwise", shape,
                  bench_time_us(b, [&] { swiglu_backward_amax(td.amax, col, dh, gate_up, R, F, 0); }), 7 * n);
-    bench_report(b, "swiglu backward cast", shape,
-                 bench_time_us(b, [&] { swiglu_backward_quantize_transpose(td, dh, gate_up, R, F, 0); }), 10 * n);
+    bench_report(
+        b, "swiglu backward cast", shape,
+        bench_time_us(b, [&] { quantize_source("swiglu", td, SwigluGradientSource{dh, gate_up, F}, R, F, 0); }),
+        10 * n);
     bench_report(b, "swiglu backward FP8 passes", shape,
                  bench_time_us(b,
                                [&] {
                                    swiglu_backward_amax(td.amax, col, dh, gate_up, R, F, 0);
-                                   swiglu_backward_quantize_transpose(td, dh, gate_up, R, F, 0);
+                                   quantize_source("swiglu", td, SwigluGradientSource{dh, gate_up, F}, R, F, 0);
                                }),
                  17 * n);
     bench_free(gate_up), bench_free(dh), bench_free(h), bench_free(d);

@@ -174,15 +174,6 @@ struct RmsnormSource {
     }
 };
 
-// Second pass of a norm with FP8 output: casts y, whose amaxes (if the recipe needs any) are in out.amax, to
-// out.rowwise [R, C] and out.columnwise [C, R]. One of these two may be NULL. x is the tensor that was normalized.
-static inline void rmsnorm_quantize_transpose(QTensor out, const bf16 *x, const float *rstd, const bf16 *weight,
-                                              int64_t R, int64_t C, cudaStream_t stream) {
-    rmsnorm_check("rmsnorm_quantize_transpose", R, C, x, weight);
-    RmsnormSource source = {x, weight, rstd, C};
-    quantize_source("rmsnorm_quantize_transpose", out, source, R, C, stream);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward. A block has 512 threads: as many thread groups as fit, each with its own rows. A group sums dw over its
 // rows in registers, the groups of a block add up their sums, and the block writes one fp32 row of partial sums; a

@@ -235,18 +235,9 @@ struct SwigluGradientAmaxSource {
     }
 };
 
-// Second pass of the forward: casts h, whose amaxes (if the recipe needs any) are in out.amax, to out.rowwise [R, F]
-// and out.columnwise [F, R]. One of these two may be NULL.
-static inline void swiglu_quantize_transpose(QTensor out, const bf16 *gate_up, int64_t R, int64_t F,
-                                             cudaStream_t stream) {
-    require_aligned16(gate_up, "swiglu_quantize_transpose", "gate_up");
-    SwigluSource source = {gate_up, F};
-    quantize_source("swiglu_quantize_transpose", out, source, R, F, stream);
-}
-
 // First pass of the backward: raises *amax to the larger of max |d_gate| and max |d_up|. If h.rowwise or h.columnwise
-// is given, it casts h to them like swiglu_quantize_transpose, with the amax that the forward pass left in h.amax.
-// Returns the bytes moved.
+// is given, it casts h to them as quantize_source casts SwigluSource, with the amax that the forward pass left in
+// h.amax. Returns the bytes moved.
 static inline int64_t swiglu_backward_amax(uint32_t *amax, QTensor h, const bf16 *dh, const bf16 *gate_up, int64_t R,
                                            int64_t F, cudaStream_t stream) {
     const unsigned blocks = swiglu_blocks("swiglu_backward_amax", gate_up, R, F);
@@ -257,16 +248,6 @@ static inline int64_t swiglu_backward_amax(uint32_t *amax, QTensor h, const bf16
     }
     CUDA_LAUNCH(swiglu_backward_kernel, blocks, SWIGLU_THREADS, 0, stream, NULL, NULL, amax, dh, gate_up, R, F);
     return R * F * 6;
-}
-
-// Second pass of the backward: casts d_gate_up, whose amaxes (if the recipe needs any) are in out.amax, to out.rowwise
-// [R, 2F] and out.columnwise [2F, R]. One of these two may be NULL.
-static inline void swiglu_backward_quantize_transpose(QTensor out, const bf16 *dh, const bf16 *gate_up, int64_t R,
-                                                      int64_t F, cudaStream_t stream) {
-    require_aligned16(dh, "swiglu_backward_quantize_transpose", "dh");
-    require_aligned16(gate_up, "swiglu_backward_quantize_transpose", "gate_up");
-    SwigluGradientSource source = {dh, gate_up, F};
-    quantize_source("swiglu_backward_quantize_transpose", out, source, R, F, stream);
 }
 
 #endif
