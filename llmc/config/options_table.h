@@ -363,21 +363,16 @@ enum { RARE, COMMON };
          "--help on")
 // clang-format on
 
+#define FIELD_OF_GROUP(title)
+#define FIELD_OF_INT(field, ...) int64_t field;
+#define FIELD_OF_REAL(field, ...) double field;
+#define FIELD_OF_TEXT(field, ...) const char *field;
+#define FIELD_OF_CHOICE(field, ...) int field;
+#define FIELD_OF_FLAG(field, ...) bool field;
+
 typedef struct {
     const char *model;
-#define GROUP(title)
-#define INT(field, ...) int64_t field;
-#define REAL(field, ...) double field;
-#define TEXT(field, ...) const char *field;
-#define CHOICE(field, ...) int field;
-#define FLAG(field, ...) bool field;
-    OPTIONS(GROUP, INT, REAL, TEXT, CHOICE, FLAG)
-#undef GROUP
-#undef INT
-#undef REAL
-#undef TEXT
-#undef CHOICE
-#undef FLAG
+    OPTIONS(FIELD_OF_GROUP, FIELD_OF_INT, FIELD_OF_REAL, FIELD_OF_TEXT, FIELD_OF_CHOICE, FIELD_OF_FLAG)
     int argc;  // the command line; 0 if the options come from none
     char **argv;
 } Options;
@@ -395,30 +390,25 @@ typedef struct {
     const char *help;
 } OptionRow;
 
+#define ROW_OF_GROUP(title) {OPTION_GROUP, title, 0, 0, 0, 0, "", FREE, RARE, ""},
+#define ROW_OF_INT(field, name, initial, low, high, match, level, help)                                       \
+    {OPTION_INT, name, offsetof(Options, field), (double)(initial), (double)(low), (double)(high), "", match, \
+     level,      help},
+#define ROW_OF_REAL(field, name, initial, low, high, match, level, help)                                       \
+    {OPTION_REAL, name, offsetof(Options, field), (double)(initial), (double)(low), (double)(high), "", match, \
+     level,       help},
+#define ROW_OF_TEXT(field, name, initial, match, level, help) \
+    {OPTION_TEXT, name, offsetof(Options, field), 0, 0, 0, initial, match, level, help},
+#define ROW_OF_CHOICE(field, name, initial, choices, match, level, help)                                           \
+    {OPTION_CHOICE, name, offsetof(Options, field), (double)(initial), 0, 0, &("" choices(CHOICE_WORD))[1], match, \
+     level,         help},
+#define ROW_OF_FLAG(field, name, level, help) \
+    {OPTION_FLAG, name, offsetof(Options, field), 0, 0, 0, "", FREE, level, help},
+
 // The table as rows; ends with a row whose name is NULL.
 static inline const OptionRow *option_rows(void) {
     static const OptionRow rows[] = {
-#define GROUP(title) {OPTION_GROUP, title, 0, 0, 0, 0, "", FREE, RARE, ""},
-#define INT(field, name, initial, low, high, match, level, help)                                              \
-    {OPTION_INT, name, offsetof(Options, field), (double)(initial), (double)(low), (double)(high), "", match, \
-     level,      help},
-#define REAL(field, name, initial, low, high, match, level, help)                                              \
-    {OPTION_REAL, name, offsetof(Options, field), (double)(initial), (double)(low), (double)(high), "", match, \
-     level,       help},
-#define TEXT(field, name, initial, match, level, help) \
-    {OPTION_TEXT, name, offsetof(Options, field), 0, 0, 0, initial, match, level, help},
-#define CHOICE(field, name, initial, choices, match, level, help)                                                  \
-    {OPTION_CHOICE, name, offsetof(Options, field), (double)(initial), 0, 0, &("" choices(CHOICE_WORD))[1], match, \
-     level,         help},
-#define FLAG(field, name, level, help) {OPTION_FLAG, name, offsetof(Options, field), 0, 0, 0, "", FREE, level, help},
-        OPTIONS(GROUP, INT, REAL, TEXT, CHOICE, FLAG)
-#undef GROUP
-#undef INT
-#undef REAL
-#undef TEXT
-#undef CHOICE
-#undef FLAG
-            {OPTION_GROUP, NULL, 0, 0, 0, 0, "", FREE, RARE, ""}};
+        OPTIONS(ROW_OF_GROUP, ROW_OF_INT, ROW_OF_REAL, ROW_OF_TEXT, ROW_OF_CHOICE, ROW_OF_FLAG) ROW_OF_GROUP(NULL)};
     return rows;
 }
 
