@@ -59,7 +59,6 @@
 
 #define EXIT_CODE_ID(id, number, meaning) id = number,
 enum { EXIT_CODES(EXIT_CODE_ID) };
-#undef EXIT_CODE_ID
 
 // Hooks for a program of several ranks that dies. comm.h sets them.
 typedef struct {

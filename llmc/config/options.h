@@ -200,7 +200,6 @@ static inline void options_help(const char *program, const char *presets, bool a
     printf("\nexit status\n");
 #define EXIT_CODE_LINE(id, number, meaning) printf("  %d  %s\n", number, meaning);
     EXIT_CODES(EXIT_CODE_LINE)
-#undef EXIT_CODE_LINE
 }
 
 // The option that a name of other programs stands for; NULL if it is no such name.

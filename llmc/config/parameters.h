@@ -58,18 +58,16 @@ enum { SEGMENT_VECTORS, SEGMENT_MATRICES, SEGMENT_EMBEDDING, NUM_SEGMENTS };
     X(wdown,     "mlp.down_proj.weight",                C,           F,    true,         PARAM_DECAY | PARAM_FP8)
 // clang-format on
 
+#define OFFSET_FIELD(field, ...) int64_t field;
+
 // Element offsets into the flat array; -1 if the model has no such tensor.
 typedef struct {
-#define X(field, ...) int64_t field;
-    ROOT_PARAMETERS(X)
-#undef X
+    ROOT_PARAMETERS(OFFSET_FIELD)
 } RootOffsets;
 
 // Element offsets from the start of the layer's unit (layer_offset()); -1 if the model has no such tensor.
 typedef struct {
-#define X(field, ...) int64_t field;
-    LAYER_PARAMETERS(X)
-#undef X
+    LAYER_PARAMETERS(OFFSET_FIELD)
 } LayerOffsets;
 
 typedef struct {
@@ -156,19 +154,20 @@ static inline int64_t parameter_next(const ParameterTable *t, bool present, int6
     return present ? t->entries[(*next)++].offset - begin : -1;
 }
 
+// Adds a row of the tables above to unit `l`, if the model has the tensor.
+#define ADD_PARAMETER(field, name, rows, cols, present, flags) \
+    if (present) parameter_add(t, prefix, name, rows, cols, l, flags, ends);
+
 static inline void parameter_table_root(ParameterTable *t, const ModelConfig *m) {
-    const int64_t V = m->vocab_size, C = m->hidden_size;
+    const int64_t V = m->vocab_size, C = m->hidden_size, l = ROOT;
+    const char *prefix = "";
     int64_t ends[NUM_SEGMENTS] = {0}, next = 0;
-#define X(field, name, rows, cols, present, flags) \
-    if (present) parameter_add(t, "", name, rows, cols, ROOT, flags, ends);
-    ROOT_PARAMETERS(X)
-#undef X
+    ROOT_PARAMETERS(ADD_PARAMETER)
     for (int k = SEGMENT_MATRICES; k < NUM_SEGMENTS; k++)
         ends[k] = ends[k] / max_i64(V, 1) * model_padded_vocabulary(m);  // V is 0 until the data gives it
     parameter_place(t, 0, 0, ends, t->root_segments);
-#define X(field, name, rows, cols, present, flags) t->root.field = parameter_next(t, present, 0, &next);
-    ROOT_PARAMETERS(X)
-#undef X
+#define ROOT_OFFSET(field, name, rows, cols, present, flags) t->root.field = parameter_next(t, present, 0, &next);
+    ROOT_PARAMETERS(ROOT_OFFSET)
     t->root_size = segment_begin(t->root_segments, NUM_SEGMENTS);
 }
 
@@ -179,14 +178,10 @@ static inline void parameter_table_layer(ParameterTable *t, const ModelConfig *m
     int64_t ends[NUM_SEGMENTS] = {0}, next = first;
     char prefix[32];
     format_checked(prefix, sizeof prefix, "model.layers.%lld.", (long long)l);
-#define X(field, name, rows, cols, present, flags) \
-    if (present) parameter_add(t, prefix, name, rows, cols, l, flags, ends);
-    LAYER_PARAMETERS(X)
-#undef X
+    LAYER_PARAMETERS(ADD_PARAMETER)
     parameter_place(t, first, begin, ends, t->layer_segments);
-#define X(field, name, rows, cols, present, flags) t->layer.field = parameter_next(t, present, begin, &next);
-    LAYER_PARAMETERS(X)
-#undef X
+#define LAYER_OFFSET(field, name, rows, cols, present, flags) t->layer.field = parameter_next(t, present, begin, &next);
+    LAYER_PARAMETERS(LAYER_OFFSET)
     t->layer_size = segment_begin(t->layer_segments, NUM_SEGMENTS);
 }
 

@@ -49,7 +49,6 @@ typedef enum { GEMM_FPROP, GEMM_DGRAD, GEMM_WGRAD, NUM_GEMMS } GemmKind;
 
 #define GRANULARITY_ID(id, ...) id,
 typedef enum { SCALE_GRANULARITIES(GRANULARITY_ID) NUM_GRANULARITIES } ScaleGranularity;
-#undef GRANULARITY_ID
 
 typedef enum { SCALE_TYPE_NONE, SCALE_TYPE_FP32, SCALE_TYPE_E8M0 } ScaleType;
 typedef enum { AMAX_NONE, AMAX_ONE, AMAX_ROWS } AmaxNeed;
@@ -67,7 +66,6 @@ static inline const GranularityTraits *granularity_traits(ScaleGranularity g) {
 #define GRANULARITY_TRAITS(id, name, rows, cols, pad_rows, pad_cols, type, amaxes, same, mode, first, last) \
     {name, rows, cols, pad_rows, pad_cols, SCALE_TYPE_##type, AMAX_##amaxes, same, first, last},
     static const GranularityTraits table[NUM_GRANULARITIES] = {SCALE_GRANULARITIES(GRANULARITY_TRAITS)};
-#undef GRANULARITY_TRAITS
     return &table[g];
 }
 
@@ -98,7 +96,6 @@ typedef enum { ROWWISE, COLUMNWISE } TensorUsage;
     "blockwise need Hopper, mxfp8 needs Blackwell"
 #define RECIPE_ID(id, name) id,
 enum { RECIPES(RECIPE_ID) NUM_RECIPES, RECIPE_BF16 = NUM_RECIPES };
-#undef RECIPE_ID
 
 typedef struct {
     const char *name;

@@ -15,8 +15,6 @@
 #include "../reference/adamw_msamp.h"
 #include "../reference/audit.h"
 #include "../reference/delayed.h"
-#include "../reference/gradient_sum.h"
-#include "../reference/rope.h"
 #include "../run/audit_report.h"
 #include "../run/logger.h"
 #include "../run/memory_fit.h"

@@ -148,7 +148,6 @@ static inline int32_t gemm_scale_mode(ScaleGranularity g) {
 #define GRANULARITY_MODE(id, name, rows, cols, pad_rows, pad_cols, type, amaxes, same, mode, first, last) \
     CUBLASLT_MATMUL_MATRIX_SCALE_##mode,
     static const int32_t modes[NUM_GRANULARITIES] = {SCALE_GRANULARITIES(GRANULARITY_MODE)};
-#undef GRANULARITY_MODE
     return modes[g];
 }
 

@@ -4,7 +4,6 @@
 #define LLMC_TENSOR_SCALES_CUH
 
 #include "../base/arena.h"
-#include "../config/options.h"
 #include "../config/precision.h"
 #include "../config/weight_bound.h"
 #include "delayed.cuh"

@@ -3,7 +3,6 @@
 #define LLMC_ATTENTION_BACKWARD_PLAN_CUH
 
 #include "attention_dims.h"
-#include "../gpu/cuda_utils.cuh"
 
 #define ATTENTION_BACKWARD_KEYS 128       // keys per thread block
 #define ATTENTION_BACKWARD_FRAGMENT 4096  // floats of a 64 x 64 fragment tile

@@ -3,7 +3,6 @@
 #define LLMC_ADAMW_UPDATE_CUH
 
 #include "../base/coat.h"
-#include "../base/msamp.h"
 #include "../fp8/quantize_kernels.cuh"
 #include "../reference/adamw_math.h"
 #include "adamw_norm.cuh"

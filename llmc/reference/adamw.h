@@ -4,7 +4,6 @@
 
 #include "../base/coat.h"
 #include "adamw_math.h"
-#include "rounding.h"
 
 // Returns the sum of squares of n values, in double and in order.
 static inline double squares_sum(const float *x, int64_t n) {

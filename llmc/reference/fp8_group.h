@@ -3,7 +3,6 @@
 #define LLMC_REFERENCE_FP8_GROUP_H
 
 #include "../base/fp8_group.h"
-#include "rounding.h"
 
 // Returns the scale_inv of a group of n values, as E8M0.
 static inline uint8_t fp8_group_find_scale_inv(const float *x, int64_t n) {

@@ -30,7 +30,6 @@
 
 #include "../base/msamp.h"
 #include "gradient_sum.h"
-#include "rounding.h"
 
 #define GRADIENT_FP8_NAN 0x7f
 

@@ -10,7 +10,6 @@
 #include "../config/parameters.h"
 #include "../data/dataloader.h"
 #include "../ranks/comm.h"
-#include "../reference/receipt.h"
 
 // The CPU trainer's part of a replay.
 typedef struct {
