@@ -376,8 +376,7 @@ int main(void) {
     test_failures();
     test_full_disk();
     double odd[] = {3, 1, 2}, even[] = {4, 1, 3, 2};
-    CHECK(logger_median(odd, 3) == 2 && logger_median(even, 4) == 2.5,
-          "the medians of an odd and of an even count are right");
+    CHECK(median_of(odd, 3) == 2 && median_of(even, 4) == 2.5, "the medians of an odd and of an even count are right");
     scratch_remove();
     return check_report();
 }

@@ -283,6 +283,17 @@ static inline int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
 HOST_DEVICE static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 HOST_DEVICE static inline int64_t round_up(int64_t a, int64_t multiple) { return ceil_div(a, multiple) * multiple; }
 
+static inline int compare_doubles(const void *a, const void *b) {
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+// Sorts n values and returns their median: for an even n the mean of the two middle ones; 0 if there are none.
+static inline double median_of(double *values, int64_t n) {
+    qsort(values, (size_t)n, sizeof *values, compare_doubles);
+    return n == 0 ? 0 : n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
+}
+
 // Seconds of a clock that never goes back.
 static inline double seconds_now(void) {
     struct timespec t;

@@ -213,17 +213,6 @@ static inline void links_measure_pairs(LinkReport *r, const LinkOps *ops, const 
 
 // ---- what is slow
 
-static inline int links_compare(const void *a, const void *b) {
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-// Sorts n values and returns their median; 0 if there are none.
-static inline double links_median(double *values, int64_t n) {
-    qsort(values, (size_t)n, sizeof *values, links_compare);
-    return n == 0 ? 0 : n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
-}
-
 UTILS_PRINTF(2, 3) static inline void links_add_fault(LinkFaults *f, const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
@@ -242,7 +231,7 @@ static inline void links_name_ranks(LinkReport *r, const double *values, double 
         int64_t n = 0;
         for (int64_t j = 0; j < r->world; j++)
             if (j != i && values[j] > 0) others[n++] = values[j];
-        const double median = links_median(others, n);
+        const double median = median_of(others, n);
         slow[i] = values[i] > 0 && values[i] < share * median;
         if (slow[i])
             links_add_fault(&r->faults, "rank %lld on %s %s %.4g %s; the median of the other ranks is %.4g",
@@ -277,7 +266,7 @@ static inline void links_name_path(LinkReport *r, LinkPath path) {
         for (int64_t j = 0; j < W; j++) best[i] = fmax(best[i], links_pair_rate(r, path, i, j));
     format_checked(what, sizeof what, "reaches other ranks over %s at", link_path_name(path));
     links_name_ranks(r, best, LINKS_SLOW, what, "GB/s", 1e9, slow);
-    const double median = links_median(all, links_pair_rates(r, path, all));
+    const double median = median_of(all, links_pair_rates(r, path, all));
     for (int64_t i = 0; i < W; i++)
         for (int64_t j = i + 1; j < W; j++) {
             const double rate = links_pair_rate(r, path, i, j);
@@ -355,7 +344,7 @@ static inline void links_print_pairs(const LinkReport *r) {
     double *rates = (double *)xcalloc((size_t)(r->world * r->world), sizeof *rates);
     for (int path = 0; path < NUM_LINK_PATHS; path++) {
         const int64_t n = links_pair_rates(r, (LinkPath)path, rates);
-        const double median = links_median(rates, n);
+        const double median = median_of(rates, n);
         if (!n) continue;
         printf("  pairs over %s: %lld, at %.4g to %.4g GB/s each way, median %.4g\n", link_path_name((LinkPath)path),
                (long long)n, rates[0] * 1e-9, rates[n - 1] * 1e-9, median * 1e-9);

@@ -75,8 +75,7 @@ static inline void audit_log(Logger *logger, int64_t step, const AuditSums *sums
         const AuditOperand o = audit_operand((int)(i % AUDIT_OPERANDS));
         const AuditSums s = audit_of(sums, p, l, id, o);
         if (s.count == 0) continue;
-        JsonText line = {NULL, 0, 0};
-        json_text_add(&line, "{\"type\": \"fp8_audit\"");
+        JsonText line = logger_begin("fp8_audit");
         logger_add_int(&line, "step", step);
         logger_add_int(&line, "layer", l);
         logger_add_text(&line, "linear", p->linear[id].name);
@@ -88,7 +87,6 @@ static inline void audit_log(Logger *logger, int64_t step, const AuditSums *sums
         logger_add(&line, "flushed", s.flushed / s.count);
         logger_add(&line, "saturated", s.saturated / s.count);
         logger_add(&line, "sqnr_db", audit_sqnr_db(&s));
-        json_text_add(&line, "}");
         logger_write(logger, &line);
     }
 }

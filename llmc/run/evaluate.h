@@ -75,8 +75,7 @@ static inline void evaluation_report(Evaluation *e, Logger *l, const char *data,
         printf(", bits per byte %.4f to %.4f", byte * (1 - reach / loss), byte * (1 + reach / loss));
     printf("\n");
     fflush(stdout);
-    JsonText line = {NULL, 0, 0};
-    json_text_add(&line, "{\"type\": \"evaluation\"");
+    JsonText line = logger_begin("evaluation");
     logger_add_text(&line, "data", data);
     logger_add_int(&line, "sequences", sequences);
     logger_add_int(&line, "all_sequences", all);
@@ -89,7 +88,6 @@ static inline void evaluation_report(Evaluation *e, Logger *l, const char *data,
     logger_add(&line, "perplexity", exp(loss));
     logger_add(&line, "bits_per_byte", byte);
     logger_add(&line, "seconds", seconds_now() - e->began);
-    json_text_add(&line, "}");
     logger_write(l, &line);
 }
 

@@ -77,10 +77,18 @@ typedef struct {
     int64_t memory;  // largest StepRecord.memory so far
 } Logger;
 
-// Writes one line, and frees it. On a full disk the log loses lines and the run goes on: a part of a line is cut off
-// again, so that the next record has a line of its own. A file that cannot be cut (a pipe, a failing disk) is closed.
+// Begins a record of `type`. Members follow (logger_add), then logger_write.
+static inline JsonText logger_begin(const char *type) {
+    JsonText line = {NULL, 0, 0};
+    json_text_add(&line, "{\"type\": \"%s\"", type);
+    return line;
+}
+
+// Ends a record, writes its line, and frees it. On a full disk the log loses lines and the run goes on: a part of a
+// line is cut off again, so that the next record has a line of its own. A file that cannot be cut (a pipe, a failing
+// disk) is closed.
 static inline void logger_write(Logger *l, JsonText *line) {
-    json_text_add(line, "\n");
+    json_text_add(line, "}\n");
     if (l->file && FILE_WORK("write", l->path, fwrite(line->data, 1, line->size, l->file)) == line->size) {
         l->end += (int64_t)line->size;
     } else if (l->file) {
@@ -129,8 +137,7 @@ static inline void logger_add_settings(JsonText *line, const Options *o) {
 
 static inline void logger_write_settings(Logger *l, const Options *o, const ModelConfig *m, const ParameterTable *t,
                                          const Precision *p) {
-    JsonText line = {NULL, 0, 0};
-    json_text_add(&line, "{\"type\": \"settings\"");
+    JsonText line = logger_begin("settings");
     logger_add_text(&line, "version", TRAINER_VERSION);
     logger_add_text(&line, "build", TRAINER_BUILD);
     logger_add_text(&line, "program", l->run.program);
@@ -146,7 +153,6 @@ static inline void logger_write_settings(Logger *l, const Options *o, const Mode
     logger_add_int(&line, "memory_plan_bytes", l->run.memory_plan);
     if (l->run.plan) json_text_add(&line, "%s", l->run.plan);
     logger_add_settings(&line, o);
-    json_text_add(&line, "}");
     logger_write(l, &line);
 }
 
@@ -373,8 +379,7 @@ static inline void logger_step(Logger *l, const StepRecord *s) {
     logger_keep(l, s);
     const Throughput r = logger_throughput(l, s->seconds);
     logger_print_step(l, s, &r);
-    JsonText line = {NULL, 0, 0};
-    json_text_add(&line, "{\"type\": \"step\"");
+    JsonText line = logger_begin("step");
     logger_add_int(&line, "step", s->step);
     logger_add(&line, "loss", s->loss);
     logger_add(&line, "norm", s->norm);
@@ -383,7 +388,7 @@ static inline void logger_step(Logger *l, const StepRecord *s) {
     logger_add_throughput(&line, &r);
     logger_add_int(&line, "memory_bytes", s->memory);
     logger_add_times(&line, s, l->run.world_size);
-    json_text_add(&line, ", \"skipped\": %s}", s->skipped ? "true" : "false");
+    json_text_add(&line, ", \"skipped\": %s", s->skipped ? "true" : "false");
     logger_write(l, &line);
 }
 
@@ -397,8 +402,7 @@ static inline void logger_validation(Logger *l, int64_t step, const double *loss
     printf("validation after step %lld | loss %.6f\n", (long long)step, loss);
     fflush(stdout);
     activity_end();
-    JsonText line = {NULL, 0, 0};
-    json_text_add(&line, "{\"type\": \"validation\"");
+    JsonText line = logger_begin("validation");
     logger_add_int(&line, "step", step);
     logger_add(&line, "loss", loss);
     json_text_add(&line, ", \"losses\": [");
@@ -409,46 +413,31 @@ static inline void logger_validation(Logger *l, int64_t step, const double *loss
     }
     json_text_add(&line, "]");
     logger_add(&line, "seconds", seconds);
-    json_text_add(&line, "}");
     logger_write(l, &line);
 }
 
 // Logs a save that took `seconds`. error: the reason if the save failed, else NULL.
 static inline void logger_save(Logger *l, int64_t step, double seconds, const char *error) {
-    JsonText line = {NULL, 0, 0};
     l->times.saving += seconds;
-    json_text_add(&line, "{\"type\": \"save\"");
+    JsonText line = logger_begin("save");
     logger_add_int(&line, "step", step);
     if (error) logger_add_text(&line, "error", error);
     logger_add(&line, "seconds", seconds);
-    json_text_add(&line, "}");
     logger_write(l, &line);
-}
-
-static inline int logger_compare(const void *a, const void *b) {
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-// Returns the median; for an even number of values the mean of the two middle ones. Sorts in place.
-static inline double logger_median(double *values, int64_t n) {
-    qsort(values, (size_t)n, sizeof(double), logger_compare);
-    return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
 }
 
 // Logs the profile of the last step. parts: the rows of its table, as the elements of a JSON array.
 static inline void logger_profile(Logger *l, int64_t step, const char *parts) {
-    JsonText line = {NULL, 0, 0};
-    json_text_add(&line, "{\"type\": \"profile\"");
+    JsonText line = logger_begin("profile");
     logger_add_int(&line, "step", step);
-    json_text_add(&line, ", \"parts\": [%s]}", parts);
+    json_text_add(&line, ", \"parts\": [%s]", parts);
     logger_write(l, &line);
 }
 
 // Logs the report of --check-links. members: the record's members except "type", as JSON.
 static inline void logger_links(Logger *l, const char *members) {
-    JsonText line = {NULL, 0, 0};
-    json_text_add(&line, "{\"type\": \"links\", %s}", members);
+    JsonText line = logger_begin("links");
+    json_text_add(&line, ", %s", members);
     logger_write(l, &line);
 }
 
@@ -488,7 +477,7 @@ static inline void logger_summary(Logger *l) {
     const double first = taken ? l->losses[0] : (double)NAN;
     double loss = taken ? 0 : (double)NAN;
     for (int64_t i = taken - last; i < taken; i++) loss += l->losses[i] / (double)last;
-    const double seconds = logger_median(l->seconds + warmup, l->count - warmup);
+    const double seconds = median_of(l->seconds + warmup, l->count - warmup);
     const Throughput r = logger_throughput(l, seconds);
     char speed[256];
     logger_format_speed(speed, sizeof speed, &r, seconds, l->memory);
@@ -498,8 +487,7 @@ static inline void logger_summary(Logger *l) {
            speed);
     const bool diverged = logger_diverged(l, loss);
     run_times_print(&l->times, wall);
-    JsonText line = {NULL, 0, 0};
-    json_text_add(&line, "{\"type\": \"summary\"");
+    JsonText line = logger_begin("summary");
     logger_add_int(&line, "steps", l->count);
     logger_add_int(&line, "skipped", l->skipped);
     logger_add(&line, "first_loss", first);
@@ -510,7 +498,6 @@ static inline void logger_summary(Logger *l) {
     logger_add_int(&line, "memory_bytes", l->memory);
     run_times_json(&line, &l->times, wall);
     logger_energy(l, &line, warmup);
-    json_text_add(&line, "}");
     logger_write(l, &line);
 }
 

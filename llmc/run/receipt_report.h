@@ -102,11 +102,11 @@ static inline void receipt_compare_replicas(const Receipts *r, int64_t step, uin
 // Writes the line of a receipt.
 static inline void receipt_log(Receipts *r, int64_t step, int64_t samples, const uint64_t *sums, int64_t n,
                                const uint64_t *ranks, int64_t world) {
-    JsonText line = {NULL, 0, 0};
+    JsonText line = logger_begin("receipt");
     r->chain = receipt_chain(receipt_chain(r->chain, (uint64_t)step), (uint64_t)samples);
     for (int64_t i = 0; i < n; i++) r->chain = receipt_chain(r->chain, sums[i]);
-    json_text_add(&line, "{\"type\": \"receipt\", \"step\": %lld, \"samples\": %lld, \"chain\": \"%016llx\"",
-                  (long long)step, (long long)samples, (unsigned long long)r->chain);
+    json_text_add(&line, ", \"step\": %lld, \"samples\": %lld, \"chain\": \"%016llx\"", (long long)step,
+                  (long long)samples, (unsigned long long)r->chain);
     json_text_add(&line, ", \"ranks\": [");
     for (int64_t i = 0; i < world; i++)
         json_text_add(&line, "%s\"%016llx\"", i ? ", " : "", (unsigned long long)ranks[i]);
@@ -122,7 +122,6 @@ static inline void receipt_log(Receipts *r, int64_t step, int64_t samples, const
         for (int64_t i = 0; i < count; i++) json_text_add(&line, "%016llx", (unsigned long long)*sums++);
         if (count) json_text_add(&line, "\"");
     }
-    json_text_add(&line, "}");
     logger_write(r->logger, &line);
 }
 
