@@ -137,9 +137,9 @@ static inline void fsdp_prefetch(Fsdp *f, int64_t l) {
     CUDA_CHECK(cudaStreamWaitEvent(stream, slot->released, 0));
     const void *part = fp8 ? (void *)(f->weights.shard_fp8 + l * slice)
                            : (void *)(f->in.weights + fsdp_segment(f, l, SEGMENT_MATRICES).shard);
-    transport_begin_gather(&f->transport, "all-gather of the weights", l);
+    transport_begin(&f->transport, "all-gather of the weights", l);
     transport_gather(&f->transport, part, fsdp_slot_data(f, index), slice, fp8 ? ncclUint8 : ncclBfloat16);
-    transport_end_gather(&f->transport);
+    transport_end(&f->transport);
     CUDA_CHECK(cudaEventRecord(slot->arrived, stream));
     slot->layer = l;
 }
@@ -195,13 +195,13 @@ static inline void fsdp_publish_root(Fsdp *f) {
     const FsdpUnit root = fsdp_weights(f, ROOT);
     bf16 *const to[NUM_SEGMENTS] = {root.vectors, root.matrices, root.embedding};
     comm_waits_compute(&f->transport);
-    transport_begin_gather(&f->transport, "all-gather of the weights", ROOT);
-    transport_gather_barrier(&f->transport);  // waits until all ranks have updated their shards
+    transport_begin(&f->transport, "all-gather of the weights", ROOT);
+    transport_barrier(&f->transport);  // waits until all ranks have updated their shards
     for (int k = 0; k < NUM_SEGMENTS; k++) {
         const ShardSegment g = fsdp_segment(f, ROOT, k);
         if (g.slice) transport_gather(&f->transport, f->in.weights + g.shard, to[k], g.slice, ncclBfloat16);
     }
-    transport_end_gather(&f->transport);
+    transport_end(&f->transport);
 }
 
 static inline void fsdp_gather_vectors(Fsdp *f) {
@@ -382,10 +382,10 @@ static inline void fsdp_reduce_replicas(Fsdp *f, int64_t l, bool last) {
 static inline const bf16 *fsdp_gather_input_gradients(Fsdp *f, const bf16 *dx) {
     if (f->plan.embedding != FSDP_EMBEDDING_FROM_INPUTS) return dx;
     comm_waits_compute(&f->transport);
-    transport_begin_gather(&f->transport, "all-gather of the embedding's output gradients", NO_LAYER);
+    transport_begin(&f->transport, "all-gather of the embedding's output gradients", NO_LAYER);
     transport_gather(&f->transport, dx, f->gradients.root_buffer, f->plan.input_elements, ncclBfloat16);
-    transport_gather_barrier(&f->transport);  // waits until all ranks have read dx
-    transport_end_gather(&f->transport);
+    transport_barrier(&f->transport);  // waits until all ranks have read dx
+    transport_end(&f->transport);
     compute_waits_comm(&f->transport);
     return f->gradients.root_buffer;
 }

@@ -189,20 +189,24 @@ static inline void transport_wait_all(Transport *t) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// All-gather
+// Operations over the shard group
 
-// Begins an all-gather. Then call transport_gather for each array, and transport_end_gather. Error messages name `what`
-// and `l`, a layer, ROOT or NO_LAYER (nccl_begin_operation).
-static inline void transport_begin_gather(Transport *t, const char *what, int64_t l) {
+// Begins an operation that copy engines or NCCL do, and that transport_end ends. Error messages name `what` and `l`, a
+// layer, ROOT or NO_LAYER (nccl_begin_operation).
+static inline void transport_begin(Transport *t, const char *what, int64_t l) {
     if (t->kind == TRANSPORT_COPY_ENGINES) nccl_begin_operation(t->nccl, what, l);
     else nccl_begin(t->nccl, what, l);
 }
 
 // Enqueues a barrier of the shard group, with copy engines: later communication waits until all ranks reach it.
-// With NCCL it does nothing, since an all-gather itself waits for all ranks. Call it between transport_begin_gather and
-// transport_end_gather.
-static inline void transport_gather_barrier(Transport *t) {
+// With NCCL it does nothing, since a collective itself waits for all ranks. Call it within an operation.
+static inline void transport_barrier(Transport *t) {
     if (t->kind == TRANSPORT_COPY_ENGINES) peer_barrier(&t->peers, t->nccl->stream);
+}
+
+static inline void transport_end(Transport *t) {
+    if (t->kind == TRANSPORT_COPY_ENGINES) nccl_end_operation(t->nccl);
+    else nccl_end(t->nccl);
 }
 
 // all [shard_size][slice] = each rank's part [slice], of type ncclUint8 or ncclBfloat16.
@@ -210,11 +214,6 @@ static inline void transport_gather(Transport *t, const void *part, void *all, i
     const int64_t bytes = slice * (type == ncclUint8 ? 1 : (int64_t)sizeof(bf16));
     if (t->kind == TRANSPORT_COPY_ENGINES) peer_read(&t->peers, part, all, bytes, true, t->nccl->stream);
     else nccl_all_gather(t->nccl, COMM_SHARD, part, all, slice, type);
-}
-
-static inline void transport_end_gather(Transport *t) {
-    if (t->kind == TRANSPORT_COPY_ENGINES) nccl_end_operation(t->nccl);
-    else nccl_end(t->nccl);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -417,38 +416,31 @@ static inline void transport_reduce_scatter_in_place(Transport *t, bf16 *whole, 
     bf16 *own = whole + t->shard_rank * slice;
     const GradientSum replace = {};
     const cudaStream_t stream = t->nccl->stream;
-    if (t->kind != TRANSPORT_COPY_ENGINES) {
-        nccl_begin(t->nccl, "reduce-scatter of the gradients", l);
+    transport_begin(t, "reduce-scatter of the gradients", l);
+    transport_barrier(t);  // all ranks have computed their gradients
+    if (t->kind == TRANSPORT_COPY_ENGINES) {
+        peer_read(&t->peers, own, t->received, slice * (int64_t)sizeof(bf16), false, stream);
+        CUDA_LAUNCH(transport_sum_kernel<bf16>, grid_size(slice, TRANSPORT_THREADS * 8), TRANSPORT_THREADS, 0, stream,
+                    own, own, t->received, t->shard_size, t->shard_rank, slice, replace);
+    } else {
         nccl_reduce_scatter(t->nccl, COMM_SHARD, whole, own, slice, ncclBfloat16);
-        nccl_end(t->nccl);
-        return;
     }
-    nccl_begin_operation(t->nccl, "reduce-scatter of the gradients", l);
-    peer_barrier(&t->peers, stream);  // all ranks have computed their gradients
-    peer_read(&t->peers, own, t->received, slice * (int64_t)sizeof(bf16), false, stream);
-    CUDA_LAUNCH(transport_sum_kernel<bf16>, grid_size(slice, TRANSPORT_THREADS * 8), TRANSPORT_THREADS, 0, stream, own,
-                own, t->received, t->shard_size, t->shard_rank, slice, replace);
-    peer_barrier(&t->peers, stream);  // all ranks have finished reading
-    nccl_end_operation(t->nccl);
+    transport_barrier(t);  // all ranks have finished reading
+    transport_end(t);
 }
 
 // received [shard_size - 1][slice] = the other ranks' codes of this rank's slice, in the order of ranks. `codes`
 // [shard_size][slice] has this rank's codes of all slices.
 static inline void transport_exchange_codes(Transport *t, const uint8_t *codes, uint8_t *received, int64_t slice,
                                             int64_t l) {
-    const cudaStream_t stream = t->nccl->stream;
-    if (t->kind != TRANSPORT_COPY_ENGINES) {
-        const CodeParts p = {slice, t->shard_size * slice, t->shard_size};
-        nccl_begin(t->nccl, "reduce-scatter of the gradients", l);
-        nccl_scatter_codes(t->nccl, COMM_SHARD, &p, t->shard_rank, codes, received);
-        nccl_end(t->nccl);
-        return;
-    }
-    nccl_begin_operation(t->nccl, "reduce-scatter of the gradients", l);
-    peer_barrier(&t->peers, stream);  // all ranks have cast their gradients
-    peer_read(&t->peers, codes + t->shard_rank * slice, received, slice, false, stream);
-    peer_barrier(&t->peers, stream);  // all ranks have finished reading
-    nccl_end_operation(t->nccl);
+    const CodeParts p = {slice, t->shard_size * slice, t->shard_size};
+    const uint8_t *own = codes + t->shard_rank * slice;
+    transport_begin(t, "reduce-scatter of the gradients", l);
+    transport_barrier(t);  // all ranks have cast their gradients
+    if (t->kind == TRANSPORT_COPY_ENGINES) peer_read(&t->peers, own, received, slice, false, t->nccl->stream);
+    else nccl_scatter_codes(t->nccl, COMM_SHARD, &p, t->shard_rank, codes, received);
+    transport_barrier(t);  // all ranks have finished reading
+    transport_end(t);
 }
 
 // Reduce-scatters segments [count] of a gradient over the shard group and adds this rank's slices to its sums;
