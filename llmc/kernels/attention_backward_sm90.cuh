@@ -478,11 +478,7 @@ static inline void attention_backward_sm90(bf16 *dqkv, const bf16 *dout, const b
             "1 to 65535, 1 to 16777216, and up to 32767",
             (long long)d.B, (long long)d.T, (long long)d.NH, (long long)d.NKV);
     AttentionBackwardPlan plan = attention_backward_plan(d);
-    const bool masked = d.documents.starts != NULL;
-    const auto launch = d.HD == 128
-                            ? (masked ? attention_backward_launch<128, true> : attention_backward_launch<128, false>)
-                            : (masked ? attention_backward_launch<64, true> : attention_backward_launch<64, false>);
-    launch(dqkv, dout, qkv, out, lse, workspace, d, plan, s);
+    ATTENTION_INSTANCE(attention_backward_launch, d)(dqkv, dout, qkv, out, lse, workspace, d, plan, s);
 }
 
 #endif

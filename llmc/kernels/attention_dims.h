@@ -14,6 +14,11 @@ typedef struct {
     Documents documents;  // in GPU memory; a query sees keys of its own document alone
 } AttentionDims;
 
+// The instance of a launcher, a template of head dimension and masking, for these sizes.
+#define ATTENTION_INSTANCE(launch, d)                                                \
+    ((d).HD == 128 ? ((d).documents.starts ? launch<128, true> : launch<128, false>) \
+                   : ((d).documents.starts ? launch<64, true> : launch<64, false>))
+
 static inline AttentionDims attention_dims(const Dims *d, bool deterministic) {
     const AttentionDims a = {d->B, d->T, d->NH, d->NKV, d->HD, deterministic, d->documents};
     return a;

@@ -435,11 +435,7 @@ static inline void attention_forward_sm90_launch(bf16 *out, float *lse, uint32_t
 // (hopper_available()). It neither allocates nor synchronizes.
 static inline void attention_forward_sm90(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d,
                                           cudaStream_t stream) {
-    const bool masked = d.documents.starts != NULL;
-    const auto launch =
-        d.HD == 128 ? (masked ? attention_forward_sm90_launch<128, true> : attention_forward_sm90_launch<128, false>)
-                    : (masked ? attention_forward_sm90_launch<64, true> : attention_forward_sm90_launch<64, false>);
-    launch(out, lse, amax, qkv, d, stream);
+    ATTENTION_INSTANCE(attention_forward_sm90_launch, d)(out, lse, amax, qkv, d, stream);
 }
 
 #endif

@@ -409,11 +409,7 @@ static inline void attention_forward_mma_launch(bf16 *out, float *lse, const bf1
 // Takes the arguments of attention_forward (attention.cuh).
 static inline void attention_forward_mma(bf16 *out, float *lse, uint32_t *amax, const bf16 *qkv, AttentionDims d,
                                          cudaStream_t stream) {
-    const bool masked = d.documents.starts != NULL;
-    const auto launch =
-        d.HD == 128 ? (masked ? attention_forward_mma_launch<128, true> : attention_forward_mma_launch<128, false>)
-                    : (masked ? attention_forward_mma_launch<64, true> : attention_forward_mma_launch<64, false>);
-    launch(out, lse, qkv, d, stream);
+    ATTENTION_INSTANCE(attention_forward_mma_launch, d)(out, lse, qkv, d, stream);
     if (amax) tensor_amax(amax, out, d.B * d.T * d.NH * d.HD, stream);
 }
 
@@ -443,11 +439,7 @@ static inline void attention_backward_mma(bf16 *dqkv, const bf16 *dout, const bf
                                           const float *lse, void *workspace, AttentionDims d, cudaStream_t stream) {
     float *delta = (float *)workspace;
     CUDA_LAUNCH(attention_delta_kernel, grid_size(d.B * d.T * d.NH, 8), 256, 0, stream, delta, dout, out, d);
-    const bool masked = d.documents.starts != NULL;
-    const auto launch =
-        d.HD == 128 ? (masked ? attention_backward_mma_launch<128, true> : attention_backward_mma_launch<128, false>)
-                    : (masked ? attention_backward_mma_launch<64, true> : attention_backward_mma_launch<64, false>);
-    launch(dqkv, dout, qkv, lse, delta, d, stream);
+    ATTENTION_INSTANCE(attention_backward_mma_launch, d)(dqkv, dout, qkv, lse, delta, d, stream);
 }
 
 #endif
