@@ -153,6 +153,8 @@ static const char *listing(const char *dir) {
     return text;
 }
 
+#define CHECK_LISTING(dir, want, what) CHECK(strcmp(listing(dir), want) == 0, "%s; found %s", what, listing(dir))
+
 static void flip_byte(const char *path, int64_t at) {
     FILE *f = fopen(path, "r+b");
     if (!f) die("cannot open %s", path);
@@ -244,7 +246,7 @@ static void test_round_trip(void) {
         trainer_free(a);
         trainer_free(b);
     }
-    CHECK(strcmp(listing(dir), "7") == 0, "a save of the same step replaces its checkpoint; found %s", listing(dir));
+    CHECK_LISTING(dir, "7", "a save of the same step replaces its checkpoint");
     remove_tree(dir);
     free((char *)dir);
 }
@@ -266,7 +268,7 @@ static void test_delayed(void) {
     Trainer *a = trainer_new(FAMILY_QWEN3, true, false, MOMENTS_BF16),
             *b = trainer_new(FAMILY_QWEN3, true, false, MOMENTS_BF16);
     const char *dir = xstrdup(scratch_path("delayed"));
-    char found[PATH_CAPACITY], state[PATH_CAPACITY], output[4096];
+    char found[PATH_CAPACITY], state[PATH_CAPACITY];
     Failure failure = {"", false};
     trainer_fill(a, 6);
     add_delayed(a, 7), add_delayed(b, 7);
@@ -281,9 +283,8 @@ static void test_delayed(void) {
     CHECK(memcmp(history, b->delayed[0], (size_t)elements * sizeof(float)) == 0, "a load restores the amax history");
     CHECK(memcmp(scales_of_a, b->delayed[1], (size_t)tensors * sizeof(float)) == 0, "a load restores the scales");
     b->state.delayed_window = 6;
-    CHECK(check_dies(load_delayed, b, "tensor amax_history has shape [24, 7]; the model needs [24, 6]", output,
-                     sizeof output),
-          "a checkpoint with another window of the amax history is refused: %s", output);
+    CHECK_DIES(load_delayed, b, "tensor amax_history has shape [24, 7]; the model needs [24, 6]",
+               "a checkpoint with another window of the amax history is refused");
     CHECK(model_export_hf(scratch_path("delayed-export"), &a->model, &a->table, &a->state, NULL, &failure),
           "the export is made: %s", failure.text);
     format_checked(state, sizeof state, "%s/fp8_state.safetensors", scratch_path("delayed-export"));
@@ -316,23 +317,20 @@ static void test_delayed(void) {
     CHECK(checkpoint_save(dir, 2, &progress, &b->run, &b->table, &b->state, &failure),
           "what was loaded can be saved: %s", failure.text);
     write_float(state, data + 12, NAN);
-    CHECK(check_dies(load_delayed, b, "amax_history holds nan, which is not an amax; move this checkpoint away", output,
-                     sizeof output),
-          "a NaN in the amax history is refused: %s", output);
+    CHECK_DIES(load_delayed, b, "amax_history holds nan, which is not an amax; move this checkpoint away",
+               "a NaN in the amax history is refused");
     write_float(state, data + 12, 1), write_float(state, scales, INFINITY);
-    CHECK(check_dies(load_delayed, b, "scale holds inf, which is not a scale", output, sizeof output),
-          "an infinite scale is refused: %s", output);
+    CHECK_DIES(load_delayed, b, "scale holds inf, which is not a scale", "an infinite scale is refused");
     write_float(state, scales, -2);
-    CHECK(check_dies(load_delayed, b, "scale holds -2, which is not a scale", output, sizeof output),
-          "a negative scale is refused: %s", output);
+    CHECK_DIES(load_delayed, b, "scale holds -2, which is not a scale", "a negative scale is refused");
     write_float(state, scales, 1);
     flip_byte(state, data + 3);
     CHECK(!checkpoint_is_whole(found, true, &failure) && strstr(failure.text, "fp8_state.safetensors is damaged"),
           "a changed byte is detected: %s", failure.text);
     a->state.delayed_tensors = 0;
     save(a, dir, 10, 1);
-    CHECK(check_dies(load_delayed, b, "has neither fp8_state.safetensors", output, sizeof output),
-          "a checkpoint without the state of delayed scaling is refused: %s", output);
+    CHECK_DIES(load_delayed, b, "has neither fp8_state.safetensors",
+               "a checkpoint without the state of delayed scaling is refused");
     remove_tree(dir);
     remove_tree(scratch_path("delayed-export"));
     free((char *)dir);
@@ -381,7 +379,6 @@ static void list_unreadable(void *dir) {
 static void test_unreadable_folders(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     const char *dir = xstrdup(scratch_path("unreadable")), *words = "cannot read folder";
-    char output[4096];
     CheckpointSteps list;
     Failure failure = {"", false};
     trainer_fill(t, 1);
@@ -395,8 +392,7 @@ static void test_unreadable_folders(void) {
               "with %d entries read, the search for leftovers fails: %s", entries, failure.text);
     }
     readable_entries = -1;
-    CHECK(check_dies(list_unreadable, (void *)dir, words, output, sizeof output),
-          "the search for weights of other formats fails: %s", output);
+    CHECK_DIES(list_unreadable, (void *)dir, words, "the search for weights of other formats fails");
     const char *export = xstrdup(scratch_path("unreadable-export"));
     CHECK(model_export_hf(export, &t->model, &t->table, &t->state, NULL, &failure), "the export is made: %s",
           failure.text);
@@ -419,18 +415,16 @@ static void test_keep(void) {
     const char *dir = xstrdup(scratch_path("keep"));
     char broken[PATH_CAPACITY];
     for (int64_t step = 10; step <= 40; step += 10) save(t, dir, step, 2);
-    CHECK(strcmp(listing(dir), "40 30") == 0, "two checkpoints are kept; found %s", listing(dir));
+    CHECK_LISTING(dir, "40 30", "two checkpoints are kept");
     save(t, dir, 40, 2);  // saves the step again
-    CHECK(strcmp(listing(dir), "40 30") == 0, "saving a step again removes no other checkpoint; found %s",
-          listing(dir));
+    CHECK_LISTING(dir, "40 30", "saving a step again removes no other checkpoint");
     // A checkpoint that lacks bytes does not count as kept, so an older complete one stays.
     format_checked(broken, sizeof broken, "%s/step-00000040/optimizer.safetensors", dir);
     CHECK(truncate(broken, 100) == 0, "the file is truncated: %s", strerror(errno));
     save(t, dir, 50, 2);
-    CHECK(strcmp(listing(dir), "50 40 30") == 0, "a checkpoint with a truncated file does not count as kept; found %s",
-          listing(dir));
+    CHECK_LISTING(dir, "50 40 30", "a checkpoint with a truncated file does not count as kept");
     save(t, dir, 60, 1);
-    CHECK(strcmp(listing(dir), "60") == 0, "with keep 1 all older checkpoints are removed; found %s", listing(dir));
+    CHECK_LISTING(dir, "60", "with keep 1 all older checkpoints are removed");
     // A checkpoint that the run skipped when it resumed does not count as kept either, even if it looks complete, until
     // the run saves that step itself.
     int64_t steps[] = {66, 64};
@@ -438,23 +432,18 @@ static void test_keep(void) {
     save(t, dir, 64, 9), save(t, dir, 66, 9);
     t->run.skipped = &passed_over;
     save(t, dir, 65, 2);
-    CHECK(strcmp(listing(dir), "66 65 64 60") == 0, "steps 65 and 60 are kept, and the skipped ones stay; found %s",
-          listing(dir));
+    CHECK_LISTING(dir, "66 65 64 60", "steps 65 and 60 are kept, and the skipped ones stay");
     save(t, dir, 66, 2);
-    CHECK(strcmp(listing(dir), "66 65 64") == 0, "steps 66 and 65 are kept, and the skipped step 64 stays; found %s",
-          listing(dir));
+    CHECK_LISTING(dir, "66 65 64", "steps 66 and 65 are kept, and the skipped step 64 stays");
     save(t, dir, 68, 2);
-    CHECK(strcmp(listing(dir), "68 66 64") == 0, "steps 68 and 66 are kept, and the skipped step 64 stays; found %s",
-          listing(dir));
+    CHECK_LISTING(dir, "68 66 64", "steps 68 and 66 are kept, and the skipped step 64 stays");
     t->run.skipped = NULL;
     save(t, dir, 69, 1);
-    CHECK(strcmp(listing(dir), "69") == 0, "if the run has skipped none, keep 1 leaves only step 69; found %s",
-          listing(dir));
+    CHECK_LISTING(dir, "69", "if the run has skipped none, keep 1 leaves only step 69");
     // A checkpoint of a later step than the saved one stays.
     save(t, dir, 90, 9);
     save(t, dir, 70, 1);
-    CHECK(strcmp(listing(dir), "90 70") == 0, "step 90, which is later than the saved step 70, stays; found %s",
-          listing(dir));
+    CHECK_LISTING(dir, "90 70", "step 90, which is later than the saved step 70, stays");
     // Leftovers of interrupted saves are removed. Folders with other names or without the marker file stay.
     Failure failure;
     static const char *const names[] = {
@@ -467,8 +456,7 @@ static void test_keep(void) {
         if (!file_write(path, "model.safetensors", "x", 1, NULL, &failure)) die("%s", failure.text);
     }
     save(t, dir, 95, 1);
-    CHECK(strcmp(listing(dir), "95+3") == 0, "three leftovers are removed, and three other folders stay; found %s",
-          listing(dir));
+    CHECK_LISTING(dir, "95+3", "three leftovers are removed, and three other folders stay");
     // A folder of another program stays, even if it has the name of a checkpoint or of a temporary folder.
     save(t, dir, 81, 9);
     CHECK(strcmp(listing(dir), "95 81+3") == 0,
@@ -480,9 +468,8 @@ static void test_keep(void) {
     if (!folder_create(path, false, &failure) || !file_write(path, "thesis", "x", 1, NULL, &failure))
         die("%s", failure.text);
     save(t, dir, 96, 9);
-    CHECK(strcmp(listing(dir), "96 95 81+4") == 0,
-          "step 96 is saved, and the folder that had its name is there as a fourth other folder; found %s",
-          listing(dir));
+    CHECK_LISTING(dir, "96 95 81+4",
+                  "step 96 is saved, and the folder that had its name is there as a fourth other folder");
     static const char *const others[] = {"step-00000030.2.tmp", "step-80.tmp", "notes", "step-00000081.tmp",
                                          "step-00000096.1"};
     static const bool stays[] = {false, true, true, true, true};
@@ -532,16 +519,14 @@ static void test_links(void) {
           "the newest checkpoint is the linked one, of step 2; found %s", found);
     t->run.skipped = &passed_over;
     save(t, dir, 5, 2);
-    CHECK(strcmp(listing(dir), "10 9 8 7 5 2+4") == 0,
-          "the linked checkpoint counts as kept, and no link is removed; found %s", listing(dir));
+    CHECK_LISTING(dir, "10 9 8 7 5 2+4", "the linked checkpoint counts as kept, and no link is removed");
     save(t, dir, 6, 1);
     CHECK(strcmp(listing(dir), "10 9 8 7 6 2+4") == 0 && passed_over.count == 1 && passed_over.steps[0] == 2,
           "the linked checkpoint stays when it is due to be removed, and then counts as skipped; found %s",
           listing(dir));
     save(t, dir, 8, 1);  // saves over a link
     save(t, dir, 11, 2);
-    CHECK(strcmp(listing(dir), "11 10 9 8 7 2+5") == 0, "steps 11 and 8 are kept, and no link is removed; found %s",
-          listing(dir));
+    CHECK_LISTING(dir, "11 10 9 8 7 2+5", "steps 11 and 8 are kept, and no link is removed");
     CHECK(checkpoint_is_whole(archive, true, &failure) && path_exists(scratch_path("user/thesis")),
           "the linked checkpoint is whole, and the file user/thesis is still there: %s", failure.text);
     for (size_t i = 0; i < sizeof links / sizeof links[0]; i++) {
@@ -570,9 +555,8 @@ static void test_unmarked(void) {
     CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000003"),
           "the newest checkpoint is step 3; found %s", found);
     save(t, dir, 4, 1);
-    CHECK(strcmp(listing(dir), "4 2") == 0,
-          "checkpoints without the marker file are removed, except step 2, whose trainer.json is damaged; found %s",
-          listing(dir));
+    CHECK_LISTING(dir, "4 2",
+                  "checkpoints without the marker file are removed, except step 2, whose trainer.json is damaged");
     remove_tree(dir);
     free((char *)dir);
     trainer_free(t);
@@ -671,9 +655,8 @@ static void test_mismatch(void) {
     CHECK(!strstr(output, "learning-rate") && !strstr(output, "moved"),
           "the error names neither the learning rate nor the path of the training data, which may differ: %s", output);
     t->run.data.tokens--, t->run.data.shards = 2;
-    CHECK(check_dies(check_action, &action, "--train-data has as many tokens as in the checkpoint, but its shards",
-                     output, sizeof output),
-          "training data with as many tokens, but other tokens, is refused: %s", output);
+    CHECK_DIES(check_action, &action, "--train-data has as many tokens as in the checkpoint, but its shards",
+               "training data with as many tokens, but other tokens, is refused");
 
     other = trainer_new(FAMILY_LLAMA, false, false, MOMENTS_BF16);
     other->model.hidden_size = 32, other->model.rope_theta = 5e5, other->model.rope_scaling.factor = 8;
@@ -790,10 +773,8 @@ static void test_lock(void) {
     if (pipe(fds)) die("pipe: %s", strerror(errno));
     const pid_t holder = prepare_child(dir, fds[1]);
     CHECK(read(fds[0], output, 1) == 1, "the first run locks the folder");
-    CHECK(check_dies(prepare_action, dir,
-                     "another run is using it; wait until that run has ended, or give another folder", output,
-                     sizeof output),
-          "a second run is refused: %s", output);
+    CHECK_DIES(prepare_action, dir, "another run is using it; wait until that run has ended, or give another folder",
+               "a second run is refused");
     kill(holder, SIGKILL);
     CHECK(prepares(dir), "a run may use the folder of a run that was killed");
     waitpid(holder, NULL, 0);
@@ -803,7 +784,7 @@ static void test_lock(void) {
 
 static void test_prepare(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
-    char output[4096], dir[PATH_CAPACITY], found[PATH_CAPACITY];
+    char dir[PATH_CAPACITY], found[PATH_CAPACITY];
     format_checked(dir, sizeof dir, "%s", scratch_path("fresh"));
     CHECK(prepares(dir), "a run prepares a new folder");
     CHECK(folder_exists(dir) && strcmp(listing(dir), "") == 0, "the new folder exists and is empty; found %s",
@@ -812,21 +793,18 @@ static void test_prepare(void) {
     CHECK(!checkpoint_find_newest(scratch_path("never"), found, sizeof found),
           "a missing folder has no newest checkpoint");
     save(t, dir, 12, 1);
-    CHECK(check_dies(prepare_action, dir, "already holds step-00000012; add --resume", output, sizeof output),
-          "without --resume, a folder that holds a checkpoint is refused: %s", output);
+    CHECK_DIES(prepare_action, dir, "already holds step-00000012; add --resume",
+               "without --resume, a folder that holds a checkpoint is refused");
     CHECK(prepares(dir), "a run that resumes prepares its folder");
-    CHECK(check_dies(prepare_action, (void *)"/dev/null/parent", "cannot make folder /dev/null/parent", output,
-                     sizeof output),
-          "a folder below a file is refused: %s", output);
+    CHECK_DIES(prepare_action, (void *)"/dev/null/parent", "cannot make folder /dev/null/parent",
+               "a folder below a file is refused");
     // Even root cannot make a folder in /proc or in place of a file.
-    CHECK(check_dies(prepare_action, (void *)"/proc/checkpoints", "cannot make folder /proc/checkpoints", output,
-                     sizeof output),
-          "a folder in /proc is refused: %s", output);
-    CHECK(check_dies(prepare_action, (void *)"/proc/self", "cannot make folder /proc/self/step-00000000.tmp", output,
-                     sizeof output),
-          "a folder in which no folder can be made is refused: %s", output);
-    CHECK(check_dies(prepare_action, (void *)"/dev/null", "cannot make folder /dev/null", output, sizeof output),
-          "a file in place of the folder is refused: %s", output);
+    CHECK_DIES(prepare_action, (void *)"/proc/checkpoints", "cannot make folder /proc/checkpoints",
+               "a folder in /proc is refused");
+    CHECK_DIES(prepare_action, (void *)"/proc/self", "cannot make folder /proc/self/step-00000000.tmp",
+               "a folder in which no folder can be made is refused");
+    CHECK_DIES(prepare_action, (void *)"/dev/null", "cannot make folder /dev/null",
+               "a file in place of the folder is refused");
     remove_tree(dir);
     trainer_free(t);
 }
@@ -866,7 +844,7 @@ static void test_damage(void) {
                  {"optimizer.safetensors", damage_truncate, 7, "has 7 bytes"},
                  {"optimizer.safetensors", flip_byte, 20000, "is damaged"},
                  {"optimizer.safetensors", damage_remove, 0, "No such file"}};
-    char found[PATH_CAPACITY], path[PATH_CAPACITY], output[4096];
+    char found[PATH_CAPACITY], path[PATH_CAPACITY];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Failure failure = {"", false};
         save(t, dir, 1, 2);
@@ -882,8 +860,8 @@ static void test_damage(void) {
     }
     format_checked(path, sizeof path, "%s/step-00000001/trainer.json", dir);
     damage_remove(path, 0);
-    CHECK(check_dies(find_action, (void *)dir, "can be resumed (2 skipped", output, sizeof output),
-          "a folder with two damaged checkpoints and no other is refused: %s", output);
+    CHECK_DIES(find_action, (void *)dir, "can be resumed (2 skipped",
+               "a folder with two damaged checkpoints and no other is refused");
 
     // A checkpoint in a folder that was renamed to another step is refused.
     char renamed[PATH_CAPACITY];
@@ -894,8 +872,8 @@ static void test_damage(void) {
     CHECK(rename(path, renamed) == 0 && !checkpoint_is_whole(renamed, true, &moved) &&
               strstr(moved.text, "has a wrong name: it was saved after step 6"),
           "a renamed checkpoint is refused: %s", moved.text);
-    CHECK(check_dies(find_action, (void *)dir, "can be resumed (1 skipped", output, sizeof output),
-          "a folder with a renamed checkpoint and no other is refused: %s", output);
+    CHECK_DIES(find_action, (void *)dir, "can be resumed (1 skipped",
+               "a folder with a renamed checkpoint and no other is refused");
     CHECK(rename(renamed, path) == 0 && checkpoint_find_newest(dir, found, sizeof found) &&
               strstr(found, "step-00000006"),
           "after its name is restored, the checkpoint is taken; found %s", found);
@@ -1037,7 +1015,7 @@ static void test_nonfinite(void) {
         CHECK(strstr(failure.text, expected) && strstr(failure.text, "nothing was saved; checkpoints of earlier "
                                                                      "steps are untouched"),
               "the error names the tensor: %s", failure.text);
-        CHECK(strcmp(listing(dir), "1") == 0, "only the earlier checkpoint is there; found %s", listing(dir));
+        CHECK_LISTING(dir, "1", "only the earlier checkpoint is there");
         const bool exported =
             model_export_hf(scratch_path("nonfinite-export"), &t->model, &t->table, &t->state, NULL, &failure);
         CHECK(exported == (kind != STATE_WEIGHTS),
@@ -1128,7 +1106,7 @@ static void test_load_nonfinite(void) {
 // infinite.
 static void test_load_scale(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, true, MOMENTS_MSAMP);
-    char output[4096], path[PATH_CAPACITY], file[PATH_CAPACITY];
+    char path[PATH_CAPACITY], file[PATH_CAPACITY];
     format_checked(path, sizeof path, "%s", scratch_path("scale/step-00000001"));
     format_checked(file, sizeof file, "%s/optimizer.safetensors", path);
     Action action = {t, path};
@@ -1136,11 +1114,10 @@ static void test_load_scale(void) {
     for (int i = 0; i < 2; i++) {
         save(t, scratch_path("scale"), 1, 1);
         write_float(file, safetensors_data(file, "exp_avg_sq_scale.model.norm.weight"), i ? -1 : 0);
-        CHECK(check_dies(resume_action, &action,
-                         "tensor exp_avg_sq_scale.model.norm.weight holds a scale that is not a number from 2^-126 to "
-                         "2^126, so nothing can be trained from it; move this checkpoint away",
-                         output, sizeof output),
-              "a scale that is not above zero is refused: %s", output);
+        CHECK_DIES(resume_action, &action,
+                   "tensor exp_avg_sq_scale.model.norm.weight holds a scale that is not a number from 2^-126 to "
+                   "2^126, so nothing can be trained from it; move this checkpoint away",
+                   "a scale that is not above zero is refused");
     }
     remove_tree(scratch_path("scale"));
     trainer_free(t);
@@ -1203,11 +1180,10 @@ static void test_retry(void) {
     run_save_at(&r, 3, false, 2);
     CHECK(r.setup.save_failed && r.setup.saved_step == 2 && strcmp(listing(dir), "2") == 0,
           "after a failed save the earlier checkpoint stays; found %s", listing(dir));
-    CHECK(check_dies(end_action, &r,
-                     "untouched. No other save follows: no checkpoint has the steps after step 2, and "
-                     "--resume continues from there",
-                     output, sizeof output),
-          "the end of the run says which steps no checkpoint has: %s", output);
+    CHECK_DIES(end_action, &r,
+               "untouched. No other save follows: no checkpoint has the steps after step 2, and "
+               "--resume continues from there",
+               "the end of the run says which steps no checkpoint has");
     CHECK(path_exists(r.trainer->options.export_hf), "the export is made although saves failed");
     r.trainer->options.num_steps = 10;
     remove_tree(r.trainer->options.export_hf);
@@ -1236,8 +1212,7 @@ static void test_retry(void) {
           "an export that failed once is made at the second try");
     remove_tree(r.trainer->options.export_hf);
     failing_saves = 2;
-    CHECK(check_dies(end_action, &r, "export to", output, sizeof output), "an export that fails twice is an error: %s",
-          output);
+    CHECK_DIES(end_action, &r, "export to", "an export that fails twice is an error");
     failing_saves = 0;
     remove_tree(dir);
     free(lines);
@@ -1267,12 +1242,11 @@ static void test_killed(void) {
     int status = 0;
     waitpid(child, &status, 0);
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL, "SIGKILL ends the second save");
-    CHECK(strcmp(listing(dir), "1+1") == 0, "the earlier checkpoint and one leftover are there; found %s",
-          listing(dir));
+    CHECK_LISTING(dir, "1+1", "the earlier checkpoint and one leftover are there");
     CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000001"),
           "the newest checkpoint is step 1; found %s", found);
     save(t, dir, 3, 2);
-    CHECK(strcmp(listing(dir), "3 1") == 0, "the next save removes the leftover; found %s", listing(dir));
+    CHECK_LISTING(dir, "3 1", "the next save removes the leftover");
     remove_tree(dir);
     free((char *)dir);
     trainer_free(t);
@@ -1447,9 +1421,8 @@ static void test_export_refusals(void) {
     refused(scratch_path("sticky/mod"), scratch_path("sticky/mod.tmp"), NULL, "the folder of MODEL");
     refused(".", NULL, NULL, "this program runs in it");
     Export here = {dir, NULL, run_in};
-    char output[4096];
-    CHECK(check_dies(export_action, &here, "this program runs in it; use a new folder", output, sizeof output),
-          "the folder in which this program runs is refused: %s", output);
+    CHECK_DIES(export_action, &here, "this program runs in it; use a new folder",
+               "the folder in which this program runs is refused");
     if (geteuid() == 0) {
         refused(dir, NULL, be_nobody, "it cannot be replaced: Operation not permitted");
         CHECK(safetensors_is_own(weights), "the earlier export stays");
@@ -1503,11 +1476,10 @@ static void test_export_restore(void) {
     // NAME and NAME.old.tmp could both be the earlier export: the user must choose one.
     if (!folder_begin(aside, &failure) || !file_write(aside, "config.json", "{}", 2, NULL, &failure))
         die("%s", failure.text);
-    CHECK(check_dies(export_action, &e,
-                     "out.old.tmp is in the way: it may be an earlier export; move it away, or "
-                     "remove it",
-                     output, sizeof output),
-          "the folder in the way is named: %s", output);
+    CHECK_DIES(export_action, &e,
+               "out.old.tmp is in the way: it may be an earlier export; move it away, or "
+               "remove it",
+               "the folder in the way is named");
     remove_tree(aside);
     // Links are not followed, and a folder of another program stays.
     static const char *const names[] = {"out.tmp", "out.old.tmp"};
@@ -1657,22 +1629,18 @@ static void test_foreign_weights(void) {
                          sizeof output),
           "a folder without weights is refused: %s", output);
     write_weights(dir, &t->table, "model.layers.1.mlp.up_proj.weight", "", "", ST_BF16);
-    CHECK(check_dies(load_action, &action, "model.safetensors has no tensor model.layers.1.mlp.up_proj.weight", output,
-                     sizeof output),
-          "a missing tensor is refused: %s", output);
+    CHECK_DIES(load_action, &action, "model.safetensors has no tensor model.layers.1.mlp.up_proj.weight",
+               "a missing tensor is refused");
     write_weights(dir, &t->table, "", "model.layers.0.mlp.down_proj.weight", "", ST_BF16);
-    CHECK(check_dies(load_action, &action,
-                     "tensor model.layers.0.mlp.down_proj.weight has shape [24, 16]; the model needs [16, 24]", output,
-                     sizeof output),
-          "a wrong shape is refused: %s", output);
+    CHECK_DIES(load_action, &action,
+               "tensor model.layers.0.mlp.down_proj.weight has shape [24, 16]; the model needs [16, 24]",
+               "a wrong shape is refused");
     write_weights(dir, &t->table, "", "", "model.layers.0.self_attn.q_proj.bias", ST_BF16);
-    CHECK(check_dies(load_action, &action,
-                     "tensor model.layers.0.self_attn.q_proj.bias does not belong to a model with this config.json",
-                     output, sizeof output),
-          "a tensor of another model is refused: %s", output);
+    CHECK_DIES(load_action, &action,
+               "tensor model.layers.0.self_attn.q_proj.bias does not belong to a model with this config.json",
+               "a tensor of another model is refused");
     write_weights(dir, &t->table, "", "", "", ST_I32);
-    CHECK(check_dies(load_action, &action, "has dtype I32; it must be F32, BF16 or F16", output, sizeof output),
-          "integer weights are refused: %s", output);
+    CHECK_DIES(load_action, &action, "has dtype I32; it must be F32, BF16 or F16", "integer weights are refused");
     // Two kinds of extra tensors are allowed: the lm_head of a tied model, if it equals the embedding, and RoPE tables
     // of old files.
     static const char *const allowed[] = {"", "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"};
@@ -1707,32 +1675,26 @@ static void test_foreign_weights(void) {
               indexes[i]);
     }
     write_weights(dir, &t->table, "", "", "", ST_F8_E4M3);
-    CHECK(check_dies(check_weights_action, &action,
-                     "has dtype F8_E4M3; it must be F32, BF16 or F16: use the original model", output, sizeof output),
-          "quantized weights are refused before any work: %s", output);
+    CHECK_DIES(check_weights_action, &action, "has dtype F8_E4M3; it must be F32, BF16 or F16: use the original model",
+               "quantized weights are refused before any work");
     write_weights(dir, &t->table, "", "", "lm_head.weight", ST_F32);
     write_last(dir, 1);
-    CHECK(check_dies(load_action, &action,
-                     "config.json ties lm_head.weight to model.embed_tokens.weight, but they differ", output,
-                     sizeof output),
-          "a tied model whose lm_head differs is refused: %s", output);
+    CHECK_DIES(load_action, &action, "config.json ties lm_head.weight to model.embed_tokens.weight, but they differ",
+               "a tied model whose lm_head differs is refused");
     write_weights(dir, &t->table, "", "", "", ST_F32);
     write_last(dir, INFINITY);
-    CHECK(check_dies(load_action, &action, "holds a value that is not finite", output, sizeof output),
-          "an infinite weight is refused: %s", output);
+    CHECK_DIES(load_action, &action, "holds a value that is not finite", "an infinite weight is refused");
     Trainer *untied = trainer_new(FAMILY_LLAMA, false, false, MOMENTS_BF16);
     action.trainer = untied;
     write_weights(dir, &t->table, "", "", "", ST_F32);
-    CHECK(check_dies(load_action, &action,
-                     "has no tensor lm_head.weight. If it is the same matrix as model.embed_tokens.weight, set "
-                     "\"tie_word_embeddings\": true in config.json",
-                     output, sizeof output),
-          "an untied model without lm_head is refused: %s", output);
+    CHECK_DIES(load_action, &action,
+               "has no tensor lm_head.weight. If it is the same matrix as model.embed_tokens.weight, set "
+               "\"tie_word_embeddings\": true in config.json",
+               "an untied model without lm_head is refused");
     write_weights(dir, &t->table, "model.embed_tokens.weight", "", "lm_head.weight", ST_F32);
-    CHECK(check_dies(check_weights_action, &action,
-                     "has no tensor model.embed_tokens.weight. If it is the same matrix as lm_head.weight, set", output,
-                     sizeof output),
-          "an untied model without embedding is refused: %s", output);
+    CHECK_DIES(check_weights_action, &action,
+               "has no tensor model.embed_tokens.weight. If it is the same matrix as lm_head.weight, set",
+               "an untied model without embedding is refused");
     remove_tree(dir);
     trainer_free(t);
     trainer_free(untied);

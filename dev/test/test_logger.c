@@ -274,12 +274,9 @@ static void open_log(void *options) {
 
 static void test_failures(void) {
     const char *path = scratch_path("log.jsonl");
-    char output[1024];
-    CHECK(check_dies(open_log, (void *)"/proc/no/such", "--log-dir", output, sizeof output),
-          "logger_open() refuses a folder that does not exist: %s", output);
+    CHECK_DIES(open_log, (void *)"/proc/no/such", "--log-dir", "logger_open() refuses a folder that does not exist");
     if (mkdir(path, 0777)) die("mkdir: %s", strerror(errno));
-    CHECK(check_dies(open_log, scratch, "cannot write", output, sizeof output),
-          "logger_open() refuses a log.jsonl that is a folder: %s", output);
+    CHECK_DIES(open_log, scratch, "cannot write", "logger_open() refuses a log.jsonl that is a folder");
     rmdir(path);
     // A log that can neither be written nor cut is given up, and the run goes on.
     if (symlink("/dev/full", path)) die("symlink: %s", strerror(errno));

@@ -548,7 +548,6 @@ static void call_require_own_gpus(void *gpus) { require_own_gpus((const RankGpu 
 // Four ranks on two hosts, each host with GPUs 1 and 2. GPUs of different hosts are different, and a GPU that two ranks
 // have is named.
 static void test_gpus(void) {
-    char output[512];
     RankGpu gpus[4];
     memset(gpus, 0, sizeof gpus);
     for (int i = 0; i < 4; i++) {
@@ -562,8 +561,7 @@ static void test_gpus(void) {
     gpus[3].uuid.bytes[15] = 1, gpus[3].visible = 2;
     const char *message = "ranks 2 and 3 on b have the same GPU, GPU-00000000-0000-0000-0000-000000000001 (visible "
                           "GPUs: rank 2 has 1, rank 3 has 2); every rank needs its own GPU: start at most 2 there";
-    CHECK(check_dies(call_require_own_gpus, gpus, message, output, sizeof output),
-          "ranks with the same GPU are refused: %s", output);
+    CHECK_DIES(call_require_own_gpus, gpus, message, "ranks with the same GPU are refused");
 }
 
 static void test_cuda_arch(void) {
@@ -594,29 +592,28 @@ static void call_supported(void *run) {
 // FP8 gradients are refused with offloaded optimizer state, as is recipe tensorwise_bounded, and with --reduce-dtype
 // fp32 on several ranks.
 static void test_fp8_gradients_refused(void) {
-    char output[512];
     Supported s = {options_default(), {}, 1};
     model_config_preset(&s.m, "tiny");
     s.o.grad_accum_dtype = SUM_FP8;
     call_supported(&s);
     s.o.offload = "moments";
-    CHECK(check_dies(call_supported, &s, "--offload moments does not go with", output, sizeof output),
-          "FP8 gradients with --offload moments are refused: %s", output);
+    CHECK_DIES(call_supported, &s, "--offload moments does not go with",
+               "FP8 gradients with --offload moments are refused");
     s.o.offload = "activations";
     call_supported(&s);
     s.o.offload = "none", s.world = 2;
     call_supported(&s);
     s.o.reduce_dtype = REDUCE_FP32;
-    CHECK(check_dies(call_supported, &s, "over several GPUs reduces gradients in bf16 or fp8", output, sizeof output),
-          "FP8 gradients with --reduce-dtype fp32 on 2 ranks are refused: %s", output);
+    CHECK_DIES(call_supported, &s, "over several GPUs reduces gradients in bf16 or fp8",
+               "FP8 gradients with --reduce-dtype fp32 on 2 ranks are refused");
     s.world = 1;
     call_supported(&s);
     s.o = options_default();
     s.o.precision = PRECISION_FP8, s.o.fp8_recipe = RECIPE_BOUNDED;
     call_supported(&s);
     s.o.offload = "moments";
-    CHECK(check_dies(call_supported, &s, "does not go with --fp8-recipe tensorwise_bounded", output, sizeof output),
-          "tensorwise_bounded with --offload moments is refused: %s", output);
+    CHECK_DIES(call_supported, &s, "does not go with --fp8-recipe tensorwise_bounded",
+               "tensorwise_bounded with --offload moments is refused");
 }
 
 // Adds 1 to updated[i] for each group i of 128 elements of the shard that a launch updates. Returns how many faults it

@@ -434,12 +434,11 @@ static void plan_bf16_gather(void *context) {
 
 // --fp8-all-gather off with FP16 masters: ranks cannot gather bf16 weights if there are none.
 static void test_bf16_gather(void) {
-    char output[1024], none[] = "", first[] = "first";
-    CHECK(check_dies(plan_bf16_gather, none, "there are none in bf16; leave it out", output, sizeof output),
-          "without a filter, FP8 weights are cast from the masters, so --fp8-all-gather off is refused: %s", output);
-    CHECK(check_dies(plan_bf16_gather, first, "planned", output, sizeof output),
-          "if the filter keeps a layer in bf16, there are bf16 weights, so --fp8-all-gather off is accepted: %s",
-          output);
+    char none[] = "", first[] = "first";
+    CHECK_DIES(plan_bf16_gather, none, "there are none in bf16; leave it out",
+               "without a filter, FP8 weights are cast from the masters, so --fp8-all-gather off is refused");
+    CHECK_DIES(plan_bf16_gather, first, "planned",
+               "if the filter keeps a layer in bf16, there are bf16 weights, so --fp8-all-gather off is accepted");
 }
 
 // With the amax of the logits' gradients the scale is a power of two, and no gradient, rounded up to the mantissas of

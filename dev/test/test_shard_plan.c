@@ -148,7 +148,6 @@ static void bad_range(void *context) {
 static void bad_place(void *context) { shard_plan((const ParameterTable *)context, 2, 2); }
 
 int main(void) {
-    char output[1024];
     for (int family = FAMILY_LLAMA; family <= FAMILY_QWEN3; family++)
         for (int tied = 0; tied < 2; tied++) {
             ModelConfig m = model((ModelFamily)family, tied);
@@ -167,10 +166,8 @@ int main(void) {
             for (int64_t i = 0; i < t.count; i++)
                 CHECK(shard_parameter(&t, &one, &t.entries[i]).shard == t.entries[i].offset,
                       "with one rank, %s keeps its offset", t.entries[i].name);
-            CHECK(check_dies(bad_range, &t, "do not all lie in segment", output, sizeof output),
-                  "a range outside its segment dies: %s", output);
-            CHECK(check_dies(bad_place, &t, "no shard_rank 2 in a shard group of 2", output, sizeof output),
-                  "a shard_rank outside its group dies: %s", output);
+            CHECK_DIES(bad_range, &t, "do not all lie in segment", "a range outside its segment dies");
+            CHECK_DIES(bad_place, &t, "no shard_rank 2 in a shard group of 2", "a shard_rank outside its group dies");
             parameter_table_free(&t);
         }
     ModelConfig large;

@@ -313,7 +313,6 @@ static void test_foreign_rows(void) {
 }
 
 int main(void) {
-    char output[256];
     check_silent();
     check_silence_limit();
     check_lost();
@@ -323,8 +322,7 @@ int main(void) {
     check_alone();
     check_activity();
     check_files();
-    CHECK(check_dies(die_beside_printf, NULL, "stdout is held", output, sizeof output),
-          "die() ends the process while another thread holds stdout: %s", output);
+    CHECK_DIES(die_beside_printf, NULL, "stdout is held", "die() ends the process while another thread holds stdout");
     test_foreign_rows();
     return check_report();
 }

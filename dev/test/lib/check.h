@@ -75,6 +75,13 @@ static inline bool check_dies(void (*action)(void *), void *context, const char 
     return WIFEXITED(status) && WEXITSTATUS(status) != 0 && strstr(output, message) != NULL;
 }
 
+// Checks that the action dies with the message. `what` says what should hold; a failure also prints stderr.
+#define CHECK_DIES(action, context, message, what)                                                     \
+    do {                                                                                               \
+        char stderr_[4096];                                                                            \
+        CHECK(check_dies(action, context, message, stderr_, sizeof stderr_), "%s: %s", what, stderr_); \
+    } while (0)
+
 // Between check_capture and check_captured stdout goes to a file. check_captured returns what was printed, which the
 // caller frees.
 typedef struct {
