@@ -325,8 +325,8 @@ static void test_delayed(void) {
     CHECK_DIES(load_delayed, b, "scale holds -2, which is not a scale", "a negative scale is refused");
     write_float(state, scales, 1);
     flip_byte(state, data + 3);
-    CHECK(!checkpoint_is_whole(found, true, &failure) && strstr(failure.text, "fp8_state.safetensors is damaged"),
-          "a changed byte is detected: %s", failure.text);
+    CHECK_FAILS(checkpoint_is_whole(found, true, &failure), "fp8_state.safetensors is damaged",
+                "a changed byte is detected");
     a->state.delayed_tensors = 0;
     save(a, dir, 10, 1);
     CHECK_DIES(load_delayed, b, "has neither fp8_state.safetensors",
@@ -403,8 +403,8 @@ static void test_unreadable_folders(void) {
         CHECK(!export_may_replace(export, &failure), "with %d entries read, an export may not be replaced", entries);
     }
     readable_entries = -1;
-    CHECK(!export_may_replace(export, &failure) && strstr(failure.text, "holds thesis"),
-          "an export with a foreign file may not be replaced: %s", failure.text);
+    CHECK_FAILS(export_may_replace(export, &failure), "holds thesis",
+                "an export with a foreign file may not be replaced");
     remove_tree(dir), remove_tree(export);
     free((char *)dir), free((char *)export);
     trainer_free(t);
@@ -972,19 +972,16 @@ static void test_failing_save(void) {
 
     static const char *const nowhere[] = {"/proc/checkpoints", "/proc/self", "/dev/null"};
     for (int i = 0; i < 3; i++) {
-        CHECK(!checkpoint_save(nowhere[i], 1, &progress, &t->run, &t->table, &t->state, &failure) &&
-                  strstr(failure.text, "cannot make folder"),
-              "a folder that cannot be made fails the save: %s", failure.text);
-        CHECK(!model_export_hf(i == 1   ? "/proc/self/out"
-                               : i == 2 ? "/dev/null/parent"
-                                        : nowhere[i],
-                               &t->model, &t->table, &t->state, NULL, &failure) &&
-                  strstr(failure.text, "export to"),
-              "a folder that cannot be made fails the export: %s", failure.text);
+        CHECK_FAILS(checkpoint_save(nowhere[i], 1, &progress, &t->run, &t->table, &t->state, &failure),
+                    "cannot make folder", "a folder that cannot be made fails the save");
+        CHECK_FAILS(model_export_hf(i == 1   ? "/proc/self/out"
+                                    : i == 2 ? "/dev/null/parent"
+                                             : nowhere[i],
+                                    &t->model, &t->table, &t->state, NULL, &failure),
+                    "export to", "a folder that cannot be made fails the export");
     }
-    CHECK(!checkpoint_save("/dev/null/parent", 1, &progress, &t->run, &t->table, &t->state, &failure) &&
-              strstr(failure.text, "cannot make folder /dev/null/parent"),
-          "a checkpoint folder below a file fails the save: %s", failure.text);
+    CHECK_FAILS(checkpoint_save("/dev/null/parent", 1, &progress, &t->run, &t->table, &t->state, &failure),
+                "cannot make folder /dev/null/parent", "a checkpoint folder below a file fails the save");
     remove_tree(dir);
     free((char *)dir);
     trainer_free(t);
@@ -1302,9 +1299,9 @@ static void test_export(void) {
 
     // A folder with any other file in it is not replaced.
     if (!file_write(dir, "thesis.txt", "x", 1, NULL, &failure)) die("%s", failure.text);
-    CHECK(!model_export_hf(dir, &a->model, &a->table, &a->state, NULL, &failure) &&
-              strstr(failure.text, "holds thesis.txt, which is not part of an export; use a new folder"),
-          "an export to a folder with another file fails: %s", failure.text);
+    CHECK_FAILS(model_export_hf(dir, &a->model, &a->table, &a->state, NULL, &failure),
+                "holds thesis.txt, which is not part of an export; use a new folder",
+                "an export to a folder with another file fails");
     CHECK(path_exists(scratch_path("export/thesis.txt")) && path_exists(scratch_path("export/model.safetensors")),
           "a refused export removes no file");
     CHECK(strstr(failure.text, "export.tmp: move it away") &&

@@ -168,12 +168,10 @@ static void test_values(void) {
     CHECK(!json_require(&json, nested, "list", JSON_OBJECT, &failure) &&
               strcmp(failure.text, "t.json: nested.list: expected an object, found an array") == 0,
           "a member of another type is an error: %s", failure.text);
-    CHECK(!json_int(&json, name, 0, 9, &i, &failure) &&
-              strstr(failure.text, "t.json: name: expected a whole number in 0..9, found \"a"),
-          "a string instead of a whole number is an error: %s", failure.text);
-    CHECK(!json_int(&json, json_member(&json, root, "real"), 0, 9, &i, &failure) &&
-              strstr(failure.text, "found 1.5e-3"),
-          "a fraction instead of a whole number is an error: %s", failure.text);
+    CHECK_FAILS(json_int(&json, name, 0, 9, &i, &failure), "t.json: name: expected a whole number in 0..9, found \"a",
+                "a string instead of a whole number is an error");
+    CHECK_FAILS(json_int(&json, json_member(&json, root, "real"), 0, 9, &i, &failure), "found 1.5e-3",
+                "a fraction instead of a whole number is an error");
     CHECK(!json_bool(&json, name, &b, &failure) && !json_real(&json, name, &x, &failure),
           "json_bool and json_real refuse a string");
     json_free(&json);
@@ -206,8 +204,7 @@ static void test_numbers(void) {
     Failure failure;
     double x = 0;
     CHECK(json_parse(&json, "t.json", "1e999", 5, &failure), "1e999 is valid JSON: %s", failure.text);
-    CHECK(!json_real(&json, json_root(&json), &x, &failure) && strstr(failure.text, "1e999"),
-          "1e999 is refused as a double: %s", failure.text);
+    CHECK_FAILS(json_real(&json, json_root(&json), &x, &failure), "1e999", "1e999 is refused as a double");
     json_free(&json);
 }
 

@@ -95,8 +95,8 @@ static void check_set(const Safetensors *st, int64_t tensors) {
             wrong += whole[i] != value_of(s, i) || bf16_to_float(bf16[i]) != value_of(s, i) ||
                      (i >= t->elements / 3 && part[i - t->elements / 3] != value_of(s, i));
         CHECK(wrong == 0, "%s: all values are those that were written; %d are not", specs[s].name, wrong);
-        CHECK(!safetensors_read(st, t, 1, t->elements, true, whole, &failure) && strstr(failure.text, "cannot read"),
-              "a read beyond the end is refused: %s", failure.text);
+        CHECK_FAILS(safetensors_read(st, t, 1, t->elements, true, whole, &failure), "cannot read",
+                    "a read beyond the end is refused");
         CHECK(!safetensors_read(st, t, -1, 1, true, whole, &failure) &&
                   !safetensors_read(st, t, 0, -1, true, whole, &failure),
               "a negative offset or count is refused: %s", failure.text);
@@ -124,23 +124,21 @@ static void test_round_trip(void) {
     CHECK(st.tensors[0].offset % 8 == 0, "the data starts at a multiple of 8 bytes; found byte %lld",
           (long long)st.tensors[0].offset);
 
-    CHECK(!safetensors_require(&st, "absent", 4, 3, &failure) &&
-              strstr(failure.text, "model.safetensors has no tensor absent"),
-          "a missing tensor is an error: %s", failure.text);
-    CHECK(!safetensors_require(&st, "model.bias", 7, 0, &failure) &&
-              strstr(failure.text, "has no tensor model.bias, but b.bias: its names have another prefix"),
-          "an error names the look-alike of a missing tensor: %s", failure.text);
-    CHECK(!safetensors_require(&st, "weight", 3, 4, &failure) && strstr(failure.text, "but a.weight: its"),
-          "an error names the look-alike with another prefix: %s", failure.text);
+    CHECK_FAILS(safetensors_require(&st, "absent", 4, 3, &failure), "model.safetensors has no tensor absent",
+                "a missing tensor is an error");
+    CHECK_FAILS(safetensors_require(&st, "model.bias", 7, 0, &failure),
+                "has no tensor model.bias, but b.bias: its names have another prefix",
+                "an error names the look-alike of a missing tensor");
+    CHECK_FAILS(safetensors_require(&st, "weight", 3, 4, &failure), "but a.weight: its",
+                "an error names the look-alike with another prefix");
     CHECK(!safetensors_require(&st, "model.a", 4, 3, &failure) && !strstr(failure.text, "but"),
           "part of a name is no look-alike: %s", failure.text);
-    CHECK(!safetensors_require(&st, "a.weight", 3, 4, &failure) &&
-              strstr(failure.text, "tensor a.weight has shape [4, 3]; the model needs [3, 4]"),
-          "another shape is an error: %s", failure.text);
-    CHECK(!safetensors_require(&st, "a.weight", 12, 0, &failure) && strstr(failure.text, "needs [12]"),
-          "a matrix where the model needs a vector is an error: %s", failure.text);
-    CHECK(!safetensors_require(&st, "one", 1, 1, &failure) && strstr(failure.text, "has shape [1]"),
-          "a vector where the model needs a matrix is an error: %s", failure.text);
+    CHECK_FAILS(safetensors_require(&st, "a.weight", 3, 4, &failure),
+                "tensor a.weight has shape [4, 3]; the model needs [3, 4]", "another shape is an error");
+    CHECK_FAILS(safetensors_require(&st, "a.weight", 12, 0, &failure), "needs [12]",
+                "a matrix where the model needs a vector is an error");
+    CHECK_FAILS(safetensors_require(&st, "one", 1, 1, &failure), "has shape [1]",
+                "a vector where the model needs a matrix is an error");
     safetensors_close(&st);
     file_list_free(&list);
     unlink(scratch_path("model.safetensors"));
@@ -165,9 +163,8 @@ static void test_sharded(void) {
           failure.text);
     CHECK(st.num_files == 3, "the index names 3 files; found %d", st.num_files);
     check_set(&st, NUM_TENSORS);
-    CHECK(!safetensors_require(&st, "absent", 1, 0, &failure) &&
-              strstr(failure.text, "and the files beside it has no tensor"),
-          "a missing tensor is an error: %s", failure.text);
+    CHECK_FAILS(safetensors_require(&st, "absent", 1, 0, &failure), "and the files beside it has no tensor",
+                "a missing tensor is an error");
     safetensors_close(&st);
 
     static const char *const bad[][2] = {
@@ -198,11 +195,10 @@ static void test_sharded(void) {
     const char *twice =
         "{\"weight_map\": {\"a.weight\": \"copy.safetensors\", \"b.bias\": \"set-00001-of-00003.safetensors\"}}";
     write_bytes("bad.safetensors.index.json", twice, strlen(twice));
-    CHECK(!safetensors_open_folder(&st, scratch, "bad", &failure) && strstr(failure.text, "is in both"),
-          "a tensor in two files is refused: %s", failure.text);
-    CHECK(!safetensors_open_folder(&st, scratch, "nothing", &failure) &&
-              strstr(failure.text, "has neither nothing.safetensors nor"),
-          "a folder without weights is refused: %s", failure.text);
+    CHECK_FAILS(safetensors_open_folder(&st, scratch, "bad", &failure), "is in both",
+                "a tensor in two files is refused");
+    CHECK_FAILS(safetensors_open_folder(&st, scratch, "nothing", &failure), "has neither nothing.safetensors nor",
+                "a folder without weights is refused");
 }
 
 // ---- Hostile, foreign and damaged files, and conversions of dtypes.
@@ -272,22 +268,19 @@ static void test_hostile_headers(void) {
               "the error says what the file is: %s", failure.text);
     }
     unlink(scratch_path("x.safetensors"));
-    CHECK(!safetensors_open_folder(&st, scratch, "x", &failure) &&
-              strstr(failure.text, "JSON is expected, but this is"),
-          "the error says what the index is: %s", failure.text);
+    CHECK_FAILS(safetensors_open_folder(&st, scratch, "x", &failure), "JSON is expected, but this is",
+                "the error says what the index is");
     static const unsigned char lengths[][8] = {
         {0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff}, {0, 0, 0, 0, 0, 0, 0, 0x80}, {0, 0, 0, 0, 1}, {9}};
     static const char *const reasons[] = {"not a safetensors file", "not a safetensors file", "not a safetensors file",
                                           "cut short"};
     for (int i = 0; i < 4; i++) {
         write_bytes("x.safetensors", lengths[i], 8);
-        CHECK(!safetensors_open(&st, scratch_path("x.safetensors"), &failure) && strstr(failure.text, reasons[i]),
-              "a wrong length of the header is refused: %s", failure.text);
+        CHECK_FAILS(safetensors_open(&st, scratch_path("x.safetensors"), &failure), reasons[i],
+                    "a wrong length of the header is refused");
     }
-    CHECK(!safetensors_open(&st, scratch, &failure) && strstr(failure.text, "is not a file"),
-          "a folder in place of the file is refused: %s", failure.text);
-    CHECK(!safetensors_open(&st, scratch_path("none"), &failure) && strstr(failure.text, "No such file"),
-          "a missing file is refused: %s", failure.text);
+    CHECK_FAILS(safetensors_open(&st, scratch, &failure), "is not a file", "a folder in place of the file is refused");
+    CHECK_FAILS(safetensors_open(&st, scratch_path("none"), &failure), "No such file", "a missing file is refused");
 }
 
 static void test_foreign_files(void) {
@@ -325,9 +318,8 @@ static void test_foreign_files(void) {
     CHECK(safetensors_read(&st, h, 0, 4, true, out, &failure) && out[0] == 1 && out[1] == -2.5f && out[2] == 0x1p-24f &&
               out[3] == 65504,
           "FP16 values are read; found %g %g %g %g", out[0], out[1], out[2], out[3]);
-    CHECK(!safetensors_read(&st, s, 0, 1, true, out, &failure) &&
-              strstr(failure.text, "tensor s has dtype I64; it must be F32, BF16 or F16"),
-          "an integer tensor is not read as weights: %s", failure.text);
+    CHECK_FAILS(safetensors_read(&st, s, 0, 1, true, out, &failure),
+                "tensor s has dtype I64; it must be F32, BF16 or F16", "an integer tensor is not read as weights");
     safetensors_close(&st);
 }
 
@@ -374,9 +366,8 @@ static void test_damage(void) {
     }
     CHECK(accepted == 0, "no cut file is accepted; %d were", accepted);
     write_bytes("cut.safetensors", data, size + 1);  // one byte too many: read_file adds a zero byte
-    CHECK(!safetensors_open(&st, scratch_path("cut.safetensors"), &failure) &&
-              strstr(failure.text, "the tensors end at byte"),
-          "a file with one more byte is refused: %s", failure.text);
+    CHECK_FAILS(safetensors_open(&st, scratch_path("cut.safetensors"), &failure), "the tensors end at byte",
+                "a file with one more byte is refused");
     float values[64];
     for (uint64_t round = 0; round < 1500; round++) {
         const size_t at = (size_t)(rng_u64(5, round) % 560);
@@ -396,9 +387,8 @@ static void test_damage(void) {
     CHECK(truncate(scratch_path("cut.safetensors"), (off_t)size - 100) == 0, "the file is truncated: %s",
           strerror(errno));
     const Safetensor *last = safetensors_find(&st, "d.weight");
-    CHECK(!safetensors_read(&st, last, 0, 64, true, values, &failure) &&
-              strstr(failure.text, "; 128 bytes were wanted"),
-          "a file that shrinks after it was opened is an error: %s", failure.text);
+    CHECK_FAILS(safetensors_read(&st, last, 0, 64, true, values, &failure), "; 128 bytes were wanted",
+                "a file that shrinks after it was opened is an error");
     safetensors_close(&st);
     free(data);
 }
@@ -411,12 +401,11 @@ static void test_failing_writes(void) {
     FileList list = {NULL, 0};
     int calls = 0;
     CHECK(output_file_open(&file, "/dev/full", &failure), "/dev/full is opened: %s", failure.text);
-    CHECK(!output_file_write(&file, "abc", 3, &failure) &&
-              strstr(failure.text, "cannot write /dev/full after 0 bytes: No space left on device"),
-          "a full disk is an error: %s", failure.text);
+    CHECK_FAILS(output_file_write(&file, "abc", 3, &failure),
+                "cannot write /dev/full after 0 bytes: No space left on device", "a full disk is an error");
     close(file.fd);
-    CHECK(!output_file_open(&file, scratch_path("no/such/file"), &failure) && strstr(failure.text, "cannot create"),
-          "a file in a missing folder is an error: %s", failure.text);
+    CHECK_FAILS(output_file_open(&file, scratch_path("no/such/file"), &failure), "cannot create",
+                "a file in a missing folder is an error");
 
     // A limit on file sizes stands in for a disk that gets full in the middle of a file.
     struct rlimit before, small = {300, RLIM_INFINITY};
@@ -446,9 +435,8 @@ static void test_folders(void) {
     CHECK(rmdir(scratch_path("made/with/parents")) == 0 && rmdir(scratch_path("made/with")) == 0 &&
               rmdir(scratch_path("made")) == 0,
           "the folder and its parents are removed: %s", strerror(errno));
-    CHECK(!folder_create(scratch_path("x/y/z"), false, &failure) &&
-              strstr(failure.text, "its parent folder must exist"),
-          "without `may_exist`, a missing parent is an error: %s", failure.text);
+    CHECK_FAILS(folder_create(scratch_path("x/y/z"), false, &failure), "its parent folder must exist",
+                "without `may_exist`, a missing parent is an error");
     CHECK(folder_begin(a, &failure) && folder_create(a, true, &failure) && !folder_create(a, false, &failure),
           "folder_begin makes a folder; folder_create accepts one that exists only with `may_exist`: %s", failure.text);
     CHECK(file_write(a, "new", "1", 1, NULL, &failure) && folder_begin(b, &failure) &&
@@ -482,8 +470,7 @@ static void test_foreign_folders(void) {
     if (!file_write(home, "thesis", "x", 1, NULL, &failure)) die("%s", failure.text);
     CHECK(folder_kind(home) == FOLDER_FOREIGN, "a folder with a foreign file and no mark is foreign; found %d",
           (int)folder_kind(home));
-    CHECK(!folder_remove(home, &failure) && strstr(failure.text, "has no file .train_fp8"),
-          "a folder without the mark is not removed: %s", failure.text);
+    CHECK_FAILS(folder_remove(home, &failure), "has no file .train_fp8", "a folder without the mark is not removed");
     CHECK(folder_mark(home, &failure) && folder_kind(home) == FOLDER_MARKED && folder_kind(link) == FOLDER_FOREIGN,
           "a folder with the mark belongs to this program, and a link to it does not: %s", failure.text);
     readable_entries = 0;
@@ -497,27 +484,24 @@ static void test_foreign_folders(void) {
               "a folder keeps its mark if reading it fails after %d entries: %s", entries, failure.text);
         if (!file_write(home, "thesis", "x", 1, NULL, &failure)) die("%s", failure.text);
     }
-    CHECK(!folder_remove(link, &failure) && strstr(failure.text, "link is not removed: it is a link to home"),
-          "a link is not removed: %s", failure.text);
-    CHECK(!folder_remove(loop, &failure) && strstr(failure.text, "it is a link to loop, which cannot be followed"),
-          "a link that cannot be followed is not removed: %s", failure.text);
+    CHECK_FAILS(folder_remove(link, &failure), "link is not removed: it is a link to home", "a link is not removed");
+    CHECK_FAILS(folder_remove(loop, &failure), "it is a link to loop, which cannot be followed",
+                "a link that cannot be followed is not removed");
     CHECK(path_exists(scratch_path("home/thesis")) && path_exists(link) && path_exists(loop),
           "no link or linked file is removed");
     CHECK(!file_write(scratch, "link", "x", 1, NULL, &failure), "a file is not written through a link");
 
     // The error names what is in the way of a new folder.
-    CHECK(!folder_create(loop, true, &failure) && strstr(failure.text, "it is there already and is a link to loop"),
-          "a link to itself is in the way: %s", failure.text);
-    CHECK(!folder_create(scratch_path("home/thesis"), true, &failure) && strstr(failure.text, "and is a file"),
-          "a file is in the way: %s", failure.text);
-    CHECK(!folder_create(scratch_path("home/thesis/x"), true, &failure) &&
-              strstr(failure.text, "home/thesis is a file"),
-          "a file in place of the parent is in the way: %s", failure.text);
+    CHECK_FAILS(folder_create(loop, true, &failure), "it is there already and is a link to loop",
+                "a link to itself is in the way");
+    CHECK_FAILS(folder_create(scratch_path("home/thesis"), true, &failure), "and is a file", "a file is in the way");
+    CHECK_FAILS(folder_create(scratch_path("home/thesis/x"), true, &failure), "home/thesis is a file",
+                "a file in place of the parent is in the way");
     CHECK(folder_create(link, true, &failure), "a link to a folder counts as the folder: %s", failure.text);
 
     CHECK(folder_remove(home, &failure) && !path_exists(home), "a folder with the mark is removed: %s", failure.text);
-    CHECK(!folder_create(link, true, &failure) && strstr(failure.text, "which cannot be followed"),
-          "a link that cannot be followed is in the way: %s", failure.text);
+    CHECK_FAILS(folder_create(link, true, &failure), "which cannot be followed",
+                "a link that cannot be followed is in the way");
     unlink(link), unlink(loop);
 }
 

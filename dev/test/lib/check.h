@@ -82,6 +82,9 @@ static inline bool check_dies(void (*action)(void *), void *context, const char 
         CHECK(check_dies(action, context, message, stderr_, sizeof stderr_), "%s: %s", what, stderr_); \
     } while (0)
 
+// Checks that a call returns false and that its reason, which it writes to the caller's `failure`, has the words.
+#define CHECK_FAILS(call, words, what) CHECK(!(call) && strstr(failure.text, words), "%s: %s", what, failure.text)
+
 // Between check_capture and check_captured stdout goes to a file. check_captured returns what was printed, which the
 // caller frees.
 typedef struct {
