@@ -26,18 +26,12 @@ typedef struct {
     AuditSums *to[2];
 } AuditView;
 
-__device__ static inline double audit_warp_sum(double x) {
-#pragma unroll
-    for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
-    return x;
-}
-
 // Sums `s` over the threads of the block, and adds the result to *to[0] and also to *to[1] (device memory; either may
 // be NULL).
 __device__ static inline void audit_publish(AuditSums *const to[2], AuditSums s) {
     __shared__ AuditSums of_warp[AUDIT_WARPS];
-    s.count = audit_warp_sum(s.count), s.flushed = audit_warp_sum(s.flushed), s.saturated = audit_warp_sum(s.saturated);
-    s.signal = audit_warp_sum(s.signal), s.noise = audit_warp_sum(s.noise);
+    s.count = warp_sum(s.count), s.flushed = warp_sum(s.flushed), s.saturated = warp_sum(s.saturated);
+    s.signal = warp_sum(s.signal), s.noise = warp_sum(s.noise);
     s.amax = warp_max_u32(s.amax), s.scale_max = warp_max_u32(s.scale_max),
     s.scale_inv_max = warp_max_u32(s.scale_inv_max);
     if (threadIdx.x % WARP_SIZE == 0) of_warp[threadIdx.x / WARP_SIZE] = s;

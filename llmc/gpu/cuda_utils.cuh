@@ -132,6 +132,25 @@ __device__ static inline Bf16x8 bf16x8_pack(const float in[8]) {
     return r;
 }
 
+// 8 fp32, as loaded by two 16-byte accesses.
+typedef struct {
+    float4 first, second;
+} Fp32x8;
+
+__device__ static inline Fp32x8 fp32x8_load(const float *p) {
+    return Fp32x8{((const float4 *)p)[0], ((const float4 *)p)[1]};
+}
+
+__device__ static inline void fp32x8_unpack(float out[8], Fp32x8 v) {
+    out[0] = v.first.x, out[1] = v.first.y, out[2] = v.first.z, out[3] = v.first.w;
+    out[4] = v.second.x, out[5] = v.second.y, out[6] = v.second.z, out[7] = v.second.w;
+}
+
+__device__ static inline void fp32x8_store(float *p, const float in[8]) {
+    ((float4 *)p)[0] = make_float4(in[0], in[1], in[2], in[3]);
+    ((float4 *)p)[1] = make_float4(in[4], in[5], in[6], in[7]);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Asynchronous 16-byte copies to shared memory (cp.async). A thread commits its copies as one group, and waits for its
 // groups in order.
@@ -154,7 +173,7 @@ __device__ static inline void copy_async_wait(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Reductions
 
-__device__ static inline float warp_sum(float x) {
+template <class T> __device__ static inline T warp_sum(T x) {
 #pragma unroll
     for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
     return x;

@@ -6,10 +6,7 @@
 #include "../reference/gradient_sum.h"
 
 __device__ static inline void gradient_load_8(float x[8], const bf16 *p) { bf16x8_unpack(x, bf16x8_load(p)); }
-__device__ static inline void gradient_load_8(float x[8], const float *p) {
-    const float4 a = *(const float4 *)p, b = *(const float4 *)(p + 4);
-    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-}
+__device__ static inline void gradient_load_8(float x[8], const float *p) { fp32x8_unpack(x, fp32x8_load(p)); }
 
 // Rounds x to bf16 stochastically, with the random bits of elements i .. i + 7 of the sum.
 __device__ static inline Bf16x8 gradient_round_8(const float x[8], int64_t i, const GradientSum &s) {
@@ -23,8 +20,7 @@ __device__ static inline Bf16x8 gradient_round_8(const float x[8], int64_t i, co
 }
 
 __device__ static inline void gradient_store_8(float *to, const float x[8], int64_t, const GradientSum &) {
-    *(float4 *)to = make_float4(x[0], x[1], x[2], x[3]);
-    *(float4 *)(to + 4) = make_float4(x[4], x[5], x[6], x[7]);
+    fp32x8_store(to, x);
 }
 __device__ static inline void gradient_store_8(bf16 *to, const float x[8], int64_t i, const GradientSum &s) {
     bf16x8_store(to, s.stochastic ? gradient_round_8(x, i, s) : bf16x8_pack(x));

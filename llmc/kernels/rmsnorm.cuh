@@ -262,9 +262,7 @@ static __global__ void __launch_bounds__(RMSNORM_BACKWARD_THREADS, 1) rmsnorm_ba
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
         if (group > 0 || RMSNORM_COLUMN(i) >= p.C) continue;
-        float4 *to = (float4 *)(p.partials + (int64_t)blockIdx.x * p.C + RMSNORM_COLUMN(i));
-        to[0] = make_float4(dw[i][0], dw[i][1], dw[i][2], dw[i][3]);
-        to[1] = make_float4(dw[i][4], dw[i][5], dw[i][6], dw[i][7]);
+        fp32x8_store(p.partials + (int64_t)blockIdx.x * p.C + RMSNORM_COLUMN(i), dw[i]);
     }
     if (p.amax) amax_publish(p.amax, packed_amax);
 }

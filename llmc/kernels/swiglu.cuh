@@ -192,14 +192,12 @@ static inline bool source_amax(uint32_t *amax, const SwigluSource &source, int64
     return true;
 }
 
-struct SwigluGradientRaw {
-    Bf16x8 d, gate, up;
-};
-
 // Output 0 is d_gate, output 1 d_up.
 struct SwigluGradientSource {
     enum { ROLES = 1 << TENSOR_DY, INPUTS = 3, OUTPUTS = 2, MIN_BLOCKS = 2, GROUPS_AHEAD = 1, AMAX = 0 };
-    typedef SwigluGradientRaw Raw;
+    struct Raw {
+        Bf16x8 d, gate, up;
+    };
     struct Column {};
     const bf16 *dh, *gate_up;
     int64_t F;
@@ -217,17 +215,12 @@ struct SwigluGradientSource {
 // The source of h for the backward pass. Its only output is h; the gradients d_gate and d_up just raise the amax.
 struct SwigluGradientAmaxSource {
     enum { ROLES = 1 << TENSOR_X, INPUTS = 3, OUTPUTS = 1, MIN_BLOCKS = 3, GROUPS_AHEAD = 1, AMAX = 1 };
-    typedef SwigluGradientRaw Raw;
+    typedef SwigluGradientSource::Raw Raw;
     struct Column {};
     uint32_t *amax_slot;
-    const bf16 *dh, *gate_up;
-    int64_t F;
+    SwigluGradientSource gradients;
     __device__ void load_column(Column *, int64_t) const {}
-    __device__ void load(Raw *raw, int64_t row, int64_t column) const {
-        raw->d = bf16x8_load(dh + row * F + column);
-        raw->gate = bf16x8_load(gate_up + row * 2 * F + column);
-        raw->up = bf16x8_load(gate_up + row * 2 * F + F + column);
-    }
+    __device__ void load(Raw *raw, int64_t row, int64_t column) const { gradients.load(raw, row, column); }
     __device__ void values(Bf16x8 v[1], const Raw &raw, const Column &, uint32_t *packed_amax) const {
         Bf16x8 d_gate, d_up;
         swiglu_gradients(&d_gate, &d_up, &v[0], raw.d, raw.gate, raw.up);
@@ -243,7 +236,7 @@ static inline int64_t swiglu_backward_amax(uint32_t *amax, QTensor h, const bf16
     const unsigned blocks = swiglu_blocks("swiglu_backward_amax", gate_up, R, F);
     require_aligned16(dh, "swiglu_backward_amax", "dh");
     if (h.rowwise || h.columnwise) {
-        SwigluGradientAmaxSource source = {amax, dh, gate_up, F};
+        SwigluGradientAmaxSource source = {amax, {dh, gate_up, F}};
         return quantize_source("swiglu_backward_amax", h, source, R, F, stream);
     }
     CUDA_LAUNCH(swiglu_backward_kernel, blocks, SWIGLU_THREADS, 0, stream, NULL, NULL, amax, dh, gate_up, R, F);

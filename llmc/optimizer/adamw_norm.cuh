@@ -57,20 +57,10 @@ __device__ static inline double adamw_block_sum(double x) {
     return sum;
 }
 
-// 8 fp32 gradients, as loaded.
-typedef struct {
-    float4 first, second;
-} AdamwFp32x8;
-
 __device__ static inline Bf16x8 adamw_gradients_load(const bf16 *p) { return bf16x8_load(p); }
-__device__ static inline AdamwFp32x8 adamw_gradients_load(const float *p) {
-    return AdamwFp32x8{((const float4 *)p)[0], ((const float4 *)p)[1]};
-}
+__device__ static inline Fp32x8 adamw_gradients_load(const float *p) { return fp32x8_load(p); }
 __device__ static inline void adamw_gradients_unpack(float out[8], Bf16x8 v) { bf16x8_unpack(out, v); }
-__device__ static inline void adamw_gradients_unpack(float out[8], AdamwFp32x8 v) {
-    out[0] = v.first.x, out[1] = v.first.y, out[2] = v.first.z, out[3] = v.first.w;
-    out[4] = v.second.x, out[5] = v.second.y, out[6] = v.second.z, out[7] = v.second.w;
-}
+__device__ static inline void adamw_gradients_unpack(float out[8], Fp32x8 v) { fp32x8_unpack(out, v); }
 
 static_assert((int)SHARD_BLOCK == 8 * (int)ADAMW_NORM_THREADS * (int)ADAMW_NORM_VECTORS,
               "adamw_squares_kernel takes a block of a shard at a time");

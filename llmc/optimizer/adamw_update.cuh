@@ -76,19 +76,12 @@ static inline int64_t adamw_moments_bytes(AdamwMoments moments) {
 // Loads 8 elements of an array that is stored as bf16 or fp32.
 template <bool FP32>
 __device__ static inline void adamw_load(float out[8], const void *array, int64_t i) {
-    if (FP32) {
-        const float4 *p = (const float4 *)((const float *)array + i);
-        const float4 a = p[0], b = p[1];
-        out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w, out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
-    } else {
-        bf16x8_unpack(out, bf16x8_load((const bf16 *)array + i));
-    }
+    if (FP32) fp32x8_unpack(out, fp32x8_load((const float *)array + i));
+    else bf16x8_unpack(out, bf16x8_load((const bf16 *)array + i));
 }
 
 __device__ static inline void adamw_store_fp32(void *array, int64_t i, const float x[8]) {
-    float4 *p = (float4 *)((float *)array + i);
-    p[0] = make_float4(x[0], x[1], x[2], x[3]);
-    p[1] = make_float4(x[4], x[5], x[6], x[7]);
+    fp32x8_store((float *)array + i, x);
 }
 
 // Returns the upper 16 bits of 8 words.

@@ -229,11 +229,6 @@ static inline int64_t comm_size(const Comm *c, CommGroup g) {
     return g == COMM_WORLD ? c->world : g == COMM_SHARD ? c->shard_size : c->replicas;
 }
 
-// Returns this rank's index in a group.
-static inline int64_t comm_index(const Comm *c, CommGroup g) {
-    return g == COMM_WORLD ? c->rank : g == COMM_SHARD ? c->shard_rank : c->replica;
-}
-
 static inline MeshGroup comm_members(const Comm *c, CommGroup g) {
     const MeshGroup world = {0, 1, c->world, c->rank};
     const MeshGroup shard = {c->replica * c->shard_size, 1, c->shard_size, c->shard_rank};
@@ -274,7 +269,7 @@ static inline void comm_all_gather(const Comm *c, CommGroup g, const void *part,
         COMM_WAIT("all-gather", mesh_all_gather(c->mesh, comm_members(c, g), part, all, bytes));
         return;
     }
-    const bool in_place = part == (char *)all + comm_index(c, g) * bytes;
+    const bool in_place = part == (char *)all + comm_members(c, g).self * bytes;
     MPI_Datatype type;
     const int blocks = comm_blocks(bytes, &type);
     COMM_WAIT("all-gather",

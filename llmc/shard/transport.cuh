@@ -227,8 +227,7 @@ static __global__ void __launch_bounds__(TRANSPORT_THREADS)
          i += (int64_t)gridDim.x * TRANSPORT_THREADS * 8) {
         float x[8];
         bf16x8_unpack(x, bf16x8_load(from + i / n * stride + i % n));
-        *(float4 *)(to + i) = make_float4(x[0], x[1], x[2], x[3]);
-        *(float4 *)(to + i + 4) = make_float4(x[4], x[5], x[6], x[7]);
+        fp32x8_store(to + i, x);
     }
 }
 
