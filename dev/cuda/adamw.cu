@@ -364,7 +364,7 @@ static void check_step(const char *preset, Variant v, int64_t step_number, int64
     uint32_t *amax = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4),
              *amax_unconditional = (uint32_t *)bench_zeros(m.num_layers * AMAX_STRIDE * 4);
     double *sum = (double *)bench_download(squares, sizeof *sum, label);
-    const float norm = (float)sqrt(*sum), want_norm = (float)global_norm(flat.gradients, flat.n),
+    const float norm = (float)sqrt(*sum), want_norm = (float)sqrt(squares_sum(flat.gradients, flat.n)),
                 factor = clip_factor(sqrt(*sum), v.clip);
     if (!bad) check_close(label, &norm, &want_norm, 1, 1, 1e-6, 0);  // the kernel adds up 32 squares in fp32
     State *before = (State *)xcalloc((size_t)shard_size, sizeof *before);

@@ -238,8 +238,7 @@ static void run_free(Run *r) {
 
 // Makes sums of 1000 elements with a given SQNR: 10 elements flushed, 5 saturated, scales from 2 to 64.
 static AuditSums sums_of(double db, float amax) {
-    const AuditSums s = {1000, 10, 5, 100, 100 / pow(10, db / 10), float_bits(amax), float_bits(64), float_bits(0.5f)};
-    return s;
+    return (AuditSums){1000, 10, 5, 100, 100 / pow(10, db / 10), float_bits(amax), float_bits(64), float_bits(0.5f)};
 }
 
 // Gives w data an SQNR of 32 dB and x and dy data 30 dB, except: layer 7's down x has 20 dB rowwise and 21 dB

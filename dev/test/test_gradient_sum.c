@@ -8,8 +8,7 @@
 enum { N = 1 << 16 };
 
 static GradientSum later_part(uint64_t seed, int64_t step, int64_t part) {
-    const GradientSum s = {true, true, gradient_sum_key(seed, step, part), 0};
-    return s;
+    return (GradientSum){true, true, gradient_sum_key(seed, step, part), 0};
 }
 
 static float *values(float x) {

@@ -14,6 +14,7 @@
 #include "../../llmc/reference/rope.h"
 #include "../../llmc/reference/swiglu.h"
 #include "lib/check.h"
+#include "lib/linear_gemms.h"
 
 // Bound of the relative error of fp32 results against double: norm of the difference over norm of the double results.
 // The largest error of these tests is 5.1e-7. It comes from sums of 1,100 terms.
@@ -266,7 +267,7 @@ static void test_attention(int64_t B, int64_t T, int64_t NH, int64_t NKV, int64_
         CHECK(error < FP32_TOLERANCE,
               "attention forward at T %lld agrees with the version in double; relative error %g", (long long)T, error);
         // Directional derivative: moving by h along the gradient's direction changes the loss by h |gradient|.
-        double norm = global_norm(grad, n), sum[2] = {0, 0}, h = 1e-4;
+        double norm = sqrt(squares_sum(grad, n)), sum[2] = {0, 0}, h = 1e-4;
         for (int side = 0; side < 2; side++) {
             for (int64_t i = 0; i < n; i++) x[i] = in[i] + (side ? h : -h) * grad[i] / norm;
             attention_double(out, x, &context);
@@ -652,7 +653,7 @@ static void run_threads(int threads, float *out) {
     memcpy(out, att, (size_t)(rows * 64) * sizeof(float));
     attention_backward_reference(out + rows * 64, g, x, att, lse, &d, ROUND_BF16);
     out += rows * 64 + n;
-    *out++ = (float)global_norm(g, n);
+    *out++ = (float)sqrt(squares_sum(g, n));
     for (int recipe = 0; recipe < NUM_RECIPES; recipe++, out += c.N * c.K)
         case_product(out, &c, recipe_row(recipe), GEMM_WGRAD, NULL, ROUND_BF16);
     free(x), free(g), free(lse), free(att);

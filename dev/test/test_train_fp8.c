@@ -16,6 +16,7 @@ static void spoiled_cross_entropy(float *losses, const float *logits, const int3
 
 #include "lib/check.h"
 #include "lib/golden.h"
+#include "lib/linear_gemms.h"
 #include "lib/scratch.h"
 
 static char goldens_folder[PATH_CAPACITY];
@@ -108,7 +109,7 @@ static void test_golden(const char *name, int precision, Tolerances tolerance) {
         model_forward_backward(&t, &t.batch, (float)(1.0 / (double)(B * T)));
         if (step == 0) {
             const double error = worst_tensor(&t, &g, "grad.", t.params.gradients, &worst),
-                         norm_error = fabs(global_norm(t.params.gradients, t.table.total) / norm - 1);
+                         norm_error = fabs(sqrt(squares_sum(t.params.gradients, t.table.total)) / norm - 1);
             CHECK(error < tolerance.gradients,
                   "%s %s: all gradients agree with transformers'; the worst is %s with relative error %g", name,
                   precision_name, worst, error);
@@ -117,7 +118,7 @@ static void test_golden(const char *name, int precision, Tolerances tolerance) {
                   norm_error);
             printf(", gradients %.2e (%s)", error, worst);
         }
-        if (tolerance.weights > 0) weights_update(&t, step, global_norm(t.params.gradients, t.table.total));
+        if (tolerance.weights > 0) weights_update(&t, step, sqrt(squares_sum(t.params.gradients, t.table.total)));
     }
     if (tolerance.weights > 0) {
         const double error = worst_tensor(&t, &g, "after3.", t.params.master, &worst);
@@ -176,7 +177,7 @@ static void test_slope(ModelFamily family, int64_t B, int64_t T) {
     trainer_begin(&t, &o, &m);
     fill_tokens(&t, 5);
     model_forward_backward(&t, &t.batch, (float)(1.0 / (double)(B * T)));
-    const double norm = global_norm(t.params.gradients, t.table.total), h = 2e-3;
+    const double norm = sqrt(squares_sum(t.params.gradients, t.table.total)), h = 2e-3;
     float *start = (float *)xcalloc((size_t)t.table.total, sizeof(float));
     memcpy(start, t.params.master, (size_t)t.table.total * sizeof(float));
     double loss[2];
@@ -343,13 +344,13 @@ static Trained train_some(int precision, int recipe, int recompute, int threads,
             micro_step(&t, (float)(1.0 / (double)(B * T)), step, micro);
         }
         end_micro_steps(&t);
-        weights_update(&t, step, global_norm(t.params.gradients, t.table.total));
+        weights_update(&t, step, sqrt(squares_sum(t.params.gradients, t.table.total)));
     }
     const int64_t scales = t.scales.delayed.tensors;
     Trained r = {(float *)xcalloc((size_t)(t.table.total + 1 + scales), sizeof(float)), t.table.total + 1 + scales,
                  t.table.total};
     memcpy(r.values, t.params.master, (size_t)t.table.total * sizeof(float));
-    r.values[t.table.total] = (float)global_norm(t.params.gradients, t.table.total);
+    r.values[t.table.total] = (float)sqrt(squares_sum(t.params.gradients, t.table.total));
     if (scales) memcpy(r.values + t.table.total + 1, t.scales.delayed.scale, (size_t)scales * sizeof(float));
     trainer_free(&t);
     omp_set_num_threads(2);
@@ -1030,7 +1031,7 @@ static Factors clip_plainly(const ParameterTable *table, float *gradients, int64
     for (int64_t l = L - 1; l >= ROOT; l--) {
         const int64_t n = l == ROOT ? table->root_size : table->layer_size;
         float *unit = gradients + layer_offset(table, l);
-        const double own = global_norm(unit, n);
+        const double own = sqrt(squares_sum(unit, n));
         squares += own * own;
         const double so_far = (double)(float)sqrt(squares), before = norms[1 + l];
         const double norm = before > 0 ? so_far * (whole_before / before) : so_far;
@@ -1067,7 +1068,7 @@ static void test_clip_in_backward(void) {
         for (int i = 0; i < 3; i++) s[i] = train_step(&t[i], &data, step, 2 * step);
         read_batch(p, &data, 2 * step, 0, 0);
         micro_step(p, 1.0f / 32, step, 0);
-        const double norm = global_norm(p->params.gradients, p->table.total);
+        const double norm = sqrt(squares_sum(p->params.gradients, p->table.total));
         const Factors f = clip_plainly(&p->table, p->params.gradients, m.num_layers, clipped.grad_clip, norms);
         weights_update(p, step, 0);
         apart += f.smallest < f.largest, whole += f.largest < 1;

@@ -24,27 +24,19 @@
     X(ST_F32, "F32", 32) X(ST_F64, "F64", 64) X(ST_I64, "I64", 64) X(ST_U64, "U64", 64) X(ST_C64, "C64", 64)
 // clang-format on
 
-typedef enum {
-#define X(type, name, bits) type,
-    SAFETENSORS_TYPES(X)
-#undef X
-        ST_NUM_TYPES
-} SafetensorsType;
+#define SAFETENSORS_TYPE_ID(type, name, bits) type,
+#define SAFETENSORS_TYPE_NAME(type, name, bits) name,
+#define SAFETENSORS_TYPE_BITS(type, name, bits) bits,
+typedef enum { SAFETENSORS_TYPES(SAFETENSORS_TYPE_ID) ST_NUM_TYPES } SafetensorsType;
 
 static inline const char *safetensors_type_name(SafetensorsType type) {
-#define X(value, name, bits) \
-    if (type == value) return name;
-    SAFETENSORS_TYPES(X)
-#undef X
-    return "?";
+    static const char *const names[] = {SAFETENSORS_TYPES(SAFETENSORS_TYPE_NAME) "?"};
+    return names[type];
 }
 
 static inline int64_t safetensors_type_bits(SafetensorsType type) {
-#define X(value, name, bits) \
-    if (type == value) return bits;
-    SAFETENSORS_TYPES(X)
-#undef X
-    return 0;
+    static const int bits[] = {SAFETENSORS_TYPES(SAFETENSORS_TYPE_BITS) 0};
+    return bits[type];
 }
 
 // Bytes of an element of a type with whole bytes.
@@ -57,11 +49,9 @@ static inline bool safetensors_is_float(SafetensorsType type) {
 
 // Returns ST_NUM_TYPES if no type has that name.
 static inline SafetensorsType safetensors_type_find(const char *name) {
-#define X(value, text, bits) \
-    if (strcmp(name, text) == 0) return value;
-    SAFETENSORS_TYPES(X)
-#undef X
-    return ST_NUM_TYPES;
+    int type = 0;
+    while (type < ST_NUM_TYPES && strcmp(name, safetensors_type_name((SafetensorsType)type)) != 0) type++;
+    return (SafetensorsType)type;
 }
 
 typedef struct {

@@ -207,8 +207,7 @@ static inline const char *state_refused(StateKind kind) {
 // holds the parameter's first element; joined parameters may share one.
 static inline ShardRange state_groups(const Parameter *p, ShardRange r) {
     const int64_t begin = (p->offset + r.first) / COAT_GROUP, end = ceil_div(p->offset + r.first + r.count, COAT_GROUP);
-    const ShardRange groups = {begin - p->offset / COAT_GROUP, r.count ? end - begin : 0, r.shard / COAT_GROUP};
-    return groups;
+    return (ShardRange){begin - p->offset / COAT_GROUP, r.count ? end - begin : 0, r.shard / COAT_GROUP};
 }
 
 // Returns the part of a parameter that this rank has in an array, in elements of that array.

@@ -210,21 +210,20 @@ typedef struct {
 } Dims;
 
 static inline Dims model_dims(const ModelConfig *m, int64_t B, int64_t T) {
-    const Dims d = {B,
-                    T,
-                    B * T,
-                    m->vocab_size,
-                    m->hidden_size,
-                    m->intermediate_size,
-                    m->num_layers,
-                    m->num_heads,
-                    m->num_kv_heads,
-                    m->head_dim,
-                    model_qkv_size(m),
-                    m->num_heads * m->head_dim,
-                    model_padded_vocabulary(m),
-                    {NULL, NULL}};
-    return d;
+    return (Dims){B,
+                  T,
+                  B * T,
+                  m->vocab_size,
+                  m->hidden_size,
+                  m->intermediate_size,
+                  m->num_layers,
+                  m->num_heads,
+                  m->num_kv_heads,
+                  m->head_dim,
+                  model_qkv_size(m),
+                  m->num_heads * m->head_dim,
+                  model_padded_vocabulary(m),
+                  {NULL, NULL}};
 }
 
 #endif

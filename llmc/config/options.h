@@ -86,8 +86,7 @@ typedef struct {
 } CheckpointEvery;
 
 static inline CheckpointEvery checkpoint_every(const Options *o) {
-    const CheckpointEvery e = {o->checkpoint_every, strchr(o->checkpoint_every, ',') != NULL, 0};
-    return e;
+    return (CheckpointEvery){o->checkpoint_every, strchr(o->checkpoint_every, ',') != NULL, 0};
 }
 
 // Reads the next number; false if there is none. Dies if the text is no number of steps, or if a list does not rise.
@@ -499,9 +498,8 @@ typedef struct {
 
 static inline Recomputed options_recomputed(const Options *o) {
     const bool layer = o->recompute == RECOMPUTE_LAYER;
-    const Recomputed r = {layer, o->recompute != RECOMPUTE_NONE, layer || o->recompute == RECOMPUTE_ATTENTION,
-                          layer || o->recompute == RECOMPUTE_MLP};
-    return r;
+    return (Recomputed){layer, o->recompute != RECOMPUTE_NONE, layer || o->recompute == RECOMPUTE_ATTENTION,
+                        layer || o->recompute == RECOMPUTE_MLP};
 }
 
 // True if the outputs of gate and up are kept for backward in FP8 (base/fp8_group.h).

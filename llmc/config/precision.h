@@ -245,11 +245,10 @@ typedef struct {
 } GemmSizes;
 
 static inline GemmSizes precision_sizes(const LinearShape *s, GemmKind gemm, int64_t R) {
-    const GemmSizes sizes = {gemm == GEMM_WGRAD ? s->N : R, gemm == GEMM_FPROP ? s->N : s->K,
-                             gemm == GEMM_FPROP   ? s->K
-                             : gemm == GEMM_DGRAD ? s->N
-                                                  : R};
-    return sizes;
+    return (GemmSizes){gemm == GEMM_WGRAD ? s->N : R, gemm == GEMM_FPROP ? s->N : s->K,
+                       gemm == GEMM_FPROP   ? s->K
+                       : gemm == GEMM_DGRAD ? s->N
+                                            : R};
 }
 
 // Prints one GEMM: sizes, operands with their scales, fast_accum. `plain`: dtype of operands that are not FP8. `note`:

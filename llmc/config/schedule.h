@@ -43,13 +43,12 @@ static inline Due schedule_due(const Options *o, int64_t steps_done) {
     const bool last = steps_done == o->num_steps;
     const bool save = *o->checkpoint_dir && (last || schedule_saves(o, steps_done)),
                receipt = o->receipt && (last || save || is_due(o->receipt, steps_done));
-    const Due d = {last,
-                   is_due(o->fp8_audit, steps_done),
-                   receipt,
-                   *o->val_data && (last || is_due(o->val_every, steps_done)),
-                   o->sample_every && (last || is_due(o->sample_every, steps_done)),
-                   save};
-    return d;
+    return (Due){last,
+                 is_due(o->fp8_audit, steps_done),
+                 receipt,
+                 *o->val_data && (last || is_due(o->val_every, steps_done)),
+                 o->sample_every && (last || is_due(o->sample_every, steps_done)),
+                 save};
 }
 
 #endif

@@ -158,13 +158,11 @@ static inline int64_t gathered_offset(const ParameterTable *t, const ShardPlan *
 }
 
 static inline BackwardOrder backward_order(const ParameterTable *t) {
-    const BackwardOrder o = {t->root.embedding, t->total};
-    return o;
+    return (BackwardOrder){t->root.embedding, t->total};
 }
 
 static inline BackwardOrder shard_backward_order(const ParameterTable *t, const ShardPlan *s) {
-    const BackwardOrder o = {segment_slice(t, s, ROOT, embedding_segment(t)).shard, s->total};
-    return o;
+    return (BackwardOrder){segment_slice(t, s, ROOT, embedding_segment(t)).shard, s->total};
 }
 
 // Returns this rank's part of `count` elements from element `flat` of the flat array on. Dies if they do not all lie in

@@ -156,18 +156,15 @@ static inline void copy_delayed_before(Trainer *t, bool keep) {
 }
 
 static inline CoatMoment coat_from(CoatMoment m, int64_t element) {
-    const CoatMoment from = {m.codes + element, m.groups + element / COAT_GROUP};
-    return from;
+    return (CoatMoment){m.codes + element, m.groups + element / COAT_GROUP};
 }
 
 static inline MsampArrays msamp_from(MsampArrays m, int64_t element) {
-    const MsampArrays from = {m.exp_avg + element, m.exp_avg_sq + element};
-    return from;
+    return (MsampArrays){m.exp_avg + element, m.exp_avg_sq + element};
 }
 
 static inline MsampPair moment_scales(const Trainer *t, int64_t i) {
-    const MsampPair scale = {*tensor_scale(t, STATE_EXP_AVG_SCALE, i), *tensor_scale(t, STATE_EXP_AVG_SQ_SCALE, i)};
-    return scale;
+    return (MsampPair){*tensor_scale(t, STATE_EXP_AVG_SCALE, i), *tensor_scale(t, STATE_EXP_AVG_SQ_SCALE, i)};
 }
 
 // The first pass of MS-AMP's AdamW, on entry i of the parameter table: updates its weights, and finds the amaxes of its

@@ -45,8 +45,7 @@ static inline float *unit_gradients(const Trainer *t, int64_t l) {
 }
 
 static inline QTensor qtensor(Real *data, int64_t l, TensorRole role, LinearId id) {
-    const QTensor q = {data, NULL, l, role, id};
-    return q;
+    return (QTensor){data, NULL, l, role, id};
 }
 
 // Returns linear layer `id`'s weight, or its gradient, in layer l's `unit`. If `codes` is not NULL, returns the FP8
@@ -85,10 +84,9 @@ static inline Layer layer_gradients(Trainer *t, int64_t l) { return unit_layer(t
 static inline Root unit_root(const Trainer *t, float *unit) {
     const RootOffsets *at = &t->table.root;
     const int64_t lm_head = t->m.tie_word_embeddings ? at->embedding : at->lm_head;
-    const Root r = {unit + gathered_offset(&t->table, &t->plan, ROOT, at->embedding),
-                    unit + gathered_offset(&t->table, &t->plan, ROOT, lm_head),
-                    unit + gathered_offset(&t->table, &t->plan, ROOT, at->norm)};
-    return r;
+    return (Root){unit + gathered_offset(&t->table, &t->plan, ROOT, at->embedding),
+                  unit + gathered_offset(&t->table, &t->plan, ROOT, lm_head),
+                  unit + gathered_offset(&t->table, &t->plan, ROOT, at->norm)};
 }
 
 // Returns the root's weights. Once gathered they stay until the weights change.
@@ -113,8 +111,7 @@ static inline GradientSum micro_sum(const Trainer *t, int64_t rank) {
     const int64_t batch = t->units.micro * t->comm->world + t->comm->rank - t->plan.shard_rank + rank;
     const uint64_t key = gradient_sum_key((uint64_t)t->o->rounding_seed, t->units.step, 2 * batch);
     const bool add = t->units.micro > 0 || rank > 0;
-    const GradientSum s = {add, add, key, 0};
-    return s;
+    return (GradientSum){add, add, key, 0};
 }
 
 // The entries [begin, end) of the parameter table that are in one unit.

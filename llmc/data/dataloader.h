@@ -354,8 +354,7 @@ static inline DataIdentity dataloader_identity(const DataLoader *dl) {
     XxHash64 hash = xxhash64_begin();
     for (int64_t s = 0; s < dl->num_shards; s++) dl->shards[s].fingerprint = shard_fingerprint(&dl->shards[s], &hash);
     for (int i = 0; i < dl->mix.num; i++) xxhash64_add(&hash, &dl->mix.sources[i].num_shards, sizeof(int64_t));
-    const DataIdentity identity = {dl->num_tokens, dl->num_shards, xxhash64_end(&hash)};
-    return identity;
+    return (DataIdentity){dl->num_tokens, dl->num_shards, xxhash64_end(&hash)};
 }
 
 // True if the open file has changed. Another file under its name does not count, since the open file is still read. A

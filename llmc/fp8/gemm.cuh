@@ -70,9 +70,8 @@ typedef struct {
 
 // Returns the spec of one of the run's GEMMs in recipe r.
 static inline GemmSpec gemm_spec(const Precision *p, const Recipe *r, GemmKind kind) {
-    const GemmSpec s = {r, precision_format(p, gemm_tensor(kind, 0)), precision_format(p, gemm_tensor(kind, 1)),
-                        precision_fast_accum(p, r, kind), p->emulated && recipe_is_fp8(r, kind)};
-    return s;
+    return GemmSpec{r, precision_format(p, gemm_tensor(kind, 0)), precision_format(p, gemm_tensor(kind, 1)),
+                    precision_fast_accum(p, r, kind), p->emulated && recipe_is_fp8(r, kind)};
 }
 
 typedef struct {

@@ -184,15 +184,14 @@ static __global__ void weight_scales_bound_kernel(float *scale, float *scale_inv
 // Returns the state of the layers from layer l on.
 static inline DelayedArrays tensor_scales_delayed(const TensorScales *s, int64_t l) {
     const int64_t first = l * TENSORS_PER_LAYER;
-    const DelayedArrays d = {s->history + first * s->window,
-                             s->delayed_scale + first,
-                             s->amax + first,
-                             TENSORS_PER_LAYER,
-                             s->window,
-                             s->margin,
-                             s->precision->dy_format,
-                             tensor_index(0, TENSOR_DY, 0)};
-    return d;
+    return DelayedArrays{s->history + first * s->window,
+                         s->delayed_scale + first,
+                         s->amax + first,
+                         TENSORS_PER_LAYER,
+                         s->window,
+                         s->margin,
+                         s->precision->dy_format,
+                         tensor_index(0, TENSOR_DY, 0)};
 }
 
 // Gives a tensor that has no delayed scale yet one from its own amax.

@@ -105,8 +105,7 @@ typedef struct __align__(16) {
 
 __device__ static inline Bf16x8 bf16x8_load(const bf16 *p) {
     uint4 v = *(const uint4 *)p;
-    Bf16x8 r = {{v.x, v.y, v.z, v.w}};
-    return r;
+    return Bf16x8{{v.x, v.y, v.z, v.w}};
 }
 
 __device__ static inline void bf16x8_store(bf16 *p, Bf16x8 v) {

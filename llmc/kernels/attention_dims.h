@@ -20,8 +20,7 @@ typedef struct {
                    : ((d).documents.starts ? launch<64, true> : launch<64, false>))
 
 static inline AttentionDims attention_dims(const Dims *d, bool deterministic) {
-    const AttentionDims a = {d->B, d->T, d->NH, d->NKV, d->HD, deterministic, d->documents};
-    return a;
+    return (AttentionDims){d->B, d->T, d->NH, d->NKV, d->HD, deterministic, d->documents};
 }
 
 #endif

@@ -21,8 +21,7 @@ typedef struct {
 } RopeDims;
 
 static inline RopeDims rope_dims(const Dims *d, double eps) {
-    const RopeDims r = {d->B, d->T, d->NH, d->NKV, d->HD, (float)eps, d->documents.starts};
-    return r;
+    return RopeDims{d->B, d->T, d->NH, d->NKV, d->HD, (float)eps, d->documents.starts};
 }
 
 // A block of 256 threads takes 4 tokens at a time, 64 threads each. HD/16 neighbouring lanes share a head: lane j holds
@@ -67,14 +66,12 @@ typedef struct {
 template <int HD>
 __device__ static inline RopePosition rope_position(void) {
     const int thread = threadIdx.x % ROPE_TOKEN_THREADS, lanes = HD / 16;
-    RopePosition position = {thread % lanes, thread / lanes, ROPE_TOKEN_THREADS / lanes};
-    return position;
+    return RopePosition{thread % lanes, thread / lanes, ROPE_TOKEN_THREADS / lanes};
 }
 
 template <int HD>
 __device__ static inline RopePacked rope_load(const bf16 *head, int lane) {
-    RopePacked x = {bf16x8_load(head + lane * 8), bf16x8_load(head + HD / 2 + lane * 8)};
-    return x;
+    return RopePacked{bf16x8_load(head + lane * 8), bf16x8_load(head + HD / 2 + lane * 8)};
 }
 
 __device__ static inline RopePair rope_unpack(const RopePacked &x) {

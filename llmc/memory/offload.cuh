@@ -148,8 +148,7 @@ typedef struct {
 
 static inline OffloadSpan offload_span(const Offload *f, int64_t index) {
     const int64_t l = offload_unit(f, index), begin = (index - offload_index(f, l, 0)) * OFFLOAD_PART;
-    const OffloadSpan s = {l, begin, min_i64(shard_elements(f->plan, l) - begin, OFFLOAD_PART)};
-    return s;
+    return OffloadSpan{l, begin, min_i64(shard_elements(f->plan, l) - begin, OFFLOAD_PART)};
 }
 
 // Copies elements of the shard from host memory to a slot, or back.

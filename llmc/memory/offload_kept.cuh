@@ -55,8 +55,7 @@ static inline KeptPasses kept_passes(const Options *o, const ModelConfig *m, con
     Options plain = *o;  // without recomputation, forward takes about a third of the time of both passes
     plain.recompute = RECOMPUTE_NONE, plain.fp8_activations = OFF;
     const double forward = estimate_passes(&plain, m, t, p, false) / 3;
-    const KeptPasses s = {forward, estimate_passes(o, m, t, p, false) - forward};
-    return s;
+    return KeptPasses{forward, estimate_passes(o, m, t, p, false) - forward};
 }
 
 // Prints, for a dry run, what offloading takes and moves, and whether copies take longer than computation. Prints

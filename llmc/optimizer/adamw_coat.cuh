@@ -86,10 +86,8 @@ __device__ static inline CoatExtremes coat_extremes_of_8(const float x[8]) {
 
 // Joins `own` with the `sent` of another thread, whose lane is this thread's lane XOR distance.
 __device__ static inline CoatExtremes coat_join(CoatExtremes own, CoatExtremes sent, int distance) {
-    const CoatExtremes joined = {
-        max(own.largest, __shfl_xor_sync(COAT_WARP, sent.largest, distance)),
-        min(own.smallest_minus_1, __shfl_xor_sync(COAT_WARP, sent.smallest_minus_1, distance))};
-    return joined;
+    return CoatExtremes{max(own.largest, __shfl_xor_sync(COAT_WARP, sent.largest, distance)),
+                        min(own.smallest_minus_1, __shfl_xor_sync(COAT_WARP, sent.smallest_minus_1, distance))};
 }
 
 // of_m, of_v: extremes of this thread's values of exp_avg and exp_avg_sq. Returns those of the whole group: of exp_avg

@@ -12,9 +12,6 @@ static inline double squares_sum(const float *x, int64_t n) {
     return sum;
 }
 
-// Returns the norm of n values.
-static inline double global_norm(const float *x, int64_t n) { return sqrt(squares_sum(x, n)); }
-
 // Takes one AdamW step for n elements. Element 0 of the arrays here is element `first` of the flat array.
 // gradient_factor multiplies each gradient first (clip_factor). With bf16_weights the new weights are rounded to bf16;
 // with bf16_state the new moments are rounded to bf16. adamw_random gives the rounding bits.

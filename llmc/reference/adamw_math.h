@@ -57,10 +57,9 @@ static inline AdamwStep adamw_step_of(const Options *o, int64_t step, int64_t sk
 // Returns the bound of the same step on a weight that decays, for recipe tensorwise_bounded.
 static inline WeightBound adamw_bound_of(const Options *o, int64_t step, int64_t skipped) {
     const double rate = schedule_learning_rate(o, step);
-    const WeightBound b = {
+    return (WeightBound){
         (float)fmax(1, fabs(1 - rate * o->weight_decay)),
         (float)(rate * weight_bound_largest(o->beta1, o->beta2, weight_bound_growth(o), step + 1 - skipped))};
-    return b;
 }
 
 // The largest gradient norm, before clipping, with which a step is taken. A larger norm counts as not finite. In a step
@@ -149,8 +148,7 @@ HOST_DEVICE static inline uint32_t adamw_random_word(uint32_t group_hash, uint32
 
 HOST_DEVICE static inline AdamwRandom adamw_random_member(const AdamwStep *s, uint32_t group_hash, uint32_t member) {
     const uint32_t x = adamw_random_word(group_hash, member);
-    const AdamwRandom random = {s->nearest_weights ? 0x80000000u : x * 0xd35a2d97u, x * 0x846ca68bu, x * 0xef1d6b47u};
-    return random;
+    return (AdamwRandom){s->nearest_weights ? 0x80000000u : x * 0xd35a2d97u, x * 0x846ca68bu, x * 0xef1d6b47u};
 }
 
 // Rounding bits of flat element i.

@@ -18,13 +18,11 @@ typedef struct {
 } MsampArrays;
 
 static inline MsampPair msamp_scale_inv(MsampPair scale) {
-    const MsampPair inverse = {1 / scale.exp_avg, 1 / scale.exp_avg_sq};
-    return inverse;
+    return (MsampPair){1 / scale.exp_avg, 1 / scale.exp_avg_sq};
 }
 
 static inline MsampPair msamp_stored(MsampArrays moments, int64_t i) {
-    const MsampPair stored = {fp8_to_float(moments.exp_avg[i], FP8_E4M3), fp16_to_float(moments.exp_avg_sq[i])};
-    return stored;
+    return (MsampPair){fp8_to_float(moments.exp_avg[i], FP8_E4M3), fp16_to_float(moments.exp_avg_sq[i])};
 }
 
 // Pass 1: updates n weights, the first of which is element `first` of the flat array, and returns the amaxes of the new
@@ -43,8 +41,7 @@ static inline MsampPair adamw_msamp_weights(float *weights, MsampArrays moments,
         weights[i] = bf16_weights ? bf16_to_float(adamw_round(weight, random)) : weight;
         amax = fmaxf(amax, fabsf(e.exp_avg)), amax_sq = fmaxf(amax_sq, e.exp_avg_sq);
     }
-    const MsampPair amaxes = {amax, amax_sq};
-    return amaxes;
+    return (MsampPair){amax, amax_sq};
 }
 
 // Pass 2: computes the moments of n elements again and stores them with the new scales of the whole tensor.

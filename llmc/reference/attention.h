@@ -34,8 +34,7 @@ static inline QueryBlock query_block(const Dims *d, int64_t b, int64_t t0) {
     const Documents *of = &d->documents;
     const int64_t first = of->starts ? of->starts[b * d->T + t0] : 0, end = of->ends ? of->ends[b * d->T + t0] : d->T,
                   queries = min_i64(QUERY_BLOCK, end - t0);
-    const QueryBlock block = {t0, queries, first, t0 + queries - first};
-    return block;
+    return (QueryBlock){t0, queries, first, t0 + queries - first};
 }
 
 // s [queries, keys] = scaled scores of the block's queries against its keys. Scores of keys after the query are -inf.

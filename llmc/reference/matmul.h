@@ -11,8 +11,7 @@ typedef struct {
 } MatrixView;
 
 static inline MatrixView matrix_view(const float *data, int64_t row_stride, int64_t col_stride) {
-    MatrixView v = {data, row_stride, col_stride};
-    return v;
+    return (MatrixView){data, row_stride, col_stride};
 }
 
 static inline MatrixView matrix_rows(const float *data, int64_t columns) { return matrix_view(data, columns, 1); }
@@ -27,8 +26,7 @@ typedef struct {
 } Epilogue;
 
 static inline Epilogue epilogue(float alpha, const float *bias, bool accumulate, Rounding rounding) {
-    Epilogue e = {alpha, bias, accumulate, rounding};
-    return e;
+    return (Epilogue){alpha, bias, accumulate, rounding};
 }
 
 // Register tile of the inner loop: 12 vectors of 16 floats. gcc vectorizes it well for AVX2 and SSE too. A tile 16

@@ -44,8 +44,7 @@ static inline AuditOperand audit_operand(int index) {
     const GemmKind gemm = (GemmKind)(index / 2);
     const int operand = 1 - index % 2;  // operand B (x or dy) comes first
     const TensorRole tensor = gemm_tensor(gemm, operand);
-    const AuditOperand o = {tensor, gemm_usage(gemm, operand), gemm_kind_name(gemm), names[tensor]};
-    return o;
+    return (AuditOperand){tensor, gemm_usage(gemm, operand), gemm_kind_name(gemm), names[tensor]};
 }
 
 static inline bool audit_shared(const Precision *p, TensorRole tensor) {

@@ -116,9 +116,8 @@ static inline void plan_json_derived(JsonText *out, const PlanFacts *f) {
 }
 
 static inline TrafficFacts plan_traffic(const PlanFacts *f) {
-    const TrafficFacts facts = {
+    return (TrafficFacts){
         strcmp(f->program, "train_fp8") == 0, f->options, &f->setup->model, f->comm, f->table, f->precision};
-    return facts;
 }
 
 // Prints the object and a newline.

@@ -456,9 +456,8 @@ static inline RunSetup run_setup(Options *o, const Comm *c, TrainerKind kind) {
 
 // Returns what the functions of checkpoints need to know of a run. The result points into both arguments.
 static inline CheckpointRun run_setup_checkpoint(RunSetup *s, const Options *o) {
-    const CheckpointRun run = {&s->model,           o,           s->data,     &s->passed_over,
-                               &s->tokenizer_files, &s->lineage, s->branches, &s->told};
-    return run;
+    return (CheckpointRun){&s->model,           o,           s->data,     &s->passed_over,
+                           &s->tokenizer_files, &s->lineage, s->branches, &s->told};
 }
 
 // Replaces --fp8-filter auto by s->fp8_filter.

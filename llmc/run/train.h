@@ -360,10 +360,9 @@ static inline void run_begin(Run *run, int argc, char **argv) {
 
 static inline PlanFacts run_plan_facts(const Run *run) {
     const TrainerParts *p = &run->parts;
-    const PlanFacts facts = {run->ops->program, &run->setup,  &run->options,       &run->comm,
-                             p->table,          p->precision, &p->memory,          p->memory_overhead,
-                             p->rows,           p->head_rows, p->state.plan->total};
-    return facts;
+    return (PlanFacts){run->ops->program, &run->setup,  &run->options,       &run->comm,
+                       p->table,          p->precision, &p->memory,          p->memory_overhead,
+                       p->rows,           p->head_rows, p->state.plan->total};
 }
 
 // Prints the whole plan of a dry run: settings, memory, GEMMs and traffic. With --json, prints it as JSON.

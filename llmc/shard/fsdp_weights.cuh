@@ -35,9 +35,7 @@ static inline FsdpUnit fsdp_unit(const Fsdp *f, bf16 *unit, int64_t l, bool gath
         const ShardSegment g = fsdp_segment(f, l, k);
         at[k] = unit + (gathered ? g.gathered : g.shard - shard_begin(&f->plan.shard, l));
     }
-    const FsdpUnit u = {at[SEGMENT_VECTORS], at[SEGMENT_MATRICES],
-                        l == ROOT ? at[embedding_segment(f->plan.table)] : NULL};
-    return u;
+    return FsdpUnit{at[SEGMENT_VECTORS], at[SEGMENT_MATRICES], l == ROOT ? at[embedding_segment(f->plan.table)] : NULL};
 }
 
 // Returns views of the bf16 weights of the whole unit l. A sharded layer's matrices are valid between fsdp_unshard and
