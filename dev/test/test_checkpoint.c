@@ -125,10 +125,19 @@ static bool same_state(const Trainer *a, const Trainer *b) {
 
 static bool prepares(const char *dir);
 
+static bool try_save(const Trainer *t, const char *dir, const TrainerProgress *progress, int64_t keep,
+                     Failure *failure) {
+    return checkpoint_save(dir, keep, progress, &t->run, &t->table, &t->state, failure);
+}
+
+static bool try_export(const Trainer *t, const char *dir, Failure *failure) {
+    return model_export_hf(dir, &t->model, &t->table, &t->state, NULL, failure);
+}
+
 static void save(Trainer *t, const char *dir, int64_t step, int64_t keep) {
     Failure failure;
     const TrainerProgress progress = {step, step * 3, step / 2};
-    if (!checkpoint_save(dir, keep, &progress, &t->run, &t->table, &t->state, &failure)) die("%s", failure.text);
+    if (!try_save(t, dir, &progress, keep, &failure)) die("%s", failure.text);
 }
 
 // Lists the steps of entries in a folder that have a checkpoint's name, newest first, as "300 200", or as "300 200+1"
@@ -285,8 +294,7 @@ static void test_delayed(void) {
     b->state.delayed_window = 6;
     CHECK_DIES(load_delayed, b, "tensor amax_history has shape [24, 7]; the model needs [24, 6]",
                "a checkpoint with another window of the amax history is refused");
-    CHECK(model_export_hf(scratch_path("delayed-export"), &a->model, &a->table, &a->state, NULL, &failure),
-          "the export is made: %s", failure.text);
+    CHECK(try_export(a, scratch_path("delayed-export"), &failure), "the export is made: %s", failure.text);
     format_checked(state, sizeof state, "%s/fp8_state.safetensors", scratch_path("delayed-export"));
     CHECK(!path_exists(state), "an export has no fp8_state.safetensors");
     // No checkpoint is saved if a history or a scale holds a value that is not finite or is below zero. Older versions
@@ -302,8 +310,7 @@ static void test_delayed(void) {
                    {1, -1, "tensor scale holds a value"}};
     for (size_t i = 0; i < sizeof refused / sizeof refused[0]; i++) {
         history[3] = refused[i].amax, scales_of_a[2] = refused[i].scale;
-        CHECK(!checkpoint_save(dir, 1, &progress, &a->run, &a->table, &a->state, &failure) && failure.lasting &&
-                  strstr(failure.text, refused[i].problem),
+        CHECK(!try_save(a, dir, &progress, 1, &failure) && failure.lasting && strstr(failure.text, refused[i].problem),
               "an amax of %g and a scale of %g are not saved: %s", (double)history[3], (double)scales_of_a[2],
               failure.text);
     }
@@ -314,8 +321,7 @@ static void test_delayed(void) {
     write_float(state, data + 12, INFINITY);
     checkpoint_load(found, &b->model, &b->table, &b->state);
     CHECK(b->delayed[0][3] == 0, "an infinity in the amax history is loaded as 0; found %g", (double)b->delayed[0][3]);
-    CHECK(checkpoint_save(dir, 2, &progress, &b->run, &b->table, &b->state, &failure),
-          "what was loaded can be saved: %s", failure.text);
+    CHECK(try_save(b, dir, &progress, 2, &failure), "what was loaded can be saved: %s", failure.text);
     write_float(state, data + 12, NAN);
     CHECK_DIES(load_delayed, b, "amax_history holds nan, which is not an amax; move this checkpoint away",
                "a NaN in the amax history is refused");
@@ -394,8 +400,7 @@ static void test_unreadable_folders(void) {
     readable_entries = -1;
     CHECK_DIES(list_unreadable, (void *)dir, words, "the search for weights of other formats fails");
     const char *export = xstrdup(scratch_path("unreadable-export"));
-    CHECK(model_export_hf(export, &t->model, &t->table, &t->state, NULL, &failure), "the export is made: %s",
-          failure.text);
+    CHECK(try_export(t, export, &failure), "the export is made: %s", failure.text);
     CHECK(export_may_replace(export, &failure), "an export may be replaced: %s", failure.text);
     if (!file_write(export, "thesis", "x", 1, NULL, &failure)) die("%s", failure.text);
     for (int entries = 0; entries <= 6; entries++) {
@@ -949,7 +954,7 @@ static void test_failing_save(void) {
         const TrainerProgress progress = {2, 2, 0};
         small = before, small.rlim_cur = limits[i];
         setrlimit(RLIMIT_FSIZE, &small);
-        bool ok = checkpoint_save(dir, 1, &progress, &t->run, &t->table, &t->state, &failure);
+        bool ok = try_save(t, dir, &progress, 1, &failure);
         setrlimit(RLIMIT_FSIZE, &before);
         CHECK(!ok && strstr(failure.text, "File too large") && strstr(failure.text, "step-00000002 failed") &&
                   strstr(failure.text, "untouched"),
@@ -962,8 +967,7 @@ static void test_failing_save(void) {
     const TrainerProgress progress = {1, 1, 0};
     small.rlim_cur = 40000;
     setrlimit(RLIMIT_FSIZE, &small);
-    CHECK(!checkpoint_save(dir, 1, &progress, &t->run, &t->table, &t->state, &failure),
-          "a save past the limit of the file size fails");
+    CHECK(!try_save(t, dir, &progress, 1, &failure), "a save past the limit of the file size fails");
     setrlimit(RLIMIT_FSIZE, &before);
     Trainer *b = trainer_new(FAMILY_LLAMA, false, true, MOMENTS_FP32);
     CHECK(checkpoint_find_newest(dir, found, sizeof found), "the newest checkpoint is found");
@@ -972,16 +976,17 @@ static void test_failing_save(void) {
 
     static const char *const nowhere[] = {"/proc/checkpoints", "/proc/self", "/dev/null"};
     for (int i = 0; i < 3; i++) {
-        CHECK_FAILS(checkpoint_save(nowhere[i], 1, &progress, &t->run, &t->table, &t->state, &failure),
-                    "cannot make folder", "a folder that cannot be made fails the save");
-        CHECK_FAILS(model_export_hf(i == 1   ? "/proc/self/out"
-                                    : i == 2 ? "/dev/null/parent"
-                                             : nowhere[i],
-                                    &t->model, &t->table, &t->state, NULL, &failure),
+        CHECK_FAILS(try_save(t, nowhere[i], &progress, 1, &failure), "cannot make folder",
+                    "a folder that cannot be made fails the save");
+        CHECK_FAILS(try_export(t,
+                               i == 1   ? "/proc/self/out"
+                               : i == 2 ? "/dev/null/parent"
+                                        : nowhere[i],
+                               &failure),
                     "export to", "a folder that cannot be made fails the export");
     }
-    CHECK_FAILS(checkpoint_save("/dev/null/parent", 1, &progress, &t->run, &t->table, &t->state, &failure),
-                "cannot make folder /dev/null/parent", "a checkpoint folder below a file fails the save");
+    CHECK_FAILS(try_save(t, "/dev/null/parent", &progress, 1, &failure), "cannot make folder /dev/null/parent",
+                "a checkpoint folder below a file fails the save");
     remove_tree(dir);
     free((char *)dir);
     trainer_free(t);
@@ -1007,14 +1012,12 @@ static void test_nonfinite(void) {
         else ((bf16_bits *)t->arrays[kind])[at] = bf16_from_float(kind ? INFINITY : NAN);
         format_checked(expected, sizeof expected, "tensor %s%s holds a value that is not finite", prefixes[kind],
                        p->name);
-        CHECK(!checkpoint_save(dir, 1, &progress, &t->run, &t->table, &t->state, &failure) && failure.lasting,
-              "variant %d is not saved", variant);
+        CHECK(!try_save(t, dir, &progress, 1, &failure) && failure.lasting, "variant %d is not saved", variant);
         CHECK(strstr(failure.text, expected) && strstr(failure.text, "nothing was saved; checkpoints of earlier "
                                                                      "steps are untouched"),
               "the error names the tensor: %s", failure.text);
         CHECK_LISTING(dir, "1", "only the earlier checkpoint is there");
-        const bool exported =
-            model_export_hf(scratch_path("nonfinite-export"), &t->model, &t->table, &t->state, NULL, &failure);
+        const bool exported = try_export(t, scratch_path("nonfinite-export"), &failure);
         CHECK(exported == (kind != STATE_WEIGHTS),
               "variant %d is exported exactly if the weights, or their masters, are finite", variant);
         CHECK(exported || (failure.lasting && strstr(failure.text, expected)),
@@ -1060,8 +1063,8 @@ static void test_nonfinite_groups(void) {
         memcpy(element(t, cases[i].kind, r.shard + r.count - 1, 1), &cases[i].value, (size_t)bytes);
         format_checked(expected, sizeof expected, "tensor %s%s holds %s", cases[i].tensor, p->name,
                        state_refused(cases[i].kind));
-        CHECK(!checkpoint_save(scratch_path("groups"), 1, &progress, &t->run, &t->table, &t->state, &failure) &&
-                  failure.lasting && strstr(failure.text, expected),
+        CHECK(!try_save(t, scratch_path("groups"), &progress, 1, &failure) && failure.lasting &&
+                  strstr(failure.text, expected),
               "0x%x in %s is not saved: %s", cases[i].value, cases[i].tensor, failure.text);
         remove_tree(scratch_path("groups"));
         trainer_free(t);
@@ -1272,8 +1275,7 @@ static void test_export(void) {
         die("%s", failure.text);
     model_export_prepare(dir, source_folder);
     CHECK(!path_exists(dir), "model_export_prepare makes no export");
-    CHECK(model_export_hf(dir, &a->model, &a->table, &a->state, NULL, &failure), "the first export is made: %s",
-          failure.text);
+    CHECK(try_export(a, dir, &failure), "the first export is made: %s", failure.text);
     CHECK(!path_exists(scratch_path("export/tokenizer.json")) && model_has_weights(dir),
           "the first export has weights and no tokenizer.json");
     model_export_prepare(trailing, source_folder);
@@ -1299,8 +1301,7 @@ static void test_export(void) {
 
     // A folder with any other file in it is not replaced.
     if (!file_write(dir, "thesis.txt", "x", 1, NULL, &failure)) die("%s", failure.text);
-    CHECK_FAILS(model_export_hf(dir, &a->model, &a->table, &a->state, NULL, &failure),
-                "holds thesis.txt, which is not part of an export; use a new folder",
+    CHECK_FAILS(try_export(a, dir, &failure), "holds thesis.txt, which is not part of an export; use a new folder",
                 "an export to a folder with another file fails");
     CHECK(path_exists(scratch_path("export/thesis.txt")) && path_exists(scratch_path("export/model.safetensors")),
           "a refused export removes no file");
@@ -1398,9 +1399,7 @@ static void test_export_refusals(void) {
                   !path_exists(scratch_path("sticky/export.tmp")),
               "round %d: the folder exists if it did before, and no temporary folder is left", round);
         if (round == 0 && !folder_create(dir, false, &failure)) die("%s", failure.text);
-        if (round == 1)
-            CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure), "the export is made: %s",
-                  failure.text);
+        if (round == 1) CHECK(try_export(t, dir, &failure), "the export is made: %s", failure.text);
     }
     format_checked(weights, sizeof weights, "%s/model.safetensors", dir);
     CHECK(safetensors_is_own(weights), "the earlier export stays");
@@ -1408,9 +1407,8 @@ static void test_export_refusals(void) {
     // Paths with dots or through a link mean the same folder. The link then leads to the new export.
     model_export_prepare(dotted, NULL);
     model_export_prepare(link, NULL);
-    CHECK(model_export_hf(dotted, &t->model, &t->table, &t->state, NULL, &failure) &&
-              model_export_hf(link, &t->model, &t->table, &t->state, NULL, &failure),
-          "exports by other paths are made: %s", failure.text);
+    CHECK(try_export(t, dotted, &failure) && try_export(t, link, &failure), "exports by other paths are made: %s",
+          failure.text);
     CHECK(safetensors_is_own(weights) && strcmp(listing(scratch_path("sticky")), "+2") == 0,
           "the folder holds the export and the link only; found %s", listing(scratch_path("sticky")));
 
@@ -1450,8 +1448,7 @@ static void test_export_restore(void) {
     format_checked(aside, sizeof aside, "%s.old.tmp", dir);
     format_checked(weights, sizeof weights, "%s/model.safetensors", dir);
     Export e = {dir, NULL, NULL};
-    CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure), "the export is made: %s",
-          failure.text);
+    CHECK(try_export(t, dir, &failure), "the export is made: %s", failure.text);
     // NAME is absent in state 0, an empty folder in state 1, and a folder with only the marker file in states 2 and 3.
     // In state 3 the earlier export has no marker file and no hashes: an older version wrote it.
     for (int state = 0; state < 4; state++) {
@@ -1466,8 +1463,7 @@ static void test_export_restore(void) {
         CHECK(safetensors_is_own(weights) && !path_exists(aside), "state %d: the earlier export is in its place again",
               state);
         if (state == 3)
-            CHECK(model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure) &&
-                      path_exists(scratch_path("out/" FOLDER_MARKER)),
+            CHECK(try_export(t, dir, &failure) && path_exists(scratch_path("out/" FOLDER_MARKER)),
                   "the next export has the marker file: %s", failure.text);
     }
     // NAME and NAME.old.tmp could both be the earlier export: the user must choose one.
@@ -1493,8 +1489,7 @@ static void test_export_restore(void) {
               "case %d: what is in the way is named: %s", i, output);
         CHECK(path_exists(scratch_path("victim/config.json")) && path_exists(at) && safetensors_is_own(weights),
               "case %d: what is in the way, its target and the export stay", i);
-        CHECK(i % 2 || (!model_export_hf(dir, &t->model, &t->table, &t->state, NULL, &failure) &&
-                        strstr(failure.text, "out.tmp is in the way")),
+        CHECK(i % 2 || (!try_export(t, dir, &failure) && strstr(failure.text, "out.tmp is in the way")),
               "case %d: out.tmp in the way fails the export: %s", i, failure.text);
         if (i < 2 ? unlink(at) : (remove_tree(at), 0)) die("%s", strerror(errno));
     }

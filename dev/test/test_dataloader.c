@@ -180,9 +180,7 @@ static int64_t count_equal(const int64_t *a, const int64_t *b, int64_t n) {
 static void test_permutation(void) {
     static int64_t first[MAX_N], second[MAX_N], other_seed[MAX_N], again[MAX_N], in_order[MAX_N];
     static const int64_t sizes[] = {1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 100, 1000, 1023, 1024, 1025, 4096};
-    DataLoader dl;
-    memset(&dl, 0, sizeof dl);
-    dl.shuffle = true;
+    DataLoader dl = {.shuffle = true};
     for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++) {
         dl.num_sequences = sizes[s];
         for (uint64_t seed = 0; seed < 3; seed++) {
@@ -220,10 +218,7 @@ static void test_permutation(void) {
 // Early and late sequences are equally likely in the first half of an epoch. Tests the mean of the sequence numbers in
 // that half, over 200 seeds.
 static void test_permutation_is_even(void) {
-    DataLoader dl;
-    memset(&dl, 0, sizeof dl);
-    dl.shuffle = true;
-    dl.num_sequences = 1500;
+    DataLoader dl = {.shuffle = true, .num_sequences = 1500};
     double sum = 0;
     for (dl.seed = 0; dl.seed < 200; dl.seed++)
         for (int64_t g = 0; g < 750; g++) sum += (double)dataloader_sequence(&dl, g);
@@ -234,11 +229,7 @@ static void test_permutation_is_even(void) {
 }
 
 static void test_huge_count(void) {
-    DataLoader dl;
-    memset(&dl, 0, sizeof dl);
-    dl.shuffle = true;
-    dl.seed = 42;
-    dl.num_sequences = 3000000001;  // above INT32_MAX
+    DataLoader dl = {.shuffle = true, .seed = 42, .num_sequences = 3000000001};  // above INT32_MAX
     int64_t above = 0, wrong = 0;
     for (int64_t g = 0; g < 10000; g++) {
         int64_t sequence = dataloader_sequence(&dl, 5000000000 + g);
@@ -264,8 +255,7 @@ static void mark_step(const DataLoader *dl, int64_t step, int64_t accumulation, 
 
 // `spread`: sample i of N is sequence i * num_sequences / N; all of them if N is their number.
 static void test_spread(void) {
-    DataLoader dl;
-    memset(&dl, 0, sizeof dl);
+    DataLoader dl = {0};
     for (dl.num_sequences = 1; dl.num_sequences < 40; dl.num_sequences++)
         for (dl.spread = 1; dl.spread <= dl.num_sequences; dl.spread++)
             for (int64_t i = 0; i < 2 * dl.spread; i++)
@@ -281,11 +271,7 @@ static void test_ranks(void) {
     static const int64_t splits[][3] = {{8, 1, 1}, {4, 2, 1}, {2, 4, 1},
                                         {1, 4, 2}, {1, 1, 8}, {2, 2, 2}};  // accumulation, world, B
     static int64_t expected[MAX_N], marks[MAX_N];
-    DataLoader dl;
-    memset(&dl, 0, sizeof dl);
-    dl.shuffle = true;
-    dl.seed = 7;
-    dl.num_sequences = 100;
+    DataLoader dl = {.shuffle = true, .seed = 7, .num_sequences = 100};
     for (int64_t step = 0; step < 40; step++) {  // more than three epochs
         mark_step(&dl, step, splits[0][0], splits[0][1], splits[0][2], expected);
         for (size_t s = 1; s < sizeof splits / sizeof *splits; s++) {

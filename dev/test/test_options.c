@@ -765,26 +765,17 @@ static void test_gradient_sums(void) {
     }
 }
 
+static void print_action(void *arguments) {
+    const Options o = parse((const char *)arguments);
+    options_print(&o);
+    fflush(stdout);
+}
+
 // Parses `train ARGUMENTS` and prints the settings, in a child process. Returns its stdout. *status is as from
 // waitpid().
 static char *printed_by(const char *arguments, int *status) {
     char *text = (char *)xcalloc(1 << 16, 1);
-    int fds[2];
-    fflush(stdout);
-    if (pipe(fds)) die("pipe: %s", strerror(errno));
-    pid_t child = fork();
-    if (child == 0) {
-        dup2(fds[1], 1);
-        Options o = parse(arguments);
-        options_print(&o);
-        fflush(stdout);
-        _exit(0);
-    }
-    close(fds[1]);
-    size_t n = 0;
-    for (ssize_t got; (got = read(fds[0], text + n, (1 << 16) - 1 - n)) > 0;) n += (size_t)got;
-    close(fds[0]);
-    waitpid(child, status, 0);
+    *status = check_child(print_action, (void *)arguments, 1, text, 1 << 16);
     return text;
 }
 

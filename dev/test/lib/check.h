@@ -50,10 +50,9 @@ static inline double check_relative_error(const float *a, const float *b, int64_
 // True if `error` is larger than `worst`. NaN is larger than all numbers.
 static inline bool check_is_worse(double error, double worst) { return isnan(error) ? !isnan(worst) : error > worst; }
 
-// Runs `action(context)` in a child process, and copies the first capacity - 1 bytes of its stderr to `output`. True if
-// the child ended by itself (no signal) with a non-zero status and `output` contains `message`.
-static inline bool check_dies(void (*action)(void *), void *context, const char *message, char *output,
-                              size_t capacity) {
+// Runs `action(context)` in a child process, and copies the first capacity - 1 bytes that it writes to descriptor `fd`
+// to `output`. Returns its status, as from waitpid().
+static inline int check_child(void (*action)(void *), void *context, int fd, char *output, size_t capacity) {
     int fds[2];
     fflush(stdout);
     if (pipe(fds)) die("pipe: %s", strerror(errno));
@@ -61,7 +60,7 @@ static inline bool check_dies(void (*action)(void *), void *context, const char 
     if (child < 0) die("fork: %s", strerror(errno));
     if (child == 0) {
         close(fds[0]);
-        dup2(fds[1], 2);
+        dup2(fds[1], fd);
         action(context);
         _exit(0);
     }
@@ -72,6 +71,14 @@ static inline bool check_dies(void (*action)(void *), void *context, const char 
     close(fds[0]);
     int status = 0;
     waitpid(child, &status, 0);
+    return status;
+}
+
+// Runs check_child for stderr. True if the child ended by itself (no signal) with a non-zero status and `output`
+// contains `message`.
+static inline bool check_dies(void (*action)(void *), void *context, const char *message, char *output,
+                              size_t capacity) {
+    const int status = check_child(action, context, 2, output, capacity);
     return WIFEXITED(status) && WEXITSTATUS(status) != 0 && strstr(output, message) != NULL;
 }
 
