@@ -5,6 +5,7 @@
 #include "../../llmc/kernels/initialize.cuh"
 #include "../../llmc/reference/adamw.h"
 #include "../../llmc/reference/quantize_reference.h"
+#include "../../llmc/reference/rounding.h"
 #include "bench.cuh"
 
 // Returns a small model with the same kinds of parameters as the preset. Hidden size 40 leaves padding behind some
