@@ -343,6 +343,12 @@ def test_arms(tmp):
     check("takes the folder of a verdict" in report(folder / "tiny.bf16.s42.n400", "--against", base, status=1)[1] and
           "--against is refused" in report(folder, folder, "--out", "x.html", "--against", base, status=1)[1],
           "--against is refused for a run, and for several folders")
+    verdict = json.loads((folder / "verdict.json").read_text())
+    for run in (run for run in verdict["runs"] if run["recipe"] == base):
+        run["recipe"], log = f"{base}+fp8-format=e4m3", folder / run["folder"] / "log.jsonl"
+        log.write_text(log.read_text().replace('"settings": {', '"settings": {"fp8-format": "e4m3", '))
+    (folder / "verdict.json").write_text(json.dumps(verdict))
+    check("FP8 tensorwise format=e4m3 after step 40" in report(folder, drawn=False)[0], "a recipe's options are named")
 
 
 def test_looks(tmp):

@@ -106,14 +106,15 @@ def read_folder(folder, found):
 
 
 def set_recipes(verdict, runs, against=""):
-    """Sets `against` and `recipe` of the runs of a verdict if it is against an FP8 recipe, or is to compare arms with
-    `against`, one of them. Returns the recipe of trunks and those of arms."""
+    """Sets `planned` of the runs of a verdict, and `against` and `recipe` if it is against an FP8 recipe, or is to
+    compare arms with `against`, one of them. Returns the recipe of trunks and those of arms."""
     recipes = verdict.get("recipes")
     base, *arms = map(str, recipes if isinstance(recipes, list) and recipes else ["bf16"])
     names = {run["folder"]: str(run.get("recipe", "")) for run in verdict["runs"]}
-    for run in runs:
-        if run.name in names and (against or base.startswith("fp8")):
-            run.recipe = names[run.name]
+    for run in (run for run in runs if run.name in names):
+        run.planned = names[run.name]
+        if against or base.startswith("fp8"):
+            run.recipe = run.planned
             run.against = base if run.recipe == base else against or base
     return base, arms
 

@@ -130,6 +130,7 @@ class Run:
     ended: bool = False      # the last start wrote its summary
     against: str = "bf16"    # the recipe that its verdict compares with
     recipe: str = ""         # as a verdict against an FP8 recipe names it
+    planned: str = ""        # as any verdict names it
 
     @property
     def settings(self):

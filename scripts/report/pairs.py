@@ -45,8 +45,8 @@ def recipe_of(run):
 
 
 def name_recipes(runs):
-    """{run's name: recipe}. Of runs of one recipe whose fp8 options differ, the name has the values that are not those
-    of most runs."""
+    """{run's name: recipe}. The name has the values of the fp8 options that the verdict's --recipes gives, and of those
+    in which the run differs from most runs of the recipe."""
     groups = collections.defaultdict(list)
     for run in runs:
         groups[recipe_of(run)].append(run)
@@ -58,8 +58,9 @@ def name_recipes(runs):
         counts = {key: collections.Counter(str(of.get(key)) for of in options) for key in keys}
         usual = {key: value for key in keys for value, n in counts[key].items() if 2 * n > len(members)}
         for run in members:
-            names[run.name] = " ".join([recipe] + [f"{key[4:]}={run.option(key) or 'none'}" for key in keys
-                                                   if str(run.option(key)) != usual.get(key)])
+            own = [key for key in keys if f"+{key}=" in run.planned.removeprefix(recipe)
+                   or str(run.option(key)) != usual.get(key)]
+            names[run.name] = " ".join([recipe] + [f"{key[4:]}={run.option(key) or 'none'}" for key in own])
     return names
 
 
