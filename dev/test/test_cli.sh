@@ -388,9 +388,9 @@ check "a bf16 run prints at most 25 lines before step 1" starts 1 tiny $data $va
 check "a bf16 run prints its recipe" holds "$tmp/start" "recipe    bf16: all GEMMs, with fp32 accumulation"
 check "a bf16 run prints no memory plan" lacks "$tmp/start" "memory plan"
 check "a bf16 run prints no table of GEMMs" lacks "$tmp/start" "fprop"
-check "a run of FP8 GEMMs alone starts" starts 1 tiny $data --fast --fp8-lm-head all
+check "a run of FP8 GEMMs alone starts" starts 1 tiny $data --fast
 check "a run prints what a shorthand sets" \
-    holds "$tmp/start" "derived   --precision fp8 --fp8-format hybrid --fp8-fast-accum all"
+    holds "$tmp/start" "derived   --precision fp8 --fp8-recipe tensorwise_bounded --fp8-format hybrid --fp8-lm-head all"
 check "a run of FP8 GEMMs alone names no bf16 linear layer" lacks "$tmp/start" "bf16 linear layers"
 check "an fp8 run prints at most 25 lines before step 1" starts 1 tiny $data $val --precision fp8 --fp8-filter first
 check "an fp8 run prints which linear layers run in bf16" \

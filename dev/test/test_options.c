@@ -340,7 +340,7 @@ static void test_fp8_conflicts(void) {
         {"--fp8-recipe rowwise --fp8-lm-head all", "use --fp8-lm-head on with --fp8-format hybrid, or another"},
         {"--fp8-lm-head forward --fp8-filter first,lm_head", "but --fp8-lm-head wants it in FP8; leave out one"},
         {"--fast --fp8-recipe blockwise", "use none; --fast sets --fp8-fast-accum all, unless"},
-        {"--fast --precision bf16", "leave --fp8-fast-accum out; --fast sets --fp8-fast-accum all, unless"},
+        {"--fast --precision bf16", "leave --fp8-recipe out; --fast sets --fp8-recipe tensorwise_bounded, unless"},
         {"--fp8-recipe delayed --fp8-lm-head on", "use another --fp8-recipe, or leave --fp8-lm-head out"},
         // tensorwise_bounded needs a bound on AdamW's step
         {"--fp8-recipe tensorwise_bounded", ""},

@@ -111,8 +111,9 @@ enum { RARE, COMMON };
          "seed of stochastic rounding; runs that differ in it alone show how far rounding moves a loss; -1: the " \
          "value of --seed") \
     GROUP("precision") \
-    FLAG(fast, "fast", RARE, \
-         "short for --precision fp8 --fp8-fast-accum all; options after it on the command line may change them") \
+    FLAG(fast, "fast", COMMON, \
+         "short for --precision fp8 --fp8-recipe tensorwise_bounded --fp8-fast-accum all --fp8-lm-head all; options " \
+         "after it on the command line may change them") \
     CHOICE(msamp, "msamp", MSAMP_OFF, MSAMP_LEVELS, FREE, RARE, \
          "a level of MS-AMP, short for several options; options after it on the command line may change them; O1: " \
          "--precision fp8 --master-weights fp16-stochastic --optimizer-state fp32 --grad-accum-dtype fp8 " \
@@ -126,7 +127,7 @@ enum { RARE, COMMON };
     CHOICE(fp8_format, "fp8-format", FP8_FORMAT_AUTO, FP8_FORMATS, BRANCHES, RARE, \
          "FP8 format in which GEMMs read the gradients of outputs (dy); hybrid: E5M2; e4m3: E4M3, as for weights and " \
          "inputs; auto: the recipe's own") \
-    TEXT(fp8_filter, "fp8-filter", "", BRANCHES, COMMON, \
+    TEXT(fp8_filter, "fp8-filter", "", BRANCHES, RARE, \
          "linear layers that stay bf16, separated by commas: first, last, layers=A or layers=A-B (from 0), attention, " \
          "mlp, qkv, attn_out, gate_up, down; lm_head has --fp8-lm-head; auto: at the start, time qkv, attn_out, " \
          "gate_up and down in FP8 and bf16, and keep the faster in all layers (GPU trainer; a resumed run keeps its " \
@@ -423,7 +424,9 @@ typedef struct {
 // shorthand stands before what it sets: the start prints options in that order, and it must be one that gives the run.
 static inline const ShorthandRow *shorthand_rows(void) {
     static const ShorthandRow rows[] = {{"fast", 1, "precision", "fp8"},
+                                        {"fast", 1, "fp8-recipe", "tensorwise_bounded"},
                                         {"fast", 1, "fp8-fast-accum", "all"},
+                                        {"fast", 1, "fp8-lm-head", "all"},
                                         {"msamp", MSAMP_O1, "precision", "fp8"},
                                         {"msamp", MSAMP_O1, "master-weights", "fp16-stochastic"},
                                         {"msamp", MSAMP_O1, "optimizer-state", "fp32"},
