@@ -6,8 +6,8 @@ commas or blanks. Paths are relative to the repository's root. Defaults are in p
   --models LIST            presets, or folders with a config.json
                            (llama3.2-1b,llama3.2-3b,llama3.1-8b,qwen3-4b,qwen3-14b)
   --sequence-lengths LIST  tokens in a sequence (2048,4096,8192)
-  --precisions LIST        bf16, fp8, fp8:RECIPE (fp8:rowwise, fp8:blockwise, ...), fp8:RECIPE:emulate; the CPU
-                           trainer also has fp32 (bf16,fp8)
+  --precisions LIST        bf16, fp8, fp8:RECIPE (fp8:rowwise, fp8:blockwise, ...), fp8:RECIPE:emulate, fp8:fast (the
+                           trainer's --fast); the CPU trainer also has fp32 (bf16,fp8)
   --gpus LIST              numbers of GPUs, or of ranks of the CPU trainer (1,2,4)
   --num-steps N            optimizer steps in each run (100)
   --llama-data GLOB        training shards for models named llama* or Llama* (data/tinystories_llama3_train*.bin)

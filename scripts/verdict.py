@@ -7,9 +7,9 @@ arms end a quarter, half and all of the way from B to N, each time with a decay 
 with intervals: FOLDER/report.html. Paths are relative to the repository's root. Lists are separated by commas. Defaults
 are in parentheses.
 
-  --recipes LIST          FP8 recipes: fp8 (tensorwise), fp8:RECIPE, fp8:RECIPE:emulate, each also with options of its
-                          own, as in fp8+fp8-filter=first/last (/ for a comma); none: a pilot, which shows how small a
-                          cost a verdict can see (fp8,fp8:rowwise)
+  --recipes LIST          FP8 recipes: fp8 (tensorwise), fp8:RECIPE, fp8:RECIPE:emulate, fp8:fast (the trainer's
+                          --fast), each also with options of its own, as in fp8+fp8-filter=first/last (/ for a comma);
+                          none: a pilot, which shows how small a cost a verdict can see (fp8,fp8:rowwise)
   --against RECIPE        the recipe of trunks and null arms instead of BF16, named as in --recipes: each recipe is then
                           compared with it (bf16)
   --seeds LIST            seeds of trunks: of initial weights, data order and stochastic rounding; two are too few for a

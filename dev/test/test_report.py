@@ -345,10 +345,10 @@ def test_arms(tmp):
           "--against is refused for a run, and for several folders")
     verdict = json.loads((folder / "verdict.json").read_text())
     for run in (run for run in verdict["runs"] if run["recipe"] == base):
-        run["recipe"], log = f"{base}+fp8-format=e4m3", folder / run["folder"] / "log.jsonl"
+        run["recipe"], log = "fp8:fast+fp8-format=e4m3", folder / run["folder"] / "log.jsonl"
         log.write_text(log.read_text().replace('"settings": {', '"settings": {"fp8-format": "e4m3", '))
     (folder / "verdict.json").write_text(json.dumps(verdict))
-    check("FP8 tensorwise format=e4m3 after step 40" in report(folder, drawn=False)[0], "a recipe's options are named")
+    check("FP8 fast format=e4m3 after step 40" in report(folder, drawn=False)[0], "a recipe's options are named")
 
 
 def test_looks(tmp):

@@ -36,12 +36,13 @@ def branch_of(run):
 
 
 def recipe_of(run):
-    """bf16, fp32, fp8:RECIPE or fp8:RECIPE:emulate, or Run.recipe; with NULL after it for a null arm."""
+    """bf16, fp32, fp8:RECIPE, fp8:RECIPE:emulate or fp8:fast, or Run.recipe; with NULL after it for a null arm."""
     if run.is_base and branch_of(run)[0] is not None:
         return run.against + NULL
     if run.recipe or run.option("precision") != "fp8":
         return run.recipe or run.option("precision")
-    return f"fp8:{run.option('fp8-recipe')}" + (":emulate" if run.option("fp8-emulate") == "on" else "")
+    recipe = "fast" if run.planned.startswith("fp8:fast") else run.option("fp8-recipe")
+    return f"fp8:{recipe}" + (":emulate" if run.option("fp8-emulate") == "on" else "")
 
 
 def name_recipes(runs):
@@ -55,11 +56,10 @@ def name_recipes(runs):
         options = [{k: v for k, v in run.settings["settings"].items() if k.startswith("fp8-")} for run in members]
         keys = sorted({key for of in options for key in of} - {"fp8-recipe", "fp8-emulate", "fp8-audit"})
         keys *= recipe.startswith("fp8")
-        counts = {key: collections.Counter(str(of.get(key)) for of in options) for key in keys}
-        usual = {key: value for key in keys for value, n in counts[key].items() if 2 * n > len(members)}
+        usual = {key: collections.Counter(str(of.get(key)) for of in options).most_common(1)[0] for key in keys}
         for run in members:
             own = [key for key in keys if f"+{key}=" in run.planned.removeprefix(recipe)
-                   or str(run.option(key)) != usual.get(key)]
+                   or str(run.option(key)) != usual[key][0] or 2 * usual[key][1] <= len(members)]
             names[run.name] = " ".join([recipe] + [f"{key[4:]}={run.option(key) or 'none'}" for key in own])
     return names
 

@@ -61,12 +61,12 @@ def folder_names(models):
 
 
 def precision_words(precision, extra):
-    """The trainer's options of a precision such as fp8:rowwise:emulate or fp8+fp8-filter=first/last, then those of
-    `extra` that apply to it: options that begin with --fp8 are for FP8 runs only."""
+    """The trainer's options of a precision such as fp8:rowwise:emulate, fp8:fast (--fast) or fp8+fp8-filter=first/last,
+    then those of `extra` that apply to it: options that begin with --fp8 are for FP8 runs only."""
     recipe, *options = precision.split("+")
     parts = recipe.split(":")
     words = ["--precision", parts[0]] + (["--fp8-recipe", parts[1]] if len(parts) > 1 else [])
-    words += ["--fp8-emulate"] if len(parts) > 2 else []
+    words = ["--fast"] if recipe == "fp8:fast" else words + ["--fp8-emulate"] * (len(parts) > 2)
     if parts[0] == "fp8":
         pairs = [option.split("=", 1) for option in options]
         return words + extra + [word for name, value in pairs for word in (f"--{name}", value.replace("/", ","))]
@@ -91,8 +91,8 @@ class Trainer:
         return subprocess.run([self.program, "--list", what], capture_output=True, text=True).stdout.split()
 
     def check_precisions(self, option, precisions, plain=()):
-        """Dies unless all are of `plain`, fp8, fp8:RECIPE or fp8:RECIPE:emulate with a recipe that the trainer has, the
-        last three also with +fp8-OPTION=VALUE."""
+        """Dies unless all are of `plain`, fp8, fp8:RECIPE or fp8:RECIPE:emulate with a recipe that the trainer has or
+        `fast`, the last three also with +fp8-OPTION=VALUE."""
         known = None
         for word in precisions:
             match = re.fullmatch(r"fp8(:([a-z0-9_]+)(:emulate)?)?(\+fp8-[a-z0-9-]+=[\w./-]+)*", word)
@@ -100,7 +100,7 @@ class Trainer:
                 fail(f"{option} takes {', '.join(plain + ('fp8', 'fp8:RECIPE'))} and fp8:RECIPE:emulate, not "
                      f"\"{word}\"")
             if match and match[2]:
-                known = known or self.list("recipes")
+                known = known or self.list("recipes") + ["fast"]
                 if match[2] not in known:
                     fail(f"{option} {word}: {self.program} has no such recipe; it has {' '.join(known)}")
 
