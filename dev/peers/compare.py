@@ -127,11 +127,13 @@ def data_of(args, model):
 def our_words(args, model, T, recipe, steps):
     words = [model, "--train-data", data_of(args, model), "--shuffle", "off", "--sequence-length", str(T)]
     words += ["--num-steps", str(steps), "--learning-rate", "1e-5"]
+    if recipe == "fast":
+        return words + ["--fast"]
     return words + (["--precision", "bf16"] if recipe == "bf16" else ["--precision", "fp8", "--fp8-recipe", recipe])
 
 
 def row_runs(args, row):
-    """The four runs of a row, in the order in which they take turns."""
+    """The runs of a row, in the order in which they take turns: four, and --fast beside tensorwise."""
     for recipe in ("bf16", row.recipe):
         kind, peer = ("bf16", "bf16") if recipe == "bf16" else ("fp8", RECIPES[recipe])
         words = launch_ours(args, args.ranks) + our_words(args, row.model, row.length, recipe, args.num_steps)
@@ -140,6 +142,9 @@ def row_runs(args, row):
             row.model, peer, str(row.length), "--steps", str(args.peer_steps), "--data", data_of(args, row.model),
             "--sequences"]
         yield Run("transformers", row.text, "peer_" + kind, False, words, args.ranks, recipe, "bf16")
+    if row.recipe == "tensorwise":
+        words = launch_ours(args, args.ranks) + our_words(args, row.model, row.length, "fast", args.num_steps)
+        yield Run("transformers", row.text, "ours_fast", True, words, args.ranks, "fast", "bf16")
 
 
 def titan_runs(args, row):
@@ -327,7 +332,8 @@ def speed(result):
 
 
 def show(result):
-    return "failed" if speed(result) is None else "{:,.0f}".format(speed(result))
+    """The speed; nothing for an empty result, which stands for no run."""
+    return "" if not result else "failed" if speed(result) is None else "{:,.0f}".format(speed(result))
 
 
 def show_ratio(a, b):
@@ -339,11 +345,13 @@ def show_memory(result):
 
 
 def transformers_cells(row, results):
-    our_bf16, peer_bf16, ours, peer = (results["transformers", row.text, name]
-                                       for name in ("ours_bf16", "peer_bf16", "ours_fp8", "peer_fp8"))
+    our_bf16, peer_bf16, ours, peer, fast = (
+        results.get(("transformers", row.text, name), {})
+        for name in ("ours_bf16", "peer_bf16", "ours_fp8", "peer_fp8", "ours_fast"))
     name = row.model if row.recipe == "tensorwise" else "%s, %s" % (row.model, row.recipe)
-    return [name, str(row.length), show(our_bf16), show(ours), show_ratio(ours, our_bf16), show_memory(ours),
-            show(peer_bf16), show(peer), show_memory(peer), show_ratio(our_bf16, peer_bf16), show_ratio(ours, peer)]
+    return [name, str(row.length), show(our_bf16), show(ours), show(fast), show_ratio(ours, our_bf16),
+            show_memory(ours), show_memory(fast), show(peer_bf16), show(peer), show_memory(peer),
+            show_ratio(our_bf16, peer_bf16), show_ratio(ours, peer), show_ratio(fast, peer)]
 
 
 def show_joules(result):
@@ -351,8 +359,8 @@ def show_joules(result):
 
 
 def energy_cells(row, results):
-    shown = [show_joules(results["transformers", row.text, name])
-             for name in ("ours_bf16", "ours_fp8", "peer_bf16", "peer_fp8")]
+    shown = [show_joules(results.get(("transformers", row.text, name), {}))
+             for name in ("ours_bf16", "ours_fp8", "ours_fast", "peer_bf16", "peer_fp8")]
     return [row.model if row.recipe == "tensorwise" else "%s, %s" % (row.model, row.recipe), str(row.length)] + shown
 
 
@@ -372,12 +380,13 @@ def make_tables(args, results):
     parts = []
     if args.rows:
         gpus = "one GPU" if args.ranks == 1 else "%d GPUs, sharded" % args.ranks
-        head = ["model", "T", "ours BF16", "ours FP8", "FP8 / BF16", "memory FP8", "PyTorch BF16", "torchao FP8",
-                "its memory", "ours / PyTorch BF16", "ours / torchao"]
+        head = ["model", "T", "ours BF16", "ours FP8", "--fast", "FP8 / BF16", "memory FP8", "of --fast",
+                "PyTorch BF16", "torchao FP8", "its memory", "ours / PyTorch BF16", "ours / torchao",
+                "--fast / torchao"]
         rows = [transformers_cells(row, results) for row in args.rows]
         title = "Tokens per second and GPU on %s, batch 1, no recompute, bf16 masters:" % gpus
         parts.append(markdown(title, head, rows))
-        head = ["model", "T", "ours BF16", "ours FP8", "PyTorch BF16", "torchao FP8"]
+        head = ["model", "T", "ours BF16", "ours FP8", "--fast", "PyTorch BF16", "torchao FP8"]
         rows = [cells for cells in (energy_cells(row, results) for row in args.rows) if any(cells[2:])]
         if rows:  # only where NVML tells the energy
             parts.append(markdown("Joules per token of all GPUs, after the warm-up:", head, rows))

@@ -29,9 +29,10 @@ from energy import EnergyCounter
 # qwen3-4b it first sleeps for a minute. With llama3.2-3b in FP8 it prints an error line and fails.
 TRAINER = r'''#!/usr/bin/env python3
 import json, os, sys, time
-of = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+words = " ".join(sys.argv[2:]).replace("--fast", "--precision fast").split()
+of = dict(zip(words[::2], words[1::2]))
 print("pretending to train", sys.argv[1], os.environ["CUDA_VISIBLE_DEVICES"])
-if sys.argv[1] == "llama3.2-3b" and of["--precision"] == "fp8":
+if sys.argv[1] == "llama3.2-3b" and of["--precision"] != "bf16":
     print("error: out of memory on GPU 0: 90 GiB wanted", file=sys.stderr)
     sys.exit(3)
 if sys.argv[1] == "qwen3-4b":
@@ -39,7 +40,7 @@ if sys.argv[1] == "qwen3-4b":
 with open(os.path.join(of["--log-dir"], "log.jsonl"), "w") as file:
     print(json.dumps({"type": "settings", "program": "train_fp8cu", "version": "0.1", "device": "GPU X"}), file=file)
     print(json.dumps({"type": "step", "step": 1}), file=file)
-    speed = 12000.5 if of["--precision"] == "fp8" else 10000.25
+    speed = {"bf16": 10000.25, "fp8": 12000.5, "fast": 14000}[of["--precision"]]
     print(json.dumps({"type": "summary", "steps": int(of["--num-steps"]), "last_loss": 9.5, "median_ms": 20.5,
                       "tokens_per_second_per_gpu": speed, "memory_bytes": 3 << 30, "joules_per_token": 0.05}),
           file=file)
@@ -189,7 +190,7 @@ def test_command_lines(folder):
               f"status 2 and \"{text}\" are expected of", program, *words, "->", status, errors)
     status, printed, _ = run("compare.py", "--dry-run", "--gpus", "0,1", "--titan-rows", "bf16:fp32,tensorwise:bf16")
     lines = printed.splitlines()
-    check(status == 0 and len(lines) == 24, "--dry-run prints 24 commands:", len(lines))
+    check(status == 0 and len(lines) == 29, "--dry-run prints 29 commands:", len(lines))
     fp32 = [line for line in lines if "--master-weights fp32 --optimizer-state fp32 --reduce-dtype fp32" in line]
     check(len(fp32) == 1 and "mpirun -np 2" in fp32[0],
           "one of our commands has fp32 master weights, on 2 ranks:", fp32)
@@ -241,26 +242,27 @@ def run_compare(folder, *words):
 
 def test_compare(folder):
     status, table, rows, printed = run_compare(folder, "--rows", "llama3.2-1b:2048")
-    line = "| llama3.2-1b | 2048 | 10,000 | 12,000 | 1.20x | 3.0 GiB | 6,000 | 8,000 | 5.0 GiB | 1.67x | 1.50x |"
+    line = ("| llama3.2-1b | 2048 | 10,000 | 12,000 | 14,000 | 1.20x | 3.0 GiB | 3.0 GiB | 6,000 | 8,000 | 5.0 GiB | "
+            "1.67x | 1.50x | 1.75x |")
     check(status == 0 and line in table and "Failed" not in table,
           "table.md has a row whose runs finish:", status, table, printed)
-    check("| llama3.2-1b | 2048 | 0.05000 | 0.05000 |  | 0.06250 |" in table,
+    check("| llama3.2-1b | 2048 | 0.05000 | 0.05000 | 0.05000 |  | 0.06250 |" in table,
           "table.md has the joules per token of the row:", table)
-    check([row["run"] for row in rows] == ["ours_bf16", "peer_bf16", "ours_fp8", "peer_fp8"]
+    check([row["run"] for row in rows] == ["ours_bf16", "peer_bf16", "ours_fp8", "peer_fp8", "ours_fast"]
           and rows[2]["tokens_per_second_per_gpu"] == "12000.5" and rows[2]["program"] == "train_fp8cu 0.1"
-          and "--log-dir" in rows[0]["command"], "table.csv has the four runs of the row:", rows)
+          and "--log-dir" in rows[0]["command"], "table.csv has the runs of the row:", rows)
     status, table, rows, printed = run_compare(
         folder, "--rows", "llama3.2-3b:64,llama3.2-1b:64:rowwise", "--gpus", "4,7")
     check(status == 1, "status 1 if a run failed:", status, printed)
-    line = "| llama3.2-3b | 64 | 10,000 | failed |  |  | 6,000 | 8,000 | 5.0 GiB | 1.67x |  |"
+    line = "| llama3.2-3b | 64 | 10,000 | failed | failed |  |  |  | 6,000 | 8,000 | 5.0 GiB | 1.67x |  |  |"
     check(line in table, "table.md has our failed run:", table)
     check("status 3: out of memory on GPU 0: 90 GiB wanted" in table,
           "table.md has the reason why our run failed:", table)
-    line = "| llama3.2-1b, rowwise | 64 | 10,000 | 12,000 | 1.20x | 3.0 GiB | 6,000 | failed |"
+    line = "| llama3.2-1b, rowwise | 64 | 10,000 | 12,000 |  | 1.20x | 3.0 GiB |  | 6,000 | failed |"
     check(line in table, "table.md has the peer's failed run:", table)
     check("status 1: RuntimeError: no rowwise today" in table,
           "table.md has the reason why the peer's run failed:", table)
-    check(sum(bool(row["failure"]) for row in rows) == 2, "table.csv has both failed runs:", rows)
+    check(sum(bool(row["failure"]) for row in rows) == 3, "table.csv has the failed runs:", rows)
     with open(os.path.join(folder, "out", "transformers_llama3.2-3b_64_ours_fp8", "stdout.txt")) as file:
         check(file.readline().split()[-1] in ("4", "7"), "a row runs on one of the GPUs of --gpus")
 
@@ -306,7 +308,7 @@ def test_limit(folder):
     status, table, rows, printed = run_compare(folder, "--rows", "qwen3-4b:64", "--limit", "2")
     check(status == 1 and "ended by --limit" in table and "not begun: --limit 2 s" in table,
           "--limit ends a run and begins no other:", table, printed)
-    check(len(rows) == 4 and all(row["failure"] for row in rows),
+    check(len(rows) == 5 and all(row["failure"] for row in rows),
           "table.csv has a failure for each run that --limit ended or did not begin:", rows)
 
 
