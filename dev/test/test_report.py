@@ -344,11 +344,14 @@ def test_arms(tmp):
           "--against is refused" in report(folder, folder, "--out", "x.html", "--against", base, status=1)[1],
           "--against is refused for a run, and for several folders")
     verdict = json.loads((folder / "verdict.json").read_text())
-    for run in (run for run in verdict["runs"] if run["recipe"] == base):
-        run["recipe"], log = "fp8:fast+fp8-format=e4m3", folder / run["folder"] / "log.jsonl"
-        log.write_text(log.read_text().replace('"settings": {', '"settings": {"fp8-format": "e4m3", '))
+    for run in (run for run in verdict["runs"] if run["recipe"].startswith("fp8")):
+        run["recipe"] = "fp8:fast+fp8-format=e4m3" if run["recipe"] == base else "fp8:fast+fp8-recipe=rowwise"
+        log = folder / run["folder"] / "log.jsonl"
+        fast = '"fast": "on", "fp8-format": "e4m3", "fp8-recipe": "tensorwise_bounded"'
+        log.write_text(log.read_text().replace('"fp8-recipe": "tensorwise"', fast))
     (folder / "verdict.json").write_text(json.dumps(verdict))
-    check("FP8 fast format=e4m3 after step 40" in report(folder, drawn=False)[0], "a recipe's options are named")
+    said = report(folder, drawn=False)[0]
+    check("FP8 fast format=e4m3 after" in said and "FP8 rowwise after" in said, f"--fast and options: {said}")
 
 
 def test_looks(tmp):

@@ -41,8 +41,8 @@ def recipe_of(run):
         return run.against + NULL
     if run.recipe or run.option("precision") != "fp8":
         return run.recipe or run.option("precision")
-    recipe = "fast" if run.planned.startswith("fp8:fast") else run.option("fp8-recipe")
-    return f"fp8:{recipe}" + (":emulate" if run.option("fp8-emulate") == "on" else "")
+    fast = (run.option("fast"), run.option("fp8-recipe")) == ("on", "tensorwise_bounded")
+    return f"fp8:{'fast' if fast else run.option('fp8-recipe')}" + ":emulate" * (run.option("fp8-emulate") == "on")
 
 
 def name_recipes(runs):
