@@ -97,8 +97,8 @@ def test_commands(folder):
           f"three commands for each rounding seed: {lines}")
     check("--lr-schedule cosine" in lines[0] and "--grad-clip 1" in lines[0],
           f"a command has a cosine schedule and --grad-clip 1: {lines[0]}")
-    fast = called(*options(folder, "--dry-run", "--recipes", "fp8:fast+fp8-lm-head=on", "--seeds", "7")).stdout
-    check("--fast --fp8-lm-head on\n" in fast and "--precision fp8" not in fast, f"fp8:fast is --fast: {fast}")
+    fast = called(*options(folder, "--dry-run", "--recipes", "fp8:fast:emulate+fp8-lm-head=on", "--seeds", "7")).stdout
+    check("--fast --fp8-emulate --fp8-lm-head on\n" in fast and "--precision fp8" not in fast, f"--fast: {fast}")
     repeated = called(*options(folder, "--dry-run", "--repeat")).stdout.splitlines()
     check("--learning-rate 1e-5 --lr-schedule constant" in repeated[0],
           f"with --repeat the learning rate is constant: {repeated[0]}")

@@ -66,7 +66,7 @@ def precision_words(precision, extra):
     recipe, *options = precision.split("+")
     parts = recipe.split(":")
     words = ["--precision", parts[0]] + (["--fp8-recipe", parts[1]] if len(parts) > 1 else [])
-    words = ["--fast"] if recipe == "fp8:fast" else words + ["--fp8-emulate"] * (len(parts) > 2)
+    words = (["--fast"] if parts[1:2] == ["fast"] else words) + ["--fp8-emulate"] * (len(parts) > 2)
     if parts[0] == "fp8":
         pairs = [option.split("=", 1) for option in options]
         return words + extra + [word for name, value in pairs for word in (f"--{name}", value.replace("/", ","))]
@@ -97,8 +97,8 @@ class Trainer:
         for word in precisions:
             match = re.fullmatch(r"fp8(:([a-z0-9_]+)(:emulate)?)?(\+fp8-[a-z0-9-]+=[\w./-]+)*", word)
             if not match and word not in plain:
-                fail(f"{option} takes {', '.join(plain + ('fp8', 'fp8:RECIPE'))} and fp8:RECIPE:emulate, not "
-                     f"\"{word}\"")
+                fail(f"{option} takes {', '.join(plain + ('fp8', 'fp8:RECIPE', 'fp8:fast'))} and fp8:RECIPE:emulate, "
+                     f"not \"{word}\"")
             if match and match[2]:
                 known = known or self.list("recipes") + ["fast"]
                 if match[2] not in known:
