@@ -79,13 +79,13 @@ def headline(whole, micro_batch):
     return f"The bias equals the sampling noise from about B = {estimate} tokens per step on [{low}, {high}]."
 
 
-def show(result):
-    """Prints a recipe's result."""
+def show(result, recipe):
+    """Prints the result of a recipe, which it names as --recipes does."""
     micro_batch = result["batch_size"] * result["sequence_length"]
     for at in result["checkpoints"]:
         whole = at["tensors"][-1]
-        say(f"\n== {at['name']}, {result['recipe']}{' (emulated)' * result['emulated']}: {result['micro_batches']} "
-            f"micro-batches of {micro_batch} tokens, {result['device']}")
+        say(f"\n== {at['name']}, {recipe}: {result['micro_batches']} micro-batches of {micro_batch} tokens, "
+            f"{result['device']}")
         for line in table(at["tensors"]):
             say(line)
         say(headline(whole, micro_batch))
@@ -138,7 +138,7 @@ def main(words):
             failed = True
         else:
             with open(out) as file:
-                show(json.load(file))
+                show(json.load(file), recipe)
     return 1 if failed else 0
 
 
