@@ -63,6 +63,9 @@ static inline void options_head_conflict(const Options *o, char *message, size_t
 static inline void options_bounded_conflict(const Options *o, char *message, size_t capacity) {
     const bool moments =
         o->optimizer_state == MOMENTS_AUTO || o->optimizer_state == MOMENTS_BF16 || o->optimizer_state == MOMENTS_FP32;
+    const double least = o->beta1 * o->beta1 * weight_bound_growth(o);  // --beta2 must be above it
+    Options fp32 = *o;
+    fp32.optimizer_state = MOMENTS_FP32;
     if (!options_recipe(o)->bounded) return;
     if (!moments || options_fp16_weights(o))
         format_checked(message, capacity,
@@ -71,8 +74,10 @@ static inline void options_bounded_conflict(const Options *o, char *message, siz
     else if (!weight_bound_exists(o))
         format_checked(message, capacity,
                        "--fp8-recipe tensorwise_bounded: AdamW's step has no bound with --beta1 %g and --beta2 %g; it "
-                       "has one if --beta2 is above %.4g, or take --fp8-recipe tensorwise",
-                       o->beta1, o->beta2, o->beta1 * o->beta1 * weight_bound_growth(o));
+                       "has one if %s %.4g%s, or take --fp8-recipe tensorwise",
+                       o->beta1, o->beta2, least < 1 ? "--beta2 is above" : "--beta1 is below",
+                       least < 1 ? least : sqrt(o->beta2 / weight_bound_growth(o)),
+                       weight_bound_exists(&fp32) ? ", or with --optimizer-state fp32" : "");
     else if (o->eps < WEIGHT_BOUND_LEAST_EPS)
         format_checked(message, capacity,
                        "--fp8-recipe tensorwise_bounded needs --eps of at least %g, not %g: rounded moments that are "
