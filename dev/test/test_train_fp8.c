@@ -1399,7 +1399,7 @@ static void test_delayed_resume(void) {
     CHECK(!path_exists(state), "an export has no %s", state);
 }
 
-// A run with tensorwise_bounded resumes only with the betas of its checkpoint.
+// A run with tensorwise_bounded resumes only with the betas of its checkpoint, if these are old enough.
 static void test_bounded_resume(void) {
     char *output;
     CHECK(run_program(SMALL_RUN "--precision fp8 --fp8-recipe tensorwise_bounded --num-steps 9 --beta2 0.99 "
@@ -1407,6 +1407,21 @@ static void test_bounded_resume(void) {
                       &output) == 1 &&
               strstr(output, "--beta2 is 0.999 in the checkpoint, 0.99 now"),
           "another --beta2 is refused: %s", output);
+    free(output);
+    const char *const tensorwise = SMALL_RUN "--precision fp8 --fp8-recipe tensorwise --beta2 0.99 --num-steps %d "
+                                             "--grad-accumulation-steps 2 --checkpoint-dir @/ck-betas %s";
+    char command[512];
+    format_checked(command, sizeof command, tensorwise, 10, "--branch @/ck-bounded");
+    CHECK(run_program(command, &output) == 0, "recipe tensorwise branches with another --beta2: %s", output);
+    free(output);
+    format_checked(command, sizeof command, tensorwise, 11, "--resume");
+    CHECK(run_program(command, &output) == 0, "and goes on: %s", output);
+    free(output);
+    format_checked(command, sizeof command, tensorwise, 12,
+                   "--fp8-recipe tensorwise_bounded --branch @/ck-betas --checkpoint-dir @/ck-again");
+    CHECK(run_program(command, &output) == 1 &&
+              strstr(output, SANITIZED ? "after step 4, and until" : "after step 8, and until step 86 a"),
+          "a branch is refused while moments of the first betas count: %s", output);
     free(output);
 }
 

@@ -49,6 +49,7 @@ typedef struct {
     bool branches;                    // the checkpoint that the run continues from is that of --branch; not stored
     // gets the settings that differ from the checkpoint's, with its values, as members of a JSON object; may be NULL
     JsonText *told;
+    int64_t *betas_since;  // steps done when --beta1 or --beta2 last changed; checkpoint_check sets it; NULL: 0
 } CheckpointRun;
 
 // ---- manifests: writing and checking
@@ -128,6 +129,8 @@ static inline bool checkpoint_write_trainer(const char *folder, const TrainerPro
         json_text_add(&out, ",\n  \"branches\": ");
         lineage_json(&out, run->lineage);
     }
+    if (run->betas_since && *run->betas_since)
+        json_text_add(&out, ",\n  \"betas_since\": %lld", (long long)*run->betas_since);
     json_text_add(&out, ",\n  \"settings\": {");
     const char *separator = "\n    ";
     for (const OptionRow *row = option_rows(); row->name; row++) {
@@ -269,14 +272,32 @@ static inline bool model_verify(const char *folder, int64_t largest, Failure *fa
 
 // ---- a run against the checkpoint that it continues from
 
-// True if --precision differs from the checkpoint's. It has a line of its own then, and lines about FP8 options would
-// not help.
-static inline bool checkpoint_other_precision(const Json *json, const Options *o) {
+static inline const char *checkpoint_verb(const CheckpointRun *run) { return run->branches ? "branch" : "resume"; }
+
+// True if the checkpoint has a setting of this name, with another value. --precision has a line of its own then, and
+// lines about FP8 options would not help.
+static inline bool checkpoint_other(const Json *json, const Options *o, const char *name) {
     const JsonNode *settings = json_member(json, json_root(json), "settings"),
-                   *node = settings ? json_member(json, settings, "precision") : NULL;
+                   *node = settings ? json_member(json, settings, name) : NULL;
     char now[64];
-    option_format(o, option_find("precision", strlen("precision")), now, sizeof now);
+    option_format(o, option_find(name, strlen(name)), now, sizeof now);
     return node && strcmp(node->text, now) != 0;
+}
+
+// Sets run->betas_since. Dies if moments of other betas are too young for recipe tensorwise_bounded.
+static inline void checkpoint_check_betas(const Json *json, const char *checkpoint, const CheckpointRun *run,
+                                          int64_t step) {
+    const Options *o = run->options;
+    const JsonNode *node = json_member(json, json_root(json), "betas_since");
+    int64_t since = 0;
+    Failure failure;
+    if (node && !json_int(json, node, 0, step, &since, &failure)) die("%s", failure.text);
+    if (checkpoint_other(json, o, "beta1") || checkpoint_other(json, o, "beta2")) since = step;
+    if (run->betas_since) *run->betas_since = since;
+    if (!since || !options_recipe(o)->bounded || step - since >= weight_bound_forgets(o)) return;
+    die("cannot %s from %s: --beta1 or --beta2 changed after step %lld, and until step %lld a step of AdamW may be "
+        "larger than --fp8-recipe tensorwise_bounded allows for; use --fp8-recipe tensorwise, or a later checkpoint",
+        checkpoint_verb(run), checkpoint, (long long)since, (long long)(since + weight_bound_forgets(o)));
 }
 
 // Returns the settings that must be the checkpoint's and differ, one per line "--name is A in the checkpoint, B now";
@@ -290,7 +311,7 @@ static inline JsonText checkpoint_settings_mismatch(const Json *json, const Opti
     Options initial = options_default();
     initial.precision = o->precision, initial.seed = o->seed;  // defaults of other options depend on these
     options_resolve(&initial);
-    const bool other_precision = checkpoint_other_precision(json, o);
+    const bool other_precision = checkpoint_other(json, o, "precision");
     for (const OptionRow *row = option_rows(); row->name; row++) {
         if (row->match != MUST_MATCH && (branches || row->match != BRANCHES) && !weight_bound_needs(o, row)) continue;
         if (other_precision && option_is_fp8(row)) continue;
@@ -306,8 +327,6 @@ static inline JsonText checkpoint_settings_mismatch(const Json *json, const Opti
     return out;
 }
 
-static inline const char *checkpoint_verb(const CheckpointRun *run) { return run->branches ? "branch" : "resume"; }
-
 // Prints a line for each setting of this run that changes its steps, may differ from the checkpoint's and does so (TOLD
 // and, in a run that branches, BRANCHES), and what that does to the learning rate of the next step. `step`: how many
 // steps are done.
@@ -315,7 +334,7 @@ static inline void checkpoint_tell_settings(const Json *json, const CheckpointRu
     const JsonNode *settings = json_member(json, json_root(json), "settings");
     const Options *o = run->options;
     Options then = *o;
-    const bool other_precision = checkpoint_other_precision(json, o);
+    const bool other_precision = checkpoint_other(json, o, "precision");
     for (const OptionRow *row = option_rows(); settings && row->name; row++) {
         const bool may_differ = row->match == TOLD || (row->match == BRANCHES && run->branches);
         const JsonNode *node = may_differ ? json_member(json, settings, row->name) : NULL;
@@ -480,7 +499,10 @@ static inline TrainerProgress checkpoint_check(const char *checkpoint, const Che
     JsonText model = checkpoint_model_mismatch(&then, run->model),
              settings = checkpoint_settings_mismatch(&json, run->options, run->branches);
     checkpoint_data_mismatch(&json, *run->options->mix ? "mix" : "train-data", &run->data, &settings);
-    if (!model.size && !settings.size) checkpoint_tell_settings(&json, run, progress.step);
+    if (!model.size && !settings.size) {
+        checkpoint_check_betas(&json, checkpoint, run, progress.step);
+        checkpoint_tell_settings(&json, run, progress.step);
+    }
     json_free(&json);
     const char *verb = checkpoint_verb(run);
     if (model.size) die("cannot %s from %s: it is a checkpoint of another model:%s", verb, checkpoint, model.data);

@@ -7,8 +7,9 @@
 // that grow by beta2 / beta1 from step to step reach this bound. A stored moment is rounded by up to u of itself, which
 // multiplies K^2 by weight_bound_growth in each step, and so r. eps only shortens the step, and clipping changes g.
 // The bound holds for moments that are 0 or were made with the same betas; a resumed run must have those of its
-// checkpoint (weight_bound_needs). Rounding loses more than u of a second moment near the smallest numbers; there eps
-// is far larger than its root, and keeps the step below the bound.
+// checkpoint (weight_bound_needs), and there they must be old enough (weight_bound_forgets). Rounding loses more than u
+// of a second moment near the smallest numbers; there eps is far larger than its root, and keeps the step below the
+// bound.
 #ifndef LLMC_WEIGHT_BOUND_H
 #define LLMC_WEIGHT_BOUND_H
 
@@ -43,6 +44,11 @@ static inline bool weight_bound_exists(const Options *o) {
 static inline double weight_bound_largest(double beta1, double beta2, double growth, int64_t t) {
     const double n = (double)t, r = beta1 * beta1 / beta2 * growth;
     return (1 - beta1) / (1 - pow(beta1, n)) * sqrt((1 - pow(beta2, n)) * (1 - pow(r, n)) / ((1 - beta2) * (1 - r)));
+}
+
+// The steps after which moments of other betas no longer count: of what their K^2 has too much, 1e-6 is left.
+static inline int64_t weight_bound_forgets(const Options *o) {
+    return (int64_t)ceil(log(1e-6) / log(o->beta1 * o->beta1 / o->beta2 * weight_bound_growth(o)));
 }
 
 // Returns the scale of a weight's E4M3 codes after a step, from its amax before it.

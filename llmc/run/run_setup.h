@@ -40,8 +40,9 @@ typedef struct {
     // checkpoints that checkpoint_prune keeps: those of higher steps that --resume skipped, and old ones that this
     // program may not remove
     CheckpointSteps passed_over;
-    int64_t saved_step;  // the latest step of the run with a checkpoint; 0: none
-    bool save_failed;    // the latest save failed, for this reason:
+    int64_t betas_since;  // CheckpointRun.betas_since
+    int64_t saved_step;   // the latest step of the run with a checkpoint; 0: none
+    bool save_failed;     // the latest save failed, for this reason:
     Failure save_failure;
     bool filter_decided;             // --fp8-filter was auto, and is now fp8_filter
     char fp8_filter[1024];           // the filter that auto stands for
@@ -456,8 +457,8 @@ static inline RunSetup run_setup(Options *o, const Comm *c, TrainerKind kind) {
 
 // Returns what the functions of checkpoints need to know of a run. The result points into both arguments.
 static inline CheckpointRun run_setup_checkpoint(RunSetup *s, const Options *o) {
-    return (CheckpointRun){&s->model,           o,           s->data,     &s->passed_over,
-                           &s->tokenizer_files, &s->lineage, s->branches, &s->told};
+    return (CheckpointRun){&s->model,   o,           s->data,  &s->passed_over, &s->tokenizer_files,
+                           &s->lineage, s->branches, &s->told, &s->betas_since};
 }
 
 // Replaces --fp8-filter auto by s->fp8_filter.
