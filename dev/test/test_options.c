@@ -257,6 +257,7 @@ static void test_refused(void) {
         {"tiny --fp8-recipe MXFP8", "is not one of tensorwise|"},
         {"tiny --precision mxfp8", "\"mxfp8\" is not one of fp32|bf16|fp8; --fp8-recipe takes it"},
         {"tiny --fp8-recipe e4m3", "; --fp8-format takes it"},
+        {"tiny --fp8-recipe fast", "blockwise|mxfp8; --fast is an option of its own"},
         {"tiny --fp8-recipe bf16", "--fp8-recipe: \"bf16\" is not one of tensorwise|"},
         {"tiny --precision hybrid", "is not one of fp32|bf16|fp8\n"},
         {"tiny --fp8-format e5m2", "is not one of auto|hybrid|e4m3"},

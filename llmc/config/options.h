@@ -53,11 +53,12 @@ static inline Options options_default(void) {
     return o;
 }
 
-// The option that has `value` among its choices; NULL if no option has it, or several have.
+// The option that has `value` among its choices, or the flag of this name; NULL if there is none, or several.
 static inline const OptionRow *option_with_choice(const char *value) {
     const OptionRow *found = NULL;
     for (const OptionRow *row = option_rows(); row->name; row++) {
-        if (row->kind != OPTION_CHOICE || option_choice_number(row->text, value) < 0) continue;
+        const bool flag = row->kind == OPTION_FLAG && strcmp(row->name, value) == 0;
+        if (!flag && (row->kind != OPTION_CHOICE || option_choice_number(row->text, value) < 0)) continue;
         if (found) return NULL;
         found = row;
     }
@@ -136,7 +137,10 @@ static inline void option_set(Options *o, const OptionRow *row, const char *valu
         if (*(int *)at >= 0) return;
         const OptionRow *other = option_with_choice(value);
         die_with(EXIT_USAGE, "--%s: \"%s\" is not one of %s%s%s%s", row->name, value, row->text, other ? "; --" : "",
-                 other ? other->name : "", other ? " takes it" : "");
+                 other ? other->name : "",
+                 !other                       ? ""
+                 : other->kind == OPTION_FLAG ? " is an option of its own"
+                                              : " takes it");
     } else {
         *(bool *)at = true;
     }
