@@ -174,7 +174,7 @@ static void test_shorthands(void) {
     ModelConfig m;
     model_config_preset(&m, "tiny");
     CHECK(supported(GPU_TRAINER, &m, &offloads, 1, message, sizeof message) == EXIT_UNSUPPORTED &&
-              strstr(message, "; --msamp sets --master-weights fp16-stochastic, unless"),
+              strstr(message, "; --msamp sets --master-weights fp16-stochastic: give"),
           "what a trainer does not support names the shorthand that sets it: %s", message);
 }
 
@@ -340,9 +340,9 @@ static void test_fp8_conflicts(void) {
         {"--fp8-format e4m3 --fp8-lm-head all", "add --fp8-format hybrid, or use --fp8-lm-head forward"},
         {"--fp8-recipe rowwise --fp8-lm-head all", "use --fp8-lm-head on with --fp8-format hybrid, or another"},
         {"--fp8-lm-head forward --fp8-filter first,lm_head", "but --fp8-lm-head wants it in FP8; leave out one"},
-        {"--fast --fp8-recipe blockwise", "use none; --fast sets --fp8-fast-accum all, unless"},
-        {"--fast --precision bf16", "leave --fp8-recipe out; --fast sets --fp8-recipe tensorwise_bounded, unless"},
-        {"--fp8-recipe delayed --fp8-lm-head on", "use another --fp8-recipe, or leave --fp8-lm-head out"},
+        {"--fast --fp8-recipe blockwise", "use none; --fast sets --fp8-fast-accum all: give"},
+        {"--fast --precision bf16", "leave --fp8-recipe out; --fast sets --fp8-recipe tensorwise_bounded: give"},
+        {"--fp8-recipe delayed --fp8-lm-head on", "use another --fp8-recipe, or --fp8-lm-head off"},
         // tensorwise_bounded needs a bound on AdamW's step
         {"--fp8-recipe tensorwise_bounded", ""},
         {"--fp8-recipe tensorwise_bounded --optimizer-state fp32 --master-weights fp32", ""},

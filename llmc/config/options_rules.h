@@ -42,7 +42,7 @@ static inline void options_head_conflict(const Options *o, char *message, size_t
     if (o->fp8_lm_head != LM_HEAD_OFF && r->delayed)
         format_checked(message, capacity,
                        "--fp8-lm-head scales lm_head's tensors by current amaxes, and recipe delayed by past ones, of "
-                       "which it has none for lm_head; use another --fp8-recipe, or leave --fp8-lm-head out");
+                       "which it has none for lm_head; use another --fp8-recipe, or --fp8-lm-head off");
     else if (o->fp8_lm_head == LM_HEAD_ALL && r->granularity[GEMM_WGRAD][1] == PER_ROW)
         format_checked(
             message, capacity,
@@ -310,8 +310,8 @@ static inline void options_tell_shorthands(const Options *o, char *message, size
         option_format(o, option_find(s->option, strlen(s->option)), now, sizeof now);
         if (!shorthand_sets(o, s) || strcmp(now, s->value) != 0 || !strstr(message, name)) continue;
         const size_t n = strlen(message);
-        format_checked(message + n, capacity - n, "; --%s sets %s %s, unless another value follows it", s->shorthand,
-                       name, now);
+        format_checked(message + n, capacity - n, "; --%s sets %s %s: give another value after it, or leave it out",
+                       s->shorthand, name, now);
     }
 }
 

@@ -37,7 +37,7 @@ static inline void supported_lm_head(const ModelConfig *m, const Options *o, cha
     if (o->fp8_lm_head == LM_HEAD_OFF || linear_fits(&s, r)) return;
     format_checked(message, capacity,
                    "model %s: --fp8-lm-head: lm_head is [%lld, %lld], and --fp8-recipe %s needs multiples of %d; use "
-                   "another recipe, or leave --fp8-lm-head out (the CPU trainer, train_fp8, takes any sizes)",
+                   "--fp8-lm-head off (the CPU trainer, train_fp8, takes any sizes)",
                    m->name, (long long)s.N, (long long)s.K, r->name, r->multiple);
 }
 
