@@ -348,8 +348,8 @@ static void check_replicas(int large, int64_t ranks) {
     const ModelConfig m = model_of(large);
     SharedLayer s = shared_create(&m, ranks, false);
     char label[120];
-    GradientFp8Source stored[RANKS_MOST], received[RANKS_MOST];
-    GradientFp8Layout parts[RANKS_MOST];
+    GradientFp8Source stored[RANKS_MOST] = {}, received[RANKS_MOST] = {};
+    GradientFp8Layout parts[RANKS_MOST] = {};
     bf16 *rounded = (bf16 *)bench_zeros(s.matrices * 2);
     shared_fill(&s, 1);
     for (int64_t r = 0; r < ranks; r++) {  // the ranks store their own gradients, with scales of their own
