@@ -96,6 +96,7 @@ for recipe in $("$trainer" --list recipes); do
     table=$("$trainer" "$tmp/mini" --dry-run --train-data "$tmp/synth_train.bin" --precision fp8 --fp8-recipe "$recipe")
     grep -q 'down *wgrad .* bf16 ' <<<"$table" && rows+=";$recipe fprop dgrad" || rows+=";$recipe $all"
 done
+rows+=";fast $all"
 check "the table has every recipe's loss, speed and SQNR from the logs" table "$tmp/all" "$rows"
 check "no recipe is emulated on the CPU" lacks "$tmp/all/recipes.txt" "emulated"
 check "the script prints one table" \

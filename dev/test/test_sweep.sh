@@ -335,7 +335,7 @@ refused "has no such recipe; it has tensorwise delayed " --precisions fp8:row
 refused "--models tinny: neither a folder nor a model that .* knows by name: tiny small " --models tiny,tinny
 refused "fp8-recipe is set by the sweep" -- --fp8-recipe rowwise
 refused "--precision is set by the sweep" -- --precision fp8
-refused "--fast sets --precision, also of BF16 runs" -- --fast
+refused "--fast sets --precision, also of BF16 runs; give fp8:fast" -- --fast
 refused "--list trains nothing" -- --list=models
 refused "--json trains nothing" -- --json
 refused "no training shards $tmp/none.bin" --data "$tmp/none.bin" --models tiny

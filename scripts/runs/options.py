@@ -102,4 +102,4 @@ def check_extra(extra, set_here, by):
         if name in TRAINS_NOTHING:
             fail(f"--{name} trains nothing; --dry-run before the -- prints every run's command")
         if name in ("fast", "msamp"):
-            fail(f"--{name} sets --precision, also of BF16 runs; give the other options that it stands for instead")
+            fail(f"--{name} sets --precision, also of BF16 runs; give fp8:fast, or the other options that it sets")
