@@ -625,6 +625,31 @@ static void find_action(void *context) {
 
 static void prepare_action(void *context) { checkpoint_prepare((const char *)context, false); }
 
+// A run with bounded scales is refused while moments of other betas count, here for 102 steps. Skipped steps do not
+// age them.
+static void test_betas_since(void) {
+    Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
+    const char *dir = xstrdup(scratch_path("betas"));
+    Action action = {t, xstrdup(scratch_path("betas/step-00000010"))}, later = {t, scratch_path("betas/step-00000112")};
+    const TrainerProgress first = {10, 30, 0}, skipped = {112, 336, 1}, taken = {112, 336, 0};
+    int64_t since = 0;
+    Failure failure;
+    t->run.betas_since = &since, t->run.branches = true;
+    t->options.precision = PRECISION_FP8;
+    if (!try_save(t, dir, &first, 9, &failure)) die("%s", failure.text);
+    t->options.beta2 = 0.95;
+    checkpoint_check(action.path, &t->run);
+    CHECK(since == 10, "the betas changed after step 10; found %lld", (long long)since);
+    if (!try_save(t, dir, &skipped, 9, &failure)) die("%s", failure.text);
+    t->options.fp8_recipe = RECIPE_BOUNDED;
+    CHECK_DIES(check_action, &later, "changed 101 steps ago, and until step 113", "101 steps are too few");
+    if (!try_save(t, dir, &taken, 9, &failure)) die("%s", failure.text);
+    CHECK(checkpoint_check(later.path, &t->run).step == 112 && since == 10, "102 steps are enough");
+    remove_tree(dir);
+    free((char *)dir), free((char *)action.path);
+    trainer_free(t);
+}
+
 static void test_mismatch(void) {
     Trainer *t = trainer_new(FAMILY_QWEN3, true, false, MOMENTS_BF16), *other;
     char output[8192];
@@ -1703,6 +1728,7 @@ int main(void) {
     test_unmarked();
     test_prune_together();
     test_mismatch();
+    test_betas_since();
     test_older_settings();
     test_removed_option();
     test_prepare();

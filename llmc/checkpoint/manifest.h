@@ -49,7 +49,7 @@ typedef struct {
     bool branches;                    // the checkpoint that the run continues from is that of --branch; not stored
     // gets the settings that differ from the checkpoint's, with its values, as members of a JSON object; may be NULL
     JsonText *told;
-    int64_t *betas_since;  // steps done when --beta1 or --beta2 last changed; checkpoint_check sets it; NULL: 0
+    int64_t *betas_since;  // AdamW's steps when --beta1 or --beta2 last changed; checkpoint_check sets it; NULL: 0
 } CheckpointRun;
 
 // ---- manifests: writing and checking
@@ -284,10 +284,12 @@ static inline bool checkpoint_other(const Json *json, const Options *o, const ch
     return node && strcmp(node->text, now) != 0;
 }
 
-// Sets run->betas_since. Dies if moments of other betas are too young for recipe tensorwise_bounded.
+// Sets run->betas_since. Dies if moments of other betas are too young for recipe tensorwise_bounded. Skipped steps do
+// not age them.
 static inline void checkpoint_check_betas(const Json *json, const char *checkpoint, const CheckpointRun *run,
-                                          int64_t step) {
+                                          const TrainerProgress *progress) {
     const Options *o = run->options;
+    const int64_t step = progress->step - progress->skipped;
     const JsonNode *node = json_member(json, json_root(json), "betas_since");
     int64_t since = 0;
     Failure failure;
@@ -295,9 +297,10 @@ static inline void checkpoint_check_betas(const Json *json, const char *checkpoi
     if (checkpoint_other(json, o, "beta1") || checkpoint_other(json, o, "beta2")) since = step;
     if (run->betas_since) *run->betas_since = since;
     if (!since || !options_recipe(o)->bounded || step - since >= weight_bound_forgets(o)) return;
-    die("cannot %s from %s: --beta1 or --beta2 changed after step %lld, and until step %lld a step of AdamW may be "
+    die("cannot %s from %s: --beta1 or --beta2 changed %lld steps ago, and until step %lld a step of AdamW may be "
         "larger than --fp8-recipe tensorwise_bounded allows for; use --fp8-recipe tensorwise, or a later checkpoint",
-        checkpoint_verb(run), checkpoint, (long long)since, (long long)(since + weight_bound_forgets(o)));
+        checkpoint_verb(run), checkpoint, (long long)(step - since),
+        (long long)(since + progress->skipped + weight_bound_forgets(o)));
 }
 
 // Returns the settings that must be the checkpoint's and differ, one per line "--name is A in the checkpoint, B now";
@@ -500,7 +503,7 @@ static inline TrainerProgress checkpoint_check(const char *checkpoint, const Che
              settings = checkpoint_settings_mismatch(&json, run->options, run->branches);
     checkpoint_data_mismatch(&json, *run->options->mix ? "mix" : "train-data", &run->data, &settings);
     if (!model.size && !settings.size) {
-        checkpoint_check_betas(&json, checkpoint, run, progress.step);
+        checkpoint_check_betas(&json, checkpoint, run, &progress);
         checkpoint_tell_settings(&json, run, progress.step);
     }
     json_free(&json);
