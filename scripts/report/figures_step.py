@@ -212,8 +212,7 @@ def draw_strip(run, names):
             axes.set_yticks(range(len(events)), list(events), fontsize=8)
             axes.grid(visible=False)
             continue
-        lines = shares if key == "throttle" else {
-            f"GPU {gpu}": run.column((key, gpu)) for gpu in range(run.gpus)}
+        lines = shares if key == "throttle" else {f"GPU {gpu}": run.column((key, gpu)) for gpu in range(run.gpus)}
         for i, (name, values) in enumerate(lines.items()):
             x, y = means_of_windows(values, most)
             axes.plot(number[0] + x, 100 * y if key == "throttle" else y, color=style.SEQUENCE[i % 8], linewidth=1,
