@@ -274,8 +274,8 @@ static inline bool model_verify(const char *folder, int64_t largest, Failure *fa
 
 static inline const char *checkpoint_verb(const CheckpointRun *run) { return run->branches ? "branch" : "resume"; }
 
-// True if the checkpoint has a setting of this name, with another value. --precision has a line of its own then, and
-// lines about FP8 options would not help.
+// True if the checkpoint has a setting of this name, with another value. If it is precision, which has a line of its
+// own then, lines about FP8 options would not help.
 static inline bool checkpoint_other(const Json *json, const Options *o, const char *name) {
     const JsonNode *settings = json_member(json, json_root(json), "settings"),
                    *node = settings ? json_member(json, settings, name) : NULL;
