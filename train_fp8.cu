@@ -425,7 +425,7 @@ static void loss_forward_backward(Trainer *t, const Batch *batch, float grad_sca
         profile_bytes(&t->profile, "cross-entropy",
                       cross_entropy_loss_and_gradient(a->losses + first, a->logits, batch->targets + first, rows, d->V,
                                                       d->VP, grad_scale, precision_dlogits_dropped(&t->precision),
-                                                      t->stream));
+                                                      linears_head_codes(&t->linears, grad_scale), t->stream));
         linears_head_backward(&t->linears, a->dbranch + first * d->C, dw.lm_head, a->logits, &y, rows, grad_scale,
                               first > 0);
     }

@@ -1,8 +1,9 @@
 // Checks llmc/kernels/cross_entropy.cuh against llmc/reference/cross_entropy.h, and times it.
 // Build and run: make build/bench_cross_entropy && build/bench_cross_entropy
 #include "../../llmc/kernels/cross_entropy.cuh"
+#include "../../llmc/config/precision.h"
 #include "../../llmc/reference/cross_entropy.h"
-#include "bench.cuh"
+#include "check_quantized.cuh"
 
 enum { CASE_PLAIN, CASE_LARGE, CASE_SPECIAL };
 
@@ -57,9 +58,9 @@ static void check_case(uint64_t seed, int64_t R, int64_t V, int kind) {
     check_close(label, got_losses, want_losses, R, 1, LOSS_TOLERANCE, LOSS_TOLERANCE);
     check_bytes(label, kept, x, R * V * 2, V * 2);
 
-    cross_entropy_loss_and_gradient(losses_again, logits, device_targets, R, V, V, scale, 0, 0);
+    cross_entropy_loss_and_gradient(losses_again, logits, device_targets, R, V, V, scale, 0, ProducedCodes{}, 0);
     check_same_on_device(label, losses, losses_again, R * 4, 4);
-    cross_entropy_loss_and_gradient(losses, again, device_targets, R, V, V, scale, 0, 0);
+    cross_entropy_loss_and_gradient(losses, again, device_targets, R, V, V, scale, 0, ProducedCodes{}, 0);
     check_same_on_device(label, losses, losses_again, R * 4, 4);
     check_same_on_device(label, logits, again, R * V * 2, V * 2);
     bf16_bits *got_bits = (bf16_bits *)bench_download(logits, R * V * 2, label);
@@ -83,10 +84,10 @@ static void check_stochastic(uint64_t seed, int64_t R, int64_t V, uint32_t dropp
     int32_t *device_targets = (int32_t *)bench_upload(targets, R * 4);
     float *losses = (float *)bench_alloc(R * 4);
     const int64_t last = R / 2;
-    cross_entropy_loss_and_gradient(losses, plain, device_targets, R, V, V, 1.0f / 3, 0, 0);
-    cross_entropy_loss_and_gradient(losses, rounded, device_targets, R, V, V, 1.0f / 3, dropped, 0);
+    cross_entropy_loss_and_gradient(losses, plain, device_targets, R, V, V, 1.0f / 3, 0, ProducedCodes{}, 0);
+    cross_entropy_loss_and_gradient(losses, rounded, device_targets, R, V, V, 1.0f / 3, dropped, ProducedCodes{}, 0);
     cross_entropy_loss_and_gradient(losses + last, chunk + last * V, device_targets + last, R - last, V, V, 1.0f / 3,
-                                    dropped, 0);
+                                    dropped, ProducedCodes{}, 0);
     check_same_on_device(label, rounded + last * V, chunk + last * V, (R - last) * V * 2, V * 2);
     bf16_bits *want = (bf16_bits *)bench_download(plain, R * V * 2, label),
               *got = (bf16_bits *)bench_download(rounded, R * V * 2, label);
@@ -102,6 +103,63 @@ static void check_stochastic(uint64_t seed, int64_t R, int64_t V, uint32_t dropp
     CHECK(fabs(sum) < 5 * 0.5 * sqrt(n), "%s: bias of %g intervals", label, sum / n);
     bench_free(plain), bench_free(rounded), bench_free(chunk), bench_free(device_targets), bench_free(losses);
     free(x), free(targets), free(want), free(got);
+}
+
+// Returns the codes that a kernel writes to t, the gradients' tensor of a mean over 1 / grad_scale rows, and sets its
+// amax.
+static ProducedCodes dlogits_codes(QTensor t, float grad_scale) {
+    const float amax = precision_dlogits_amax(grad_scale);
+    CUDA_CHECK(cudaMemcpy(t.amax, &amax, sizeof amax, cudaMemcpyHostToDevice));
+    return ProducedCodes{t.rowwise, fp8_rule_scale(t.rule, amax, t.format)};
+}
+
+// The codes, and their transpose, are the bytes of a cast of the gradients in bf16; losses are equal too, and rows that
+// are computed alone have the same codes. Logits stay. Needs R * VP to be a multiple of 16; the transpose is checked if
+// VP is one.
+static void check_codes(uint64_t seed, int64_t R, int64_t V, int64_t VP, int kind) {
+    char label[96];
+    const uint32_t dropped = 0x001f001f;
+    const int64_t n = R * VP, last = R / 2, columns = VP % 16 ? 16 : VP;
+    format_checked(label, sizeof label, "R=%lld V=%lld of %lld kind %d, codes", (long long)R, (long long)V,
+                   (long long)VP, kind);
+    bf16_bits *x = make_logits(seed, R, VP, kind);
+    int32_t *targets = make_targets(seed, R, V);
+    for (int64_t i = 0; i < n; i++)
+        if (i % VP >= V) x[i] = bf16_from_float(NAN);
+    if (R > 4 && kind == CASE_SPECIAL) x[(R - 1) * VP] = bf16_from_float(NAN);  // in a row that is ignored
+    bf16 *logits = (bf16 *)bench_upload(x, n * 2), *gradients = (bf16 *)bench_upload(x, n * 2);
+    int32_t *device_targets = (int32_t *)bench_upload(targets, R * 4);
+    float *losses = (float *)bench_alloc(R * 4), *want_losses = (float *)bench_alloc(R * 4);
+    QTensor got = qtensor_create(R, VP, FP8_E5M2), want = qtensor_create(R, VP, FP8_E5M2);
+    const float scale_of = kind == CASE_LARGE ? 1.0f / 192 : 1.0f / 3;  // the smaller one saturates
+    ProducedCodes codes = dlogits_codes(got, scale_of);
+    dlogits_codes(want, scale_of);
+    cross_entropy_loss_and_gradient(want_losses, gradients, device_targets, R, V, VP, 1.0f / 3, dropped,
+                                    ProducedCodes{}, 0);
+    if (columns == VP) quantize_transpose(want, gradients, R, VP, 0);
+    QTensor rowwise = want;
+    rowwise.columnwise = NULL;
+    if (columns != VP) quantize_transpose(rowwise, gradients, n / columns, columns, 0);
+    cross_entropy_loss_and_gradient(losses, logits, device_targets, R, V, VP, 1.0f / 3, dropped, codes, 0);
+    check_same_on_device(label, losses, want_losses, R * 4, 4);
+    check_same_on_device(label, got.rowwise, want.rowwise, n, VP);
+    if (columns == VP) {
+        fp8_transpose(got.columnwise, got.rowwise, R, VP, 0);
+        check_same_on_device(label, got.columnwise, want.columnwise, n, R);
+    }
+    codes.rowwise += last * VP;
+    CUDA_CHECK(cudaMemset(codes.rowwise, BENCH_POISON, (size_t)((R - last) * VP)));
+    cross_entropy_loss_and_gradient(losses + last, logits + last * VP, device_targets + last, R - last, V, VP, 1.0f / 3,
+                                    dropped, codes, 0);
+    check_same_on_device(label, got.rowwise, want.rowwise, n, VP);
+    bf16_bits *kept = (bf16_bits *)bench_download(logits, n * 2, label);
+    for (int64_t i = 0; i < n; i++)
+        if (i % VP >= V) kept[i] = x[i];
+    check_bytes(label, kept, x, n * 2, VP * 2);
+    free(bench_download(got.rowwise, n, label)), free(kept), free(x), free(targets);
+    qtensor_free(got), qtensor_free(want);
+    for (void *p : {(void *)logits, (void *)gradients, (void *)device_targets, (void *)losses, (void *)want_losses})
+        bench_free(p);
 }
 
 // Logits with padding, whatever it holds, have the losses and gradients of the row without it, within the roundings of
@@ -127,7 +185,7 @@ static void check_padding(uint64_t seed, int64_t R, int64_t V, int64_t VP) {
     cross_entropy_loss(losses, logits, device_targets, R, V, VP, 0);
     float *got_losses = (float *)bench_download(losses, R * 4, label);
     check_close(label, got_losses, want_losses, R, 1, LOSS_TOLERANCE, LOSS_TOLERANCE);
-    cross_entropy_loss_and_gradient(losses, logits, device_targets, R, V, VP, 1.0f / 3, 0, 0);
+    cross_entropy_loss_and_gradient(losses, logits, device_targets, R, V, VP, 1.0f / 3, 0, ProducedCodes{}, 0);
     bf16_bits *got_bits = (bf16_bits *)bench_download(logits, R * VP * 2, label);
     float *got = bf16_to_floats(got_bits, R * VP);
     check_close(label, got, want, R * VP, VP, GRADIENT_TOLERANCE, GRADIENT_FLOOR / 3);
@@ -146,7 +204,7 @@ static void check_large(void) {
     CUDA_CHECK(cudaMemcpy(x, logits + from, (size_t)(rows * V * 2), cudaMemcpyDeviceToHost));
     float *values = bf16_to_floats(x, rows * V), *want = (float *)xcalloc((size_t)(rows * V), sizeof(float));
     cross_entropy_backward(want, values, targets + R - rows, rows, V, 1.0f, 0, ROUND_NONE);
-    cross_entropy_loss_and_gradient(losses, logits, device_targets, R, V, V, 1.0f, 0, 0);
+    cross_entropy_loss_and_gradient(losses, logits, device_targets, R, V, V, 1.0f, 0, ProducedCodes{}, 0);
     bf16_bits *got_bits = (bf16_bits *)bench_download(logits + from, rows * V * 2, "2^31 logits");
     float *got = bf16_to_floats(got_bits, rows * V);
     check_close("2^31 logits", got, want, rows * V, V, GRADIENT_TOLERANCE, GRADIENT_FLOOR);
@@ -179,14 +237,28 @@ static void bench_case(Bench *b, int64_t R, int64_t V, const char *shape) {
     bf16 *logits = bench_random(R * V, 1, 2.0f);
     int32_t *targets = make_targets(2, R, V), *device_targets = (int32_t *)bench_upload(targets, R * 4);
     float *losses = (float *)bench_alloc(R * 4);
-    double us = bench_time_us(
-        b, [&] { cross_entropy_loss_and_gradient(losses, logits, device_targets, R, V, V, 1e-4f, 0, 0); });
+    double us = bench_time_us(b, [&] {
+        cross_entropy_loss_and_gradient(losses, logits, device_targets, R, V, V, 1e-4f, 0, ProducedCodes{}, 0);
+    });
     bench_report(b, "cross entropy, loss and gradient", shape, us, 4.0 * (double)(R * V), reason);
-    us = bench_time_us(
-        b, [&] { cross_entropy_loss_and_gradient(losses, logits, device_targets, R, V, V, 1e-4f, 0x001f001f, 0); });
+    us = bench_time_us(b, [&] {
+        cross_entropy_loss_and_gradient(losses, logits, device_targets, R, V, V, 1e-4f, 0x001f001f, ProducedCodes{}, 0);
+    });
     bench_report(b, "cross entropy, gradient for FP8", shape, us, 4.0 * (double)(R * V), reason);
     us = bench_time_us(b, [&] { cross_entropy_loss(losses, logits, device_targets, R, V, V, 0); });
     bench_report(b, "cross entropy, loss", shape, us, 2.0 * (double)(R * V), reason);
+    QTensor t = qtensor_create(R, V, FP8_E5M2);
+    const ProducedCodes codes = dlogits_codes(t, 1e-4f);
+    auto write = [&](ProducedCodes to) {
+        cross_entropy_loss_and_gradient(losses, logits, device_targets, R, V, V, 1e-4f, 0x001f001f, to, 0);
+    };
+    us = bench_time_us(b, [&] { write(codes); });
+    bench_report(b, "cross entropy, codes", shape, us, 3.0 * (double)(R * V), reason);
+    us = bench_time_us(b, [&] { write(codes), fp8_transpose(t.columnwise, t.rowwise, R, V, 0); });
+    bench_report(b, "cross entropy, codes, transpose", shape, us, 5.0 * (double)(R * V), reason);
+    us = bench_time_us(b, [&] { write(ProducedCodes{}), quantize_transpose(t, logits, R, V, 0); });
+    bench_report(b, "cross entropy, gradient, cast", shape, us, 8.0 * (double)(R * V), reason);
+    qtensor_free(t);
     bench_free(logits), bench_free(device_targets), bench_free(losses);
     free(targets);
 }
@@ -206,6 +278,12 @@ int main(int argc, char **argv) {
         }
         check_padding(1, 5, 1, 8), check_padding(2, 700, 321, 328), check_padding(3, 5, 50257, 50264);
         check_padding(4, 140, 151943, 151944), check_padding(5, 2, 163841, 163848);
+        const int64_t padded[][3] = {
+            {16, 1000, 1000},  {16, 1001, 1001},    {700, 321, 336},       {5, 1, 16},          {300, 32776, 32776},
+            {6, 50257, 50272}, {140, 98311, 98320}, {140, 128256, 128256}, {3, 151936, 151936}, {4, 163841, 163856}};
+        for (size_t i = 0; i < sizeof padded / sizeof padded[0]; i++)
+            for (int kind = CASE_PLAIN; kind <= CASE_SPECIAL; kind++)
+                check_codes(100 + i, padded[i][0], padded[i][1], padded[i][2], kind);
         const int64_t counts[] = {1, 1000, 8192, 100003};
         for (int64_t n : counts) check_sums(n);
     }

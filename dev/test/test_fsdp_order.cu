@@ -931,7 +931,7 @@ static void called_gemm(const Gemm *, GemmPlan *p, bf16 *d, const QTensor *a, co
 
 static void called_cross_entropy(float *, bf16 *, const int32_t *, int64_t, int64_t, int64_t, cudaStream_t) {}
 static int64_t called_cross_entropy_gradient(float *, bf16 *, const int32_t *, int64_t, int64_t, int64_t, float,
-                                             uint32_t, cudaStream_t) {
+                                             uint32_t, ProducedCodes, cudaStream_t) {
     return 0;
 }
 

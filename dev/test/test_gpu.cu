@@ -552,7 +552,32 @@ static double head_error(Trainer *t, GemmKind gemm, const bf16 *c, const bf16 *f
     return error;
 }
 
-// The codes of rows that are cast alone are those of the same rows in a larger chunk.
+// The codes that the cross-entropy has written, their transpose and scale_inv are those of a cast of the gradients in
+// bf16, which acts.logits holds. True also if it writes no codes.
+static bool head_codes_of_cast(Trainer *t, float grad_scale) {
+    Linears *ln = &t->linears;
+    const int64_t n = t->d.R * t->d.VP;
+    const float amax = precision_dlogits_amax(grad_scale);
+    if (!linears_head_codes(ln, grad_scale).rowwise) return true;
+    uint8_t *bytes[2];
+    for (int cast = 0; cast < 2; cast++) {
+        QTensor q = linears_head_gradient(ln, NULL, t->d.R, grad_scale);
+        CUDA_CHECK(cudaMemcpyAsync(q.amax, &amax, sizeof amax, cudaMemcpyHostToDevice, t->stream));
+        q.data = t->acts.logits;
+        if (cast) linears_head_cast(ln, &q, t->d.R, t->d.VP);
+        CUDA_CHECK(cudaStreamSynchronize(t->stream));
+        bytes[cast] = (uint8_t *)xcalloc((size_t)(2 * n) + sizeof(float), 1);
+        CUDA_CHECK(cudaMemcpy(bytes[cast], q.rowwise, (size_t)n, cudaMemcpyDeviceToHost));
+        CUDA_CHECK(cudaMemcpy(bytes[cast] + n, q.columnwise, (size_t)n, cudaMemcpyDeviceToHost));
+        CUDA_CHECK(cudaMemcpy(bytes[cast] + 2 * n, q.columnwise_scale_inv, sizeof(float), cudaMemcpyDeviceToHost));
+    }
+    const bool same = memcmp(bytes[0], bytes[1], (size_t)(2 * n) + sizeof(float)) == 0;
+    free(bytes[0]), free(bytes[1]);
+    return same;
+}
+
+// The codes of rows that are cast alone are those of the same rows in a larger chunk. (build/bench_cross_entropy checks
+// this of codes that the cross-entropy writes.)
 static bool head_codes_of_chunks(Trainer *t, float grad_scale) {
     Linears *ln = &t->linears;
     const int64_t R = t->d.R, first = R / 2, widest = max_i64(t->d.C, t->d.VP);
@@ -563,6 +588,7 @@ static bool head_codes_of_chunks(Trainer *t, float grad_scale) {
         const QTensor *h = gradient ? &ln->head_tensors.dlogits : &ln->head_tensors.y;
         const int64_t C = gradient ? t->d.VP : t->d.C, pieces = columns ? C : 1, size = (R - first) * C / pieces;
         if (!(columns ? h->columnwise : h->rowwise)) continue;
+        if (gradient && linears_head_codes(ln, grad_scale).rowwise) continue;
         const bf16 *data = gradient ? t->acts.logits : t->acts.y_final;
         for (int chunk = 0; chunk < 2; chunk++) {
             const int64_t rows = chunk ? R - first : R;
@@ -608,8 +634,16 @@ static void test_lm_head(int recipe, int head) {
     CHECK(logits < 0x1p-8, "%s, head %d: logits are FP8 products, rounded to bf16: relative error %g",
           t.precision.recipe->name, head, logits);
     fsdp_begin_gradients(&t.fsdp, ROOT);
+    const ProducedCodes codes = linears_head_codes(&t.linears, grad_scale);
+    CHECK((codes.rowwise != NULL) == (whole && head == LM_HEAD_ALL),
+          "%s, head %d: the cross-entropy writes codes only of one scale that both GEMMs read",
+          t.precision.recipe->name, head);
+    const uint32_t dropped = precision_dlogits_dropped(&t.precision);
+    if (codes.rowwise)  // keeps the logits
+        cross_entropy_loss_and_gradient(t.acts.losses, t.acts.logits, sent.targets, t.d.R, t.d.V, t.d.VP, grad_scale,
+                                        dropped, codes, t.stream);
     cross_entropy_loss_and_gradient(t.acts.losses, t.acts.logits, sent.targets, t.d.R, t.d.V, t.d.VP, grad_scale,
-                                    precision_dlogits_dropped(&t.precision), t.stream);
+                                    dropped, ProducedCodes{}, t.stream);
     bf16 *gradient = root_gradients(&t).lm_head;
     for (int times = 1; times <= 2; times++) {
         linears_head_backward(&t.linears, t.acts.dbranch, gradient, t.acts.logits, &y, t.d.R, grad_scale, times > 1);
@@ -624,6 +658,8 @@ static void test_lm_head(int recipe, int head) {
           "%s, head %d: the input's gradient is the FP8 product exactly with on: relative error %g",
           t.precision.recipe->name, head, dx);
     float *alone = download(t.acts.dbranch, t.d.R * t.d.C);
+    CHECK(head_codes_of_cast(&t, grad_scale), "%s, head %d: the cross-entropy's codes are those of a cast",
+          t.precision.recipe->name, head);
     const bool same_codes = head_codes_of_chunks(&t, grad_scale);
     loss_forward_backward(&t, &sent, grad_scale);
     CUDA_CHECK(cudaStreamSynchronize(t.stream));

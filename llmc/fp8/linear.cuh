@@ -301,18 +301,33 @@ static inline QTensor linears_head_input(Linears *ln, const bf16 *y, int64_t row
     return q;
 }
 
-static __global__ void head_amax_kernel(uint32_t *amax, float value) {
+static __global__ void head_float_kernel(uint32_t *amax_or_scale_inv, float value) {
     grid_dependency_wait();
-    *amax = __float_as_uint(value);
+    *amax_or_scale_inv = __float_as_uint(value);
 }
 
-// Returns the gradient of `rows` rows of logits, cast.
+// Returns the codes that the cross-entropy is to write in place of gradients of logits in bf16. There are none unless
+// dgrad and wgrad both read codes of one scale for the tensor: E5M2, since options refuse E4M3 there.
+static inline ProducedCodes linears_head_codes(const Linears *ln, float grad_scale) {
+    const QTensor *q = &ln->head_tensors.dlogits;
+    if (q->row_granularity != PER_TENSOR || q->col_granularity != PER_TENSOR) return ProducedCodes{};
+    return ProducedCodes{q->rowwise, fp8_rule_scale(q->rule, precision_dlogits_amax(grad_scale), FP8_E5M2)};
+}
+
+// Returns the gradient of `rows` rows of logits as dgrad and wgrad read it, made of linears_head_codes or of dlogits.
 static inline QTensor linears_head_gradient(Linears *ln, const bf16 *dlogits, int64_t rows, float grad_scale) {
+    const ProducedCodes codes = linears_head_codes(ln, grad_scale);
     QTensor q = ln->head_tensors.dlogits;
+    if (codes.rowwise) {
+        CUDA_LAUNCH(head_float_kernel, 1, 1, 0, ln->gemm.stream, (uint32_t *)q.rowwise_scale_inv, 1 / codes.scale);
+        fp8_transpose(q.columnwise, q.rowwise, rows, ln->head.N, ln->gemm.stream);
+        profile_bytes(ln->profile, "FP8 casts", 2 * rows * ln->head.N);
+        return q;
+    }
     q.data = (bf16 *)dlogits;
     if (!q.fp8) return q;
     if (is_per_tensor(q.row_granularity))
-        CUDA_LAUNCH(head_amax_kernel, 1, 1, 0, ln->gemm.stream, q.amax, precision_dlogits_amax(grad_scale));
+        CUDA_LAUNCH(head_float_kernel, 1, 1, 0, ln->gemm.stream, q.amax, precision_dlogits_amax(grad_scale));
     else linears_head_amaxes(ln, &q, rows, ln->head.N);
     linears_head_cast(ln, &q, rows, ln->head.N);
     return q;
@@ -325,7 +340,8 @@ static inline QTensor linears_head_logits(Linears *ln, bf16 *logits, const bf16 
     return x;
 }
 
-// Computes dx [rows, C], and dw [VP, C] or, if `accumulate`, adds to it. x: what linears_head_logits returned.
+// Computes dx [rows, C], and dw [VP, C] or, if `accumulate`, adds to it, after the cross-entropy has written
+// linears_head_codes or dlogits [rows, VP]. x: what linears_head_logits returned.
 static inline void linears_head_backward(Linears *ln, bf16 *dx, bf16 *dw, const bf16 *dlogits, const QTensor *x,
                                          int64_t rows, float grad_scale, bool accumulate) {
     GemmPlan *plans = linears_lm_head(ln, rows);

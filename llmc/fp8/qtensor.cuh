@@ -40,6 +40,12 @@ typedef struct {
     bool fp8;  // true: the tensor's linear layer runs in the FP8 recipe
 } QTensor;
 
+// E5M2 codes that the kernel which computes a tensor writes in place of bf16 data, if it knows the tensor's scale.
+typedef struct {
+    uint8_t *rowwise;  // [R, C]; NULL: the kernel writes bf16 data
+    float scale;
+} ProducedCodes;
+
 // Returns a tensor with the formats and granularities that recipe r has for a role, without data, amaxes or scales.
 static inline QTensor recipe_qtensor(const Recipe *r, TensorRole role, Fp8Format format) {
     QTensor q;

@@ -5,21 +5,22 @@
 //   loss[r]      = log(sum_v exp(x[r][v])) - x[r][target]                            fp32, natural logarithm
 //   dlogits[r][v] = bf16((softmax(x[r])[v] - (v == target)) * gradient_scale)        overwrites the logits
 //
-// For FP8 GEMMs the gradients are rounded further, stochastically (cross_entropy_round).
+// For FP8 GEMMs the gradients are rounded further, stochastically (cross_entropy_round). If all of these GEMMs read
+// codes of one known scale, the kernel writes the codes, as a cast of the rounded gradients does, and keeps the logits.
 //
 // A row whose target lies outside [0, V) is ignored: its loss and gradient are 0. In any other row, a NaN or +inf logit
 // makes the loss and the gradient NaN.
 //
-// Bytes moved: 2 read + 2 written per logit (2 read without gradient). A row of 128k-152k logits (257-304 KB) fits on
-// one SM only in its registers and shared memory together. So a persistent block keeps the row there from reading to
-// overwriting: each thread holds its vectors of the row in registers and, if these do not suffice, in shared memory.
-// When a vector is no longer needed, its registers or shared memory take the next row's vector. If VP is above 163840,
-// too large for the GPU's shared memory or not a multiple of 8, or the logits are not aligned to 16 bytes, another
+// Bytes moved: 2 read + 2 written per logit (codes: 2 + 1; without gradient: 2 + 0). A row of 128k-152k logits
+// (257-304 KB) fits on one SM only in its registers and shared memory together. So a persistent block keeps the row
+// there from reading to writing: each thread holds its vectors of the row in registers and, if these do not suffice, in
+// shared memory. When a vector is no longer needed, its registers or shared memory take the next row's vector. If VP is
+// above 163840, too large for the GPU's shared memory or not a multiple of 8, or vectors are not aligned, another
 // kernel reads each row three times (twice without gradient). Sums have a fixed order, so every run gives equal bits.
 #ifndef LLMC_CROSS_ENTROPY_CUH
 #define LLMC_CROSS_ENTROPY_CUH
 
-#include "../gpu/cuda_utils.cuh"
+#include "../fp8/quantize_kernels.cuh"
 #include "../reference/cross_entropy.h"
 
 enum {
@@ -34,7 +35,12 @@ enum {
     CROSS_ENTROPY_ROW_THREADS = 1024
 };
 
-typedef enum { CROSS_ENTROPY_LOSS, CROSS_ENTROPY_GRADIENT, CROSS_ENTROPY_STOCHASTIC } CrossEntropyMode;
+typedef enum {
+    CROSS_ENTROPY_LOSS,
+    CROSS_ENTROPY_GRADIENT,
+    CROSS_ENTROPY_STOCHASTIC,
+    CROSS_ENTROPY_CODES  // rounds stochastically too, and writes E5M2 codes
+} CrossEntropyMode;
 
 #define NEGATIVE_INFINITY_PAIR 0xff80ff80u  // two bf16
 #define CROSS_ENTROPY_LN_2 0.6931471805599453f
@@ -116,7 +122,7 @@ __device__ static inline Bf16x8 cross_entropy_vector_gradient(Bf16x8 v, float gr
     const uint32_t hash = cross_entropy_hash(gradient_offset, at * 8);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        if (MODE == CROSS_ENTROPY_STOCHASTIC) v.word[j] = cross_entropy_round(v.word[j], hash, (uint32_t)j, drop);
+        if (MODE >= CROSS_ENTROPY_STOCHASTIC) v.word[j] = cross_entropy_round(v.word[j], hash, (uint32_t)j, drop);
         v.word[j] &= mask;
     }
     return v;
@@ -127,8 +133,24 @@ template <CrossEntropyMode MODE>
 __device__ static inline bf16 cross_entropy_one_column(float gradient, float gradient_offset, int64_t column,
                                                        uint32_t drop) {
     const bf16 rounded = __float2bfloat16(gradient);
-    if (MODE != CROSS_ENTROPY_STOCHASTIC) return rounded;
+    if (MODE < CROSS_ENTROPY_STOCHASTIC) return rounded;
     return __ushort_as_bfloat16(cross_entropy_round_one(__bfloat16_as_ushort(rounded), gradient_offset, column, drop));
+}
+
+// Stores the gradients of a row's vector number `at`, as codes of the row or over its logits x.
+template <CrossEntropyMode MODE>
+__device__ static inline void cross_entropy_store_vector(bf16 *x, uint8_t *codes, float scale, int at, Bf16x8 v) {
+    if (MODE == CROSS_ENTROPY_CODES) *(uint2 *)(codes + at * 8) = fp8x8_from_bf16<FP8_E5M2>(v, scale);
+    else bf16x8_store(x + at * 8, v);
+}
+
+// Stores the gradient of one column alike.
+template <CrossEntropyMode MODE>
+__device__ static inline void cross_entropy_store_one(bf16 *x, uint8_t *codes, float scale, int64_t column,
+                                                      bf16 gradient) {
+    const float scaled = __fmul_rn(__bfloat162float(gradient), scale);
+    if (MODE == CROSS_ENTROPY_CODES) codes[column] = (uint8_t)fp8x2_from_floats<FP8_E5M2>(scaled, 0);
+    else x[column] = gradient;
 }
 
 // Block b processes rows b, b + gridDim.x, ... Vector v of a row (v < `vectors` = V / 8) belongs to thread v %
@@ -137,13 +159,14 @@ __device__ static inline bf16 cross_entropy_one_column(float gradient, float gra
 template <int HELD, CrossEntropyMode MODE>
 static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_ENTROPY_FEW ? 2 : 1)
     cross_entropy_kernel(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int vectors,
-                         float gradient_scale, uint32_t dropped) {
+                         float gradient_scale, uint32_t dropped, uint8_t *codes, float scale) {
     grid_dependency_wait();
     constexpr bool GRADIENT = MODE != CROSS_ENTROPY_LOSS;
     extern __shared__ Bf16x8 shared[];
     __shared__ float max_scratch[WARP_SIZE], sum_scratch[WARP_SIZE];
     const int first_shared = HELD * CROSS_ENTROPY_THREADS + (int)threadIdx.x;
     bf16 *x = logits + (int64_t)blockIdx.x * vectors * 8;
+    uint8_t *to = codes + (int64_t)blockIdx.x * vectors * 8;
     Bf16x8 held[HELD];
 #pragma unroll
     for (int i = 0; i < HELD; i++) {
@@ -198,31 +221,35 @@ static __global__ void __launch_bounds__(CROSS_ENTROPY_THREADS, HELD == CROSS_EN
             for (int i = 0; i < HELD; i++) {
                 const int v = i * CROSS_ENTROPY_THREADS + (int)threadIdx.x;
                 if (v < vectors) {
-                    bf16x8_store(x + v * 8,
-                                 cross_entropy_vector_gradient<MODE>(held[i], gradient_offset, mask, v, drop));
+                    cross_entropy_store_vector<MODE>(
+                        x, to, scale, v, cross_entropy_vector_gradient<MODE>(held[i], gradient_offset, mask, v, drop));
                     if (more) held[i] = bf16x8_load(next + v * 8);
                 }
             }
             for (int v = first_shared; v < vectors; v += CROSS_ENTROPY_THREADS) {
                 Bf16x8 *at = &shared[v - HELD * CROSS_ENTROPY_THREADS];
-                bf16x8_store(x + v * 8, cross_entropy_vector_gradient<MODE>(*at, gradient_offset, mask, v, drop));
+                cross_entropy_store_vector<MODE>(
+                    x, to, scale, v, cross_entropy_vector_gradient<MODE>(*at, gradient_offset, mask, v, drop));
                 if (more) copy16_async(at, next + v * 8);
             }
             if (owns_target)
-                x[target] = cross_entropy_one_column<MODE>(
-                    cross_entropy_exp(target_logit, gradient_offset) - gradient_scale, gradient_offset, target, drop);
+                cross_entropy_store_one<MODE>(
+                    x, to, scale, target,
+                    cross_entropy_one_column<MODE>(cross_entropy_exp(target_logit, gradient_offset) - gradient_scale,
+                                                   gradient_offset, target, drop));
         }
-        x += (int64_t)gridDim.x * vectors * 8;
+        x += (int64_t)gridDim.x * vectors * 8, to += (int64_t)gridDim.x * vectors * 8;
     }
 }
 
 // One row per block, for any V and any alignment.
 template <CrossEntropyMode MODE>
 static __global__ void cross_entropy_row_kernel(float *losses, bf16 *logits, const int32_t *targets, int64_t V,
-                                                float gradient_scale, uint32_t dropped) {
+                                                float gradient_scale, uint32_t dropped, uint8_t *codes, float scale) {
     grid_dependency_wait();
     __shared__ float max_scratch[WARP_SIZE], sum_scratch[WARP_SIZE];
     bf16 *x = logits + (int64_t)blockIdx.x * V;
+    uint8_t *to = codes + (int64_t)blockIdx.x * V;
     const int64_t target = targets[blockIdx.x];
     const bool counted = target >= 0 && target < V;
     // Read before it is overwritten.
@@ -238,8 +265,9 @@ static __global__ void cross_entropy_row_kernel(float *losses, bf16 *logits, con
     const uint32_t drop = gradient_offset == gradient_offset ? dropped : 0;  // a NaN must stay one
     for (int64_t v = threadIdx.x; v < V; v += blockDim.x) {
         const float d = cross_entropy_exp(__bfloat162float(x[v]), gradient_offset);
-        x[v] = counted ? cross_entropy_one_column<MODE>(v == target ? d - gradient_scale : d, gradient_offset, v, drop)
-                       : __float2bfloat16(0.0f);
+        const bf16 gradient =
+            cross_entropy_one_column<MODE>(v == target ? d - gradient_scale : d, gradient_offset, v, drop);
+        cross_entropy_store_one<MODE>(x, to, scale, v, counted ? gradient : __float2bfloat16(0.0f));
     }
 }
 
@@ -260,28 +288,30 @@ static inline bool cross_entropy_row_fits(int64_t V) {
 
 template <int HELD, CrossEntropyMode MODE>
 static inline void cross_entropy_launch_held(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V,
-                                             float gradient_scale, uint32_t dropped, cudaStream_t stream) {
+                                             float gradient_scale, uint32_t dropped, ProducedCodes codes,
+                                             cudaStream_t stream) {
     const size_t shared_bytes = (size_t)cross_entropy_shared_bytes(V, HELD);
     CUDA_CHECK(cudaFuncSetAttribute(cross_entropy_kernel<HELD, MODE>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     (int)shared_bytes));
     const int64_t resident = device_sm_count() * (HELD == CROSS_ENTROPY_FEW ? 2 : 1);
     const unsigned blocks = (unsigned)min_i64(R, resident);
     CUDA_LAUNCH(cross_entropy_kernel<HELD, MODE>, blocks, CROSS_ENTROPY_THREADS, shared_bytes, stream, losses, logits,
-                targets, R, (int)(V / 8), gradient_scale, dropped);
+                targets, R, (int)(V / 8), gradient_scale, dropped, codes.rowwise, codes.scale);
 }
 
 template <CrossEntropyMode MODE>
 static inline void cross_entropy_launch(float *losses, bf16 *logits, const int32_t *targets, int64_t R, int64_t V,
-                                        float gradient_scale, uint32_t dropped, cudaStream_t stream) {
-    if (V % 8 || (uintptr_t)logits % 16 || !cross_entropy_row_fits(V)) {
+                                        float gradient_scale, uint32_t dropped, ProducedCodes codes,
+                                        cudaStream_t stream) {
+    if (V % 8 || (uintptr_t)logits % 16 || (uintptr_t)codes.rowwise % 8 || !cross_entropy_row_fits(V)) {
         CUDA_LAUNCH(cross_entropy_row_kernel<MODE>, grid_size(R, 1), CROSS_ENTROPY_ROW_THREADS, 0, stream, losses,
-                    logits, targets, V, gradient_scale, dropped);
+                    logits, targets, V, gradient_scale, dropped, codes.rowwise, codes.scale);
     } else if (cross_entropy_shared_bytes(V, CROSS_ENTROPY_FEW) == 0) {
         cross_entropy_launch_held<CROSS_ENTROPY_FEW, MODE>(losses, logits, targets, R, V, gradient_scale, dropped,
-                                                           stream);
+                                                           codes, stream);
     } else {
         cross_entropy_launch_held<CROSS_ENTROPY_MANY, MODE>(losses, logits, targets, R, V, gradient_scale, dropped,
-                                                            stream);
+                                                            codes, stream);
     }
 }
 
@@ -310,25 +340,28 @@ static inline void cross_entropy_loss(float *losses, bf16 *logits, const int32_t
                                       int64_t VP, cudaStream_t stream) {
     cross_entropy_check(R, V, VP);
     cross_entropy_fill_padding(logits, R, V, VP, -INFINITY, stream);
-    cross_entropy_launch<CROSS_ENTROPY_LOSS>(losses, logits, targets, R, VP, 0.0f, 0, stream);
+    cross_entropy_launch<CROSS_ENTROPY_LOSS>(losses, logits, targets, R, VP, 0.0f, 0, ProducedCodes{}, stream);
 }
 
-// Computes the losses like cross_entropy_loss, and overwrites the logits with their gradient times gradient_scale (1 /
-// number of tokens in the mean; dies unless it is above 0), which are rounded stochastically unless `dropped` is 0
-// (cross_entropy_round). Returns the least bytes that must move, 2 read and 2 written per logit, even if
-// cross_entropy_row_kernel moves more.
+// Computes the losses like cross_entropy_loss, and the gradients of the logits times gradient_scale (1 / number of
+// tokens in the mean; dies unless it is above 0), rounded stochastically unless `dropped` is 0 (cross_entropy_round).
+// They overwrite the logits, unless `codes` has memory for their codes [R, VP]. Returns the least bytes that must move,
+// 2 read and 2 (codes: 1) written per logit, even if cross_entropy_row_kernel moves more.
 static inline int64_t cross_entropy_loss_and_gradient(float *losses, bf16 *logits, const int32_t *targets, int64_t R,
                                                       int64_t V, int64_t VP, float gradient_scale, uint32_t dropped,
-                                                      cudaStream_t stream) {
+                                                      ProducedCodes codes, cudaStream_t stream) {
     cross_entropy_check(R, V, VP);
     if (!(gradient_scale > 0))
         die("cross_entropy_loss_and_gradient: gradient_scale %g must be above 0", (double)gradient_scale);
     cross_entropy_fill_padding(logits, R, V, VP, -INFINITY, stream);
-    if (dropped)
-        cross_entropy_launch<CROSS_ENTROPY_STOCHASTIC>(losses, logits, targets, R, VP, gradient_scale, dropped, stream);
-    else cross_entropy_launch<CROSS_ENTROPY_GRADIENT>(losses, logits, targets, R, VP, gradient_scale, 0, stream);
-    cross_entropy_fill_padding(logits, R, V, VP, 0.0f, stream);
-    return R * V * 4;
+    auto *launch =
+        dropped ? cross_entropy_launch<CROSS_ENTROPY_STOCHASTIC> : cross_entropy_launch<CROSS_ENTROPY_GRADIENT>;
+    if (codes.rowwise) launch = cross_entropy_launch<CROSS_ENTROPY_CODES>;
+    launch(losses, logits, targets, R, VP, gradient_scale, dropped, codes, stream);
+    if (!codes.rowwise) cross_entropy_fill_padding(logits, R, V, VP, 0.0f, stream);
+    else if (VP > V)
+        CUDA_CHECK(cudaMemset2DAsync(codes.rowwise + V, (size_t)VP, 0, (size_t)(VP - V), (size_t)R, stream));
+    return R * V * (codes.rowwise ? 3 : 4);
 }
 
 __global__ static void __launch_bounds__(1024) loss_sum_kernel(double *out, const float *losses, int64_t n) {

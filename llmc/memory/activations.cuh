@@ -58,7 +58,7 @@ typedef struct {
     bf16 *branch;               // [R, C] output of attention or MLP before the residual add
     bf16 *x_final, *y_final;    // [R, C] residual stream after the last layer, and its RMSNorm
     float *rstd_final;          // [R]
-    bf16 *logits;               // [chunk, VP]; in training, overwritten by their gradient
+    bf16 *logits;               // [chunk, VP]; overwritten by their gradient (not by its codes)
     float *losses;              // [R]
     float *rope_table;          // [T, HD] cosines and sines (rope_table_fill)
     bf16 *dx;                   // [R, C] gradient of the residual stream
