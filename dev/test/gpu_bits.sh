@@ -11,46 +11,32 @@ cd "$(dirname "$0")/../.."
 # BITS_MODEL and BITS_STEPS give another model and number of steps.
 bits_steps=${BITS_STEPS:-$steps}
 bits_run() {
-    local name=$1 ranks=$2
-    shift 2
-    local all=${common/#small/${BITS_MODEL:-small}}
-    rm -rf "$tmp/ck_$name"
-    run "$name" "$ranks" ${all/--deterministic/${deterministic---deterministic}} --num-steps $bits_steps \
-        $(split "$ranks") --checkpoint-dir "$tmp/ck_$name" "$@"
+    rm -rf "$tmp/ck_$1"
+    run "$1" "$2" ${common/#small/${BITS_MODEL:-small}} --num-steps $bits_steps $(split "$2") \
+        --checkpoint-dir "$tmp/ck_$1" "${@:3}"
 }
-# Milliseconds of the steps of log $1 after the second: their median.
-step_ms() { grep '^step ' "$tmp/$1.log" | tail -n +3 | sed 's/.*| \([0-9.]*\) ms.*/\1/' | sort -n | awk '{ a[NR] = $1 }
-    END { print a[int((NR + 1) / 2)] }'; }
+cases=("2 --copy-engines on" "2 --copy-engines off" "2 --share-gpu")
+[ $W -eq 2 ] || cases+=("$W --copy-engines on" "$W --copy-engines off")
 # bits: $1 name, the rest: options. Compares lines and all bytes of the last checkpoints with those of one GPU.
 bits() {
-    local name=$1 case ranks options n times=
-    shift
-    bits_run bits_one 1 "$@" || return
-    for case in "2 --copy-engines on" "2 --copy-engines off" "$W --copy-engines auto" "$W --copy-engines off" \
-        "2 --share-gpu"; do
-        ranks=${case%% *} options=${case#* }
-        [ "$options" = --share-gpu ] && export CUDA_VISIBLE_DEVICES=0
-        bits_run bits_now "$ranks" "$@" $options
-        n=$?
-        [ "$options" = --share-gpu ] && unset CUDA_VISIBLE_DEVICES
-        [ $n -eq 0 ] || continue
-        same "$name: lines of $ranks ranks ($options) and of one GPU" bits_one bits_now
+    local case ranks option seen
+    bits_run bits_one 1 "${@:2}" || return
+    for case in "${cases[@]}"; do
+        ranks=${case%% *} option=${case#* } seen=$visible
+        [ "$option" != --share-gpu ] || seen=${visible%%,*}
+        CUDA_VISIBLE_DEVICES=$seen bits_run bits_now "$ranks" "${@:2}" $option || continue
+        same "$1: lines of $case and of one GPU" bits_one bits_now
         for file in model optimizer; do
-            check "$name, $ranks ranks ($options): $file has the bytes of one GPU" \
+            check "$1: $file of $case has the bytes of one GPU" \
                 cmp "$tmp"/ck_bits_{one,now}/step-"$(printf %08d $bits_steps)/$file.safetensors"
         done
-        times="$times; $ranks $options $(step_ms bits_now)"
-        # without --deterministic, for the price
-        [ "$options" = --share-gpu ] || { deterministic= bits_run bits_free "$ranks" "$@" $options &&
-            times="$times (without it $(step_ms bits_free))"; }
     done
-    deterministic= bits_run bits_free 1 "$@"
-    echo "$name: ms of a step: 1 rank $(step_ms bits_one) (without --deterministic $(step_ms bits_free))$times"
 }
 bits bf16 --precision bf16
 bits "bf16, unclipped, grad_op" --precision bf16 --grad-clip 0 --sharding grad_op
 bits "bf16, fp32 masters" --precision bf16 --master-weights fp32
-for recipe in $(./train_fp8cu --list recipes | grep -v mxfp8); do  # Hopper has no GEMMs for mxfp8
+bits "--fast" --fast
+for recipe in $(./train_fp8cu --list recipes | grep -v -E 'mxfp8|bounded'); do  # Hopper has no GEMMs for mxfp8
     bits $recipe --precision fp8 --fp8-recipe $recipe
 done
 bits "coat-stochastic" --precision fp8 --optimizer-state coat-stochastic

@@ -91,11 +91,8 @@ for sharding in full grad_op; do
         --copy-engines on --reduce-dtype fp32 &&
         same "$sharding: copy engines and NCCL in fp32" fp32_$sharding nccl_fp8_$sharding
 done
-if grep -q "^transport NCCL" "$tmp/nccl_bf16_full.log"; then
-    ok "--copy-engines off uses NCCL"
-else
-    bad "--copy-engines off: $(grep -m1 '^transport' "$tmp/nccl_bf16_full.log")"
-fi
+check "--copy-engines off uses NCCL: $(grep -m1 '^transport' "$tmp/nccl_bf16_full.log")" \
+    grep -q "^transport NCCL" "$tmp/nccl_bf16_full.log"
 # With NCCL_P2P_DISABLE=1 the GPUs do not access each other's memory directly. Then copy engines are off, and
 # --copy-engines on is an error. In fp32, sums of two ranks are equal with every transport.
 pair="$common --precision bf16 --num-steps $steps $(split 2) --reduce-dtype fp32"
@@ -166,21 +163,13 @@ run times $W $common --precision fp8 --num-steps 12 $(split $W) --log-dir "$tmp/
     check "the times and losses in log.jsonl add up; the last validation's losses: $(
         python3 dev/test/lib/check_log.py "$tmp/times/log.jsonl" $W 2>&1)" \
         python3 dev/test/lib/check_log.py "$tmp/times/log.jsonl" $W
-# ---- Recipes that all-gather weights in bf16.
+# ---- Recipes that all-gather weights in bf16. (gpu_bits.sh compares all recipes with one GPU.)
 for recipe in $(./train_fp8cu --list recipes); do
     [ $recipe != mxfp8 ] || continue # Hopper has no GEMMs for it
-    ./train_fp8cu $common --precision fp8 --fp8-recipe $recipe --dry-run --json |
-        grep -q '"fp8-all-gather": "on"' && continue
-    run "one_$recipe" 1 $common --precision fp8 --fp8-recipe $recipe --num-steps $steps $(split 1)
-    run "$recipe" $W $common --precision fp8 --fp8-recipe $recipe --num-steps $steps $(split $W) || continue
-    near "first loss of $recipe on $W GPUs and on one" "$(field "$recipe" loss 1)" "$(field "one_$recipe" loss 1)" 3e-6
-    near "first gradient norm of $recipe on $W GPUs and on one" \
-        "$(field "$recipe" norm 1)" "$(field "one_$recipe" norm 1)" 3e-3
-    near "last loss of $recipe on $W GPUs and on one" \
-        "$(field "$recipe" loss $steps)" "$(field "one_$recipe" loss $steps)" 2e-3
-    run "${recipe}_again" $W $common --precision fp8 --fp8-recipe $recipe --num-steps $steps $(split $W) \
-        --sharding grad_op --recompute layer &&
-        same "$recipe: --sharding full, and grad_op with recompute" "$recipe" "${recipe}_again"
+    all="$common --precision fp8 --fp8-recipe $recipe --num-steps $steps $(split $W)"
+    ./train_fp8cu $all --dry-run --json | grep -q '"fp8-all-gather": "on"' && continue
+    run full $W $all && run grad_op $W $all --sharding grad_op --recompute layer &&
+        same "$recipe: --sharding full, and grad_op with recompute" full grad_op
 done
 echo "($SECONDS s)"
 
@@ -190,7 +179,7 @@ for sharding in full grad_op; do
         --fp8-all-gather off && same "$sharding: --fp8-all-gather on and off" fp8_$sharding off_$sharding
 done
 for more in "--fp8-recipe delayed --fp8-amax-history 3" "--fp8-filter first,down" \
-    "--fp8-recipe tensorwise_bounded" "--fp8-recipe tensorwise_bounded --fp8-filter first,down" \
+    "--fast" "--fast --fp8-lm-head off --fp8-filter first,down" \
     "--fp8-recipe delayed --fp8-filter last --recompute layer"; do
     for gather in on off; do
         run gather_$gather $W $common --precision fp8 $more --num-steps $steps $(split $W) --fp8-all-gather $gather

@@ -1,7 +1,9 @@
 # Sourced by gpu_bits.sh, gpu_ranks.sh and gpu_faults.sh. Finds the GPUs, makes data, and sets options of most runs.
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
-gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+visible=$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)
+[ -z "$visible" ] || visible=${CUDA_VISIBLE_DEVICES:-$visible}
+gpus=$(tr , '\n' <<<"$visible" | grep -c .)
 if [ "$gpus" -lt 1 ]; then
     echo "skipped: no GPU"
     echo "0 passed, 0 failed"
