@@ -236,7 +236,7 @@ static inline void start_print_options(const StartOptions *s, bool derived) {
     start_end(&t);
 }
 
-enum { START_MEMORY_PARTS = 4 };
+enum { START_MEMORY_PARTS = 5 };
 
 // Prints the memory of one rank: the sum, its largest parts, and the rest together.
 static inline void start_print_memory(const Arena *a, int64_t other_bytes) {
