@@ -149,6 +149,39 @@ static void test_skipped_losses(void) {
     free_run(&r);
 }
 
+// Joules per token count neither warm-up steps, nor those that begin in the first 2 s, nor the last: here, such steps
+// have wrong energies. If the steps take less than 2 s, there is no energy.
+static void test_joules_per_token(void) {
+    static const struct {
+        int64_t steps, counted;  // counted: the first step that counts, from 0
+        double seconds;          // each step takes as long
+        const char *says;
+    } cases[] = {{30, 10, 0.5, "0.1709 J/token"},  // 2800 W x 0.5 s / (4 x 2048)
+                 {30, 16, 0.125, "0.04272 J/token"},
+                 {3, 1, 2, "0.6836 J/token"},
+                 {17, 16, 0.125, "too few steps for J/token"},
+                 {2, 1, 2, "too few steps for J/token"},
+                 {15, 15, 0.125, ""}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        Run r = make_run(989.5e12);
+        Logger l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
+        for (int64_t step = 0; step < cases[i].steps; step++) {
+            StepRecord s = make_step(step + 1, cases[i].seconds);
+            if (step < cases[i].counted || step == cases[i].steps - 1) s.joules = 9;
+            free(captured(log_step, &l, &s));
+        }
+        l.run_joules = 3.6e6;
+        char *printed = captured(log_close, &l, NULL), *text = read_file(scratch_path("log.jsonl"), NULL);
+        const char *said = strstr(printed, "energy: ");
+        CHECK(said ? strstr(said, cases[i].says) == said + 8 && *cases[i].says : !*cases[i].says,
+              "\"%s\" is expected of %lld steps: %s", cases[i].says, (long long)cases[i].steps, printed);
+        CHECK(!strstr(text, "joules_per_token") == (cases[i].says[0] != '0') && !strstr(text, "\"kwh\"") == !said,
+              "the log has the energies that are printed: %s", printed);
+        free(printed), free(text), free_run(&r);
+        unlink(scratch_path("log.jsonl"));
+    }
+}
+
 static void test_file(void) {
     Run r = make_run(989.5e12);
     Logger l = logger_open(&r.o, &r.m, &r.t, &r.p, r.run);
@@ -158,6 +191,7 @@ static void test_file(void) {
         s.loss = step <= 11 ? 50 : 2;
         s.skipped = step == 4;
         s.norm = step == 4 ? (double)NAN : 1;
+        s.joules *= step < 31;  // joules per token leave out the last step
         free(captured(log_step, &l, &s));
     }
     const double before = l.times.began = seconds_now() - 100;  // the process began 100 s ago
@@ -177,8 +211,8 @@ static void test_file(void) {
                           "optimizer 3.7%, start 30.0%, validation 0.2%, sampling 2.0%, saving 0.8%, other 14.6%\n") &&
               seconds_now() - before < 100.05,
           "the time is split by purpose: %s", printed);
-    // 2800 W for 0.11 s per step of 4 x 2048 tokens
-    CHECK(strstr(printed, "energy: 0.0376 J/token, 1 kWh of 4 GPUs since the first step\n"),
+    // 2800 W for 2.193 s, 20 steps of 4 x 2048 tokens
+    CHECK(strstr(printed, "energy: 0.03748 J/token, 1 kWh of 4 GPUs since the first step\n"),
           "energy per token and of the whole run are printed: %s", printed);
     free(printed);
 
@@ -233,7 +267,7 @@ static void test_file(void) {
         if (lines == 34)
             CHECK(strcmp(type, "summary") == 0 && fabs(member(&json, "median_ms") - 110) < 1e-9 &&
                       member(&json, "steps") == 31 && member(&json, "kwh") == 1 &&
-                      fabs(member(&json, "joules") - 2800 * 52.31) < 1e-6,
+                      fabs(member(&json, "joules") - 2800 * 52.193) < 1e-6,
                   "the summary has steps, median time and energy: %s", line);
         json_free(&json);
     }
@@ -369,6 +403,7 @@ int main(void) {
     test_step_line();
     test_diverged();
     test_skipped_losses();
+    test_joules_per_token();
     test_file();
     test_failures();
     test_full_disk();

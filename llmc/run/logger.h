@@ -21,6 +21,7 @@
 // The summary's speed and joules per token leave out this many first steps of the process, in which clocks and caches
 // settle. With fewer than twice as many steps, they leave out half of the steps, rounded down.
 #define SUMMARY_WARMUP_STEPS 10
+#define SUMMARY_ENERGY_SETTLE_SECONDS 2.0  // an H200's energy counter lags by 0.5 s, its power is the mean of 1 s
 
 // The summary's last loss is the mean over this many last steps of the process that were taken, or over all of these if
 // there are fewer: one batch is noisy.
@@ -441,18 +442,22 @@ static inline void logger_links(Logger *l, const char *members) {
     logger_write(l, &line);
 }
 
-// If all GPUs report their energy in every step: prints joules per token and the energy since the first step began, and
-// adds both and the energy of the steps to `line`. Joules per token leave out the first `warmup` steps.
+// Prints joules per token and the energy since the first step began, if all GPUs report it and the steps took at least
+// SUMMARY_ENERGY_SETTLE_SECONDS; adds these and the steps' energy to `line`. Joules per token leave out `warmup` steps,
+// steps that begin too early, and the last: its energy is read at its end, other steps' while the next one runs.
 static inline void logger_energy(const Logger *l, JsonText *line, int64_t warmup) {
-    double joules = 0, settled = 0;
-    for (int64_t i = 0; i < l->count; i++) joules += l->joules[i], settled += i < warmup ? 0 : l->joules[i];
-    if (!isfinite(joules) || !isfinite(l->run_joules)) return;
-    const double per_token = settled / (double)((l->count - warmup) * l->tokens_per_step), kwh = l->run_joules / 3.6e6;
-    printf("energy: %.4g J/token, %.4g kWh of %lld GPU%s since the first step\n", per_token, kwh,
+    double joules = 0, seconds = 0, settled = 0, tokens = 0;
+    for (int64_t i = 0; i < l->count; joules += l->joules[i], seconds += l->seconds[i++])
+        if (i >= warmup && i < l->count - 1 && seconds >= SUMMARY_ENERGY_SETTLE_SECONDS)
+            settled += l->joules[i], tokens += (double)l->tokens_per_step;
+    if (!isfinite(joules) || !isfinite(l->run_joules) || seconds < SUMMARY_ENERGY_SETTLE_SECONDS) return;
+    char per_token[64] = "too few steps for J/token";
+    if (tokens > 0) format_checked(per_token, sizeof per_token, "%.4g J/token", settled / tokens);
+    printf("energy: %s, %.4g kWh of %lld GPU%s since the first step\n", per_token, l->run_joules / 3.6e6,
            (long long)l->run.world_size, l->run.world_size == 1 ? "" : "s");
     logger_add(line, "joules", joules);
-    logger_add(line, "joules_per_token", per_token);
-    logger_add(line, "kwh", kwh);
+    if (tokens > 0) logger_add(line, "joules_per_token", settled / tokens);
+    logger_add(line, "kwh", l->run_joules / 3.6e6);
 }
 
 // If the last loss is far above what the model had learned, or what a model knows that has learned nothing: prints it,
