@@ -389,7 +389,8 @@ def make_tables(args, results):
         head = ["model", "T", "ours BF16", "ours FP8", "--fast", "PyTorch BF16", "torchao FP8"]
         rows = [cells for cells in (energy_cells(row, results) for row in args.rows) if any(cells[2:])]
         if rows:  # only where NVML tells the energy
-            parts.append(markdown("Joules per token of all GPUs, after the warm-up:", head, rows))
+            parts.append(markdown("Joules per token of all GPUs, without the warm-up, steps of the first 2 s and our "
+                                  "last step; empty where a run is too short for them:", head, rows))
     if args.titan_rows:
         head = ["precision", "masters", "ours", "memory", "torchtitan", "its memory", "ours / torchtitan"]
         rows = [titan_cells(row, results) for row in args.titan_rows]

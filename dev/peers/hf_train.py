@@ -9,8 +9,8 @@ PRECISION fp8. By default: fused AdamW, torch.compile for each layer, batch 1, n
 
 Prints for each precision and sequence length a JSON line and a line to read: median step after the first 4, tokens per
 second and GPU, model TFLOP/s, the allocator's peak memory, loss of the first step and mean loss of the last 20 (of all,
-if fewer), and joules per token after the first 4 steps, if NVML reads them. The loss of a step is that of rank 0's last
-micro-step.
+if fewer), and joules per token after the first 4 steps and 2 s, if NVML reads them and as much time is left. The loss
+of a step is that of rank 0's last micro-step.
 """
 import argparse
 import gc
@@ -18,7 +18,7 @@ import json
 import os
 import time
 
-from energy import EnergyCounter
+from energy import EnergyCounter, StepEnergy
 from shards import BadShard, read_shard, sequence
 
 DEVICE = "cuda"
@@ -226,13 +226,13 @@ def run(args, precision, T, rank, world):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model, optimizer = prepare(args, precision, world)
-    counter = EnergyCounter("GPU-%s" % torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    energy = StepEnergy(EnergyCounter("GPU-%s" % uuid), WARM_UP_STEPS)
     generator = torch.Generator(device=DEVICE).manual_seed(rank)
     times, losses = [], []
     for step in range(args.steps):
         torch.cuda.synchronize()
-        if step == WARM_UP_STEPS:
-            joules_before = counter.joules()
+        energy.begin_step(times)
         begin = time.perf_counter()
         batches = (make_batch(args, T, model.config.vocab_size, generator, (step * args.accum + micro) * world + rank)
                    for micro in range(args.accum))
@@ -240,9 +240,9 @@ def run(args, precision, T, rank, world):
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
         losses.append(loss.item() * args.accum)
+    joules = mean_of_all(energy.joules_per_step(times), world)
     times = sorted(times[WARM_UP_STEPS:])
     seconds, tokens = times[len(times) // 2], args.bs * T * args.accum
-    joules = joules_of_all(counter.joules(), joules_before, world)
     result = dict(type="summary", program=versions(precision), device=device_name(), model=args.model,
                   precision=precision, masters=args.masters, gpus=world, sequence_length=T, batch_size=args.bs,
                   accum=args.accum, recompute=args.ac, steps=args.steps, median_ms=seconds * 1e3,
@@ -251,18 +251,17 @@ def run(args, precision, T, rank, world):
                   memory_bytes=torch.cuda.max_memory_allocated(), reserved_bytes=torch.cuda.max_memory_reserved(),
                   first_loss=losses[0], last_loss=sum(losses[-20:]) / len(losses[-20:]))
     if joules is not None:
-        result["joules_per_token"] = joules / (len(times) * tokens * world)
+        result["joules_per_token"] = joules / tokens
     return result, losses
 
 
-def joules_of_all(after, before, world):
-    """Returns the energy of all GPUs between two readings of this rank's counter; None if a GPU does not tell it."""
-    own = None if after is None or before is None else after - before
+def mean_of_all(own, world):
+    """Returns the mean of all ranks' joules per step; None if a rank does not know its own."""
     if world == 1:
         return own
     joules = torch.tensor(float("nan") if own is None else own, dtype=torch.float64, device=DEVICE)
     dist.all_reduce(joules)
-    return None if joules.isnan() else joules.item()
+    return None if joules.isnan() else joules.item() / world
 
 
 def versions(precision):

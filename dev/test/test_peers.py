@@ -23,7 +23,7 @@ sys.path.insert(0, PEERS)
 import compare
 import shards
 import titan_train
-from energy import EnergyCounter
+from energy import EnergyCounter, StepEnergy
 
 # Stands for ./train_fp8cu, alone or as rank 0 of mpirun. Writes a log.jsonl with settings, a step and a summary. With
 # qwen3-4b it first sleeps for a minute. With llama3.2-3b in FP8 it prints an error line and fails.
@@ -139,6 +139,17 @@ def test_energy(folder):
     check(EnergyCounter("GPU-2", library).joules() is None, "an unknown GPU has no reading")
     check(EnergyCounter("GPU-1", os.path.join(folder, "none.so")).joules() is None, "there is no reading without NVML")
     check(EnergyCounter("GPU-1", "libm.so.6").joules() is None, "a library without NVML's functions gives no reading")
+    # The counter grows by 1.5 J from the first counted step to the end.
+    for times, expected in (([9.0] + [0.5] * 7, None), ([9.0] + [0.5] * 8, 1.5 / 4), ([9.0] * 6, 1.5 / 2),
+                            ([9.0] + [0.125] * 31, None), ([9.0] + [0.125] * 32, 1.5 / 16)):
+        energy = StepEnergy(EnergyCounter("GPU-1", library), 4)
+        for step in range(len(times)):
+            energy.begin_step(times[:step])
+        joules = energy.joules_per_step(times)
+        check(joules == expected or expected and abs(joules - expected) < 1e-3, "joules of a step:", times, joules)
+    energy = StepEnergy(EnergyCounter("GPU-2", library), 4)
+    energy.begin_step([9.0] * 6)
+    check(energy.joules_per_step([9.0] * 9) is None, "an unknown GPU has no joules")
 
 
 def test_rows():
