@@ -4,10 +4,7 @@
 #include "lib/scratch.h"
 
 static void put(const char *folder, const char *name, const char *text) {
-    Failure failure;
-    if (!folder_create(scratch_path(folder), true, &failure) ||
-        !file_write(scratch_path(folder), name, text, (int64_t)strlen(text), NULL, &failure))
-        die("%s", failure.text);
+    scratch_file(scratch_path("%s", folder), name, text);
 }
 
 int main(void) {

@@ -212,7 +212,7 @@ static void check_scales(const char *folder, int moments, bool fp32_weights) {
 }
 
 static void test_round_trip(void) {
-    const char *dir = xstrdup(scratch_path("round"));
+    const char *dir = scratch_path("round");
     for (int variant = 0; variant < 36; variant++) {
         const ModelFamily family = (ModelFamily)(variant % 3);
         const bool tied = variant & 1, fp32_weights = variant % 12 >= 6;
@@ -245,9 +245,7 @@ static void test_round_trip(void) {
               "the first tensor is fp32 if the run has fp32 or FP16 master weights (FP16 ones are saved in fp32), else "
               "bf16");
         safetensors_close(&st);
-        char config[PATH_CAPACITY];
-        format_checked(config, sizeof config, "%s/config.json", found);
-        char *text = read_file(config, NULL);
+        char *text = read_file(scratch_path("round/step-00000007/config.json"), NULL);
         CHECK(text && strstr(text, fp32_weights ? "\"float32\"" : "\"bfloat16\""),
               "config.json has the dtype of the weights");
         free(text);
@@ -256,8 +254,6 @@ static void test_round_trip(void) {
         trainer_free(b);
     }
     CHECK_LISTING(dir, "7", "a save of the same step replaces its checkpoint");
-    remove_tree(dir);
-    free((char *)dir);
 }
 
 // Loads the newest checkpoint in the folder `delayed`.
@@ -276,8 +272,8 @@ static void load_delayed(void *context) {
 static void test_delayed(void) {
     Trainer *a = trainer_new(FAMILY_QWEN3, true, false, MOMENTS_BF16),
             *b = trainer_new(FAMILY_QWEN3, true, false, MOMENTS_BF16);
-    const char *dir = xstrdup(scratch_path("delayed"));
-    char found[PATH_CAPACITY], state[PATH_CAPACITY];
+    const char *dir = scratch_path("delayed");
+    char found[PATH_CAPACITY];
     Failure failure = {"", false};
     trainer_fill(a, 6);
     add_delayed(a, 7), add_delayed(b, 7);
@@ -295,8 +291,7 @@ static void test_delayed(void) {
     CHECK_DIES(load_delayed, b, "tensor amax_history has shape [24, 7]; the model needs [24, 6]",
                "a checkpoint with another window of the amax history is refused");
     CHECK(try_export(a, scratch_path("delayed-export"), &failure), "the export is made: %s", failure.text);
-    format_checked(state, sizeof state, "%s/fp8_state.safetensors", scratch_path("delayed-export"));
-    CHECK(!path_exists(state), "an export has no fp8_state.safetensors");
+    CHECK(!path_exists(scratch_path("delayed-export/fp8_state.safetensors")), "an export has no fp8_state.safetensors");
     // No checkpoint is saved if a history or a scale holds a value that is not finite or is below zero. Older versions
     // saved such values. A load takes an infinity in a history as 0, so that it can be saved. It refuses a NaN or a
     // value below zero in a history or a scale, and an infinite scale.
@@ -315,7 +310,7 @@ static void test_delayed(void) {
               failure.text);
     }
     history[3] = 1, scales_of_a[2] = 1;
-    format_checked(state, sizeof state, "%s/fp8_state.safetensors", found);
+    const char *state = scratch_path("delayed/step-00000009/fp8_state.safetensors");
     const int64_t data = safetensors_data(state, "amax_history"), scales = safetensors_data(state, "scale");
     b->state.delayed_window = 7;
     write_float(state, data + 12, INFINITY);
@@ -337,9 +332,6 @@ static void test_delayed(void) {
     save(a, dir, 10, 1);
     CHECK_DIES(load_delayed, b, "has neither fp8_state.safetensors",
                "a checkpoint without the state of delayed scaling is refused");
-    remove_tree(dir);
-    remove_tree(scratch_path("delayed-export"));
-    free((char *)dir);
     trainer_free(a);
     trainer_free(b);
 }
@@ -349,7 +341,7 @@ static void test_sharded(void) {
     Trainer *a = trainer_new(FAMILY_LLAMA, false, false, MOMENTS_FP32),
             *b = trainer_new(FAMILY_LLAMA, false, false, MOMENTS_FP32);
     Failure failure = {"", false};
-    const char *dir = xstrdup(scratch_path("sharded"));
+    const char *dir = scratch_path("sharded");
     const TrainerProgress progress = {1, 2, 0};
     trainer_fill(a, 5);
     CHECK(checkpoint_save_sharded(dir, 1, &progress, &a->run, &a->table, &a->state, 1500, &failure),
@@ -369,8 +361,6 @@ static void test_sharded(void) {
     closedir(d);
     CHECK(unlink(index) == 0 && !checkpoint_is_whole(found, true, &failure) && strstr(failure.text, "optimizer-00002"),
           "the missing file is named: %s", failure.text);
-    remove_tree(dir);
-    free((char *)dir);
     trainer_free(a);
     trainer_free(b);
 }
@@ -384,7 +374,7 @@ static void list_unreadable(void *dir) {
 // A folder that the disk can list only in part is an error. It must not pass for a folder with fewer entries.
 static void test_unreadable_folders(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
-    const char *dir = xstrdup(scratch_path("unreadable")), *words = "cannot read folder";
+    const char *dir = scratch_path("unreadable"), *words = "cannot read folder";
     CheckpointSteps list;
     Failure failure = {"", false};
     trainer_fill(t, 1);
@@ -399,10 +389,10 @@ static void test_unreadable_folders(void) {
     }
     readable_entries = -1;
     CHECK_DIES(list_unreadable, (void *)dir, words, "the search for weights of other formats fails");
-    const char *export = xstrdup(scratch_path("unreadable-export"));
+    const char *export = scratch_path("unreadable-export");
     CHECK(try_export(t, export, &failure), "the export is made: %s", failure.text);
     CHECK(export_may_replace(export, &failure), "an export may be replaced: %s", failure.text);
-    if (!file_write(export, "thesis", "x", 1, NULL, &failure)) die("%s", failure.text);
+    scratch_file(export, "thesis", "x");
     for (int entries = 0; entries <= 6; entries++) {
         readable_entries = entries;
         CHECK(!export_may_replace(export, &failure), "with %d entries read, an export may not be replaced", entries);
@@ -410,22 +400,19 @@ static void test_unreadable_folders(void) {
     readable_entries = -1;
     CHECK_FAILS(export_may_replace(export, &failure), "holds thesis",
                 "an export with a foreign file may not be replaced");
-    remove_tree(dir), remove_tree(export);
-    free((char *)dir), free((char *)export);
     trainer_free(t);
 }
 
 static void test_keep(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
-    const char *dir = xstrdup(scratch_path("keep"));
-    char broken[PATH_CAPACITY];
+    const char *dir = scratch_path("keep");
     for (int64_t step = 10; step <= 40; step += 10) save(t, dir, step, 2);
     CHECK_LISTING(dir, "40 30", "two checkpoints are kept");
     save(t, dir, 40, 2);  // saves the step again
     CHECK_LISTING(dir, "40 30", "saving a step again removes no other checkpoint");
     // A checkpoint that lacks bytes does not count as kept, so an older complete one stays.
-    format_checked(broken, sizeof broken, "%s/step-00000040/optimizer.safetensors", dir);
-    CHECK(truncate(broken, 100) == 0, "the file is truncated: %s", strerror(errno));
+    CHECK(truncate(scratch_path("keep/step-00000040/optimizer.safetensors"), 100) == 0, "the file is truncated: %s",
+          strerror(errno));
     save(t, dir, 50, 2);
     CHECK_LISTING(dir, "50 40 30", "a checkpoint with a truncated file does not count as kept");
     save(t, dir, 60, 1);
@@ -455,10 +442,9 @@ static void test_keep(void) {
         "step-00000080.tmp", "step-00000020.old.tmp", "step-00000030.2.tmp", "step-80.tmp", "notes",
         "step-00000081.tmp"};
     for (int i = 0; i < 6; i++) {
-        char path[PATH_CAPACITY];
-        format_checked(path, sizeof path, "%s/%s", dir, names[i]);
-        if (i == 5 ? !folder_create(path, false, &failure) : !folder_begin(path, &failure)) die("%s", failure.text);
-        if (!file_write(path, "model.safetensors", "x", 1, NULL, &failure)) die("%s", failure.text);
+        const char *path = scratch_path("keep/%s", names[i]);
+        if (i < 5 && !folder_begin(path, &failure)) die("%s", failure.text);
+        scratch_file(path, "model.safetensors", "x");
     }
     save(t, dir, 95, 1);
     CHECK_LISTING(dir, "95+3", "three leftovers are removed, and three other folders stay");
@@ -468,28 +454,22 @@ static void test_keep(void) {
           "three other folders are still there, so step-00000081.tmp, which has no marker file, was not removed; found "
           "%s",
           listing(dir));
-    char path[PATH_CAPACITY];
-    format_checked(path, sizeof path, "%s/step-00000096", dir);
-    if (!folder_create(path, false, &failure) || !file_write(path, "thesis", "x", 1, NULL, &failure))
-        die("%s", failure.text);
+    scratch_file(scratch_path("keep/step-00000096"), "thesis", "x");
     save(t, dir, 96, 9);
     CHECK_LISTING(dir, "96 95 81+4",
                   "step 96 is saved, and the folder that had its name is there as a fourth other folder");
     static const char *const others[] = {"step-00000030.2.tmp", "step-80.tmp", "notes", "step-00000081.tmp",
                                          "step-00000096.1"};
     static const bool stays[] = {false, true, true, true, true};
-    for (int i = 0; i < 5; i++) {
-        format_checked(path, sizeof path, "%s/%s", dir, others[i]);
-        CHECK(path_exists(path) == stays[i], "%s %s", others[i], stays[i] ? "stays" : "is removed");
-    }
-    format_checked(path, sizeof path, "%s/step-00000096.1/thesis", dir);
+    for (int i = 0; i < 5; i++)
+        CHECK(path_exists(scratch_path("keep/%s", others[i])) == stays[i], "%s %s", others[i],
+              stays[i] ? "stays" : "is removed");
+    const char *path = scratch_path("keep/step-00000096.1/thesis");
     CHECK(path_exists(path) && checkpoint_is_leftover("step-00000096.1") == false,
           "step-00000096.1 is no leftover and keeps its file %s", path);
     CHECK(checkpoint_step_of("step-00000123", "") == 123 && checkpoint_step_of("step-123456789", "") == 123456789 &&
               checkpoint_step_of("step-000000123", "") == -1 && checkpoint_step_of("step-0000123", "") == -1,
           "only names that a save gives are names of checkpoints");
-    remove_tree(dir);
-    free((char *)dir);
     trainer_free(t);
 }
 
@@ -499,26 +479,21 @@ static void test_keep(void) {
 static void test_links(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     Failure failure = {"", false};
-    char dir[PATH_CAPACITY], found[PATH_CAPACITY], archive[PATH_CAPACITY], user[PATH_CAPACITY], at[PATH_CAPACITY];
+    const char *dir = scratch_path("links"), *archive = scratch_path("archive"),
+               *saved = scratch_path("links/step-00000002");
+    char found[PATH_CAPACITY];
     CheckpointSteps passed_over = {NULL, 0};
-    format_checked(dir, sizeof dir, "%s", scratch_path("links"));
-    format_checked(archive, sizeof archive, "%s", scratch_path("archive"));
-    format_checked(user, sizeof user, "%s", scratch_path("user"));
     save(t, dir, 2, 1);
-    format_checked(at, sizeof at, "%s/step-00000002", dir);
-    if (rename(at, archive) || symlink("../archive", at)) die("%s", strerror(errno));
+    if (rename(saved, archive) || symlink("../archive", saved)) die("%s", strerror(errno));
     static const struct {
         const char *name, *to;
     } links[] = {{"step-00000001.tmp", "../user"}, {"step-00000003.tmp", "../user/thesis"},
                  {"step-00000005.tmp", "none"},    {"step-00000006.old.tmp", "step-00000006.old.tmp"},
                  {"step-00000007", "../user"},     {"step-00000008", "../user/thesis"},
                  {"step-00000009", "none"},        {"step-00000010", "step-00000010"}};
-    if (!folder_create(user, false, &failure) || !file_write(user, "thesis", "x", 1, NULL, &failure))
-        die("%s", failure.text);
-    for (size_t i = 0; i < sizeof links / sizeof links[0]; i++) {
-        format_checked(at, sizeof at, "%s/%s", dir, links[i].name);
-        if (symlink(links[i].to, at)) die("%s", strerror(errno));
-    }
+    scratch_file(scratch_path("user"), "thesis", "x");
+    for (size_t i = 0; i < sizeof links / sizeof links[0]; i++)
+        if (symlink(links[i].to, scratch_path("links/%s", links[i].name))) die("%s", strerror(errno));
     CHECK(prepares(dir), "a run can resume in a checkpoint folder that holds links");
     CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000002"),
           "the newest checkpoint is the linked one, of step 2; found %s", found);
@@ -536,11 +511,10 @@ static void test_links(void) {
           "the linked checkpoint is whole, and the file user/thesis is still there: %s", failure.text);
     for (size_t i = 0; i < sizeof links / sizeof links[0]; i++) {
         struct stat s;
-        format_checked(at, sizeof at, "%s/%s%s", dir, links[i].name, i == 5 ? ".1" : "");
+        const char *at = scratch_path("links/%s%s", links[i].name, i == 5 ? ".1" : "");
         CHECK(lstat(at, &s) == 0 && S_ISLNK(s.st_mode), "the link %s is still there", at);
     }
     free(passed_over.steps);
-    remove_tree(dir), remove_tree(archive), remove_tree(user);
     trainer_free(t);
 }
 
@@ -548,22 +522,19 @@ static void test_links(void) {
 // removed only if its trainer.json is valid.
 static void test_unmarked(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
-    const char *dir = xstrdup(scratch_path("unmarked"));
-    char path[PATH_CAPACITY], found[PATH_CAPACITY];
-    for (int64_t step = 1; step <= 3; step++) {
+    const char *dir = scratch_path("unmarked");
+    char found[PATH_CAPACITY];
+    for (int step = 1; step <= 3; step++) {
         save(t, dir, step, 9);
-        format_checked(path, sizeof path, "%s/step-%08lld/" FOLDER_MARKER, dir, (long long)step);
+        const char *path = scratch_path("unmarked/step-%08d/" FOLDER_MARKER, step);
         CHECK(unlink(path) == 0, "the marker file %s is removed", path);
     }
-    format_checked(path, sizeof path, "%s/step-00000002/trainer.json", dir);
-    flip_byte(path, 10);
+    flip_byte(scratch_path("unmarked/step-00000002/trainer.json"), 10);
     CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000003"),
           "the newest checkpoint is step 3; found %s", found);
     save(t, dir, 4, 1);
     CHECK_LISTING(dir, "4 2",
                   "checkpoints without the marker file are removed, except step 2, whose trainer.json is damaged");
-    remove_tree(dir);
-    free((char *)dir);
     trainer_free(t);
 }
 
@@ -592,7 +563,7 @@ int MPI_Bcast(void *data, int count, MPI_Datatype type, int root, MPI_Comm comm)
 // No rank starts the next step before rank 0 has removed old checkpoints.
 static void test_prune_together(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
-    const char *dir = xstrdup(scratch_path("together"));
+    const char *dir = scratch_path("together");
     Comm two = comm_one();
     two.world = 2;
     save(t, dir, 1, 1);
@@ -600,8 +571,6 @@ static void test_prune_together(void) {
     save(t, dir, 2, 1);
     CHECK(strcmp(listed_at_barrier, "2") == 0, "rank 0 removes old checkpoints before the barrier; found \"%s\" there",
           listed_at_barrier);
-    remove_tree(dir);
-    free((char *)dir);
     trainer_free(t);
 }
 
@@ -629,8 +598,8 @@ static void prepare_action(void *context) { checkpoint_prepare((const char *)con
 // age them.
 static void test_betas_since(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
-    const char *dir = xstrdup(scratch_path("betas"));
-    Action action = {t, xstrdup(scratch_path("betas/step-00000010"))}, later = {t, scratch_path("betas/step-00000112")};
+    const char *dir = scratch_path("betas");
+    Action action = {t, scratch_path("betas/step-00000010")}, later = {t, scratch_path("betas/step-00000112")};
     const TrainerProgress first = {10, 30, 0}, skipped = {112, 336, 1}, taken = {112, 336, 0};
     int64_t since = 0;
     Failure failure;
@@ -645,8 +614,6 @@ static void test_betas_since(void) {
     CHECK_DIES(check_action, &later, "changed 101 steps ago, and until step 113", "101 steps are too few");
     if (!try_save(t, dir, &taken, 9, &failure)) die("%s", failure.text);
     CHECK(checkpoint_check(later.path, &t->run).step == 112 && since == 10, "102 steps are enough");
-    remove_tree(dir);
-    free((char *)dir), free((char *)action.path);
     trainer_free(t);
 }
 
@@ -655,7 +622,7 @@ static void test_mismatch(void) {
     char output[8192];
     t->run.data.tokens = 1000, t->run.data.shards = 2, t->run.data.fingerprint = 0x123;
     save(t, scratch_path("mismatch"), 3, 1);
-    Action action = {t, xstrdup(scratch_path("mismatch/step-00000003"))};
+    Action action = {t, scratch_path("mismatch/step-00000003")};
     char *text = read_file(scratch_path("mismatch/step-00000003/trainer.json"), NULL);
     CHECK(text && strstr(text,
                          "\"training_data\": {\"tokens\": 1000, \"shards\": 2, \"fingerprint\": \"0000000000000123\"}"),
@@ -699,8 +666,6 @@ static void test_mismatch(void) {
     CHECK(strstr(output, "rope_theta is 10000 in the checkpoint, 500000 now") &&
               strstr(output, "rope_scaling.factor is 0 in the checkpoint, 8 now") && !strstr(output, "head_dim"),
           "the error names rope_theta and rope_scaling, but not the equal head_dim: %s", output);
-    remove_tree(scratch_path("mismatch"));
-    free((char *)action.path);
     trainer_free(t);
     trainer_free(other);
 }
@@ -760,7 +725,7 @@ static void test_removed_option(void) {
     char text[16384];
     Failure failure = {"", false};
     save(t, scratch_path("removed"), 3, 1);
-    const char *folder = xstrdup(scratch_path("removed/step-00000003"));
+    const char *folder = scratch_path("removed/step-00000003");
     char *now = read_file(scratch_path("removed/step-00000003/trainer.json"), NULL), *at = strstr(now, settings);
     if (!at) die("trainer.json has no %s", settings);
     at += strlen(settings);
@@ -768,13 +733,11 @@ static void test_removed_option(void) {
                    (int)(strlen(at) - CHECKPOINT_SEAL_BYTES), at);
     const uint64_t hash = xxhash64(text, strlen(text));
     format_checked(text + strlen(text), sizeof text - strlen(text), CHECKPOINT_SEAL_FORMAT, (unsigned long long)hash);
-    if (!file_write(folder, "trainer.json", text, (int64_t)strlen(text), NULL, &failure)) die("%s", failure.text);
+    scratch_file(folder, "trainer.json", text);
     CHECK(checkpoint_is_whole(folder, true, &failure), "a checkpoint with --fp8-weight-cache is whole: %s",
           failure.text);
     CHECK(checkpoint_check(folder, &t->run).step == 3, "a run resumes from it after step 3");
-    remove_tree(scratch_path("removed"));
     free(now);
-    free((char *)folder);
     trainer_free(t);
 }
 
@@ -797,25 +760,25 @@ static bool prepares(const char *dir) {
 
 // Only one run at a time may use a folder. A second one is refused, unless the first ends within FOLDER_LOCK_SECONDS.
 static void test_lock(void) {
-    char output[4096], dir[PATH_CAPACITY];
+    const char *dir = scratch_path("locked");
+    char output[4096];
     int fds[2];
-    format_checked(dir, sizeof dir, "%s", scratch_path("locked"));
     if (pipe(fds)) die("pipe: %s", strerror(errno));
     const pid_t holder = prepare_child(dir, fds[1]);
     CHECK(read(fds[0], output, 1) == 1, "the first run locks the folder");
-    CHECK_DIES(prepare_action, dir, "another run is using it; wait until that run has ended, or give another folder",
+    CHECK_DIES(prepare_action, (void *)dir,
+               "another run is using it; wait until that run has ended, or give another folder",
                "a second run is refused");
     kill(holder, SIGKILL);
     CHECK(prepares(dir), "a run may use the folder of a run that was killed");
     waitpid(holder, NULL, 0);
     close(fds[0]), close(fds[1]);
-    remove_tree(dir);
 }
 
 static void test_prepare(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
-    char dir[PATH_CAPACITY], found[PATH_CAPACITY];
-    format_checked(dir, sizeof dir, "%s", scratch_path("fresh"));
+    const char *dir = scratch_path("fresh");
+    char found[PATH_CAPACITY];
     CHECK(prepares(dir), "a run prepares a new folder");
     CHECK(folder_exists(dir) && strcmp(listing(dir), "") == 0, "the new folder exists and is empty; found %s",
           listing(dir));
@@ -823,7 +786,7 @@ static void test_prepare(void) {
     CHECK(!checkpoint_find_newest(scratch_path("never"), found, sizeof found),
           "a missing folder has no newest checkpoint");
     save(t, dir, 12, 1);
-    CHECK_DIES(prepare_action, dir, "already holds step-00000012; add --resume",
+    CHECK_DIES(prepare_action, (void *)dir, "already holds step-00000012; add --resume",
                "without --resume, a folder that holds a checkpoint is refused");
     CHECK(prepares(dir), "a run that resumes prepares its folder");
     CHECK_DIES(prepare_action, (void *)"/dev/null/parent", "cannot make folder /dev/null/parent",
@@ -835,7 +798,6 @@ static void test_prepare(void) {
                "a folder in which no folder can be made is refused");
     CHECK_DIES(prepare_action, (void *)"/dev/null", "cannot make folder /dev/null",
                "a file in place of the folder is refused");
-    remove_tree(dir);
     trainer_free(t);
 }
 
@@ -853,7 +815,7 @@ static void damage_remove(const char *path, int64_t unused) {
 
 static void test_damage(void) {
     Trainer *t = trainer_new(FAMILY_QWEN2, false, false, MOMENTS_FP32);
-    const char *dir = xstrdup(scratch_path("damage"));
+    const char *dir = scratch_path("damage");
     static const struct {
         const char *file;
         void (*damage)(const char *, int64_t);
@@ -874,45 +836,39 @@ static void test_damage(void) {
                  {"optimizer.safetensors", damage_truncate, 7, "has 7 bytes"},
                  {"optimizer.safetensors", flip_byte, 20000, "is damaged"},
                  {"optimizer.safetensors", damage_remove, 0, "No such file"}};
-    char found[PATH_CAPACITY], path[PATH_CAPACITY];
+    char found[PATH_CAPACITY];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         Failure failure = {"", false};
         save(t, dir, 1, 2);
         save(t, dir, 2, 2);
-        format_checked(path, sizeof path, "%s/step-00000002/%s", dir, cases[i].file);
-        cases[i].damage(path, cases[i].at);
-        format_checked(path, sizeof path, "%s/step-00000002", dir);
-        CHECK(!checkpoint_is_whole(path, true, &failure) && strstr(failure.text, cases[i].reason) &&
-                  strstr(failure.text, cases[i].file),
+        cases[i].damage(scratch_path("damage/step-00000002/%s", cases[i].file), cases[i].at);
+        CHECK(!checkpoint_is_whole(scratch_path("damage/step-00000002"), true, &failure) &&
+                  strstr(failure.text, cases[i].reason) && strstr(failure.text, cases[i].file),
               "case %zu: the reason names the file and its damage: \"%s\"", i, failure.text);
         CHECK(checkpoint_find_newest(dir, found, sizeof found) && strstr(found, "step-00000001"),
               "case %zu: the checkpoint of step 1 is taken; found %s", i, found);
     }
-    format_checked(path, sizeof path, "%s/step-00000001/trainer.json", dir);
-    damage_remove(path, 0);
+    damage_remove(scratch_path("damage/step-00000001/trainer.json"), 0);
     CHECK_DIES(find_action, (void *)dir, "can be resumed (2 skipped",
                "a folder with two damaged checkpoints and no other is refused");
 
     // A checkpoint in a folder that was renamed to another step is refused.
-    char renamed[PATH_CAPACITY];
     save(t, dir, 6, 1);
-    format_checked(path, sizeof path, "%s/step-00000006", dir);
-    format_checked(renamed, sizeof renamed, "%s/step-00000099", dir);
+    const char *named = scratch_path("damage/step-00000006"), *renamed = scratch_path("damage/step-00000099");
     Failure moved = {"", false};
-    CHECK(rename(path, renamed) == 0 && !checkpoint_is_whole(renamed, true, &moved) &&
+    CHECK(rename(named, renamed) == 0 && !checkpoint_is_whole(renamed, true, &moved) &&
               strstr(moved.text, "has a wrong name: it was saved after step 6"),
           "a renamed checkpoint is refused: %s", moved.text);
     CHECK_DIES(find_action, (void *)dir, "can be resumed (1 skipped",
                "a folder with a renamed checkpoint and no other is refused");
-    CHECK(rename(renamed, path) == 0 && checkpoint_find_newest(dir, found, sizeof found) &&
+    CHECK(rename(renamed, named) == 0 && checkpoint_find_newest(dir, found, sizeof found) &&
               strstr(found, "step-00000006"),
           "after its name is restored, the checkpoint is taken; found %s", found);
 
     // A changed bit in any byte of trainer.json is detected.
     save(t, dir, 3, 1);
-    format_checked(path, sizeof path, "%s/step-00000003/trainer.json", dir);
-    char checkpoint[PATH_CAPACITY];
-    format_checked(checkpoint, sizeof checkpoint, "%s/step-00000003", dir);
+    const char *checkpoint = scratch_path("damage/step-00000003"),
+               *path = scratch_path("damage/step-00000003/trainer.json");
     int64_t size = 0;
     Failure failure;
     int unseen = 0;
@@ -926,8 +882,6 @@ static void test_damage(void) {
     CHECK(unseen == 0, "a changed bit is detected in each byte of trainer.json; %d of %lld were not", unseen,
           (long long)size);
     CHECK(checkpoint_is_whole(checkpoint, true, &failure), "the repaired checkpoint is whole: %s", failure.text);
-    remove_tree(dir);
-    free((char *)dir);
     trainer_free(t);
 }
 
@@ -943,20 +897,17 @@ static void test_sealed(void) {
         {"{\n  \"format_version\": 1, \"files\": [{\"name\": \"x\", \"bytes\": -3, \"xxh64\": \"0\"}]",
          "files[0].bytes"},
         {"{\n  \"format_version\": 1,, ", "expected a string"}};
-    char folder_path[PATH_CAPACITY], text[1024];
-    format_checked(folder_path, sizeof folder_path, "%s", scratch_path("sealed"));
+    const char *folder = scratch_path("sealed");
+    char text[1024];
     Failure failure = {"", false};
-    if (!folder_create(folder_path, false, &failure)) die("%s", failure.text);
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const size_t n = strlen(cases[i][0]);
         format_checked(text, sizeof text, "%s" CHECKPOINT_SEAL_FORMAT, cases[i][0],
                        (unsigned long long)xxhash64(cases[i][0], n));
-        if (!file_write(folder_path, "trainer.json", text, (int64_t)strlen(text), NULL, &failure))
-            die("%s", failure.text);
-        CHECK(!checkpoint_is_whole(folder_path, true, &failure) && strstr(failure.text, cases[i][1]),
-              "%s is refused: %s", cases[i][0], failure.text);
+        scratch_file(folder, "trainer.json", text);
+        CHECK(!checkpoint_is_whole(folder, true, &failure) && strstr(failure.text, cases[i][1]), "%s is refused: %s",
+              cases[i][0], failure.text);
     }
-    remove_tree(folder_path);
 }
 
 // ---- Saves that fail, and values from which training cannot continue.
@@ -964,7 +915,7 @@ static void test_sealed(void) {
 // A failed save leaves the earlier checkpoint and nothing else.
 static void test_failing_save(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, false, true, MOMENTS_FP32);
-    const char *dir = xstrdup(scratch_path("failing"));
+    const char *dir = scratch_path("failing");
     char found[PATH_CAPACITY];
     Failure failure = {"", false};
     trainer_fill(t, 9);
@@ -1012,8 +963,6 @@ static void test_failing_save(void) {
     }
     CHECK_FAILS(try_save(t, "/dev/null/parent", &progress, 1, &failure), "cannot make folder /dev/null/parent",
                 "a checkpoint folder below a file fails the save");
-    remove_tree(dir);
-    free((char *)dir);
     trainer_free(t);
     trainer_free(b);
 }
@@ -1027,7 +976,7 @@ static void test_nonfinite(void) {
         const bool fp32 = variant >= 3;
         const StateKind kind = (StateKind)(variant % 3);
         Trainer *t = trainer_new(FAMILY_LLAMA, true, fp32, fp32 ? MOMENTS_FP32 : MOMENTS_BF16);
-        const char *dir = xstrdup(scratch_path("nonfinite"));
+        const char *dir = scratch_path("nonfinite");
         const Parameter *p = &t->table.entries[3];
         Failure failure = {"", false};
         char expected[256];
@@ -1053,7 +1002,6 @@ static void test_nonfinite(void) {
               variant);
         remove_tree(scratch_path("nonfinite-export"));
         remove_tree(dir);
-        free((char *)dir);
         trainer_free(t);
     }
 }
@@ -1110,12 +1058,11 @@ static void test_load_nonfinite(void) {
                  {"optimizer", "exp_avg.model.norm.weight"},
                  {"optimizer", "exp_avg_sq.model.norm.weight"}};
     Trainer *t = trainer_new(FAMILY_LLAMA, true, true, MOMENTS_FP32);
-    char output[4096], path[PATH_CAPACITY], file[PATH_CAPACITY];
-    format_checked(path, sizeof path, "%s", scratch_path("infinite/step-00000001"));
-    Action action = {t, path};
+    char output[4096];
+    Action action = {t, scratch_path("infinite/step-00000001")};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         save(t, scratch_path("infinite"), 1, 1);
-        format_checked(file, sizeof file, "%s/%s.safetensors", path, cases[i].file);
+        const char *file = scratch_path("infinite/step-00000001/%s.safetensors", cases[i].file);
         write_float(file, safetensors_data(file, cases[i].tensor) + 8, INFINITY);
         CHECK(check_dies(resume_action, &action, "so nothing can be trained from it; move this checkpoint away", output,
                          sizeof output) &&
@@ -1123,7 +1070,6 @@ static void test_load_nonfinite(void) {
               "a checkpoint that holds an infinite weight or moment is refused: %s", output);
         CHECK(strstr(output, cases[i].tensor), "the error names the tensor: %s", output);
     }
-    remove_tree(scratch_path("infinite"));
     trainer_free(t);
 }
 
@@ -1131,10 +1077,8 @@ static void test_load_nonfinite(void) {
 // infinite.
 static void test_load_scale(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, true, MOMENTS_MSAMP);
-    char path[PATH_CAPACITY], file[PATH_CAPACITY];
-    format_checked(path, sizeof path, "%s", scratch_path("scale/step-00000001"));
-    format_checked(file, sizeof file, "%s/optimizer.safetensors", path);
-    Action action = {t, path};
+    const char *file = scratch_path("scale/step-00000001/optimizer.safetensors");
+    Action action = {t, scratch_path("scale/step-00000001")};
     trainer_fill(t, 4);
     for (int i = 0; i < 2; i++) {
         save(t, scratch_path("scale"), 1, 1);
@@ -1144,7 +1088,6 @@ static void test_load_scale(void) {
                    "2^126, so nothing can be trained from it; move this checkpoint away",
                    "a scale that is not above zero is refused");
     }
-    remove_tree(scratch_path("scale"));
     trainer_free(t);
 }
 
@@ -1186,16 +1129,15 @@ static void end_action(void *context) {
 
 static void test_retry(void) {
     SavingRun r;
-    char output[4096], log[PATH_CAPACITY];
+    const char *log = scratch_path("save.jsonl"), *dir = scratch_path("retry");
+    char output[4096];
     memset(&r, 0, sizeof r);
     r.trainer = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     r.setup.model = r.trainer->model;
-    format_checked(log, sizeof log, "%s", scratch_path("save.jsonl"));
     r.log.file = logger_append(log, &r.log.end);
-    r.trainer->options.checkpoint_dir = xstrdup(scratch_path("retry"));
-    r.trainer->options.export_hf = xstrdup(scratch_path("retry-export"));
+    r.trainer->options.checkpoint_dir = dir;
+    r.trainer->options.export_hf = scratch_path("retry-export");
     r.trainer->options.keep_checkpoints = 9, r.trainer->options.num_steps = 9;
-    const char *dir = r.trainer->options.checkpoint_dir;
     run_save_at(&r, 1, false, 2);
     CHECK(r.setup.save_failed && r.setup.saved_step == 0 && strcmp(listing(dir), "") == 0,
           "a save that fails twice leaves nothing, and the run goes on; found \"%s\"", listing(dir));
@@ -1239,9 +1181,7 @@ static void test_retry(void) {
     failing_saves = 2;
     CHECK_DIES(end_action, &r, "export to", "an export that fails twice is an error");
     failing_saves = 0;
-    remove_tree(dir);
     free(lines);
-    free((char *)dir), free((char *)r.trainer->options.export_hf);
     trainer_free(r.trainer);
 }
 
@@ -1255,7 +1195,7 @@ static void kill_in_read(void *context, StateKind kind, int64_t offset, int64_t 
 // leftovers.
 static void test_killed(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, false, false, MOMENTS_BF16);
-    const char *dir = xstrdup(scratch_path("killed"));
+    const char *dir = scratch_path("killed");
     char found[PATH_CAPACITY];
     save(t, dir, 1, 2);
     pid_t child = fork();
@@ -1272,8 +1212,6 @@ static void test_killed(void) {
           "the newest checkpoint is step 1; found %s", found);
     save(t, dir, 3, 2);
     CHECK_LISTING(dir, "3 1", "the next save removes the leftover");
-    remove_tree(dir);
-    free((char *)dir);
     trainer_free(t);
 }
 
@@ -1282,11 +1220,9 @@ static void test_killed(void) {
 static void test_export(void) {
     Trainer *a = trainer_new(FAMILY_QWEN3, true, true, MOMENTS_BF16),
             *b = trainer_new(FAMILY_QWEN3, true, false, MOMENTS_BF16);
-    char dir[PATH_CAPACITY], source_folder[PATH_CAPACITY], trailing[PATH_CAPACITY];
+    const char *dir = scratch_path("export"), *trailing = scratch_path("export/"),
+               *source_folder = scratch_path("source");
     Failure failure = {"", false};
-    format_checked(dir, sizeof dir, "%s", scratch_path("export"));
-    format_checked(source_folder, sizeof source_folder, "%s", scratch_path("source"));
-    format_checked(trailing, sizeof trailing, "%s", scratch_path("export/"));
     model_export_prepare(scratch_path("not/there/yet"), NULL);
     CHECK(folder_exists(scratch_path("not/there")) && !path_exists(scratch_path("not/there/yet")),
           "model_export_prepare makes the folders above the export, but not the export");
@@ -1294,10 +1230,8 @@ static void test_export(void) {
     for (int64_t k = 0; k < a->table.count; k++)
         for (int64_t i = 0; i < parameter_elements(&a->table.entries[k]); i++)
             ((float *)a->arrays[STATE_WEIGHTS])[a->table.entries[k].offset + i] = rng_normal((uint64_t)k, (uint64_t)i);
-    if (!folder_create(source_folder, false, &failure) ||
-        !file_write(source_folder, "tokenizer.json", "{}", 2, NULL, &failure) ||
-        !file_write(source_folder, "README.md", "x", 1, NULL, &failure))
-        die("%s", failure.text);
+    scratch_file(source_folder, "tokenizer.json", "{}");
+    scratch_file(source_folder, "README.md", "x");
     model_export_prepare(dir, source_folder);
     CHECK(!path_exists(dir), "model_export_prepare makes no export");
     CHECK(try_export(a, dir, &failure), "the first export is made: %s", failure.text);
@@ -1325,7 +1259,7 @@ static void test_export(void) {
     free(read.source);
 
     // A folder with any other file in it is not replaced.
-    if (!file_write(dir, "thesis.txt", "x", 1, NULL, &failure)) die("%s", failure.text);
+    scratch_file(dir, "thesis.txt", "x");
     CHECK_FAILS(try_export(a, dir, &failure), "holds thesis.txt, which is not part of an export; use a new folder",
                 "an export to a folder with another file fails");
     CHECK(path_exists(scratch_path("export/thesis.txt")) && path_exists(scratch_path("export/model.safetensors")),
@@ -1333,9 +1267,6 @@ static void test_export(void) {
     CHECK(strstr(failure.text, "export.tmp: move it away") &&
               safetensors_is_own(scratch_path("export.tmp/model.safetensors")),
           "the refused export stays in export.tmp: %s", failure.text);
-    remove_tree(scratch_path("export.tmp"));
-    remove_tree(dir);
-    remove_tree(source_folder);
     trainer_free(a);
     trainer_free(b);
 }
@@ -1407,14 +1338,12 @@ static void run_in(const char *dir) {
 // A folder that cannot take the export is refused before the first step.
 static void test_export_refusals(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
-    char dir[PATH_CAPACITY], link[PATH_CAPACITY], dotted[PATH_CAPACITY], weights[PATH_CAPACITY];
+    const char *dir = scratch_path("sticky/export"), *weights = scratch_path("sticky/export/model.safetensors"),
+               *link = scratch_path("sticky/link"), *dotted = scratch_path("sticky/./none/../export/.");
     Failure failure = {"", false};
     if (!folder_create(scratch_path("sticky"), false, &failure) || chmod(scratch_path("sticky"), 01777) ||
         chmod(scratch, 0755))
         die("%s", failure.text);
-    format_checked(dir, sizeof dir, "%s", scratch_path("sticky/export"));
-    format_checked(link, sizeof link, "%s", scratch_path("sticky/link"));
-    format_checked(dotted, sizeof dotted, "%s", scratch_path("sticky/./none/../export/."));
     CHECK(symlink("export", link) == 0, "the link is made: %s", strerror(errno));
     refused(link, NULL, NULL, "which is a link to export, which cannot be followed: ");
     // Rounds 0 to 2: a folder that does not exist, an empty one, and an earlier export can take the export.
@@ -1426,7 +1355,6 @@ static void test_export_refusals(void) {
         if (round == 0 && !folder_create(dir, false, &failure)) die("%s", failure.text);
         if (round == 1) CHECK(try_export(t, dir, &failure), "the export is made: %s", failure.text);
     }
-    format_checked(weights, sizeof weights, "%s/model.safetensors", dir);
     CHECK(safetensors_is_own(weights), "the earlier export stays");
 
     // Paths with dots or through a link mean the same folder. The link then leads to the new export.
@@ -1458,7 +1386,6 @@ static void test_export_refusals(void) {
     CHECK(unlink(weights) == 0, "the weights are removed: %s", strerror(errno));
     refused(dir, NULL, NULL, "may be no earlier export: it holds files of a model but no weights");
     CHECK(unlink(link) == 0, "the link is removed: %s", strerror(errno));
-    remove_tree(scratch_path("sticky"));
     trainer_free(t);
 }
 
@@ -1468,10 +1395,9 @@ static void test_export_refusals(void) {
 static void test_export_restore(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     Failure failure = {"", false};
-    char dir[PATH_CAPACITY], aside[PATH_CAPACITY], weights[PATH_CAPACITY], output[4096];
-    format_checked(dir, sizeof dir, "%s", scratch_path("out"));
-    format_checked(aside, sizeof aside, "%s.old.tmp", dir);
-    format_checked(weights, sizeof weights, "%s/model.safetensors", dir);
+    const char *dir = scratch_path("out"), *aside = scratch_path("out.old.tmp"),
+               *weights = scratch_path("out/model.safetensors");
+    char output[4096];
     Export e = {dir, NULL, NULL};
     CHECK(try_export(t, dir, &failure), "the export is made: %s", failure.text);
     // NAME is absent in state 0, an empty folder in state 1, and a folder with only the marker file in states 2 and 3.
@@ -1492,8 +1418,8 @@ static void test_export_restore(void) {
                   "the next export has the marker file: %s", failure.text);
     }
     // NAME and NAME.old.tmp could both be the earlier export: the user must choose one.
-    if (!folder_begin(aside, &failure) || !file_write(aside, "config.json", "{}", 2, NULL, &failure))
-        die("%s", failure.text);
+    if (!folder_begin(aside, &failure)) die("%s", failure.text);
+    scratch_file(aside, "config.json", "{}");
     CHECK_DIES(export_action, &e,
                "out.old.tmp is in the way: it may be an earlier export; move it away, or "
                "remove it",
@@ -1501,15 +1427,11 @@ static void test_export_restore(void) {
     remove_tree(aside);
     // Links are not followed, and a folder of another program stays.
     static const char *const names[] = {"out.tmp", "out.old.tmp"};
-    if (!folder_create(scratch_path("victim"), false, &failure) ||
-        !file_write(scratch_path("victim"), "config.json", "{}", 2, NULL, &failure))
-        die("%s", failure.text);
+    scratch_file(scratch_path("victim"), "config.json", "{}");
     for (int i = 0; i < 4; i++) {
-        char at[PATH_CAPACITY];
-        format_checked(at, sizeof at, "%s", scratch_path(names[i % 2]));
-        if (i < 2 ? symlink("victim", at)
-                  : !folder_create(at, false, &failure) || !file_write(at, "config.json", "{}", 2, NULL, &failure))
-            die("%s", failure.text);
+        const char *at = scratch_path("%s", names[i % 2]);
+        if (i >= 2) scratch_file(at, "config.json", "{}");
+        else if (symlink("victim", at)) die("%s", strerror(errno));
         CHECK(check_dies(export_action, &e, "is in the way: ", output, sizeof output) && strstr(output, "move it away"),
               "case %d: what is in the way is named: %s", i, output);
         CHECK(path_exists(scratch_path("victim/config.json")) && path_exists(at) && safetensors_is_own(weights),
@@ -1518,7 +1440,6 @@ static void test_export_restore(void) {
               "case %d: out.tmp in the way fails the export: %s", i, failure.text);
         if (i < 2 ? unlink(at) : (remove_tree(at), 0)) die("%s", strerror(errno));
     }
-    remove_tree(scratch_path("victim")), remove_tree(dir);
     trainer_free(t);
 }
 
@@ -1527,12 +1448,9 @@ static void test_export_restore(void) {
 static void test_verify(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
     Failure failure = {"", false};
-    char checkpoint[PATH_CAPACITY], export[PATH_CAPACITY], path[PATH_CAPACITY];
-    format_checked(checkpoint, sizeof checkpoint, "%s", scratch_path("verify/step-00000001"));
-    format_checked(export, sizeof export, "%s", scratch_path("verify-export"));
-    if (!folder_create(scratch_path("verify-source"), false, &failure) ||
-        !file_write(scratch_path("verify-source"), "tokenizer.json", "{}", 2, NULL, &failure))
-        die("%s", failure.text);
+    const char *checkpoint = scratch_path("verify/step-00000001"), *export = scratch_path("verify-export");
+    char path[PATH_CAPACITY];
+    scratch_file(scratch_path("verify-source"), "tokenizer.json", "{}");
     TokenizerFiles tokenizer = {0};
     tokenizer_files_read(&tokenizer, scratch_path("verify-source"));
     remove_tree(scratch_path("verify-source"));  // the files stay in memory
@@ -1562,15 +1480,13 @@ static void test_verify(void) {
         flip_byte(path, 1);
     }
     // The optimizer state is not read, so it may be missing. A folder without a list of hashes is not checked.
-    format_checked(path, sizeof path, "%s/optimizer.safetensors", checkpoint);
-    CHECK(unlink(path) == 0 && model_verify(checkpoint, INT64_MAX, &failure), "the optimizer state may be missing: %s",
-          failure.text);
-    format_checked(path, sizeof path, "%s/model.safetensors", export);
-    flip_byte(path, 900);
-    format_checked(path, sizeof path, "%s/" EXPORT_HASHES, export);
-    CHECK(!model_verify(export, INT64_MAX, &failure) && unlink(path) == 0 && model_verify(export, INT64_MAX, &failure),
+    CHECK(unlink(scratch_path("verify/step-00000001/optimizer.safetensors")) == 0 &&
+              model_verify(checkpoint, INT64_MAX, &failure),
+          "the optimizer state may be missing: %s", failure.text);
+    flip_byte(scratch_path("verify-export/model.safetensors"), 900);
+    CHECK(!model_verify(export, INT64_MAX, &failure) && unlink(scratch_path("verify-export/" EXPORT_HASHES)) == 0 &&
+              model_verify(export, INT64_MAX, &failure),
           "damage is detected with a list of hashes, and not without: %s", failure.text);
-    remove_tree(scratch_path("verify")), remove_tree(export);
     tokenizer_files_free(&tokenizer);
     trainer_free(t);
 }
@@ -1578,13 +1494,11 @@ static void test_verify(void) {
 // folder_replace(new, old) exchanges the names of two folders, then tries to remove the old one, which now has the name
 // `new`. Here that fails: the old folder has no marker file in the first round, and a subfolder in both rounds.
 static void test_replace(void) {
-    char old[PATH_CAPACITY], new[PATH_CAPACITY];
+    const char *old = scratch_path("old"), *new = scratch_path("new");
     Failure failure = {"", false};
-    format_checked(old, sizeof old, "%s", scratch_path("old"));
-    format_checked(new, sizeof new, "%s", scratch_path("new"));
     for (int marked = 0; marked < 2; marked++) {
-        if (!folder_create(scratch_path("old/nested"), true, &failure) || !folder_create(new, false, &failure) ||
-            !file_write(new, "x", "x", 1, NULL, &failure) || (marked && !folder_mark(old, &failure)))
+        scratch_file(new, "x", "x");
+        if (!folder_create(scratch_path("old/nested"), true, &failure) || (marked && !folder_mark(old, &failure)))
             die("%s", failure.text);
         CHECK(folder_replace(new, old, &failure), "folder_replace succeeds: %s", failure.text);
         CHECK(path_exists(scratch_path("old/x")) && path_exists(scratch_path("new/nested")),
@@ -1636,9 +1550,9 @@ static void write_last(const char *dir, float value) {
 
 static void test_foreign_weights(void) {
     Trainer *t = trainer_new(FAMILY_LLAMA, true, false, MOMENTS_BF16);
-    char dir[PATH_CAPACITY], output[4096];
+    const char *dir = scratch_path("foreign");
+    char output[4096];
     Failure failure;
-    format_checked(dir, sizeof dir, "%s", scratch_path("foreign"));
     if (!folder_create(dir, false, &failure)) die("%s", failure.text);
     Action action = {t, dir};
     CHECK(!model_has_weights(dir) &&
@@ -1673,15 +1587,15 @@ static void test_foreign_weights(void) {
     // A tied matrix may have either name, in an index too, and an index may have the other one.
     static const char *const indexes[] = {"", "lm_head.weight", "model.embed_tokens.weight"};
     for (int i = 0; i < 3; i++) {
-        char from[PATH_CAPACITY], to[PATH_CAPACITY], index[256];
+        char index[256];
         write_weights(dir, &t->table, "model.embed_tokens.weight", "", "lm_head.weight", ST_F32);
         write_last(dir, 1);
-        format_checked(from, sizeof from, "%s/model.safetensors", dir);
-        format_checked(to, sizeof to, "%s/model-1.safetensors", dir);
         format_checked(index, sizeof index, "{\"weight_map\": {\"%s\": \"model-1.safetensors\"}}", indexes[i]);
-        if (i && (rename(from, to) ||
-                  !file_write(dir, "model.safetensors.index.json", index, (int64_t)strlen(index), NULL, &failure)))
-            die("%s: %s", to, strerror(errno));
+        if (i) {
+            if (rename(scratch_path("foreign/model.safetensors"), scratch_path("foreign/model-1.safetensors")))
+                die("%s: %s", dir, strerror(errno));
+            scratch_file(dir, "model.safetensors.index.json", index);
+        }
         trainer_fill(t, 3);
         model_check_weights(dir, &t->model, &t->table);
         load_action(&action);
@@ -1712,7 +1626,6 @@ static void test_foreign_weights(void) {
     CHECK_DIES(check_weights_action, &action,
                "has no tensor model.embed_tokens.weight. If it is the same matrix as lm_head.weight, set",
                "an untied model without embedding is refused");
-    remove_tree(dir);
     trainer_free(t);
     trainer_free(untied);
 }

@@ -10,7 +10,7 @@
 // Writes a shard with a header that may be right or wrong, and `count` tokens after it. Token i is base + i.
 static void write_shard(const char *name, int32_t magic, int32_t version, int64_t count_in_header, int64_t count,
                         uint32_t base) {
-    const char *path = scratch_path(name);
+    const char *path = scratch_path("%s", name);
     FILE *f = fopen(path, "wb");
     if (!f) die("%s: %s", path, strerror(errno));
     int32_t header[SHARD_HEADER_INTS] = {0};
@@ -29,8 +29,7 @@ static void write_shard(const char *name, int32_t magic, int32_t version, int64_
 }
 
 static DataLoader open_loader(const char *name, int64_t T, bool shuffle, uint64_t seed) {
-    const char *path = scratch_path(name);
-    return dataloader_open(path, T, shuffle, seed);
+    return dataloader_open(scratch_path("%s", name), T, shuffle, seed);
 }
 
 // Each format gives equal windows: their stride is T, targets are shifted by one token, and the last whole window is
@@ -112,7 +111,7 @@ static void test_list(void) {
     CHECK(dl.num_shards == 3 && dl.num_sequences == 6, "a list names three shards; found %lld",
           (long long)dl.num_shards);
     for (int64_t i = 0; i < 3 && i < dl.num_shards; i++)
-        CHECK(strcmp(dl.shards[i].path, scratch_path(order[i])) == 0,
+        CHECK(strcmp(dl.shards[i].path, scratch_path("%s", order[i])) == 0,
               "shards have the order of the list, and of their names in a part of it; shard %lld is %s", (long long)i,
               dl.shards[i].path);
     dataloader_close(&dl);
@@ -497,7 +496,7 @@ static void check_refused(const char *name, int64_t T, int64_t vocabulary, const
 }
 
 static void cut_file(const char *name, int64_t bytes) {
-    const char *path = scratch_path(name);
+    const char *path = scratch_path("%s", name);
     if (truncate(path, bytes) != 0) die("%s: %s", path, strerror(errno));
 }
 
@@ -592,7 +591,7 @@ typedef struct {
 
 static void rewrite_shard(const char *name, const Rewrite *r) {
     const int64_t width = r->magic == SHARD_MAGIC_U16 ? 2 : 4;
-    const char *path = scratch_path(name);
+    const char *path = scratch_path("%s", name);
     struct stat before;
     const int fd = open(path, O_WRONLY);
     if (fd < 0 || fstat(fd, &before)) die("%s: %s", path, strerror(errno));

@@ -5,10 +5,7 @@
 #include "lib/check.h"
 #include "lib/scratch.h"
 
-static void write_config(const char *text) {
-    Failure failure;
-    if (!file_write(scratch, "config.json", text, (int64_t)strlen(text), NULL, &failure)) die("%s", failure.text);
-}
+static void write_config(const char *text) { scratch_file(scratch, "config.json", text); }
 
 static void read_action(void *text) {
     ModelConfig m;
@@ -57,9 +54,8 @@ static void test_published_llama(void) {
     CHECK(same_model(m, &preset), "the config equals the preset");
     const char *name = strrchr(scratch, '/') + 1;
     CHECK(strcmp(m.name, name) == 0, "the model has the name of its folder; found %s", m.name);
-    char out[128], trailing[64];
-    format_checked(trailing, sizeof trailing, "%s//", scratch);
-    hf_folder_name(trailing, out, sizeof out);
+    char out[128];
+    hf_folder_name(scratch_path("/"), out, sizeof out);
     CHECK(strcmp(out, name) == 0, "slashes at the end of a path do not count; found %s", out);
 }
 

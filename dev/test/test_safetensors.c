@@ -11,8 +11,9 @@
 #include "lib/scratch.h"
 
 static void write_bytes(const char *name, const void *data, size_t size) {
-    FILE *f = fopen(scratch_path(name), "wb");
-    if (!f || fwrite(data, 1, size, f) != size || fclose(f)) die("cannot write %s", scratch_path(name));
+    const char *path = scratch_path("%s", name);
+    FILE *f = fopen(path, "wb");
+    if (!f || fwrite(data, 1, size, f) != size || fclose(f)) die("cannot write %s", path);
 }
 
 // Writes a file with this header and `data` zero bytes after it.
@@ -427,9 +428,7 @@ static void test_failing_writes(void) {
 
 static void test_folders(void) {
     Failure failure = {"", false};
-    char a[PATH_CAPACITY], b[PATH_CAPACITY];
-    format_checked(a, sizeof a, "%s/a", scratch);
-    format_checked(b, sizeof b, "%s/b", scratch);
+    const char *a = scratch_path("a"), *b = scratch_path("b");
     CHECK(folder_create(scratch_path("made/with/parents"), true, &failure), "a folder is made with its parents: %s",
           failure.text);
     CHECK(rmdir(scratch_path("made/with/parents")) == 0 && rmdir(scratch_path("made/with")) == 0 &&
@@ -458,10 +457,7 @@ static void test_folders(void) {
 // If it cannot read a folder to the end, the mark stays.
 static void test_foreign_folders(void) {
     Failure failure = {"", false};
-    char home[PATH_CAPACITY], link[PATH_CAPACITY], loop[PATH_CAPACITY];
-    format_checked(home, sizeof home, "%s", scratch_path("home"));
-    format_checked(link, sizeof link, "%s", scratch_path("link"));
-    format_checked(loop, sizeof loop, "%s", scratch_path("loop"));
+    const char *home = scratch_path("home"), *link = scratch_path("link"), *loop = scratch_path("loop");
     if (!folder_create(home, false, &failure) || symlink("home", link) || symlink("loop", loop))
         die("%s", failure.text);
     CHECK(folder_kind(home) == FOLDER_EMPTY && folder_kind(link) == FOLDER_FOREIGN &&

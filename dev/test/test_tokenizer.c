@@ -35,7 +35,7 @@ static Table make_table(void) {
 
 // Writes the table to a file and returns its path.
 static const char *write_table(const char *name, const Table *t) {
-    const char *path = scratch_path(name);
+    const char *path = scratch_path("%s", name);
     FILE *f = fopen(path, "wb");
     if (!f || fwrite(t->bytes, 1, t->size, f) != t->size || fclose(f) != 0) die("%s: %s", path, strerror(errno));
     return path;

@@ -1700,7 +1700,7 @@ static void test_signal(int signal_number, const char *dir) {
           "signal %d: the run ends with exit status 0; waitpid() gave %d: %s", signal_number, status, output);
     const char *saved = strstr(output, "saved checkpoint after step ");
     CHECK(saved && !strstr(saved + 1, "saved checkpoint"), "signal %d: there is one save: %s", signal_number, output);
-    checkpoint_name(scratch_path(dir), saved ? atoll(saved + 28) : 0, "", folder, sizeof folder);
+    checkpoint_name(scratch_path("%s", dir), saved ? atoll(saved + 28) : 0, "", folder, sizeof folder);
     Failure failure;
     CHECK(checkpoint_is_whole(folder, true, &failure), "signal %d: the checkpoint is whole", signal_number);
     free(output);

@@ -10,13 +10,27 @@ static inline void scratch_create(void) {
     if (!mkdtemp(scratch)) die("cannot make %s: %s", scratch, strerror(errno));
 }
 
-// Returns the path of a name in the scratch folder. The text stays valid during the next seven calls.
-static inline const char *scratch_path(const char *name) {
-    static char paths[8][PATH_CAPACITY];
-    static int next;
-    char *path = paths[next++ % 8];
-    format_checked(path, PATH_CAPACITY, "%s/%s", scratch, name);
-    return path;
+// Returns a path in the scratch folder; the arguments are printf's. The text stays valid.
+UTILS_PRINTF(1, 2) static inline const char *scratch_path(const char *format, ...) {
+    static char **paths;  // all that were made: what is in them is no leak
+    static size_t count;
+    char name[PATH_CAPACITY], path[PATH_CAPACITY];
+    va_list args;
+    va_start(args, format);
+    const int n = vsnprintf(name, sizeof name, format, args);
+    va_end(args);
+    if (n < 0 || (size_t)n >= sizeof name) die("the name \"%s\" is too long", name);
+    format_checked(path, sizeof path, "%s/%s", scratch, name);
+    paths = (char **)xrealloc(paths, (count + 1) * sizeof *paths);
+    return paths[count++] = xstrdup(path);
+}
+
+// Writes a text file into a folder, which is made if it is absent.
+static inline void scratch_file(const char *folder, const char *name, const char *text) {
+    Failure failure;
+    if (!folder_create(folder, true, &failure) ||
+        !file_write(folder, name, text, (int64_t)strlen(text), NULL, &failure))
+        die("%s", failure.text);
 }
 
 // Removes a folder, which may be absent, with everything in it.
