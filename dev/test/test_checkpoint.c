@@ -1319,9 +1319,8 @@ static void export_action(void *context) {
 
 static void refused(const char *dir, const char *model_folder, void (*before)(const char *), const char *message) {
     Export e = {dir, model_folder, before};
-    char output[8192], left[PATH_CAPACITY];
-    CHECK(check_dies(export_action, &e, message, output, sizeof output), "%s: the error is \"%s\"; found \"%s\"", dir,
-          message, output);
+    char left[PATH_CAPACITY];
+    CHECK_DIES(export_action, &e, message, "%s: the error is \"%s\"; found", dir, message);
     format_checked(left, sizeof left, "%s.old.tmp", dir);
     CHECK(!path_exists(left), "%s does not exist", left);
 }

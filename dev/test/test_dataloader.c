@@ -471,10 +471,8 @@ static void test_bad_mix(void) {
         {"mix_a.bin=1,mix_?.bin=1", "mix_a.bin a second time; name each shard once"},
         {"mix_a.bin=1,mix_b2.bin=1", "mix_b2.bin has the 5 tokens that one sequence needs"},
         {"mix_a.bin=1,none.bin=1", "no token shard matches"}};
-    char output[8192];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
-        CHECK(check_dies(open_bad_mix, (void *)cases[i][0], cases[i][1], output, sizeof output), "%s: %s", cases[i][0],
-              output);
+        CHECK_DIES(open_bad_mix, (void *)cases[i][0], cases[i][1], "%s", cases[i][0]);
 }
 
 typedef struct {
@@ -489,10 +487,8 @@ static void open_bad(void *context) {
 }
 
 static void check_refused(const char *name, int64_t T, int64_t vocabulary, const char *message) {
-    char output[8192];
     BadInput bad = {name, T, vocabulary};
-    bool refused = check_dies(open_bad, &bad, message, output, sizeof output);
-    CHECK(refused, "%s is refused with \"%s\"; found \"%s\"", name, message, output);
+    CHECK_DIES(open_bad, &bad, message, "%s is refused with \"%s\"; found", name, message);
 }
 
 static void cut_file(const char *name, int64_t bytes) {
@@ -622,7 +618,7 @@ static void test_rewritten(void) {
         {SHARD_MAGIC_U16, 1, 40, 330, false}, {SHARD_MAGIC_U16, 1, 43, 65535, false},
         {SHARD_MAGIC_U32, 7, 48, 320, false}, {SHARD_MAGIC_U32, 8, 35, 4294967295u, true},
         {SHARD_MAGIC_U32, 7, 32, 319, true},  {SHARD_MAGIC_U16, 1, 2, 7, true}};
-    char output[8192], message[256];
+    char message[256];
     for (size_t i = 0; i < sizeof rewrites / sizeof rewrites[0]; i++) {
         const Rewrite *r = &rewrites[i];
         if (r->id >= 320)
@@ -632,8 +628,7 @@ static void test_rewritten(void) {
                            r->touched ? "the file changed" : "the run read another id there before");
         else format_checked(message, sizeof message, "rewritten.bin: the file changed after it was opened");
         Rewrite context = *r;
-        CHECK(check_dies(read_rewritten, &context, message, output, sizeof output),
-              "the run ends with \"%s\"; found \"%s\"", message, output);
+        CHECK_DIES(read_rewritten, &context, message, "the run ends with \"%s\"; found", message);
     }
 }
 

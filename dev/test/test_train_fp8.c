@@ -1278,25 +1278,42 @@ static pid_t start_run(const char *arguments) {
     _exit(127);
 }
 
+// Returns what the newest run has printed. The text stays valid until the next call.
 static char *run_output(void) {
-    char *text = read_file(scratch_path("output"), NULL);
-    return text ? text : xstrdup("");
+    static char *text;
+    free(text);
+    text = read_file(scratch_path("output"), NULL);
+    return text ? text : (text = xstrdup(""));
 }
 
-// Returns the exit status of a whole run, or -1 if a signal ended it. *output (if not NULL) is what it printed.
-static int run_program(const char *arguments, char **output) {
+// Waits until the first steps of a run are printed, or the run ends.
+static void await_steps(pid_t child, int *status) {
+    for (int i = 0; i < 600; i++) {
+        if (strstr(run_output(), "step       3/") || waitpid(child, status, WNOHANG) == child) break;
+        usleep(50000);
+    }
+}
+
+// Returns the exit status of a whole run, or -1 if a signal ended it. *output is what it printed, as from run_output().
+// The arguments from `format` on are printf's, and give those of the run.
+UTILS_PRINTF(2, 3) static int run_program(char **output, const char *format, ...) {
+    char arguments[1024];
+    va_list args;
+    va_start(args, format);
+    const int length = vsnprintf(arguments, sizeof arguments, format, args);
+    va_end(args);
+    if (length < 0 || (size_t)length >= sizeof arguments) die("too many arguments: %s", arguments);
     int status = 0;
-    const pid_t child = start_run(arguments);
-    waitpid(child, &status, 0);
-    if (output) *output = run_output();
+    waitpid(start_run(arguments), &status, 0);
+    *output = run_output();
     return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
 #define SMALL_RUN "tiny --train-data @/train.bin --sequence-length 32 --batch-size 2 --learning-rate 3e-3 "
 
 // Returns the "step" lines of a log.jsonl from `first` on, without fields that depend on time and memory.
-static char *loss_lines(const char *name, int64_t first) {
-    char *text = read_file(scratch_path(name), NULL), *lines = (char *)xcalloc(65536, 1);
+static char *loss_lines(const char *path, int64_t first) {
+    char *text = read_file(path, NULL), *lines = (char *)xcalloc(65536, 1);
     if (!text) return lines;
     for (char *line = strtok(text, "\n"); line; line = strtok(NULL, "\n")) {
         long long step;
@@ -1313,48 +1330,43 @@ static char *loss_lines(const char *name, int64_t first) {
 enum { LAST = SANITIZED ? 4 : 8, RESUMED = SANITIZED ? 3 : 6 };
 
 static void test_resume(const char *name_of_run, const char *precision) {
-    char command[512], common[256];
+    char common[256], *output;
     const char *const micro_steps = strstr(precision, "in-backward") ? "" : "--grad-accumulation-steps 2 ";
     format_checked(common, sizeof common,
                    SMALL_RUN "--warmup-steps 2 --lr-schedule cosine --num-steps %d %s--precision", LAST, micro_steps);
-    char *output;
-    format_checked(command, sizeof command, "%s %s --log-dir @/log-%s", common, precision, name_of_run);
-    CHECK(run_program(command, NULL) == 0, "%s: a plain run of %d steps ends with status 0", precision, LAST);
-    format_checked(command, sizeof command, "%s %s --checkpoint-dir @/ck-%s --checkpoint-every 3", common, precision,
-                   name_of_run);
-    CHECK(run_program(command, NULL) == 0, "%s: a run that saves ends with status 0", precision);
-    char folder[PATH_CAPACITY], from[32];
+    CHECK(run_program(&output, "%s %s --log-dir @/log-%s", common, precision, name_of_run) == 0,
+          "%s: a plain run of %d steps ends with status 0", precision, LAST);
+    CHECK(run_program(&output, "%s %s --checkpoint-dir @/ck-%s --checkpoint-every 3", common, precision, name_of_run) ==
+              0,
+          "%s: a run that saves ends with status 0", precision);
+    char from[32];
     Failure failure;
-    format_checked(folder, sizeof folder, "%s/ck-%s/step-%08d", scratch, name_of_run, LAST);
+    const char *folder = scratch_path("ck-%s/step-%08d", name_of_run, LAST);
     format_checked(from, sizeof from, "step-%08d", RESUMED);
     CHECK(folder_exists(folder) && folder_remove(folder, &failure),
           "%s: the last checkpoint is there and can be removed", precision);
-    format_checked(command, sizeof command, "%s %s --checkpoint-dir @/ck-%s --resume --log-dir @/log2-%s", common,
-                   precision, name_of_run, name_of_run);
-    CHECK(run_program(command, &output) == 0 && strstr(output, from), "%s: the run resumes from %s: %s", precision,
-          from, output);
-    char *whole, *resumed, name[64];
-    format_checked(name, sizeof name, "log-%s/log.jsonl", name_of_run);
-    whole = loss_lines(name, RESUMED + 1);
-    format_checked(name, sizeof name, "log2-%s/log.jsonl", name_of_run);
-    resumed = loss_lines(name, 0);
+    CHECK(run_program(&output, "%s %s --checkpoint-dir @/ck-%s --resume --log-dir @/log2-%s", common, precision,
+                      name_of_run, name_of_run) == 0 &&
+              strstr(output, from),
+          "%s: the run resumes from %s: %s", precision, from, output);
+    char *whole = loss_lines(scratch_path("log-%s/log.jsonl", name_of_run), RESUMED + 1);
+    char *resumed = loss_lines(scratch_path("log2-%s/log.jsonl", name_of_run), 0);
     CHECK(*whole && strcmp(whole, resumed) == 0, "%s: step lines of the whole and of the resumed run are equal:\n%s%s",
           precision, whole, resumed);
-    free(whole), free(resumed), free(output);
+    free(whole), free(resumed);
 }
 
 // clip_norms are the norms of the last step (clip_plainly). A run that clips resumes from a checkpoint that lacks them,
 // but not from one that has too few of them. A run that does not clip writes no clip_norms.
 static void test_clip_resume(void) {
-    char *output, path[PATH_CAPACITY];
+    char *output;
     const char *const run =
         SMALL_RUN "--precision bf16 --optimizer-in-backward --checkpoint-dir @/ck-clips --num-steps";
-    char command[512];
+    const char *path = NULL;
     for (int step = 1; step <= 2; step++) {
-        format_checked(command, sizeof command, "%s %d --resume %s", run, step, step == 1 ? "" : "--grad-clip 0.5");
-        CHECK(run_program(command, &output) == 0, "the run to step %d ends with status 0: %s", step, output);
-        free(output);
-        format_checked(path, sizeof path, "%s/ck-clips/step-%08d/trainer.json", scratch, step);
+        CHECK(run_program(&output, "%s %d --resume %s", run, step, step == 1 ? "" : "--grad-clip 0.5") == 0,
+              "the run to step %d ends with status 0: %s", step, output);
+        path = scratch_path("ck-clips/step-%08d/trainer.json", step);
         char *text = read_file(path, NULL);
         CHECK(text && !strstr(text, "\"clip_norms\"") == (step == 1), "only the run that clips writes clip_norms: %s",
               path);
@@ -1368,78 +1380,65 @@ static void test_clip_resume(void) {
     snprintf(text + sealed, CHECKPOINT_SEAL_BYTES + 1, CHECKPOINT_SEAL_FORMAT,
              (unsigned long long)xxhash64(text, sealed));
     Failure failure;
-    format_checked(path, sizeof path, "%s/ck-clips/step-00000002", scratch);
-    CHECK(file_write(path, "trainer.json", text, (int64_t)strlen(text), NULL, &failure), "trainer.json is written: %s",
-          failure.text);
+    CHECK(
+        file_write(scratch_path("ck-clips/step-00000002"), "trainer.json", text, (int64_t)strlen(text), NULL, &failure),
+        "trainer.json is written: %s", failure.text);
     free(text);
-    format_checked(command, sizeof command, "%s 3 --resume --grad-clip 0.5", run);
-    CHECK(run_program(command, &output) == 1 && strstr(output, "has 2 clip_norms instead of 3"),
+    CHECK(run_program(&output, "%s 3 --resume --grad-clip 0.5", run) == 1 &&
+              strstr(output, "has 2 clip_norms instead of 3"),
           "a checkpoint with too few clip_norms is refused: %s", output);
-    free(output);
 }
 
 // A run with delayed scaling resumes only with the --fp8-amax-history of its checkpoint. The checkpoint has
 // fp8_state.safetensors; the export that the resumed run writes has no such file.
 static void test_delayed_resume(void) {
-    char *output, state[PATH_CAPACITY];
+    char *output;
     const char *const common = SMALL_RUN "--precision fp8 --fp8-recipe delayed --num-steps 9 --grad-accumulation-steps "
                                          "2 --checkpoint-dir @/ck-delayed --resume";
-    char command[512];
-    format_checked(command, sizeof command, "%s --fp8-amax-history 5", common);
-    CHECK(run_program(command, &output) == 1 && strstr(output, "--fp8-amax-history is 3 in the checkpoint, 5 now"),
+    CHECK(run_program(&output, "%s --fp8-amax-history 5", common) == 1 &&
+              strstr(output, "--fp8-amax-history is 3 in the checkpoint, 5 now"),
           "another --fp8-amax-history is refused: %s", output);
-    free(output);
-    format_checked(state, sizeof state, "%s/ck-delayed/step-%08d/fp8_state.safetensors", scratch, LAST);
+    const char *state = scratch_path("ck-delayed/step-%08d/fp8_state.safetensors", LAST);
     CHECK(path_exists(state), "the checkpoint has %s", state);
-    format_checked(command, sizeof command, "%s --fp8-amax-history 3 --keep-checkpoints 1 --export-hf @/delayed-export",
-                   common);
-    CHECK(run_program(command, &output) == 0, "the run resumes with its own --fp8-amax-history: %s", output);
-    free(output);
-    format_checked(state, sizeof state, "%s/delayed-export/fp8_state.safetensors", scratch);
+    CHECK(run_program(&output, "%s --fp8-amax-history 3 --keep-checkpoints 1 --export-hf @/delayed-export", common) ==
+              0,
+          "the run resumes with its own --fp8-amax-history: %s", output);
+    state = scratch_path("delayed-export/fp8_state.safetensors");
     CHECK(!path_exists(state), "an export has no %s", state);
 }
 
 // A run with tensorwise_bounded resumes only with the betas of its checkpoint, if these are old enough.
 static void test_bounded_resume(void) {
     char *output;
-    CHECK(run_program(SMALL_RUN "--precision fp8 --fp8-recipe tensorwise_bounded --num-steps 9 --beta2 0.99 "
-                                "--grad-accumulation-steps 2 --checkpoint-dir @/ck-bounded --resume",
-                      &output) == 1 &&
+    CHECK(run_program(&output, SMALL_RUN "--precision fp8 --fp8-recipe tensorwise_bounded --num-steps 9 --beta2 0.99 "
+                                         "--grad-accumulation-steps 2 --checkpoint-dir @/ck-bounded --resume") == 1 &&
               strstr(output, "--beta2 is 0.999 in the checkpoint, 0.99 now"),
           "another --beta2 is refused: %s", output);
-    free(output);
-    const char *const tensorwise = SMALL_RUN "--precision fp8 --fp8-recipe tensorwise --beta2 0.99 --num-steps %d "
-                                             "--grad-accumulation-steps 2 --checkpoint-dir @/ck-betas %s";
-    char command[512];
-    format_checked(command, sizeof command, tensorwise, 10, "--branch @/ck-bounded");
-    CHECK(run_program(command, &output) == 0, "recipe tensorwise branches with another --beta2: %s", output);
-    free(output);
-    format_checked(command, sizeof command, tensorwise, 11, "--resume");
-    CHECK(run_program(command, &output) == 0, "and goes on: %s", output);
-    free(output);
-    format_checked(command, sizeof command, tensorwise, 12,
-                   "--fp8-recipe tensorwise_bounded --branch @/ck-betas --checkpoint-dir @/ck-again");
-    CHECK(run_program(command, &output) == 1 &&
+    const char *const tensorwise = SMALL_RUN "--precision fp8 --fp8-recipe tensorwise --beta2 0.99 --checkpoint-dir "
+                                             "@/ck-betas --grad-accumulation-steps 2 --num-steps";
+    CHECK(run_program(&output, "%s 10 --branch @/ck-bounded", tensorwise) == 0,
+          "recipe tensorwise branches with another --beta2: %s", output);
+    CHECK(run_program(&output, "%s 11 --resume", tensorwise) == 0, "and goes on: %s", output);
+    CHECK(run_program(&output, "%s 12 --fp8-recipe tensorwise_bounded --branch @/ck-betas --checkpoint-dir @/ck-again",
+                      tensorwise) == 1 &&
               strstr(output, SANITIZED ? "7 steps ago, and until step 82 a" : "3 steps ago, and until step 86 a"),
           "a branch is refused while moments of the first betas count: %s", output);
-    free(output);
 }
 
 // Runs 2 steps, and returns their step lines up to the learning rate. The caller frees them.
 static char *run_lines(const char *model, const char *options) {
-    char command[512], *output, *lines = (char *)xcalloc(4096, 1);
-    format_checked(
-        command, sizeof command,
-        "%s --train-data @/train.bin --sequence-length 64 --batch-size 2 --learning-rate 1e-3 --num-steps 2 %s", model,
-        options);
-    CHECK(run_program(command, &output) == 0, "the run ends with status 0: %s: %s", options, output);
+    char *output, *lines = (char *)xcalloc(4096, 1);
+    CHECK(run_program(&output,
+                      "%s --train-data @/train.bin --sequence-length 64 --batch-size 2 --learning-rate 1e-3 "
+                      "--num-steps 2 %s",
+                      model, options) == 0,
+          "the run ends with status 0: %s: %s", options, output);
     for (char *line = strtok(output, "\n"); line; line = strtok(NULL, "\n")) {
         char *speed = strstr(line, "| lr ");
         if (strncmp(line, "step ", 5) != 0 || !speed) continue;
         *speed = 0;
         strcat(lines, line), strcat(lines, "\n");
     }
-    free(output);
     return lines;
 }
 
@@ -1507,12 +1506,11 @@ static void test_filters(void) {
 static void test_audit(void) {
     char *output;
 #define AUDITED_RUN SMALL_RUN "--num-steps 5 --precision fp8 --fp8-recipe rowwise --fp8-filter last --recompute layer "
-    CHECK(run_program(AUDITED_RUN "--fp8-audit 1 --log-dir @/each", NULL) == 0, "each step can be audited");
-    CHECK(run_program(AUDITED_RUN "--fp8-audit 2 --log-dir @/audit", &output) == 0, "the run ends with status 0: %s",
+    CHECK(run_program(&output, AUDITED_RUN "--fp8-audit 1 --log-dir @/each") == 0, "each step can be audited");
+    CHECK(run_program(&output, AUDITED_RUN "--fp8-audit 2 --log-dir @/audit") == 0, "the run ends with status 0: %s",
           output);
     CHECK(strstr(output, "FP8 audit: rowwise") && strstr(output, "lowest SQNR: layer 0"), "the table is printed: %s",
           output);
-    free(output);
     char *text = read_file(scratch_path("audit/log.jsonl"), NULL);
     char *each = read_file(scratch_path("each/log.jsonl"), NULL);
     const char *const step_4 = "\"fp8_audit\", \"step\": 4,", *ours = text ? strstr(text, step_4) : NULL;
@@ -1540,12 +1538,12 @@ static void test_accumulation(void) {
                                          "--batch-size 1 --grad-accumulation-steps 4"};
     double losses[3][6];
     for (int i = 0; i < 3; i++) {
-        char command[512], *output;
-        format_checked(
-            command, sizeof command,
-            "tiny --train-data @/train.bin --sequence-length 32 --learning-rate 1e-3 --precision fp32 --num-steps 6 %s",
-            splits[i]);
-        CHECK(run_program(command, &output) == 0, "the run ends with status 0: %s: %s", splits[i], output);
+        char *output;
+        CHECK(run_program(&output,
+                          "tiny --train-data @/train.bin --sequence-length 32 --learning-rate 1e-3 --precision fp32 "
+                          "--num-steps 6 %s",
+                          splits[i]) == 0,
+              "the run ends with status 0: %s: %s", splits[i], output);
         const char *at = output;
         for (int step = 0; step < 6; step++) {
             at = strstr(at, "| loss ");
@@ -1553,14 +1551,13 @@ static void test_accumulation(void) {
             CHECK(fabs(losses[i][step] - losses[0][step]) < 1e-4, "%s: the loss of step %d is %g; expected %g",
                   splits[i], step + 1, losses[i][step], losses[0][step]);
         }
-        free(output);
     }
 }
 
 // Makes a shard of ids below `vocabulary`. During a run, all its tokens become `id`. Returns the output and the status.
 // `data`: the options that name the shard.
 static char *change_shard(uint32_t id, int32_t vocabulary, const char *data, int *status) {
-    char command[512], *output = NULL, *words;
+    char command[512], *words;
     Failure failure;
     size_t bytes;
     write_shard("changes.bin", 20000, vocabulary);
@@ -1569,13 +1566,7 @@ static char *change_shard(uint32_t id, int32_t vocabulary, const char *data, int
                    "tiny --precision fp32 --sequence-length 16 --num-steps 1000000 --checkpoint-dir @/ck-changes %s",
                    data);
     const pid_t child = start_run(command);
-    for (int i = 0; i < 600; i++) {  // waits until the first steps are printed
-        free(output);
-        output = run_output();
-        if (strstr(output, "step       3/") || waitpid(child, status, WNOHANG) == child) break;
-        usleep(50000);
-    }
-    free(output);
+    await_steps(child, status);
     words = read_file(scratch_path("changes.bin"), &bytes);
     for (size_t i = SHARD_HEADER_BYTES; i < bytes; i += 4) memcpy(words + i, &id, 4);
     const int fd = open(scratch_path("changes.bin"), O_WRONLY);
@@ -1594,33 +1585,29 @@ static void test_changed_shard(uint32_t id, int32_t vocabulary, const char *data
     char *output = NULL;
     int status = 0;
     for (int i = 0; i < 5 && (!output || (!strstr(output, message) && strstr(output, by_time))); i++) {
-        free(output);
         output = change_shard(id, vocabulary, data, &status);
     }
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1 && strstr(output, message),
           "the run ends with \"%s\" and exit status 1; waitpid() gave %d: %s", message, status, output);
     CHECK(!strstr(output, "saved checkpoint"), "no step is saved: %s", output);
-    free(output);
 }
 
 // Skipped steps of whole runs with delayed scaling do not change a byte of fp8_state.safetensors, and are counted.
 static void test_skipped_state(void) {
-    char *output, *before = NULL, name[64];
+    char *output, *before = NULL;
     size_t size = 0;
     int64_t skipped = 0, moved = 0, traces = 0;
-    const int status =
-        run_program("tiny --train-data @/train.bin --sequence-length 64 --precision fp8 --fp8-recipe delayed "
-                    "--fp8-amax-history 16 --learning-rate 1000 --num-steps 100 "
-                    "--on-nonfinite skip --checkpoint-dir @/ck-skip --checkpoint-every 1 --keep-checkpoints 1000",
-                    &output);
+    const int status = run_program(
+        &output, "tiny --train-data @/train.bin --sequence-length 64 --precision fp8 --fp8-recipe delayed "
+                 "--fp8-amax-history 16 --learning-rate 1000 --num-steps 100 "
+                 "--on-nonfinite skip --checkpoint-dir @/ck-skip --checkpoint-every 1 --keep-checkpoints 1000");
     CHECK(status == EXIT_NONFINITE &&
               strstr(output, "10 steps in a row were skipped, now because the gradient norm is not finite"),
           "the run ends after 10 skipped steps in a row; status %d: %s", status, output);
     for (int step = 1;; step++) {
         char warning[64];
         size_t bytes;
-        format_checked(name, sizeof name, "ck-skip/step-%08d/fp8_state.safetensors", step);
-        char *state = read_file(scratch_path(name), &bytes);
+        char *state = read_file(scratch_path("ck-skip/step-%08d/fp8_state.safetensors", step), &bytes);
         if (!state) break;
         format_checked(warning, sizeof warning, "warning: step %d skipped", step);
         const bool same = before && bytes == size && memcmp(before, state, bytes) == 0;
@@ -1633,23 +1620,21 @@ static void test_skipped_state(void) {
           "%lld skipped steps were saved, of which %lld changed the state (expected none); %lld other steps changed it",
           (long long)skipped, (long long)traces, (long long)moved);
     char expected[32];
-    format_checked(name, sizeof name, "ck-skip/step-%08lld/trainer.json", (long long)(skipped + moved));
+    const char *path = scratch_path("ck-skip/step-%08lld/trainer.json", (long long)(skipped + moved));
     format_checked(expected, sizeof expected, "\"skipped\": %lld,", (long long)skipped);
-    char *trainer = read_file(scratch_path(name), NULL);
-    CHECK(trainer && strstr(trainer, expected), "%s says how many steps were skipped: %s", name, expected);
-    free(before), free(output), free(trainer);
+    char *trainer = read_file(path, NULL);
+    CHECK(trainer && strstr(trainer, expected), "%s says how many steps were skipped: %s", path, expected);
+    free(before), free(trainer);
 }
 
 // Returns the gradient norm of the first step of a run.
 static double run_norm(const char *arguments) {
-    char command[512], *output;
-    format_checked(command, sizeof command,
-                   "tiny --train-data @/train.bin --sequence-length 16 --shuffle off --num-steps 1 %s", arguments);
-    CHECK(run_program(command, &output) == 0, "the run ends with status 0: %s: %s", arguments, output);
+    char *output;
+    CHECK(run_program(&output, "tiny --train-data @/train.bin --sequence-length 16 --shuffle off --num-steps 1 %s",
+                      arguments) == 0,
+          "the run ends with status 0: %s: %s", arguments, output);
     const char *at = strstr(output, "| norm ");
-    const double norm = at ? atof(at + 7) : (double)NAN;
-    free(output);
-    return norm;
+    return at ? atof(at + 7) : (double)NAN;
 }
 
 // The norm of a gradient summed over 512 or 8 micro-steps is near that of one large batch. Over 512 micro-steps, sums
@@ -1684,18 +1669,11 @@ static void test_signal(int signal_number, const char *dir) {
     format_checked(command, sizeof command,
                    SMALL_RUN "--num-steps 1000000 --val-data @/train.bin --val-every 2 --checkpoint-dir @/%s", dir);
     const pid_t child = start_run(command);
-    char *output = NULL;
     int status = 0;
-    for (int i = 0; i < 600; i++) {  // waits until the first steps are printed
-        free(output);
-        output = run_output();
-        if (strstr(output, "step       3/") || waitpid(child, &status, WNOHANG) == child) break;
-        usleep(50000);
-    }
+    await_steps(child, &status);
     kill(child, signal_number);
     waitpid(child, &status, 0);
-    free(output);
-    output = run_output();
+    const char *output = run_output();
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0,
           "signal %d: the run ends with exit status 0; waitpid() gave %d: %s", signal_number, status, output);
     const char *saved = strstr(output, "saved checkpoint after step ");
@@ -1703,21 +1681,19 @@ static void test_signal(int signal_number, const char *dir) {
     checkpoint_name(scratch_path("%s", dir), saved ? atoll(saved + 28) : 0, "", folder, sizeof folder);
     Failure failure;
     CHECK(checkpoint_is_whole(folder, true, &failure), "signal %d: the checkpoint is whole", signal_number);
-    free(output);
 }
 
 // Returns the mean loss of the last 20 steps of a short run, from its summary line. *first is the first loss.
 static double run_loss(const char *arguments, double *first) {
-    char *output, command[512];
+    char *output;
     double loss = (double)NAN;
-    format_checked(command, sizeof command,
-                   SMALL_RUN "--num-steps 120 --warmup-steps 10 --val-data @/train.bin --val-steps 6 %s", arguments);
-    CHECK(run_program(command, &output) == 0, "the run ends with status 0: %s: %s", arguments, output);
+    CHECK(run_program(&output, SMALL_RUN "--num-steps 120 --warmup-steps 10 --val-data @/train.bin --val-steps 6 %s",
+                      arguments) == 0,
+          "the run ends with status 0: %s: %s", arguments, output);
     const char *summary = strstr(output, "loss of the first step "), *mean = strstr(output, "mean of the last 20 ");
     if (summary && mean) *first = atof(summary + 23), loss = atof(mean + 20);
     CHECK(strstr(output, "validation after step 120 | loss ") != NULL, "%s: the validation is printed: %s", arguments,
           output);
-    free(output);
     return loss;
 }
 
@@ -1738,22 +1714,19 @@ static void test_learning(void) {
 
 static void test_output(void) {
     char *output;
-    CHECK(run_program(SMALL_RUN "--num-steps 2 --sample-every 1 --max-tokens 40 --export-hf @/exported", &output) == 0,
+    CHECK(run_program(&output, SMALL_RUN "--num-steps 2 --sample-every 1 --max-tokens 40 --export-hf @/exported") == 0,
           "a run with samples and export ends with status 0: %s", output);
     CHECK(strstr(output, "recipe    bf16") && strstr(output, "sample after step 2: ") &&
               strstr(output, "step 1/2 | loss "),
           "recipe, sample and step are printed: %s", output);
-    free(output);
-    CHECK(run_program("@/exported --train-data @/train.bin --sequence-length 16 --num-steps 1", &output) == 0,
+    CHECK(run_program(&output, "@/exported --train-data @/train.bin --sequence-length 16 --num-steps 1") == 0,
           "a run from the exported folder ends with status 0: %s", output);
-    free(output);
-    CHECK(run_program("llama3.1-8b --dry-run --precision fp8", &output) == 0,
+    CHECK(run_program(&output, "llama3.1-8b --dry-run --precision fp8") == 0,
           "a dry run without data ends with status 0: %s", output);
     CHECK(strstr(output, "parameters                 8030261248") && strstr(output, "e4m3") &&
               strstr(output, "memory plan, MiB") && strstr(output, "\n  lm_head   wgrad ") &&
               !strstr(output, "step 1/"),
           "a dry run prints model, formats and memory plan, and takes no step: %s", output);
-    free(output);
 }
 
 static void test_refusals(void) {
@@ -1799,11 +1772,10 @@ static void test_refusals(void) {
     };
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         char *output;
-        const int status = run_program(bad[i].arguments, &output);
+        const int status = run_program(&output, "%s", bad[i].arguments);
         CHECK(status == bad[i].status && strstr(output, bad[i].message) && !strstr(output, "step 1/"),
               "\"%s\" is refused with its status: found %d, expected %d: %s", bad[i].arguments, status, bad[i].status,
               output);
-        free(output);
     }
     // The disk has no room for a checkpoint of 2.2 TiB, nor for an export.
     int64_t room;
@@ -1815,15 +1787,13 @@ static void test_refusals(void) {
     }
     char *output;
     const int status =
-        run_program("llama3.1-405b --train-data @/train.bin --sequence-length 32 --checkpoint-dir @/huge", &output);
+        run_program(&output, "llama3.1-405b --train-data @/train.bin --sequence-length 32 --checkpoint-dir @/huge");
     CHECK(status == 1 && strstr(output, "a checkpoint of this model takes 2267.9 GiB"),
           "a checkpoint that does not fit is refused; status %d: %s", status, output);
-    free(output);
     const int export_status =
-        run_program("llama3.1-405b --train-data @/train.bin --sequence-length 32 --export-hf @/huge-export", &output);
+        run_program(&output, "llama3.1-405b --train-data @/train.bin --sequence-length 32 --export-hf @/huge-export");
     CHECK(export_status == 1 && strstr(output, "the weights take 756.0 GiB"),
           "an export that does not fit is refused; status %d: %s", export_status, output);
-    free(output);
 }
 
 // If a shard's tokenizer table is far smaller than the model's vocabulary, the shard probably belongs to another model,
@@ -1835,14 +1805,12 @@ static void test_tokenizer_warning(void) {
     write_shard("other_train.bin", 20000, 61);
     CHECK(file_write(scratch, "other.tokenizer", (const char *)table, sizeof table, NULL, &failure),
           "the table is written: %s", failure.text);
-    const int status = run_program("llama3.1-405b --train-data @/other_train.bin --sequence-length 32", &output);
+    const int status = run_program(&output, "llama3.1-405b --train-data @/other_train.bin --sequence-length 32");
     CHECK(status == EXIT_MEMORY && strstr(output, "was the shard made for another model?"),
           "a run with a table that is too small warns; status %d: %s", status, output);
-    free(output);
-    CHECK(run_program("tiny --train-data @/other_train.bin --sequence-length 32 --num-steps 1", &output) == 0 &&
+    CHECK(run_program(&output, "tiny --train-data @/other_train.bin --sequence-length 32 --num-steps 1") == 0 &&
               !strstr(output, "another model"),
           "a run of tiny does not warn: %s", output);
-    free(output);
 }
 
 int main(int argc, char **argv) {

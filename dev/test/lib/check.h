@@ -82,15 +82,17 @@ static inline bool check_dies(void (*action)(void *), void *context, const char 
     return WIFEXITED(status) && WEXITSTATUS(status) != 0 && strstr(output, message) != NULL;
 }
 
-// Checks that the action dies with the message. `what` says what should hold; a failure also prints stderr.
-#define CHECK_DIES(action, context, message, what)                                                     \
-    do {                                                                                               \
-        char stderr_[4096];                                                                            \
-        CHECK(check_dies(action, context, message, stderr_, sizeof stderr_), "%s: %s", what, stderr_); \
+// Checks that the action dies with the message. `what` and the arguments after it, which are printf's, say what should
+// hold; a failure also prints stderr.
+#define CHECK_DIES(action, context, message, what, ...)                                                            \
+    do {                                                                                                           \
+        char stderr_[8192];                                                                                        \
+        CHECK(check_dies(action, context, message, stderr_, sizeof stderr_), what ": %s", ##__VA_ARGS__, stderr_); \
     } while (0)
 
 // Checks that a call returns false and that its reason, which it writes to the caller's `failure`, has the words.
-#define CHECK_FAILS(call, words, what) CHECK(!(call) && strstr(failure.text, words), "%s: %s", what, failure.text)
+#define CHECK_FAILS(call, words, what, ...) \
+    CHECK(!(call) && strstr(failure.text, words), what ": %s", ##__VA_ARGS__, failure.text)
 
 // Between check_capture and check_captured stdout goes to a file. check_captured returns what was printed, which the
 // caller frees.
