@@ -74,8 +74,7 @@ CASES
 check "precisions are told" holds "$tmp/to-fp8/log.jsonl" '"checkpoint_settings": {"precision": "bf16"'
 check "a branch without FP8 has no state of delayed scaling" \
     eval '[ ! -e "$tmp/from-delayed/step-00000008/fp8_state.safetensors" ]'
-check "a branch with the same delayed scaling trains" \
-    run delayed-same 8 $delayed --branch "$tmp/delayed/step-00000003"
+check "a branch with the same delayed scaling trains" run delayed-same 8 $delayed --branch "$tmp/delayed/step-00000003"
 check "it has the bits of its trunk" same delayed delayed-same 4
 
 # ---- A branch of a branch, from the newest checkpoint of a folder that is whole.

@@ -83,8 +83,7 @@ check "and what that does to the rate" holds "$tmp/other" "resume: the learning 
 # ---- Without --learning-rate the run chooses rate, schedule and optimizer; a resumed run takes the checkpoint's.
 $trainer tiny $data --num-steps 30 --checkpoint-dir "$tmp/own" >"$tmp/own.out"
 check "a run shows the rate, the schedule and the optimizer that it chooses, and its epochs" grep -Eq \
-    "^learning  rate 0.0035 \(by size\), warm-up 2 of 30 steps, cosine to 10%; d.*, clip 1; .* epo" \
-    "$tmp/own.out"
+    "^learning  rate 0.0035 \(by size\), warm-up 2 of 30 steps, cosine to 10%; d.*, clip 1; .* epo" "$tmp/own.out"
 check "a dry run shows them too, and how long the run takes" eval '$trainer tiny $data --step-ms 7200 --num-steps 50 \
     --dry-run | grep -cE "^learning  rate 0.0035 |^estimate of the run: 0.1 hours for 50 steps" | grep -qx 2'
 $trainer "$tmp/own/step-00000030" $data >"$tmp/trained.out"
@@ -353,8 +352,7 @@ check "the JSON plan of fp8 with a filter equals the printed plan and the log" \
 check "the JSON plan with weight gradients in bf16 equals the printed plan and the log" \
     plans "fp8_gemms 16" 1 tiny $data --precision fp8 --fp8-recipe rowwise_with_gw_hp
 check "the JSON plan of a recipe that does not suit tiny's sizes has no FP8 GEMM" \
-    plans "fp8_gemms 0" 1 tiny $data --precision fp8 --fp8-recipe blockwise \
-    --batch-size 4
+    plans "fp8_gemms 0" 1 tiny $data --precision fp8 --fp8-recipe blockwise --batch-size 4
 check "the JSON plan of 512 ranks equals the printed plan" plans "fp8_gemms 384" 512 llama3.1-8b $data --precision fp8
 
 tokens="--sequence-length 32 --tokens-per-step 1024"
@@ -465,8 +463,7 @@ warning() {
     sed 's/.*learning rate: //; s/, where many.*weights \([^ ]*\).*/; use \1/'
 }
 check "FP16 masters rounded to nearest: a warning of a low --learning-rate" \
-    equal "$(warning fp16 --learning-rate 1e-5)" \
-    "--learning-rate 1e-05 is below 3.1e-05; use fp16-stochastic"
+    equal "$(warning fp16 --learning-rate 1e-5)" "--learning-rate 1e-05 is below 3.1e-05; use fp16-stochastic"
 check "FP16 masters rounded to nearest: a warning of the end of a schedule" equal \
     "$(warning fp16 --learning-rate 3e-4 --lr-schedule cosine)" \
     "--lr-schedule cosine ends below 3.1e-05; use fp16-stochastic"

@@ -14,6 +14,7 @@ import gzip
 import http.server
 import json
 import os
+import pathlib
 import re
 import shutil
 import struct
@@ -33,6 +34,12 @@ SCRIPT = os.path.join(ROOT, "data", "prepare.py")
 VENV_PYTHON = os.path.join(ROOT, "data", ".venv", "bin", "python")
 SHARED = os.path.join(ROOT, "..", "shared", "data")
 STORIES = ["Once upon a time.\n\nThe end.", "Zwei Bären spielten.", "A \"cat\" sat.\nIt was 1234 o'clock \u2603!"]
+
+
+def write(path, data):
+    """Writes bytes or a text to a file."""
+    pathlib.Path(path).write_bytes(data if isinstance(data, bytes) else data.encode())
+    return path
 
 
 def run(*arguments, python=None, **environment):
@@ -56,8 +63,7 @@ def read_shard(path):
 
 
 def read_table(path):
-    with open(path, "rb") as f:
-        data = f.read()
+    data = pathlib.Path(path).read_bytes()
     magic, version, count, separator = struct.unpack_from("<IIII", data)
     at, tokens = 16, []
     for _ in range(count):
@@ -70,9 +76,7 @@ def read_table(path):
 
 
 def write_text(path, stories):
-    with open(path, "w", encoding="utf-8") as f:
-        f.write("".join(f"{s}\n<|endoftext|>\n" for s in stories))
-    return path
+    return write(path, "".join(f"{s}\n<|endoftext|>\n" for s in stories))
 
 
 def decode(tokens, separator, table):
@@ -107,10 +111,8 @@ def test_layouts(folder):
     border of two reads, or bytes that are not UTF-8.
     """
     def tokens_of(data):
-        with open(f"{folder}/l.txt", "wb") as f:
-            f.write(data)
-        status, output = run(f"{folder}/l.txt", "--tokenizer", "bytes", "--val", f"{folder}/v.txt", "--out", folder,
-                             "--name", "l")
+        status, output = run(write(f"{folder}/l.txt", data), "--tokenizer", "bytes", "--val", f"{folder}/v.txt",
+                             "--out", folder, "--name", "l")
         check(status == 0, output)
         return bytes(t if t < 256 else 0 for t in read_shard(f"{folder}/l_train.bin")[2])
 
@@ -142,9 +144,7 @@ def test_split(folder):
 
 
 def write_lines(path, texts, field="text"):
-    with open(path, "w", encoding="utf-8") as f:
-        f.write("".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)))
-    return path
+    return write(path, "".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)))
 
 
 def texts_of(folder, name, split="train"):
@@ -161,11 +161,9 @@ def test_kinds(folder):
     write_lines(f"{folder}/in/b.jsonl", ["b \u2603", " ", "half \ud800 pair", "<|endoftext|> stays"])
     with open(write_lines(f"{folder}/in/c.jsonl", ["c1", "c2"]), "ab") as f:
         f.write(b'\n  \n\xef\xbb\xbf{"text": "c3"}')
-    with open(f"{folder}/in/c.jsonl", "rb") as f, gzip.open(f"{folder}/in/deep/a.jsonl.gz", "wb") as packed:
-        packed.write(f.read())
+    write(f"{folder}/in/deep/a.jsonl.gz", gzip.compress(pathlib.Path(f"{folder}/in/c.jsonl").read_bytes()))
     os.rename(f"{folder}/in/c.jsonl", f"{folder}/c.jsonl")
-    with gzip.open(f"{folder}/in/d.txt.gz", "wt") as packed:
-        packed.write('{\n"d1"\n<|endoftext|>\nd2')  # as C may begin
+    write(f"{folder}/in/d.txt.gz", gzip.compress(b'{\n"d1"\n<|endoftext|>\nd2'))  # as C may begin
     write_text(f"{folder}/in/notes.md", ["left out"])
     status, output = run(f"{folder}/in", f"{folder}/*.jsonl", "--val", val, "--tokenizer", "bytes", "--out", folder,
                          "--name", "k")
@@ -191,8 +189,7 @@ def check_refused(folder, message, *arguments, python=None):
 
 def test_options(folder):
     text, val = write_text(f"{folder}/t.txt", STORIES), write_text(f"{folder}/v.txt", STORIES)
-    with open(f"{folder}/blank.txt", "w") as f:
-        f.write(" \n")
+    write(f"{folder}/blank.txt", " \n")
     many = write_text(f"{folder}/many.txt", STORIES * 20)
     os.mkdir(f"{folder}/keep")
     to = ["--tokenizer", "bytes", "--name", "n"]
@@ -260,17 +257,14 @@ def test_foreign(folder):
     many, val = write_text(f"{folder}/many.txt", STORIES * 20), write_text(f"{folder}/v.txt", STORIES)
     os.mkdir(f"{folder}/keep")
     for i, (name, data, message) in enumerate(FOREIGN):
-        with open(f"{folder}/{name}", "wb") as f:
-            f.write(data)
+        write(f"{folder}/{name}", data)
         ways = ([f"{folder}/{name}"], [many, f"{folder}/{name}"], [many, "--val", f"{folder}/{name}"])
         check_refused(f"{folder}/keep", message, *ways[i % 3], "--tokenizer", "bytes", "--name", "n")
     long = "sources.READ_BYTES, vocabulary.ByteTokenizer.longest = 500, 1000; "
     for name, text, message in (("a.txt", "x" * 1200, "document 1: the text up to the next <|endoftext|> is longer"),
                                 ("a.jsonl", LINES + '{"text": "%s"}' % ("x" * 1200), "line 2 is longer")):
-        with open(f"{folder}/{name}", "w") as f:
-            f.write(text)
-        status, output = run_changed(long, f"{folder}/{name}", "--val", val, "--tokenizer", "bytes", "--name", "n",
-                                     "--out", f"{folder}/keep")
+        status, output = run_changed(long, write(f"{folder}/{name}", text), "--val", val, "--tokenizer", "bytes",
+                                     "--name", "n", "--out", f"{folder}/keep")
         check(status != 0 and message in output and not os.listdir(f"{folder}/keep"), f"{name}: {output}")
 
 
@@ -511,16 +505,14 @@ def test_hub(folder):
 
     whole = server.files["TinyStories-train.txt"]  # half is there, as after a broken call: only the rest is asked for
     os.makedirs(f"{folder}/resumed")
-    with open(f"{folder}/resumed/TinyStories-train.txt.part", "wb") as f:
-        f.write(whole[:size // 2])
+    write(f"{folder}/resumed/TinyStories-train.txt.part", whole[:size // 2])
     server.sent = 0
     status, output = prepare("resumed")
     check(status == 0 and stories_of("resumed") == stories and server.sent == size - size // 2 +
           len(server.files["TinyStories-valid.txt"]),
           f"a half download is continued, {server.sent} bytes sent: {output}")
 
-    with open(f"{folder}/resumed/TinyStories-train.txt.part", "wb") as f:  # complete but never renamed
-        f.write(whole)
+    write(f"{folder}/resumed/TinyStories-train.txt.part", whole)  # complete but never renamed
     os.remove(f"{folder}/resumed/TinyStories-train.txt")
     status, output = prepare("resumed")
     check(status == 0 and stories_of("resumed") == stories,
@@ -576,8 +568,8 @@ def test_against_shared(folder):
                   f"{name} {split}: magic, version and tokens are equal: {len(ours[2])} and {len(expected[2])} tokens; "
                   "the first different one is "
                   f"{next((i for i, (a, b) in enumerate(zip(ours[2], expected[2])) if a != b), None)}")
-            with open(f"{SHARED}/tinystories_{theirs}.txt", encoding="utf-8") as f:
-                stories = [s.strip() for s in f.read().split("<|endoftext|>") if s.strip()]
+            text = pathlib.Path(SHARED, f"tinystories_{theirs}.txt").read_text(encoding="utf-8")
+            stories = [s.strip() for s in text.split("<|endoftext|>") if s.strip()]
             check(decode(ours[2], separator, table) == stories,
                   f"{name} {split}: the table gives the text back")
 
@@ -623,9 +615,7 @@ def test_tokenizer_json(folder):
     status, output = run(text, "--tokenizer", path, "--name", "n", python=VENV_PYTHON)
     check(status != 0 and "--separator" in output and "Traceback" not in output,
           f"a tokenizer without a known separator is refused: {output}")
-    with open(f"{folder}/bad.json", "w") as f:
-        f.write("{}")
-    status, output = run(text, "--tokenizer", f"{folder}/bad.json", "--name", "n", python=VENV_PYTHON)
+    status, output = run(text, "--tokenizer", write(f"{folder}/bad.json", "{}"), "--name", "n", python=VENV_PYTHON)
     check(status != 0 and "not a tokenizer.json" in output and "Traceback" not in output,
           f"a bad tokenizer.json is refused: {output}")
 
@@ -653,8 +643,7 @@ def test_export_tokenizer(folder):
         read = subprocess.run([VENV_PYTHON, "-c", READ_TOKENIZER, command[2], json.dumps(texts)], capture_output=True)
         ids = [i for one in json.loads(read.stdout or "[]") for i in one]
         check(ids == read_shard(f"{folder}/{name}_train.bin")[2], f"{name}: its ids are the shard's {read.stderr}")
-    with open(f"{folder}/tokens.tokenizer", "wb") as f, open(f"{folder}/bytes.tokenizer", "rb") as whole:
-        f.write(whole.read()[:-3])
+    write(f"{folder}/tokens.tokenizer", pathlib.Path(f"{folder}/bytes.tokenizer").read_bytes()[:-3])
     cut = subprocess.run([*command[:2], folder], capture_output=True, text=True)
     check(cut.returncode == 1 and "table is damaged" in cut.stderr, f"a damaged table is refused: {cut.stderr}")
 
@@ -712,19 +701,17 @@ def test_chat(folder):
                     f"{model}/tokenizer.json", "<|endoftext|>"], check=True)
     subprocess.run([VENV_PYTHON, "-c", ADD_TOKENS, f"{model}/tokenizer.json"], check=True)
     chats, val = write_chats(f"{folder}/c.jsonl", CHATS * 60), write_chats(f"{folder}/v.jsonl", CHATS)
-    with open(chats, "rb") as f, gzip.open(f"{folder}/d.jsonl.gz", "wb") as packed:
-        packed.write(f.read())
+    write(f"{folder}/d.jsonl.gz", gzip.compress(pathlib.Path(chats).read_bytes()))
     words = ["--chat", "--val", val, "--tokenizer", model, "--name", "n"]
     refused = functools.partial(check_refused, f"{model}/keep", python=VENV_PYTHON)
     refused("tokenizer_config.json; copy one of them there", chats, *words)
 
-    with open(config, "w") as f:
-        f.write('{"chat_template": "')
+    write(config, '{"chat_template": "')
     refused("tokenizer_config.json: is no JSON object", chats, *words)
 
     def set_template(text):
-        with open(config, "w") as f:
-            json.dump({"chat_template": text, "bos_token": "<|endoftext|>", "eos_token": {"content": "<|im_end|>"}}, f)
+        write(config, json.dumps({"chat_template": text, "bos_token": "<|endoftext|>",
+                                  "eos_token": {"content": "<|im_end|>"}}))
 
     for name, template in (("chatml", CHATML), ("llama", LLAMA)):
         set_template(template)
@@ -753,14 +740,12 @@ def test_chat(folder):
     check("going on after" in output and files_of(f"{folder}/again") == files_of(f"{folder}/llama1") and
           f", {number} count in the loss\n" in output,
           f"a run that broke off goes on: {output}")
-    with open(f"{model}/chat_template.jinja", "w") as f:
-        f.write(THINK)  # it goes before tokenizer_config.json
+    write(f"{model}/chat_template.jinja", THINK)  # it goes before tokenizer_config.json
     refused("line 3 cannot be masked: the chat template does not write messages 1 to 3 as", chats, *words)
     for broken, message in (("{% if %}", "the chat template is broken: Expected an expression"),
                             ("{{ raise_exception('no') }}", "chat template: no"),
                             ("{{ strftime_now('%Y') }}", "chat template: 'strftime_now' is undefined")):
-        with open(f"{model}/chat_template.jinja", "w") as f:
-            f.write(broken)
+        write(f"{model}/chat_template.jinja", broken)
         refused(message, chats, *words)
     os.remove(f"{model}/chat_template.jinja")
     for record, message in (

@@ -35,8 +35,7 @@ mv "$tmp/ck/step-00000001" "$tmp/archive"
 ln -s ../archive "$tmp/ck/step-00000001"
 before=$(ls -A "$tmp/archive")
 check "a run resumes where a checkpoint was moved and linked back" \
-    trains $run --num-steps 6 --checkpoint-every 1 --keep-checkpoints \
-    1 --checkpoint-dir "$tmp/ck" --resume
+    trains $run --num-steps 6 --checkpoint-every 1 --keep-checkpoints 1 --checkpoint-dir "$tmp/ck" --resume
 check "the run continues from the linked checkpoint" holds "$out" "resume: continuing from $tmp/ck/step-00000001"
 check "the run prints once that it does not remove the linked checkpoint" equal \
     "$(grep -c 'step-00000001 is older .*, but is not removed: it is a link to' "$out")" 1
@@ -78,8 +77,7 @@ ln -s loop "$tmp/loop"
 check "a run takes folders that are links" \
     trains $run --num-steps 7 --checkpoint-dir "$tmp/dir" --log-dir "$tmp/dir" --resume
 check "a link to nothing is refused as --checkpoint-dir" \
-    refuses "it is there already and is a link to missing, which cannot be followed" \
-    $run --checkpoint-dir "$tmp/lost"
+    refuses "it is there already and is a link to missing, which cannot be followed" $run --checkpoint-dir "$tmp/lost"
 check "a link to itself is refused as --log-dir" \
     refuses "is a link to loop, which cannot be followed" $run --log-dir "$tmp/loop"
 check "a folder inside a file is refused as --export-hf" \
@@ -93,8 +91,7 @@ check "the file that log.jsonl links to is not written" equal "$(cat "$tmp/user/
 ln -sf ../user/new "$tmp/log/log.jsonl"
 check "a run trains if log.jsonl is a link to nothing" trains $run --num-steps 1 --log-dir "$tmp/log"
 check "a link to nothing is moved aside, and its target is not made" \
-    test ! -e "$tmp/user/new" -a -f "$tmp/log/log.jsonl" \
-    -a -L "$tmp/log/log.2.jsonl"
+    test ! -e "$tmp/user/new" -a -f "$tmp/log/log.jsonl" -a -L "$tmp/log/log.2.jsonl"
 
 # ---- Folders of another program.
 
@@ -128,8 +125,7 @@ check "an export trains as MODEL" trains ./train_fp8 "$tmp/hf" $model
 for folder in "$tmp/hf" "$tmp/ck/step-00000007"; do
     flip "$folder/model.safetensors"
     check "a damaged MODEL is refused" refuses \
-        "MODEL $folder: $folder/model.safetensors is damaged: its XXH64 hash is" ./train_fp8 \
-    "$folder" $model
+        "MODEL $folder: $folder/model.safetensors is damaged: its XXH64 hash is" ./train_fp8 "$folder" $model
     check "a damaged MODEL is refused before step 1" no_step "$out"
     check "a damaged MODEL trains with --no-verify" trains ./train_fp8 "$folder" $model --no-verify
 done
@@ -187,8 +183,7 @@ gcc -shared -fPIC -o "$tmp/failing.so" "$tmp/failing.c" || exit 1
 fails="env LD_PRELOAD=$tmp/failing.so FAILING"
 
 check "a run succeeds if the first try of a save fails" \
-    trains $fails=1 $run --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/once" \
-    --log-dir "$tmp/once"
+    trains $fails=1 $run --num-steps 2 --checkpoint-every 1 --checkpoint-dir "$tmp/once" --log-dir "$tmp/once"
 check "one try fails: the run prints that it tries again" holds "$out" \
     "Input/output error; checkpoints of earlier steps are untouched; the save is tried again"
 check "one try fails: the checkpoints of both steps are there at the end" \
@@ -243,8 +238,7 @@ text = json.dumps(header).encode()
 open(sys.argv[2], "wb").write(struct.pack("<Q", len(text)) + text + data[8 + n:])
 PY
 check "the error prints the terminal control bytes of a tensor's name as \\xNN" refuses \
-    'tensor \x1b]0;owned\x07 does not belong to a model' ./train_fp8 \
-    "$tmp/names" $model
+    'tensor \x1b]0;owned\x07 does not belong to a model' ./train_fp8 "$tmp/names" $model
 check "the error has no ESC byte" eval '! grep -q $'"'\\x1b'"' "$out"'
 
 finish

@@ -95,8 +95,7 @@ check "2 hosts train without mpirun" meet meet2 "a b" --batch-size 3
 same_steps meet2 one2 1
 check "3 hosts train without mpirun" meet meet3 "a b c" --batch-size 2
 same_steps meet3 one3 1
-check "the number of ranks changes the bits, so equal bits mean something" \
-    eval '[ "$(steps one2)" != "$(steps one3)" ]'
+check "the number of ranks changes the bits, so equal bits mean something" eval '[ "$(steps one2)" != "$(steps one3)" ]'
 
 # ---- Every host may have its own copy of the data. Checkpoints and exports need a disk that all hosts share.
 

@@ -33,8 +33,7 @@ for list in models recipes options; do
     check "--list $list is equal in both trainers" equal "$("$other" --list $list)" "$(./train_fp8 --list $list)"
 done
 plan() { "$1" llama3.1-8b --precision fp8 --dry-run --json | sed 's/"\(name\|build\)": "[^"]*"/"\1": ""/g'; }
-check "--dry-run --json is equal in both trainers, but for names" \
-    equal "$(plan "$other")" "$(plan ./train_fp8)"
+check "--dry-run --json is equal in both trainers, but for names" equal "$(plan "$other")" "$(plan ./train_fp8)"
 
 # The scripts work with the other trainer.
 cost() {

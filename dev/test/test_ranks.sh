@@ -301,8 +301,7 @@ train 4 export $common --num-steps 8 --batch-size 3 --checkpoint-dir "$tmp/ck-fu
 check "msamp: the export equals the checkpoint's model" \
     cmp "$tmp/exported/model.safetensors" "$tmp/ck-full/step-00000008/model.safetensors"
 check "msamp: exported weights times scales are FP16, and the largest of a tensor is 0 or about 65504/2 to 65504" \
-    python3 - "$tmp/exported/model.safetensors" \
-    "$tmp/ck-full/step-00000008/optimizer.safetensors" <<'PY'
+    python3 - "$tmp/exported/model.safetensors" "$tmp/ck-full/step-00000008/optimizer.safetensors" <<'PY'
 import json, struct, sys
 
 def tensors(path):
@@ -518,8 +517,7 @@ while read -r n options <&3; do
     rm -rf "$tmp/early" "$tmp/late" "$tmp/resumed"
     train "$n" late $common --checkpoint-dir "$tmp/late" --checkpoint-every 2 || continue
     train "$n" early $common --checkpoint-dir "$tmp/early" --optimizer-in-backward || continue
-    check "--optimizer-in-backward, $n ranks, $options: equal losses" \
-        close "$tmp/late.steps" "$tmp/early.steps" 1e-14
+    check "--optimizer-in-backward, $n ranks, $options: equal losses" close "$tmp/late.steps" "$tmp/early.steps" 1e-14
     for file in "$tmp"/late/step-00000004/*.safetensors; do
         check "--optimizer-in-backward, $n ranks, $options: equal ${file##*/}" \
             cmp -s "$file" "$tmp/early/step-00000004/${file##*/}"

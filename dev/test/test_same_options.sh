@@ -41,8 +41,7 @@ differs "small $data" "MODEL is small here, tiny on rank 0; $together"
 timeout -k 5 60 mpirun --allow-run-as-root --oversubscribe -np 3 "$trainer" $zero : -np 1 "$trainer" $zero --seed 7 : \
     -np 1 "$trainer" $zero --seed 8 >"$tmp/out" 2>&1
 check "if two of five ranks differ, the run ends with status 2 and only the first of them prints an error" \
-    equal "$? $(grep '^error: ' "$tmp/out")" \
-    "2 error: rank 3 on $(hostname): --seed is 7 here, 42 on rank 0; $together"
+    equal "$? $(grep '^error: ' "$tmp/out")" "2 error: rank 3 on $(hostname): --seed is 7 here, 42 on rank 0; $together"
 
 # Makes a copy of the trainer in which its name or version is replaced. The linker may store such a text as the end of a
 # longer one, so any byte may stand before it.
@@ -90,8 +89,7 @@ both "$zero"
 check "an equal model in a config.json with other bytes trains" equal "$status $(grep -c '^step' "$tmp/out")" "0 3"
 for seed in 1 2; do
     check "weights of seed $seed are exported" \
-        "$trainer" "$tmp/model" $data --num-steps 1 --seed $seed --export-hf "$tmp/weights$seed" \
-        >/dev/null
+        "$trainer" "$tmp/model" $data --num-steps 1 --seed $seed --export-hf "$tmp/weights$seed" >/dev/null
 done
 cp "$tmp/weights1/model.safetensors" "$tmp/model/"
 differs "$zero" "MODEL's folder is without weights here, with weights on rank 0; give all hosts the same model"

@@ -32,8 +32,7 @@ tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
 grep -v '^common=' dev/test/gpu_runs.sh >"$tmp/gpu_runs.sh"
 check "the test finds a variable that is no longer set" \
-    equal "$(unset_in "$tmp/gpu_runs.sh" dev/test/lib/gpu_lines.sh)" \
-    common
+    equal "$(unset_in "$tmp/gpu_runs.sh" dev/test/lib/gpu_lines.sh)" common
 
 # A stand-in for make kills the script that calls it. These scripts must not call make if they get --help or an argument
 # that they refuse.

@@ -30,14 +30,12 @@ check "--resume without a checkpoint starts from random weights" holds "$out" "s
 for name in pytorch_model.bin model-00001-of-00002.safetensors consolidated.00.pth weights.pt model.gguf; do
     touch "$tmp/model/$name"
     check "a model folder whose weights are in $name is refused" \
-        refuses 1 "MODEL $tmp/model holds $name, but weights are read from model.safetensors" \
-        "$tmp/model" $data
+        refuses 1 "MODEL $tmp/model holds $name, but weights are read from model.safetensors" "$tmp/model" $data
     rm "$tmp/model/$name"
 done
 touch "$tmp/model/model.gguf" "$tmp/model/training_args.bin"
 check "a resumed run trains although the model folder holds model.gguf" \
-    trains "$tmp/model" $data --num-steps 3 --seed 7 \
-    --checkpoint-dir "$tmp/ck" --resume
+    trains "$tmp/model" $data --num-steps 3 --seed 7 --checkpoint-dir "$tmp/ck" --resume
 rm "$tmp/model/model.gguf"
 check "a model folder with training_args.bin, which is no file of weights, trains" \
     trains "$tmp/model" $data --num-steps 1
@@ -72,17 +70,14 @@ check "a run exports where a killed run left an empty hf.old.tmp" \
     trains "$tmp/model" $data --num-steps 1 --export-hf "$tmp/e/hf"
 mv "$tmp/e/hf" "$tmp/e/hf.old.tmp"
 check "an export is refused if MODEL is the earlier export, which a kill left under another name" \
-    refuses 1 "would replace" "$tmp/e/hf.old.tmp" $data \
-    --num-steps 1 --export-hf "$tmp/e/hf"
+    refuses 1 "would replace" "$tmp/e/hf.old.tmp" $data --num-steps 1 --export-hf "$tmp/e/hf"
 check "a run exports where a kill left an earlier export under another name" trains "$tmp/model" $data --num-steps 1 \
     --export-hf "$tmp/e/hf"
-check "the run prints that it renames the earlier export back" holds "$out" \
-    "an earlier export, back to $tmp/e/hf"
+check "the run prints that it renames the earlier export back" holds "$out" "an earlier export, back to $tmp/e/hf"
 check "a run accepts log and checkpoint folders beside the export" \
     trains tiny $data --num-steps 1 --log-dir "$tmp/all" --checkpoint-dir "$tmp/all/steps" --export-hf "$tmp/all/hf"
 check "an export over the model that the run starts from is refused" \
-    refuses 1 "would replace or remove $tmp/e/hf, the folder of MODEL" "$tmp/e/hf" \
-    $data --export-hf "$tmp/e/./hf/"
+    refuses 1 "would replace or remove $tmp/e/hf, the folder of MODEL" "$tmp/e/hf" $data --export-hf "$tmp/e/./hf/"
 sed -i 's/written_by/written_of/' "$tmp/all/hf/model.safetensors"
 check "an export over a model of another program is refused" refuses 1 \
     "may be no earlier export: this program did not write its file model.safetensors" tiny $data \
@@ -116,8 +111,7 @@ kill -CONT $busy
 check "the first run with that --checkpoint-dir goes on" kill -0 $busy
 kill -KILL $busy
 check "a run resumes right after the one that was killed" \
-    trains "$tmp/model" $data --num-steps 1 --checkpoint-dir "$tmp/busy" \
-    --resume
+    trains "$tmp/model" $data --num-steps 1 --checkpoint-dir "$tmp/busy" --resume
 wait $busy 2>/dev/null
 
 # ---- The log.
@@ -132,8 +126,7 @@ check "a resumed run trains with the same --log-dir" \
 check "a resumed run appends to its log.jsonl" \
     equal "$(ls "$tmp/log" | grep -c jsonl) $(grep -c '"type": "step"' "$tmp/log/log.jsonl")" "1 4"
 check "a new run trains with the --log-dir of an earlier run" trains tiny $data --num-steps 1 --log-dir "$tmp/log"
-check "the new run prints where the earlier log is now" \
-    holds "$out" "the earlier log.jsonl is now $tmp/log/log.1.jsonl"
+check "the new run prints where the earlier log is now" holds "$out" "the earlier log.jsonl is now $tmp/log/log.1.jsonl"
 check "the new and the earlier log have all their steps" \
     equal "$(grep -c '"type": "step"' "$tmp/log/log.jsonl") $(grep -c '"type": "step"' "$tmp/log/log.1.jsonl")" "1 4"
 
@@ -143,8 +136,7 @@ busy=$!
 for i in $(seq 600); do grep -q '^memory' "$tmp/busy.out" && break; sleep 0.1; done  # it has locked the folder by then
 kill -STOP $busy
 check "a second run with the same --log-dir is refused" \
-    refuses 1 "--log-dir $tmp/log: another run is using it" tiny $data \
-    --log-dir "$tmp/log"
+    refuses 1 "--log-dir $tmp/log: another run is using it" tiny $data --log-dir "$tmp/log"
 
 # ---- A second Ctrl-C ends the run in the middle of a long step.
 
@@ -169,13 +161,11 @@ check "--profile is refused on the CPU" refuses 4 "--profile needs the GPU train
 check "--copy-engines on is refused on the CPU" \
     refuses 4 "--copy-engines on needs the GPU trainer" tiny $data --copy-engines on
 check "--offload moments,master is refused on the CPU" \
-    refuses 4 "--offload moments,master needs the GPU trainer" tiny $data \
-    --offload moments,master --master-weights fp32
+    refuses 4 "--offload moments,master needs the GPU trainer" tiny $data --offload moments,master --master-weights fp32
 check "--offload activations is refused on the CPU" \
     refuses 4 "--offload activations needs the GPU trainer" tiny $data --offload activations
 check "a run trains with less validation data than a batch" \
-    trains tiny $data --val-data "$tmp/s_val.bin" --batch-size 512 --num-steps 1 \
-    --val-steps 1000000
+    trains tiny $data --val-data "$tmp/s_val.bin" --batch-size 512 --num-steps 1 --val-steps 1000000
 check "a run trains with sequences longer than the model's positions" \
     trains "$tmp/model" $data --sequence-length 600 --num-steps 1
 check "the run warns of sequences longer than the model's positions" holds "$out" \
@@ -183,8 +173,7 @@ check "the run warns of sequences longer than the model's positions" holds "$out
 mkdir "$tmp/run[1]"
 cp "$tmp/s_train.bin" "$tmp/run[1]/"
 check "an existing path with wildcards in its name is taken as it is" \
-    trains tiny --train-data "$tmp/run[1]/s_train.bin" \
-    --sequence-length 32 --num-steps 1
+    trains tiny --train-data "$tmp/run[1]/s_train.bin" --sequence-length 32 --num-steps 1
 check "--resume past --num-steps succeeds" trains tiny $data --num-steps 3 --checkpoint-dir "$tmp/log" --resume
 check "--resume past --num-steps prints that nothing is left to train" holds "$out" \
     "resume: 4 steps are done and --num-steps is 3: nothing is left to train"
@@ -221,8 +210,7 @@ check "a validation shard without a tokenizer table trains" trains tiny --train-
 check "a training shard of another tokenizer is refused" refuses 1 \
     "b_train_1.bin belongs to the tokenizer table $tmp/t/b.tokenizer" tiny --train-data "$tmp/t/*_train_*.bin" \
     --sequence-length 32
-check "the error names both tokenizer tables" holds "$out" \
-    "but the first training shard belongs to $tmp/t/a.tokenizer"
+check "the error names both tokenizer tables" holds "$out" "but the first training shard belongs to $tmp/t/a.tokenizer"
 check "a validation shard of another tokenizer is refused" refuses 1 \
     "b_train_1.bin belongs to the tokenizer table $tmp/t/b.tokenizer" tiny --train-data "$tmp/t/a_train_1.bin" \
     --val-data "$tmp/t/b_train_1.bin" --sequence-length 32

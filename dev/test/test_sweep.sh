@@ -231,8 +231,7 @@ kill -KILL "$running"
 wait_for_sweep
 sweep "${arguments[@]}" >"$tmp/beside.log" 2>&1
 check "SIGKILL: a second sweep is refused while the last run goes on" \
-    equal "$? $(grep -c 'still works in' "$tmp/beside.log")" \
-    "1 1"
+    equal "$? $(grep -c 'still works in' "$tmp/beside.log")" "1 1"
 kill -CONT $stopped
 stopped=""
 is_gone() { [ "$(trainers_in "$out/")" -eq 0 ]; }
@@ -392,8 +391,7 @@ for GPUS in 1 2; do
     OUT=$tmp/broken_$GPUS bash "$tmp/run.sh" >>"$tmp/run.log" 2>&1
     check "$GPUS ranks: a second start trains to the last step" equal "$? $(newest "$tmp/broken_$GPUS")" "0 $last"
     check "$GPUS ranks: the broken run ends with the loss of the unbroken run" \
-        equal "$(last_loss "$tmp/broken_$GPUS")" \
-        "$(last_loss "$tmp/unbroken_$GPUS")"
+        equal "$(last_loss "$tmp/broken_$GPUS")" "$(last_loss "$tmp/unbroken_$GPUS")"
 done
 # True if the .safetensors files in $1 take as many bytes as --dry-run plans, plus at most 20,000 for their headers.
 takes_planned_bytes() {
