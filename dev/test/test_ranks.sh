@@ -574,17 +574,17 @@ check "the earlier checkpoint is still there: $(ls "$tmp/burst")" [ -e "$tmp/bur
 ranks 2 "$tmp/fp8" $data --precision fp8 --fp8-recipe delayed --fp8-amax-history 8 --learning-rate 1000 --num-steps 60 \
     --on-nonfinite skip --checkpoint-dir "$tmp/skips" --checkpoint-every 1 --keep-checkpoints 1000 \
     >"$tmp/skips.out" 2>&1
-skipped=0 before=""
+skips=0 before=""
 for folder in "$tmp"/skips/step-????????; do
     step=$((10#${folder##*-}))
     if grep -q "^warning: step $step skipped" "$tmp/skips.out"; then
-        skipped=$((skipped + 1))
+        skips=$((skips + 1))
         check "skipped step $step leaves fp8_state unchanged" cmp -s "$before" "$folder/fp8_state.safetensors"
     fi
     before="$folder/fp8_state.safetensors"
 done
-check "a learning rate of 1000: at least 9 skipped steps have a checkpoint ($skipped): $(tail -n 2 "$tmp/skips.out")" \
-    [ $skipped -ge 9 ]
+check "a learning rate of 1000: at least 9 skipped steps have a checkpoint ($skips): $(tail -n 2 "$tmp/skips.out")" \
+    [ $skips -ge 9 ]
 
 # ---- Rank 1 reads another file than rank 0, as hosts with their own disks may: a file with the tokens in another
 # order, and a file with other tokens.
