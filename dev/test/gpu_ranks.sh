@@ -137,11 +137,12 @@ else
     seeing() { $launcher -np 2 sh -c "$as_seen" sh "$@"; }
     export -f seeing
     export launcher as_seen
-    for gpus_seen in "0 1" "1 0" "1,0 1,0"; do
+    IFS=, read -r a b _ <<<"$visible"
+    for gpus_seen in "$a $b" "$b $a" "$b,$a $b,$a"; do
         trains seeing bash -c 'seeing "$@"' bash $gpus_seen $pair && same "ranks that see GPUs $gpus_seen" pair seeing
         grep -m1 -E "^(no copy engines|transport)" "$tmp/seeing.log"
     done
-    for gpus_seen in "0 0" "0,1 1,0"; do
+    for gpus_seen in "$a $a" "$a,$b $b,$a"; do
         timeout 120 bash -c 'seeing "$@"' bash $gpus_seen $pair >"$tmp/refused.log" 2>&1 </dev/null
         check "ranks that see GPUs $gpus_seen are refused: both use the same GPU" refuses_with \
              "ranks 0 and 1 on .* have the same GPU, GPU-.* needs its own GPU"
