@@ -144,7 +144,7 @@ __device__ static inline void cross_entropy_store_vector(bf16 *x, uint8_t *codes
     else bf16x8_store(x + at * 8, v);
 }
 
-// Stores the gradient of one column alike.
+// Stores the gradient of one column in the same way.
 template <CrossEntropyMode MODE>
 __device__ static inline void cross_entropy_store_one(bf16 *x, uint8_t *codes, float scale, int64_t column,
                                                       bf16 gradient) {
