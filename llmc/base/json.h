@@ -329,9 +329,9 @@ static inline const JsonNode *json_next(const Json *json, const JsonNode *node) 
     return node->next < 0 ? NULL : &json->nodes[node->next];
 }
 
-// The member `key` of an object; NULL if there is none, or if `object` is no object.
+// The member `key` of an object; NULL if there is none, or if `object` is no object or NULL.
 static inline const JsonNode *json_member(const Json *json, const JsonNode *object, const char *key) {
-    if (object->type != JSON_OBJECT) return NULL;
+    if (!object || object->type != JSON_OBJECT) return NULL;
     for (const JsonNode *node = json_first(json, object); node; node = json_next(json, node))
         if (strcmp(node->key, key) == 0) return node;
     return NULL;
@@ -369,18 +369,13 @@ static inline bool json_expected(const Json *json, const JsonNode *node, const c
 // Returns the member `key`. If it is missing or has another type, returns NULL, and `failure` says why.
 static inline const JsonNode *json_require(const Json *json, const JsonNode *object, const char *key, JsonType type,
                                            Failure *failure) {
+    char path[256];
     const JsonNode *node = json_member(json, object, key);
-    if (!node) {
-        char path[256];
-        json_path(json, object, path, sizeof path);
-        fail(failure, "%s: %s%shas no \"%s\"", json->source, path, *path ? " " : "", key);
-        return NULL;
-    }
-    if (node->type != type) {
-        json_expected(json, node, json_type_name(type), failure);
-        return NULL;
-    }
-    return node;
+    if (node && node->type == type) return node;
+    json_path(json, object, path, sizeof path);
+    if (node) json_expected(json, node, json_type_name(type), failure);
+    else fail(failure, "%s: %s%shas no \"%s\"", json->source, path, *path ? " " : "", key);
+    return NULL;
 }
 
 static inline bool json_real(const Json *json, const JsonNode *node, double *out, Failure *failure) {
@@ -443,6 +438,11 @@ UTILS_PRINTF(2, 3) static inline void json_text_add(JsonText *out, const char *f
     vsnprintf(out->data + out->size, (size_t)n + 1, format, again);
     va_end(again);
     out->size += (size_t)n;
+}
+
+// Returns the separator before the next item of an array or object: "" before its first.
+static inline const char *json_text_comma(const JsonText *out) {
+    return strchr("[{", out->data[out->size - 1]) ? "" : ", ";
 }
 
 // Returns the number of bytes of the UTF-8 character at `s`; 0 if the bytes there are not UTF-8 (RFC 3629: no overlong

@@ -277,8 +277,7 @@ static inline const char *checkpoint_verb(const CheckpointRun *run) { return run
 // True if the checkpoint has a setting of this name, with another value. If it is precision, which has a line of its
 // own then, lines about FP8 options would not help.
 static inline bool checkpoint_other(const Json *json, const Options *o, const char *name) {
-    const JsonNode *settings = json_member(json, json_root(json), "settings"),
-                   *node = settings ? json_member(json, settings, name) : NULL;
+    const JsonNode *node = json_member(json, json_member(json, json_root(json), "settings"), name);
     char now[64];
     option_format(o, option_find(name, strlen(name)), now, sizeof now);
     return node && strcmp(node->text, now) != 0;
@@ -321,7 +320,7 @@ static inline JsonText checkpoint_settings_mismatch(const Json *json, const Opti
         char now[PATH_CAPACITY], absent[PATH_CAPACITY];
         option_format(o, row, now, sizeof now);
         option_format(&initial, row, absent, sizeof absent);
-        const JsonNode *node = settings ? json_member(json, settings, row->name) : NULL;
+        const JsonNode *node = json_member(json, settings, row->name);
         const char *then = node ? node->text : absent;
         if (strcmp(then, now) != 0)
             json_text_add(&out, "\n  --%s is %s in the checkpoint, %s now", row->name, *then ? then : "\"\"",
@@ -338,7 +337,7 @@ static inline void checkpoint_tell_settings(const Json *json, const CheckpointRu
     const Options *o = run->options;
     Options then = *o;
     const bool other_precision = checkpoint_other(json, o, "precision");
-    for (const OptionRow *row = option_rows(); settings && row->name; row++) {
+    for (const OptionRow *row = option_rows(); row->name; row++) {
         const bool may_differ = row->match == TOLD || (row->match == BRANCHES && run->branches);
         const JsonNode *node = may_differ ? json_member(json, settings, row->name) : NULL;
         char now[PATH_CAPACITY];
@@ -369,7 +368,7 @@ static inline void checkpoint_data_mismatch(const Json *json, const char *option
         int64_t now;
     } rows[] = {{"tokens", now->tokens}, {"shards", now->shards}};
     bool same = true;
-    for (size_t i = 0; data && i < sizeof rows / sizeof rows[0]; i++) {
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
         const JsonNode *node = json_member(json, data, rows[i].name);
         int64_t then = rows[i].now;
         Failure ignored;
@@ -379,7 +378,7 @@ static inline void checkpoint_data_mismatch(const Json *json, const char *option
         same = false;
     }
     char fingerprint[32];
-    const JsonNode *node = data ? json_member(json, data, "fingerprint") : NULL;
+    const JsonNode *node = json_member(json, data, "fingerprint");
     format_checked(fingerprint, sizeof fingerprint, FINGERPRINT_FORMAT, (unsigned long long)now->fingerprint);
     if (same && node && strcmp(node->text, fingerprint) != 0)
         json_text_add(out,
@@ -393,8 +392,7 @@ static inline void checkpoint_read_setting(const char *checkpoint, const char *n
     Json json;
     Failure failure;
     if (!checkpoint_open_trainer(checkpoint, &json, &failure)) die("%s", failure.text);
-    const JsonNode *settings = json_member(&json, json_root(&json), "settings"),
-                   *node = settings ? json_member(&json, settings, name) : NULL;
+    const JsonNode *node = json_member(&json, json_member(&json, json_root(&json), "settings"), name);
     format_checked(out, capacity, "%s", node ? node->text : "");
     json_free(&json);
 }

@@ -211,9 +211,8 @@ static inline bool safetensors_is_own(const char *path) {
     const bool read = safetensors_read_header(&file, &json, &data, &ignored);
     close(file.fd);
     if (!read) return false;
-    const JsonNode *metadata = json_member(&json, json_root(&json), "__metadata__");
-    const JsonNode *writer =
-        metadata && metadata->type == JSON_OBJECT ? json_member(&json, metadata, "written_by") : NULL;
+    const JsonNode *metadata = json_member(&json, json_root(&json), "__metadata__"),
+                   *writer = json_member(&json, metadata, "written_by");
     const bool own = writer && writer->type == JSON_STRING && strcmp(writer->text, SAFETENSORS_WRITER) == 0;
     json_free(&json);
     return own;

@@ -387,12 +387,12 @@ static inline void links_print(const LinkReport *r, const LinkOps *ops, const Co
 }
 
 static inline void links_json_collectives(JsonText *out, const LinkReport *r, const LinkOps *ops, const Comm *c) {
-    const char *separator = "";
     json_text_add(out, "\"collectives\": [");
     for (int i = 0; i < NUM_LINK_COLLECTIVES; i++) {
         const LinkCollective kind = (LinkCollective)i;
         if (r->seconds[i] == 0) continue;
-        json_text_add(out, "%s{\"collective\": \"%s\", \"by\": \"%s\", \"ranks\": %lld, \"bytes\": ", separator,
+        json_text_add(out,
+                      "%s{\"collective\": \"%s\", \"by\": \"%s\", \"ranks\": %lld, \"bytes\": ", json_text_comma(out),
                       links_collective_name(kind), kind == LINK_REPLICAS ? ops->across : ops->within,
                       (long long)links_ranks(c, kind));
         json_text_add_real(out, ops->bytes[i]);
@@ -401,25 +401,23 @@ static inline void links_json_collectives(JsonText *out, const LinkReport *r, co
         json_text_add(out, ", \"bus_bytes_per_second\": ");
         json_text_add_real(out, links_bus_bandwidth(kind, ops->bytes[i], links_ranks(c, kind), r->seconds[i]));
         json_text_add(out, "}");
-        separator = ", ";
     }
     json_text_add(out, "]");
 }
 
 // Adds the measured pairs of ranks, with path and rate.
 static inline void links_json_pairs(JsonText *out, const LinkReport *r) {
-    const char *separator = "";
     json_text_add(out, ", \"pairs\": [");
     for (int64_t i = 0; i < r->world; i++)
         for (int64_t j = i + 1; j < r->world; j++) {
             const LinkPath path = (LinkPath)r->paths[i * r->world + j];
             const double rate = links_pair_rate(r, path, i, j);
             if (rate == 0) continue;
-            json_text_add(out, "%s{\"ranks\": [%lld, %lld], \"path\": \"%s\", \"bytes_per_second\": ", separator,
+            json_text_add(out,
+                          "%s{\"ranks\": [%lld, %lld], \"path\": \"%s\", \"bytes_per_second\": ", json_text_comma(out),
                           (long long)i, (long long)j, link_path_name(path));
             json_text_add_real(out, rate);
             json_text_add(out, "}");
-            separator = ", ";
         }
     json_text_add(out, "]");
 }

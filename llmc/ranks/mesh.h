@@ -239,8 +239,9 @@ static inline short mesh_step(Mesh *m, MeshTransfer *t, const MeshPart *part, co
                    (part->in_bytes >= 0 && t->received < head + part->in_bytes ? POLLIN : 0));
 }
 
-// Sends and receives parts [size], one for each member, all at once. Dies if a rank is lost or in another collective.
-static inline void mesh_exchange(Mesh *m, MeshGroup g, int64_t collective, const char *what, const MeshPart *parts) {
+// Sends and receives parts [size], one for each member, all at once, and frees `parts`. Returns 0. Dies if a rank is
+// lost or in another collective.
+static inline int mesh_exchange(Mesh *m, MeshGroup g, int64_t collective, const char *what, MeshPart *parts) {
     MeshTransfer *transfers = (MeshTransfer *)xcalloc((size_t)g.size, sizeof *transfers);
     struct pollfd *polls = (struct pollfd *)xcalloc((size_t)g.size, sizeof *polls);
     for (int64_t i = 0; i < g.size; i++) {
@@ -262,6 +263,8 @@ static inline void mesh_exchange(Mesh *m, MeshGroup g, int64_t collective, const
     }
     free(polls);
     free(transfers);
+    free(parts);
+    return 0;
 }
 
 static inline MeshPart *mesh_parts(MeshGroup g) {
@@ -280,9 +283,7 @@ static inline int mesh_all_gather(Mesh *m, MeshGroup g, const void *part, void *
         parts[i].out = own, parts[i].in = (char *)all + i * bytes;
         parts[i].out_bytes = parts[i].in_bytes = bytes;
     }
-    mesh_exchange(m, g, 1, "all-gather", parts);
-    free(parts);
-    return 0;
+    return mesh_exchange(m, g, 1, "all-gather", parts);
 }
 
 static inline int mesh_all_to_all(Mesh *m, MeshGroup g, const void *from, void *to, int64_t bytes) {
@@ -292,9 +293,7 @@ static inline int mesh_all_to_all(Mesh *m, MeshGroup g, const void *from, void *
         parts[i].out = (const char *)from + i * bytes, parts[i].in = (char *)to + i * bytes;
         parts[i].out_bytes = parts[i].in_bytes = bytes;
     }
-    mesh_exchange(m, g, 2, "all-to-all", parts);
-    free(parts);
-    return 0;
+    return mesh_exchange(m, g, 2, "all-to-all", parts);
 }
 
 static inline int mesh_broadcast(Mesh *m, MeshGroup g, int64_t root, void *data, int64_t bytes) {
@@ -304,17 +303,13 @@ static inline int mesh_broadcast(Mesh *m, MeshGroup g, int64_t root, void *data,
         if (g.self == root) parts[i].out_bytes = bytes;
         else if (i == root) parts[i].in_bytes = bytes;
     }
-    mesh_exchange(m, g, 3, "broadcast", parts);
-    free(parts);
-    return 0;
+    return mesh_exchange(m, g, 3, "broadcast", parts);
 }
 
 static inline int mesh_barrier(Mesh *m, MeshGroup g) {
     MeshPart *parts = mesh_parts(g);
     for (int64_t i = 0; i < g.size; i++) parts[i].out_bytes = parts[i].in_bytes = 0;
-    mesh_exchange(m, g, 4, "barrier", parts);
-    free(parts);
-    return 0;
+    return mesh_exchange(m, g, 4, "barrier", parts);
 }
 
 // Does comm_exchange (comm.h).
@@ -323,9 +318,7 @@ static inline int mesh_exchange_with(Mesh *m, int64_t rank, const void *out, voi
     MeshPart *parts = mesh_parts(two), *other = &parts[!two.self];
     other->out = (const char *)out, other->in = (char *)in;
     other->out_bytes = other->in_bytes = bytes;
-    mesh_exchange(m, two, 5, "exchange", parts);
-    free(parts);
-    return 0;
+    return mesh_exchange(m, two, 5, "exchange", parts);
 }
 
 // ---- start

@@ -104,11 +104,26 @@ static inline void logger_write(Logger *l, JsonText *line) {
     json_text_free(line);
 }
 
-// Adds a number; NaN and infinity, which JSON lacks, become null.
-static inline void logger_add(JsonText *line, const char *key, double value) {
-    json_text_add(line, ", \"%s\": ", key);
+// Appends a number; NaN and infinity, which JSON lacks, become null.
+static inline void logger_append_real(JsonText *line, double value) {
     if (isfinite(value)) json_text_add_real(line, value);
     else json_text_add(line, "null");
+}
+
+// Adds a number, as logger_append_real writes it.
+static inline void logger_add(JsonText *line, const char *key, double value) {
+    json_text_add(line, ", \"%s\": ", key);
+    logger_append_real(line, value);
+}
+
+// Adds n numbers as an array. Each is `stride` bytes behind the one before.
+static inline void logger_add_array(JsonText *line, const char *key, const double *first, int64_t n, size_t stride) {
+    json_text_add(line, ", \"%s\": [", key);
+    for (int64_t i = 0; i < n; i++) {
+        json_text_add(line, "%s", json_text_comma(line));
+        logger_append_real(line, *(const double *)((const char *)first + (size_t)i * stride));
+    }
+    json_text_add(line, "]");
 }
 
 static inline void logger_add_int(JsonText *line, const char *key, int64_t value) {
@@ -123,15 +138,13 @@ static inline void logger_add_text(JsonText *line, const char *key, const char *
 // Adds the settings (option_is_setting) as an object with the key "settings": numbers as numbers, all others as text.
 static inline void logger_add_settings(JsonText *line, const Options *o) {
     json_text_add(line, ", \"settings\": {");
-    const char *separator = "";
     for (const OptionRow *row = option_rows(); row->name; row++) {
         char value[PATH_CAPACITY];
         if (!option_is_setting(row)) continue;
         option_format(o, row, value, sizeof value);
-        json_text_add(line, "%s\"%s\": ", separator, row->name);
+        json_text_add(line, "%s\"%s\": ", json_text_comma(line), row->name);
         if (row->kind == OPTION_INT || row->kind == OPTION_REAL) json_text_add(line, "%s", value);
         else json_text_add_string(line, value);
-        separator = ", ";
     }
     json_text_add(line, "}");
 }
@@ -338,18 +351,6 @@ static inline void logger_keep(Logger *l, const StepRecord *s) {
     if (s->skipped) l->times.skipped += s->seconds;
 }
 
-// Adds one value of each rank's GPU as an array with the key `key`. `offset`: where GpuReading has the value.
-static inline void logger_add_gpus(JsonText *line, const char *key, const GpuReading *gpus, int64_t n, size_t offset) {
-    json_text_add(line, ", \"%s\": [", key);
-    for (int64_t i = 0; i < n; i++) {
-        const double value = *(const double *)((const char *)&gpus[i] + offset);
-        if (i) json_text_add(line, ", ");
-        if (isfinite(value)) json_text_add_real(line, value);
-        else json_text_add(line, "null");
-    }
-    json_text_add(line, "]");
-}
-
 // Adds the throttle reasons of each GPU: "", or their names separated by commas.
 static inline void logger_add_throttle(JsonText *line, const GpuReading *gpus, int64_t n) {
     json_text_add(line, ", \"throttle\": [");
@@ -369,9 +370,9 @@ static inline void logger_add_times(JsonText *line, const StepRecord *s, int64_t
     logger_add(line, "optimizer_ms", s->times.seconds[TIME_OPTIMIZER] * 1e3);
     if (isfinite(s->joules)) logger_add(line, "joules", s->joules);
     if (!s->gpus) return;
-    logger_add_gpus(line, "watts", s->gpus, world, offsetof(GpuReading, watts));
-    logger_add_gpus(line, "sm_mhz", s->gpus, world, offsetof(GpuReading, sm_mhz));
-    logger_add_gpus(line, "celsius", s->gpus, world, offsetof(GpuReading, celsius));
+    logger_add_array(line, "watts", &s->gpus->watts, world, sizeof *s->gpus);
+    logger_add_array(line, "sm_mhz", &s->gpus->sm_mhz, world, sizeof *s->gpus);
+    logger_add_array(line, "celsius", &s->gpus->celsius, world, sizeof *s->gpus);
     logger_add_throttle(line, s->gpus, world);
 }
 
@@ -406,13 +407,7 @@ static inline void logger_validation(Logger *l, int64_t step, const double *loss
     JsonText line = logger_begin("validation");
     logger_add_int(&line, "step", step);
     logger_add(&line, "loss", loss);
-    json_text_add(&line, ", \"losses\": [");
-    for (int64_t i = 0; i < n; i++) {
-        if (i) json_text_add(&line, ", ");
-        if (isfinite(losses[i])) json_text_add_real(&line, losses[i]);
-        else json_text_add(&line, "null");
-    }
-    json_text_add(&line, "]");
+    logger_add_array(&line, "losses", losses, n, sizeof *losses);
     logger_add(&line, "seconds", seconds);
     logger_write(l, &line);
 }

@@ -22,15 +22,13 @@ typedef struct {
 // Adds the bytes of a rank, by the headings of the memory plan.
 static inline void plan_json_memory(JsonText *out, const PlanFacts *f) {
     const Arena *a = f->arena;
-    const char *separator = "";
     json_text_add(out, ", \"memory\": {\"groups\": [");
     for (int i = 0; i < a->num_groups; i++) {
         if (!a->groups[i].bytes) continue;
-        json_text_add(out, "%s{\"name\": ", separator);
+        json_text_add(out, "%s{\"name\": ", json_text_comma(out));
         json_text_add_string(out, a->groups[i].name);
         logger_add_int(out, "bytes", a->groups[i].bytes);
         json_text_add(out, "}");
-        separator = ", ";
     }
     json_text_add(out, "]");
     logger_add_int(out, "reused_bytes", a->reused);
@@ -58,14 +56,11 @@ static inline void plan_json_linear(JsonText *out, const PlanFacts *f, const Lin
     const Precision *p = f->precision;
     for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
         const GemmSizes sizes = precision_sizes(s, (GemmKind)gemm, id < 0 ? f->head_rows : f->rows);
-        const char *separator = "";
-        json_text_add(out, "%s{\"linear\": \"%s\"", out->data[out->size - 1] == '[' ? "" : ", ", s->name);
+        json_text_add(out, "%s{\"linear\": \"%s\"", json_text_comma(out), s->name);
         logger_add_text(out, "gemm", gemm_kind_name((GemmKind)gemm));
         json_text_add(out, ", \"layers\": [");
         for (int64_t l = 0; id >= 0 && l < p->num_layers; l++) {
-            if (precision_of(p, l, id) != r) continue;
-            json_text_add(out, "%s%lld", separator, (long long)l);
-            separator = ", ";
+            if (precision_of(p, l, id) == r) json_text_add(out, "%s%lld", json_text_comma(out), (long long)l);
         }
         json_text_add(out, "]");
         logger_add_int(out, "M", sizes.rows);

@@ -90,17 +90,15 @@ static inline void traffic_print(const TrafficFacts *f) {
 static inline void traffic_json(JsonText *out, const TrafficFacts *f) {
     const Traffic t = traffic_of_run(f);
     const bool regular = traffic_is_regular(&t.ranks);
-    const char *separator = "";
     json_text_add(out, ", \"ranks_per_host\": %lld, \"traffic\": %s", (long long)t.ranks.host_ranks,
                   regular ? "[" : "null");
     for (int kind = 0; regular && kind < NUM_TRAFFIC; kind++) {
-        json_text_add(out, "%s{\"collective\": ", separator);
+        json_text_add(out, "%s{\"collective\": ", json_text_comma(out));
         json_text_add_string(out, traffic_name((TrafficKind)kind));
         logger_add(out, "rank_receives_bytes", t.received[kind]);
         logger_add(out, "host_receives_bytes", t.network[kind]);
         logger_add_text(out, "moved_by", traffic_carrier(&t.ranks, f->options, (TrafficKind)kind));
         json_text_add(out, "}");
-        separator = ", ";
     }
     json_text_add(out, regular ? "], \"estimate\": " : ", \"estimate\": ");
     if (!regular || !estimate_known(&t, f->options)) {
