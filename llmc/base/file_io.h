@@ -223,9 +223,8 @@ static inline bool folder_exists(const char *path) {
 // Names the kind of thing at a path without following a link: "a file", "a link to ../archive", ...
 static inline Words path_words(const char *path) {
     Words w;
-    struct stat s, target;
+    struct stat s = {}, target;
     char to[256];
-    memset(&s, 0, sizeof s);
     const bool exists = lstat(path, &s) == 0;
     const char *kind = S_ISDIR(s.st_mode) ? "a folder" : S_ISREG(s.st_mode) ? "a file" : "neither a file nor a folder";
     snprintf(w.text, sizeof w.text, "%s", exists ? kind : "missing or cannot be examined");

@@ -32,8 +32,7 @@ static inline uint64_t xxhash64_word(const unsigned char *p) {
 }
 
 static inline XxHash64 xxhash64_begin(void) {
-    XxHash64 h;
-    memset(&h, 0, sizeof h);
+    XxHash64 h = {};
     h.lanes[0] = XXH64_PRIME1 + XXH64_PRIME2;
     h.lanes[1] = XXH64_PRIME2;
     h.lanes[2] = 0;

@@ -41,8 +41,7 @@ static inline bool lineage_read(const Json *json, Lineage *out, Failure *failure
     if (!list) return true;
     if (list->type != JSON_ARRAY) return json_expected(json, list, json_type_name(JSON_ARRAY), failure);
     for (const JsonNode *node = json_first(json, list); node; node = json_next(json, node)) {
-        Stretch s;
-        memset(&s, 0, sizeof s);
+        Stretch s = {};
         const JsonNode *step = json_require(json, node, "step", JSON_NUMBER, failure),
                        *seed = step ? json_require(json, node, "rounding_seed", JSON_NUMBER, failure) : NULL,
                        *precision = seed ? json_require(json, node, "precision", JSON_STRING, failure) : NULL,

@@ -436,8 +436,7 @@ static inline void checkpoint_read_lineage(const char *checkpoint, int64_t step,
         die("%s", failure.text);
     json_free(&json);
     if (!branches) return;
-    Stretch s;
-    memset(&s, 0, sizeof s);
+    Stretch s = {};
     s.step = step;
     checkpoint_read_setting(checkpoint, "precision", s.precision, sizeof s.precision);
     if (strcmp(s.precision, "fp8") == 0) checkpoint_read_setting(checkpoint, "fp8-recipe", s.recipe, sizeof s.recipe);

@@ -48,8 +48,7 @@ static inline void mix_count(Mix *mix, double sum) {
 static inline Mix mix_read(const char *text) {
     char part[OPTION_TEXT_CAPACITY];
     double sum = 0;
-    Mix mix;
-    memset(&mix, 0, sizeof mix);
+    Mix mix = {};
     for (const char *at = text, *end; at; at = *end ? end + 1 : NULL) {
         at += strspn(at, " ");
         end = at + strcspn(at, ",");

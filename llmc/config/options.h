@@ -40,8 +40,7 @@ static inline void option_format(const Options *o, const OptionRow *row, char *o
 }
 
 static inline Options options_default(void) {
-    Options o;
-    memset(&o, 0, sizeof o);
+    Options o = {};
     o.model = "";
     for (const OptionRow *row = option_rows(); row->name; row++) {
         void *at = (char *)&o + row->field;

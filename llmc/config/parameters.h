@@ -187,8 +187,7 @@ static inline void parameter_table_layer(ParameterTable *t, const ModelConfig *m
 
 // Lays out all parameters of model `m`. The caller frees with parameter_table_free.
 static inline ParameterTable parameter_table(const ModelConfig *m) {
-    ParameterTable t;
-    memset(&t, 0, sizeof t);
+    ParameterTable t = {};
     t.num_layers = m->num_layers;
     parameter_table_root(&t, m);
     for (int64_t l = 0; l < m->num_layers; l++) parameter_table_layer(&t, m, l);

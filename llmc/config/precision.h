@@ -159,8 +159,7 @@ static inline bool precision_casts_masters(const Precision *p, const Options *o)
 // precision_free.
 static inline Precision precision_plan(const Options *o, const char *filter, const ModelConfig *m,
                                        const ParameterTable *t, bool has_fast_accum) {
-    Precision p;
-    memset(&p, 0, sizeof p);
+    Precision p = {};
     p.recipe = options_recipe(o);
     p.dy_format = o->fp8_format == FP8_FORMAT_HYBRID ? FP8_E5M2 : FP8_E4M3;
     p.num_layers = m->num_layers;

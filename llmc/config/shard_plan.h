@@ -53,8 +53,7 @@ typedef struct {
 static inline ShardPlan shard_plan_of(const ParameterTable *t, int64_t shard_size, int64_t shard_rank, bool in_blocks) {
     if (shard_size < 1 || shard_rank < 0 || shard_rank >= shard_size)
         die("shard plan: no shard_rank %lld in a shard group of %lld", (long long)shard_rank, (long long)shard_size);
-    ShardPlan s;
-    memset(&s, 0, sizeof s);
+    ShardPlan s = {};
     s.shard_size = shard_size, s.shard_rank = shard_rank, s.in_blocks = in_blocks;
     for (int k = 0; k < NUM_SEGMENTS; k++) {
         const int64_t multiple = shard_size * (in_blocks && shard_size > 1 ? SHARD_BLOCK : PARAMETER_ALIGNMENT);

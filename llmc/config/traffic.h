@@ -112,8 +112,7 @@ static inline void traffic_add_sharded(Traffic *t, const Options *o, const Param
 // Returns the traffic of an optimizer step. Call it after options_resolve.
 static inline Traffic traffic_of(const TrafficRanks *ranks, const Options *o, const ParameterTable *table,
                                  const Precision *p) {
-    Traffic t;
-    memset(&t, 0, sizeof t);
+    Traffic t = {};
     t.ranks = *ranks;
     const int64_t S = ranks->shard_size, replicas = ranks->world / S;
     const ShardPlan s = shard_plan(table, S, 0);

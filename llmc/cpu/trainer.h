@@ -359,8 +359,7 @@ static inline Arena trainer_plan(Trainer *t, const Options *o, const ModelConfig
             u->casts_ahead = true;
     u->num_slots = o->sharding == SHARDING_GRAD_OP ? t->d.L : 1;
     u->slots = (GatheredLayer *)xcalloc((size_t)u->num_slots, sizeof(GatheredLayer));
-    Arena plan;
-    memset(&plan, 0, sizeof plan);
+    Arena plan = {};
     place_all(t, &plan);
     t->memory_bytes = plan.used;
     return plan;
@@ -393,8 +392,7 @@ static inline void trainer_allocate(Trainer *t) {
     memory_fit_require(&fit, t->memory_bytes,
                        t->comm->local_world > 1 ? "each rank's part of what this machine or its cgroup allows is"
                                                 : "this machine or its cgroup allows");
-    Arena a;
-    memset(&a, 0, sizeof a);
+    Arena a = {};
     a.base = (char *)(t->memory = xcalloc((size_t)t->memory_bytes, 1));
     place_all(t, &a);
     rope_table_fill(t->acts.rope_table, &t->m, t->d.T);

@@ -160,8 +160,7 @@ static inline void shard_parse_header(DataShard *shard, const int32_t *header) {
 // Opens one of `num_shards` shards, which all stay open, for sequences of T tokens. Dies if it cannot be read, or is
 // not a whole shard.
 static inline DataShard shard_open(const char *path, int64_t T, int64_t num_shards) {
-    DataShard shard;
-    memset(&shard, 0, sizeof shard);
+    DataShard shard = {};
     shard.path = xstrdup(path);
     shard.fd = FILE_WORK(
         "open", path,
@@ -198,8 +197,7 @@ static inline DataShard shard_open(const char *path, int64_t T, int64_t num_shar
 static inline bool dataloader_add(DataLoader *dl, const char *pattern) {
     const bool is_path = access(pattern, F_OK) == 0;  // a file name may hold characters of wildcards
     char *one[] = {(char *)pattern};
-    glob_t matches;
-    memset(&matches, 0, sizeof matches);
+    glob_t matches = {};
     if (is_path) matches.gl_pathc = 1, matches.gl_pathv = one;
     const int status = is_path ? 0 : FILE_WORK("glob", pattern, glob(pattern, 0, NULL, &matches));
     if (status == GLOB_NOMATCH) return false;
@@ -249,8 +247,7 @@ static inline void dataloader_leave_out(DataLoader *dl, DataShard *shard) {
 // Returns a loader without shards.
 static inline DataLoader dataloader_begin(int64_t T, bool shuffle, uint64_t seed) {
     if (T < 1) die("sequence length %lld: at least 1 token is needed", (long long)T);
-    DataLoader dl;
-    memset(&dl, 0, sizeof dl);
+    DataLoader dl = {};
     dl.T = T;
     dl.vocabulary = (int64_t)INT32_MAX + 1;  // batches hold int32
     dl.shuffle = shuffle;

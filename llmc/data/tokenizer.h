@@ -84,8 +84,7 @@ static inline void tokenizer_close(Tokenizer *tok) {
 // Reads a table. If there is no file, count is 0, and samples are printed as ids. Dies if the file cannot be read or is
 // damaged.
 static inline Tokenizer tokenizer_open(const char *path) {
-    Tokenizer tok;
-    memset(&tok, 0, sizeof tok);
+    Tokenizer tok = {};
     size_t size = 0;
     char *file = read_file(path, &size);
     if (!file && errno == ENOENT) return tok;

@@ -95,9 +95,8 @@ static inline void gemm_cache_put(GemmCache *c, const GemmCacheEntry *e) {
 static inline GemmCache gemm_cache_read(void) {
     char folder[PATH_CAPACITY], path[PATH_CAPACITY];
     size_t size = 0;
-    GemmCache c;
+    GemmCache c = {};
     GemmCacheEntry e;
-    memset(&c, 0, sizeof c);
     c.entries = (GemmCacheEntry *)xcalloc(GEMM_CACHE_MOST, sizeof *c.entries);
     if (!gemm_cache_folder(folder)) return c;
     format_checked(path, sizeof path, "%s/" GEMM_CACHE_FILE, folder);

@@ -306,8 +306,7 @@ static inline void link_report_free(LinkReport *r) {
 // Measures on all ranks. Every rank gets the whole report.
 static inline LinkReport links_measure(const LinkOps *ops, const Comm *c) {
     const int64_t W = c->world;
-    LinkReport r;
-    memset(&r, 0, sizeof r);
+    LinkReport r = {};
     r.world = W;
     r.hosts = (LinkHost *)xcalloc((size_t)W, sizeof *r.hosts);
     r.rates = (double *)xcalloc((size_t)(W * W), sizeof *r.rates);

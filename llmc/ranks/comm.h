@@ -137,8 +137,7 @@ static inline void comm_rank_of(MPI_Comm comm, int64_t *size, int64_t *rank) {
 
 // Returns the Comm of a single rank without MPI.
 static inline Comm comm_one(void) {
-    Comm c;
-    memset(&c, 0, sizeof c);
+    Comm c = {};
     c.world = c.local_world = c.shard_size = c.replicas = 1;
     for (int g = 0; g < COMM_NUM_GROUPS; g++) c.comms[g] = MPI_COMM_NULL;
     if (gethostname(c.host, sizeof c.host - 1)) format_checked(c.host, sizeof c.host, "unknown host");

@@ -161,8 +161,7 @@ static inline void gpu_monitor_open(GpuMonitor *m, const char *pci_bus_id) {
 
 // Returns the latest reading, with the energy extrapolated until now. `present` is false if there are no readings.
 static inline GpuReading gpu_monitor_read(GpuMonitor *m) {
-    GpuReading r;
-    memset(&r, 0, sizeof r);
+    GpuReading r = {};
     if (!m->running) return r;
     pthread_mutex_lock(&m->mutex);
     r = m->latest;

@@ -206,8 +206,7 @@ static inline void init_require_world(const InitFrom *init, int64_t world, int64
 static inline InitFrom init_from(int argc, char **argv) {
     const char *from = init_argument(argc, argv, "init-from"), *timeout = init_argument(argc, argv, "init-timeout");
     int64_t seconds = INIT_TIMEOUT_SECONDS;
-    InitFrom init;
-    memset(&init, 0, sizeof init);
+    InitFrom init = {};
     init.world = 1;
     init_read_launchers(&init);
     if (timeout && !init_number(timeout, 1, 86400, &seconds))

@@ -362,8 +362,7 @@ static inline int mesh_connect(const Meeting *meeting, int64_t rank, CardKind ki
 // Waits for the connections of the higher ranks. Dies if one has not come within MESH_SECONDS.
 static inline void mesh_accept(Mesh *m, const Meeting *meeting) {
     MeshDoor context = {m, meeting, 2 * (m->world - 1 - m->rank)};
-    Door door;
-    memset(&door, 0, sizeof door);
+    Door door = {};
     door.listener = meeting->listener, door.hello_bytes = sizeof(RankCard);
     door.admits = mesh_admit, door.context = &context;
     const double deadline = seconds_now() + MESH_SECONDS;

@@ -87,9 +87,8 @@ static inline bool card_valid(RankCard *card) {
 // Sends an answer without a table. A failure to send is ignored: the other rank sees that the connection ends.
 UTILS_PRINTF(4, 5)
 static inline void meet_answer(int fd, AnswerKind kind, int code, const char *format, ...) {
-    Answer answer;
+    Answer answer = {};
     va_list args;
-    memset(&answer, 0, sizeof answer);
     answer.kind = kind, answer.code = code;
     va_start(args, format);
     vsnprintf(answer.text, sizeof answer.text, format, args);
@@ -331,8 +330,7 @@ static inline void meet_wait(Meeting *m, Door *door, const char *where) {
 // Sends the table to all other ranks. Dies if one is lost.
 static inline void meet_send_table(Meeting *m) {
     const int64_t world = m->init->world, bytes = world * (int64_t)sizeof *m->cards;
-    Answer answer;
-    memset(&answer, 0, sizeof answer);
+    Answer answer = {};
     answer.kind = ANSWER_TABLE;
     for (int64_t r = 1; r < world; r++) {
         const double deadline = seconds_now() + SOCKET_LOST_SECONDS;
@@ -351,8 +349,7 @@ static inline void meet_as_first(Meeting *m) {
     const InitFrom *init = m->init;
     RankCard *own = &m->cards[0];
     char where[PATH_CAPACITY + 32], address[SOCKET_ADDRESS];
-    Door door;
-    memset(&door, 0, sizeof door);
+    Door door = {};
     if (init->kind == INIT_FILE) meet_file_check(init->place, own), meet_random_token(own->token);
     door.listener = socket_listen(init->place, init->port);
     if (door.listener < 0)
@@ -451,8 +448,7 @@ static inline int meet_listen(const InitFrom *init) {
 // can connect to, and its `listener` is the socket at which the ranks above this one connect. Dies if they do not meet
 // in time.
 static inline Meeting meet(const InitFrom *init) {
-    Meeting m;
-    memset(&m, 0, sizeof m);
+    Meeting m = {};
     m.init = init;
     m.cards = (RankCard *)xcalloc((size_t)init->world, sizeof *m.cards);
     m.fds = (int *)xcalloc((size_t)init->world, sizeof *m.fds);

@@ -56,10 +56,8 @@ static inline bool address_is_loopback(const char *address) {
 // Listens on `port`; 0: on any free port. `host`: a numeric loopback address, to listen there alone; any other text or
 // NULL: on all addresses of this host. Returns the socket, or -1 with errno if that fails.
 static inline int socket_listen(const char *host, int port) {
-    struct sockaddr_in6 six;
-    struct sockaddr_in four;
-    memset(&six, 0, sizeof six);
-    memset(&four, 0, sizeof four);
+    struct sockaddr_in6 six = {};
+    struct sockaddr_in four = {};
     six.sin6_family = AF_INET6, six.sin6_port = htons((uint16_t)port);
     four.sin_family = AF_INET, four.sin_port = htons((uint16_t)port);
     const int type = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
@@ -128,9 +126,8 @@ static inline int socket_connect_one(const struct addrinfo *a, double deadline) 
 // Connects to a host, given by name or numeric address: tries its addresses in turn, each once, until one accepts.
 // Returns the socket, or -1 with the reason in *failure.
 static inline int socket_connect(const char *host, int port, Failure *failure) {
-    struct addrinfo hints, *all = NULL;
+    struct addrinfo hints = {}, *all = NULL;
     char service[16];
-    memset(&hints, 0, sizeof hints);
     hints.ai_socktype = SOCK_STREAM;
     format_checked(service, sizeof service, "%d", port);
     const int found = getaddrinfo(host, service, &hints, &all);

@@ -42,8 +42,7 @@ static inline LinearOperand linear_operand(const float *x, int64_t rows, int64_t
                                            float scale) {
     // with one scale for the whole tensor, rowwise and columnwise data have the same codes
     const bool turned = copy == COLUMNWISE && granularity != PER_TENSOR;
-    LinearOperand q;
-    memset(&q, 0, sizeof q);
+    LinearOperand q = {};
     q.scale_inv = 1;
     q.shape = usage_shape(rows, cols, turned ? COLUMNWISE : ROWWISE);
     if (granularity == NO_SCALE) {
@@ -64,8 +63,7 @@ static inline LinearOperand linear_operand(const float *x, int64_t rows, int64_t
 // and frees the operand with linear_operand_free.
 static inline LinearOperand linear_operand_of_codes(const uint8_t *codes, int64_t rows, int64_t cols, TensorUsage copy,
                                                     Fp8Format format, float scale) {
-    LinearOperand q;
-    memset(&q, 0, sizeof q);
+    LinearOperand q = {};
     q.scale_inv = 1.0f / scale;
     q.values = (float *)xrealloc(NULL, (size_t)(rows * cols) * sizeof(float));
     dequantize_copy(q.values, codes, NULL, rows, cols, PER_TENSOR, format);

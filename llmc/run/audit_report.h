@@ -55,8 +55,7 @@ static inline bool audit_shared(const Precision *p, TensorRole tensor) {
 // Returns the sums of one operand of linear layer `id` of layer l; count is 0 if the operand is bf16 or was in no
 // audit. If rowwise and columnwise data have equal codes, returns the sums of both together.
 static inline AuditSums audit_of(const AuditSums *sums, const Precision *p, int64_t l, int id, AuditOperand o) {
-    AuditSums s;
-    memset(&s, 0, sizeof s);
+    AuditSums s = {};
     if (recipe_granularity(precision_of(p, l, id), o.tensor, o.copy) == NO_SCALE) return s;
     for (int copy = 0; copy < 2; copy++)
         if (copy == (int)o.copy || audit_shared(p, o.tensor))
@@ -96,8 +95,7 @@ static inline bool audit_is_worse(double db, double than) { return isnan(db) ? !
 // Prints one row of the table: an operand of a linear layer, over all layers that have audited casts of it. Prints
 // nothing if there is no such layer.
 static inline void audit_print_operand(const AuditSums *sums, const Precision *p, int id, AuditOperand o) {
-    AuditSums all;
-    memset(&all, 0, sizeof all);
+    AuditSums all = {};
     int64_t worst_layer = -1;
     double worst = 0;
     for (int64_t l = 0; l < p->num_layers; l++) {

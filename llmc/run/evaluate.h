@@ -110,8 +110,7 @@ static inline void evaluation_run(const Options *o, const Comm *c, DataLoader *d
     const int64_t T = o->sequence_length, rows = c->world * o->batch_size;
     int64_t done = 0;
     int stop = 0;
-    Evaluation e;
-    memset(&e, 0, sizeof e);
+    Evaluation e = {};
     e.tokenizer = tokenizer, e.documents = tokenizer->count && data->spread == data->num_sequences;
     float *losses = (float *)xcalloc((size_t)(rows * T), sizeof *losses);
     int32_t *tokens = (int32_t *)xcalloc((size_t)(2 * T), sizeof *tokens);

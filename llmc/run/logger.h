@@ -227,8 +227,7 @@ static inline bool logger_step_aside(const char *dir, const char *path) {
 // first. `p`: the precision of the GEMMs, for the settings and for sol.
 static inline Logger logger_open(const Options *o, const ModelConfig *m, const ParameterTable *t, const Precision *p,
                                  RunInfo run) {
-    Logger l;
-    memset(&l, 0, sizeof l);
+    Logger l = {};
     l.run = run;
     l.flops = flops_per_token(t, m, o->sequence_length, p);
     l.num_steps = o->num_steps;

@@ -179,8 +179,7 @@ static inline bool memory_fit_combine(const MemoryFit *f, int set, MemoryCombina
 // Returns the combination of changes that fits at the lowest price, else the combination that needs the fewest bytes.
 // `bytes` is INT64_MAX if no change is possible.
 static inline MemoryCombination memory_fit_search(const MemoryFit *f) {
-    MemoryCombination best, other;
-    memset(&best, 0, sizeof best);
+    MemoryCombination best = {}, other;
     best.bytes = INT64_MAX;
     for (int set = 1; set < 1 << FIT_CHANGES; set++) {
         if (!memory_fit_combine(f, set, &other)) continue;

@@ -415,9 +415,8 @@ static inline void run_setup_shard_size(Options *o, const Comm *c) {
 // check the tokens, and rank 0 checks that it can write the run's folders. Dies with the reason. Clears --log-dir on
 // all ranks but 0, which writes the log.
 static inline RunSetup run_setup(Options *o, const Comm *c, TrainerKind kind) {
-    RunSetup s;
+    RunSetup s = {};
     char message[512];
-    memset(&s, 0, sizeof s);
     if (*options_conflict(o, message, sizeof message)) die_with(EXIT_USAGE, "%s", message);
     const int64_t world = o->world_size ? o->world_size : c->world;
     options_count_micro_steps(o, world);

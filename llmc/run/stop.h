@@ -34,8 +34,7 @@ static inline void stop_note(int signal_number) {
 // Installs the handler. SIGHUP stays ignored under nohup. Interrupted system calls restart (SA_RESTART).
 static inline void stop_catch(void) {
     const int signals[] = {SIGTERM, SIGINT, SIGUSR1, SIGHUP};
-    struct sigaction action, before;
-    memset(&action, 0, sizeof action);
+    struct sigaction action = {}, before;
     action.sa_handler = stop_note;
     action.sa_flags = SA_RESTART;
     sigfillset(&action.sa_mask);
