@@ -94,21 +94,10 @@ static inline bool json_hex4(JsonParser *p, uint32_t *code) {
 }
 
 static inline void json_put_utf8(JsonParser *p, uint32_t code) {
-    if (code < 0x80) {
-        *p->pool++ = (char)code;
-    } else if (code < 0x800) {
-        *p->pool++ = (char)(0xc0 | code >> 6);
-        *p->pool++ = (char)(0x80 | (code & 0x3f));
-    } else if (code < 0x10000) {
-        *p->pool++ = (char)(0xe0 | code >> 12);
-        *p->pool++ = (char)(0x80 | (code >> 6 & 0x3f));
-        *p->pool++ = (char)(0x80 | (code & 0x3f));
-    } else {
-        *p->pool++ = (char)(0xf0 | code >> 18);
-        *p->pool++ = (char)(0x80 | (code >> 12 & 0x3f));
-        *p->pool++ = (char)(0x80 | (code >> 6 & 0x3f));
-        *p->pool++ = (char)(0x80 | (code & 0x3f));
-    }
+    static const uint32_t marks[] = {0, 0xc0, 0xe0, 0xf0};  // of the first byte, by the number of bytes behind it
+    const int behind = (code >= 0x80) + (code >= 0x800) + (code >= 0x10000);
+    *p->pool++ = (char)(marks[behind] | code >> 6 * behind);
+    for (int i = behind - 1; i >= 0; i--) *p->pool++ = (char)(0x80 | (code >> 6 * i & 0x3f));
 }
 
 // Reads an escape, from after its backslash.
@@ -231,22 +220,19 @@ static inline bool json_parse_children(JsonParser *p, int64_t node, int depth) {
     }
 }
 
-static inline bool json_parse_word(JsonParser *p, const char *word) {
-    size_t n = strlen(word);
-    if ((size_t)(p->end - p->at) < n || memcmp(p->at, word, n) != 0) return json_syntax_error(p, "expected a value");
-    p->at += n;
-    return true;
+// Skips a word, and returns true, if it is next.
+static inline bool json_take_word(JsonParser *p, const char *word) {
+    const size_t n = strlen(word);
+    const bool next = (size_t)(p->end - p->at) >= n && memcmp(p->at, word, n) == 0;
+    p->at += next ? n : 0;
+    return next;
 }
 
 // Skips NaN, Infinity or -Infinity, and returns true if it is next.
 static inline bool json_parse_nonfinite(JsonParser *p, const char **text) {
     static const char *const words[] = {"NaN", "Infinity", "-Infinity"};
-    for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) {
-        const size_t n = strlen(words[i]);
-        if ((size_t)(p->end - p->at) < n || memcmp(p->at, words[i], n) != 0) continue;
-        p->at += n, *text = words[i];
-        return true;
-    }
+    for (size_t i = 0; i < sizeof words / sizeof words[0]; i++)
+        if (json_take_word(p, words[i])) return *text = words[i], true;
     return false;
 }
 
@@ -277,9 +263,9 @@ static inline bool json_parse_value(JsonParser *p, int64_t parent, const char *k
     } else if (c == 't' || c == 'f') {
         node.type = JSON_BOOL;
         node.text = c == 't' ? "true" : "false";
-        ok = json_parse_word(p, node.text);
+        ok = json_take_word(p, node.text) || json_syntax_error(p, "expected a value");
     } else if (c == 'n') {
-        ok = json_parse_word(p, "null");
+        ok = json_take_word(p, "null") || json_syntax_error(p, "expected a value");
     } else if (json_parse_nonfinite(p, &node.text)) {
         node.type = JSON_NONFINITE;
     } else {

@@ -301,4 +301,18 @@ static inline double seconds_now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+// Sleeps for `seconds` (below 1), or until *wakes, which `mutex` guards. `changed` tells of it, by CLOCK_MONOTONIC.
+// Returns *wakes.
+static inline bool thread_sleep(double seconds, pthread_mutex_t *mutex, pthread_cond_t *changed, const bool *wakes) {
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_nsec += (long)(seconds * 1e9);
+    if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
+    pthread_mutex_lock(mutex);
+    while (!*wakes && pthread_cond_timedwait(changed, mutex, &until) == 0) continue;
+    const bool woken = *wakes;
+    pthread_mutex_unlock(mutex);
+    return woken;
+}
+
 #endif

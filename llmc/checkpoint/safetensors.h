@@ -337,14 +337,11 @@ static inline bool safetensors_open_folder(Safetensors *st, const char *folder, 
 
 // Writes a shape as text, for example "[64, 32]".
 static inline void safetensors_shape_text(const int64_t *shape, int rank, char *out, size_t capacity) {
-    size_t n = 0;
-    snprintf(out, capacity, "[");
+    snprintf(out, capacity, rank ? "[" : "[]");
     for (int i = 0; i < rank; i++) {
-        n = strlen(out);
-        snprintf(out + n, capacity - n, "%s%lld", i ? ", " : "", (long long)shape[i]);
+        const size_t n = strlen(out);
+        snprintf(out + n, capacity - n, "%lld%s", (long long)shape[i], i + 1 < rank ? ", " : "]");
     }
-    n = strlen(out);
-    snprintf(out + n, capacity - n, "]");
 }
 
 // Returns the name of a tensor that has the same name but for what stands before it, with or without the "model." of

@@ -115,22 +115,9 @@ static inline void gpu_monitor_update(GpuMonitor *m) {
     pthread_mutex_unlock(&m->mutex);
 }
 
-// Sleeps until the next reading is due. Returns false once gpu_monitor_close is called.
-static inline bool gpu_monitor_sleep(GpuMonitor *m) {
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_nsec += (long)(GPU_MONITOR_SECONDS * 1e9);
-    if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
-    pthread_mutex_lock(&m->mutex);
-    while (!m->ending && pthread_cond_timedwait(&m->ends, &m->mutex, &until) == 0) continue;
-    const bool goes_on = !m->ending;
-    pthread_mutex_unlock(&m->mutex);
-    return goes_on;
-}
-
 static inline void *gpu_monitor_run(void *monitor) {
     GpuMonitor *m = (GpuMonitor *)monitor;
-    while (gpu_monitor_sleep(m)) gpu_monitor_update(m);
+    while (!thread_sleep(GPU_MONITOR_SECONDS, &m->mutex, &m->ends, &m->ending)) gpu_monitor_update(m);
     return NULL;
 }
 

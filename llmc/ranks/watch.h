@@ -323,13 +323,8 @@ static inline void watch_part(Watch *w) {
 
 // Sleeps for one interval. If watch_close is called meanwhile, wakes up and ends the messages (watch_part).
 static inline void watch_sleep(Watch *w) {
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_nsec += (long)(1e9 * WATCH_BEAT_SECONDS);
-    if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
+    const bool closing = thread_sleep(WATCH_BEAT_SECONDS, &w->mutex, &w->changed, &w->closing);
     pthread_mutex_lock(&w->mutex);
-    while (!w->closing && pthread_cond_timedwait(&w->changed, &w->mutex, &until) == 0) continue;
-    const bool closing = w->closing;
     w->table.alone = closing || !w->beats;
     pthread_mutex_unlock(&w->mutex);
     if (!closing) return;
