@@ -54,9 +54,8 @@ static inline size_t gemm_cache_line(const GemmCacheEntry *e, char out[GEMM_CACH
     for (int i = 0; i < GEMM_CACHE_WORDS; i++)
         n += (size_t)snprintf(out + n, GEMM_CACHE_LINE - n, "%016llx", (unsigned long long)e->algorithm[i]);
     n += (size_t)snprintf(out + n, GEMM_CACHE_LINE - n, " %s\n", e->key);
-    XxHash64 state = xxhash64_begin();
-    xxhash64_add(&state, out + GEMM_CACHE_HASH, n - GEMM_CACHE_HASH);
-    snprintf(hash, sizeof hash, "%016llx", (unsigned long long)xxhash64_end(&state));
+    const uint64_t sum = xxhash64(out + GEMM_CACHE_HASH, n - GEMM_CACHE_HASH);
+    snprintf(hash, sizeof hash, "%016llx", (unsigned long long)sum);
     memcpy(out, hash, sizeof hash - 1);
     out[sizeof hash - 1] = ' ';
     return n;

@@ -22,11 +22,7 @@ static inline double slow_rank_work(const StepTimes *s) {
 
 // Sorts n numbers, and returns their median; of two the smaller one.
 static inline double slow_rank_median(double *values, int64_t n) {
-    for (int64_t i = 1; i < n; i++)
-        for (int64_t j = i; j > 0 && values[j] < values[j - 1]; j--) {
-            const double swapped = values[j];
-            values[j] = values[j - 1], values[j - 1] = swapped;
-        }
+    qsort(values, (size_t)n, sizeof *values, compare_doubles);
     return values[(n - 1) / 2];
 }
 
