@@ -94,7 +94,7 @@ static inline bool json_hex4(JsonParser *p, uint32_t *code) {
 }
 
 static inline void json_put_utf8(JsonParser *p, uint32_t code) {
-    static const uint32_t marks[] = {0, 0xc0, 0xe0, 0xf0};  // of the first byte, by the number of bytes behind it
+    static const uint32_t marks[] = {0, 0xc0, 0xe0, 0xf0};  // in the first byte, by the number of bytes behind it
     const int behind = (code >= 0x80) + (code >= 0x800) + (code >= 0x10000);
     *p->pool++ = (char)(marks[behind] | code >> 6 * behind);
     for (int i = behind - 1; i >= 0; i--) *p->pool++ = (char)(0x80 | (code >> 6 * i & 0x3f));
