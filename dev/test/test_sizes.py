@@ -16,7 +16,7 @@ TRAINERS = ("train_fp8.c", "train_fp8.cu")
 LIMITS = {"train_fp8.c": 1000, "train_fp8.cu": 930, "llmc/shard/fsdp.cuh": 450}
 # Lines of all files that the patterns match. To add lines to a full budget, first cut as many elsewhere under it. Raise
 # a budget in a commit of its own, whose message says what the added lines buy a user.
-BUDGETS = {"llmc": (33730, "llmc/*/*.h", "llmc/*/*.cuh"),
+BUDGETS = {"llmc": (33690, "llmc/*/*.h", "llmc/*/*.cuh"),
            "dev/test": (29100, "dev/test/*.[chps]*", "dev/test/lib/*.[chps]*"),
            "scripts": (6580, "scripts/*.py", "scripts/*.sh", "scripts/*/*.py", "scripts/*/*.sh"),
            "README.md and docs": (1800, "README.md", "docs/*.md")}

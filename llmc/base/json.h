@@ -231,8 +231,11 @@ static inline bool json_take_word(JsonParser *p, const char *word) {
 // Skips NaN, Infinity or -Infinity, and returns true if it is next.
 static inline bool json_parse_nonfinite(JsonParser *p, const char **text) {
     static const char *const words[] = {"NaN", "Infinity", "-Infinity"};
-    for (size_t i = 0; i < sizeof words / sizeof words[0]; i++)
-        if (json_take_word(p, words[i])) return *text = words[i], true;
+    for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) {
+        if (!json_take_word(p, words[i])) continue;
+        *text = words[i];
+        return true;
+    }
     return false;
 }
 

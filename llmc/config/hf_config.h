@@ -73,7 +73,10 @@ static inline bool hf_bool(const Json *json, const char *key, bool fallback) {
 static inline const char *hf_text(const Json *json, const JsonNode *object, const char *key, const char *fallback) {
     Failure failure;
     const JsonNode *node = hf_member(json, object, key);
-    if (node && node->type != JSON_STRING && !json_expected(json, node, "a string", &failure)) die("%s", failure.text);
+    if (node && node->type != JSON_STRING) {
+        json_expected(json, node, "a string", &failure);
+        die("%s", failure.text);
+    }
     return node ? node->text : fallback;
 }
 
