@@ -205,6 +205,7 @@ static void test_refused(void) {
         {"tiny -", "unknown option -"},
         {"tiny --", "unknown option --"},
         {"tiny --zzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzzz", "unknown option --zzz"},
+        {"tiny --msamp O2 --msamp=off", "--msamp is given twice: what the first one sets would stay; give one"},
         {"tiny small", "two models given: \"tiny\" and \"small\"; a glob needs quotes"},
         {"--seed 3", "no MODEL given"},
         {"~ --seed 3", "no MODEL given"},

@@ -272,11 +272,14 @@ static inline bool shorthand_sets(const Options *o, const ShorthandRow *s) {
     return (row->kind == OPTION_FLAG ? *(const bool *)at : *(const int *)at) >= s->level;
 }
 
-// Sets the options that `row` stands for, if it is a shorthand.
+// Sets the options that `row` stands for, if it is a shorthand. Dies if it was given before with a value of its own.
 static inline void options_set_shorthand(Options *o, const OptionRow *row) {
-    for (const ShorthandRow *s = shorthand_rows(); s->shorthand; s++)
-        if (strcmp(s->shorthand, row->name) == 0 && shorthand_sets(o, s))
-            option_set(o, option_find(s->option, strlen(s->option)), s->value);
+    for (const ShorthandRow *s = shorthand_rows(); s->shorthand; s++) {
+        if (strcmp(s->shorthand, row->name) != 0) continue;
+        if (row->kind != OPTION_FLAG && options_give(o, row->name))
+            die_with(EXIT_USAGE, "--%s is given twice: what the first one sets would stay; give one", row->name);
+        if (shorthand_sets(o, s)) option_set(o, option_find(s->option, strlen(s->option)), s->value);
+    }
 }
 
 // The value of an option that has none behind "=", if `next` follows on the command line (NULL: nothing does). NULL: it
@@ -292,10 +295,11 @@ static inline const char *option_value(const OptionRow *row, const char *next) {
 // wrong, but a missing MODEL is found later, by options_require_model.
 static inline Options options_parse(int argc, char **argv) {
     Options o = options_default();
-    o.argc = argc, o.argv = argv;
+    o.argv = argv;
     const OptionRow *flag = NULL;  // the flag right before this argument, or NULL
     for (int i = 1; i < argc; i++) {
         const char *argument = argv[i];
+        o.argc = i;  // options_give: what stands before this argument
         if (argument[0] != '-') {
             if (*o.model && flag)
                 die_with(EXIT_USAGE, "--%s takes no value, but \"%s\" follows it", flag->name, argument);
@@ -316,6 +320,7 @@ static inline Options options_parse(int argc, char **argv) {
         option_set(&o, row, value ? value : "on");
         options_set_shorthand(&o, row);
     }
+    o.argc = argc;
     options_last_save(&o);  // dies if --checkpoint-every cannot be read
     return o;
 }
