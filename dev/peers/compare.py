@@ -134,17 +134,16 @@ def our_words(args, model, T, recipe, steps):
 
 def row_runs(args, row):
     """The runs of a row, in the order in which they take turns: four, and --fast beside tensorwise."""
-    for recipe in ("bf16", row.recipe):
-        kind, peer = ("bf16", "bf16") if recipe == "bf16" else ("fp8", RECIPES[recipe])
+    for recipe in ["bf16", row.recipe] + ["fast"] * (row.recipe == "tensorwise"):
+        kind = recipe if recipe in ("bf16", "fast") else "fp8"
         words = launch_ours(args, args.ranks) + our_words(args, row.model, row.length, recipe, args.num_steps)
         yield Run("transformers", row.text, "ours_" + kind, True, words, args.ranks, recipe, "bf16")
+        if recipe == "fast":  # no peer has it
+            continue
         words = launch_peer(args, args.ranks, "hf_train.py") + [
-            row.model, peer, str(row.length), "--steps", str(args.peer_steps), "--data", data_of(args, row.model),
-            "--sequences"]
+            row.model, RECIPES.get(recipe, recipe), str(row.length), "--steps", str(args.peer_steps), "--data",
+            data_of(args, row.model), "--sequences"]
         yield Run("transformers", row.text, "peer_" + kind, False, words, args.ranks, recipe, "bf16")
-    if row.recipe == "tensorwise":
-        words = launch_ours(args, args.ranks) + our_words(args, row.model, row.length, "fast", args.num_steps)
-        yield Run("transformers", row.text, "ours_fast", True, words, args.ranks, "fast", "bf16")
 
 
 def titan_runs(args, row):

@@ -441,9 +441,11 @@ static inline void logger_links(Logger *l, const char *members) {
 // steps that begin too early, and the last: its energy is read at its end, other steps' while the next one runs.
 static inline void logger_energy(const Logger *l, JsonText *line, int64_t warmup) {
     double joules = 0, seconds = 0, settled = 0, tokens = 0;
-    for (int64_t i = 0; i < l->count; joules += l->joules[i], seconds += l->seconds[i++])
+    for (int64_t i = 0; i < l->count; i++) {
         if (i >= warmup && i < l->count - 1 && seconds >= SUMMARY_ENERGY_SETTLE_SECONDS)
             settled += l->joules[i], tokens += (double)l->tokens_per_step;
+        joules += l->joules[i], seconds += l->seconds[i];
+    }
     if (!isfinite(joules) || !isfinite(l->run_joules) || seconds < SUMMARY_ENERGY_SETTLE_SECONDS) return;
     char per_token[64] = "too few steps for J/token";
     if (tokens > 0) format_checked(per_token, sizeof per_token, "%.4g J/token", settled / tokens);
