@@ -40,10 +40,9 @@ tally_side_by_side() {
     wait $runner
     rm -rf "$outputs"
 }
-# Writes the output of test $1, its status and its seconds. Open MPI gets a folder that no test beside it removes.
+# Writes the output of test $1, its status and its seconds.
 run_one() {
     local command=("$1") out=$outputs/${1//\//.} begin=$SECONDS
-    export OMPI_MCA_orte_tmpdir_base=$(mktemp -d -p "$outputs")
     : >"$out.running"
     case $1 in
     *.py) command=(python3 "$1") ;;
@@ -58,6 +57,7 @@ run_one() {
 }
 replay() { cat "$outputs/$1" && return "$(cat "$outputs/$1.status")"; }
 export -f run_one
+export PATH=$PWD/dev/test/lib/path:$PATH  # an mpirun for tests
 # mpirun would bind the ranks of all tests to the same cores.
 export OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 OMPI_MCA_hwloc_base_binding_policy=none \
     PRTE_MCA_hwloc_default_binding_policy=none
