@@ -226,7 +226,8 @@ test:
 
 # One test. Before a script, make builds the programs that scripts run: the CPU trainer and two tools.
 test-%: FORCE
-	@if [ -e dev/test/test_$*.c ] || [ -e dev/test/test_$*.cu ]; then $(MAKE) -s build/test_$* && build/test_$*; \
+	@export PATH="$$PWD/dev/test/lib/path:$$PATH" outputs=$$(mktemp -d); trap 'rm -rf "$$outputs"' EXIT; \
+	if [ -e dev/test/test_$*.c ] || [ -e dev/test/test_$*.cu ]; then $(MAKE) -s build/test_$* && build/test_$*; \
 	elif [ -e dev/test/test_$*.sh ] || [ -e dev/test/test_$*.py ]; then \
 		$(MAKE) -s train_fp8 build/synth_stories build/compare_checkpoints || exit 1; \
 		if [ -e dev/test/test_$*.sh ]; then bash dev/test/test_$*.sh; else python3 dev/test/test_$*.py; fi; \

@@ -5,16 +5,13 @@
 # passed, N failed".
 set -u
 cd "$(dirname "$0")/../.."
-. scripts/tally.sh
+. dev/test/lib/gpu_lines.sh
 at_once=6
 limit=${SANITIZE_SECONDS:-900}
 logs=build/sanitize
 names=() pids=()
 
-# The programs are spread over the GPUs that this process may use.
-if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then gpus=(${CUDA_VISIBLE_DEVICES//,/ })
-else gpus=($(nvidia-smi -L 2>/dev/null | sed -n 's/^GPU \([0-9]*\):.*/\1/p'))
-fi
+IFS=, read -ra gpus <<<"$(visible_gpus)"  # the programs are spread over them
 [ ${#gpus[@]} -gt 0 ] || gpus=(0)
 trap 'kill $(jobs -rp) 2>/dev/null' EXIT
 trap 'exit 130' INT TERM

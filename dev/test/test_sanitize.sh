@@ -5,8 +5,9 @@
 set -u
 cd "$(dirname "$0")/../.."
 . dev/test/lib/cpu_trainer.sh
-mkdir -p "$tmp/dev/test" "$tmp/scripts" "$tmp/build" "$tmp/bin" "$tmp/running"
+mkdir -p "$tmp/dev/test/lib" "$tmp/scripts" "$tmp/build" "$tmp/bin" "$tmp/running"
 cp dev/test/gpu_sanitize.sh "$tmp/dev/test"
+cp dev/test/lib/gpu_lines.sh "$tmp/dev/test/lib"
 cp scripts/tally.sh "$tmp/scripts"
 
 printf '#!/bin/sh\n[ "$1" != --list ] || exec "%s/train_fp8" "$@"\n' "$PWD" >"$tmp/train_fp8cu"

@@ -1,9 +1,14 @@
-# Sourced by gpu_runs.sh, gpu_bits.sh, gpu_ranks.sh and gpu_faults.sh. Runs trainers, counts checks and compares output,
-# which is in $tmp/NAME.log.
+# Sourced by all gpu_*.sh. Runs trainers, counts checks and compares output, which is in $tmp/NAME.log.
 . scripts/tally.sh
 export XDG_CACHE_HOME=/dev/null  # tests neither read nor write a user's GEMM algorithms (gemm_cache.h)
 ok() { passed=$((passed + 1)); echo "ok: $*"; }
 bad() { failed=$((failed + 1)); echo "FAILED: $*"; }
+# Prints the GPUs that this process may use, with commas between them.
+visible_gpus() {
+    local all
+    all=$(nvidia-smi -L 2>/dev/null | sed -n 's/^GPU \([0-9]*\):.*/\1/p' | paste -sd,)
+    [ -z "$all" ] || echo "${CUDA_VISIBLE_DEVICES-$all}"
+}
 # Runs a command that must succeed within 120 s. If it does not, counts a failed check and prints its status and errors.
 # $1 name of the log, then the command.
 trains() {

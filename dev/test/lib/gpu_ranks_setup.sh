@@ -1,8 +1,7 @@
 # Sourced by gpu_bits.sh, gpu_ranks.sh and gpu_faults.sh. Finds the GPUs, makes data, and sets options of most runs.
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
-visible=$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | grep -x '[0-9]*' | paste -sd,)
-[ -z "$visible" ] || visible=${CUDA_VISIBLE_DEVICES-$visible}
+visible=$(visible_gpus)
 gpus=$(tr , '\n' <<<"$visible" | grep -c .)
 if [ "$gpus" -lt 1 ]; then
     echo "skipped: no GPU"
