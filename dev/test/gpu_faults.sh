@@ -14,7 +14,7 @@ start_endless() {
     $launcher -np $W ./train_fp8cu $common --precision bf16 --num-steps 1000000 $(split $W) --checkpoint-dir "$tmp/$1" \
         --checkpoint-every 20 >"$tmp/$1.log" 2>&1 </dev/null &
     launched=$!
-    for _ in $(seq 300); do grep -q '^saved' "$tmp/$1.log" && break; sleep 0.1; done
+    await 30 grep -q '^saved' "$tmp/$1.log"
     ranks=($(for pid in $(children $launched); do grep -q train_fp8cu /proc/$pid/cmdline && echo $pid; done))
     [ ${#ranks[@]} -eq $W ] || bad "$1: ${#ranks[@]} ranks are running: $(tail -n 3 "$tmp/$1.log")"
 }

@@ -447,9 +447,10 @@ check "the estimate of a step with --offload says that its copies are not counte
 
 # After SIGTERM, SIGINT or SIGUSR1 a run finishes the step, saves once and exits with status 0.
 for signal in TERM INT USR1; do
+    rm -f "$tmp/s.log"  # else await could find the steps of an earlier run
     (trap - INT; exec ./train_fp8cu $common --num-steps 100000 --checkpoint-dir "$tmp/sig_$signal") >"$tmp/s.log" 2>&1 &
     pid=$!
-    for _ in $(seq 200); do grep -q '^step ' "$tmp/s.log" && break; sleep 0.1; done
+    await 20 grep -q '^step ' "$tmp/s.log"
     kill -$signal $pid
     wait $pid
     status=$?

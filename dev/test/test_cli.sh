@@ -34,8 +34,9 @@ check "a missing shard ends with status 1" ends 1 tiny $data --train-data "$tmp/
 check "a plan larger than the memory ends with status 3" ends 3 llama3.1-405b $data
 # Prints the number of threads of a run with the settings $@.
 threads() {
+    rm "$tmp/one"  # else await could find the steps of an earlier run
     env -u GOMP_SPINCOUNT "$@" $trainer tiny $data --num-steps 1000000 >"$tmp/one" 2>&1 &
-    for ((i = 0; i < 100; i++)); do grep -q "^step  *2/" "$tmp/one" && break || sleep 0.1; done
+    await 10 grep -q "^step  *2/" "$tmp/one"
     ls /proc/$!/task | wc -l
     kill $! && wait $! 2>/dev/null
 }
@@ -447,10 +448,7 @@ rm -rf "$tmp/every"
 build/synth_stories --out "$tmp/long" --bytes 20000000 --seed 4 >/dev/null
 $trainer tiny $data --val-data "$tmp/long_train.bin" --val-every 3 --val-steps 1000000 --num-steps 50 --log-every 10 \
     --log-dir "$tmp/every" >"$tmp/every.out" &
-for _ in $(seq 100); do
-    [ "$(grep -c '"type": "step"' "$tmp/every/log.jsonl" 2>/dev/null)" = 3 ] && break
-    sleep 0.1
-done
+await 10 eval '[ "$(grep -c "\"type\": \"step\"" "$tmp/every/log.jsonl")" = 3 ]'
 kill -TERM $!
 wait $!
 check "--log-every prints the last step if the signal comes during the validation after it" \

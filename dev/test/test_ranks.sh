@@ -391,14 +391,13 @@ done
 # Starts a run that does not end by itself, and waits up to 30 s for its second step. $1 ranks, then options. Sets mpi
 # and pids[rank] to the process ids of mpirun and of the ranks.
 start() {
-    local n=$1 i pid rank
+    local n=$1 pid rank
     shift
-    rm -rf "$tmp/run"
-    : >"$tmp/run.out"
+    rm -rf "$tmp/run" "$tmp/run.out"
     mpirun --allow-run-as-root --oversubscribe -np "$n" ./train_fp8 "$tmp/qwen2" $data --batch-size 2 \
         --num-steps 1000000 --checkpoint-dir "$tmp/run" "$@" >"$tmp/run.out" 2>&1 &
     mpi=$!
-    for i in $(seq 300); do grep -q '^step  *2/' "$tmp/run.out" && break; sleep 0.1; done
+    await 30 grep -q '^step  *2/' "$tmp/run.out"
     pids=()
     for pid in $(cat /proc/$mpi/task/*/children); do
         rank=$(tr '\0' '\n' <"/proc/$pid/environ" | sed -n 's/^OMPI_COMM_WORLD_RANK=//p')
@@ -431,7 +430,7 @@ all_end() {
 # A rank is killed after the first save, in a run that saves every 5 steps and in one that saves every step.
 for every in 5 1; do
     start 4 --checkpoint-every $every
-    for i in $(seq 100); do [ -n "$(ls -d "$tmp"/run/step-???????? 2>/dev/null)" ] && break; sleep 0.1; done
+    await 10 eval 'ls -d "$tmp"/run/step-????????'
     kill -KILL "${pids[2]}"
     all_end
     check "rank killed: mpirun's status $status is not 0" [ $status -ne 0 ] &&

@@ -48,12 +48,6 @@ fails() {
     check "$1: one error line" equal "$(grep -c '^error: ' "$tmp/$1.errors")" 1
     check "$1: the error says $3: $(cat "$tmp/$1.errors")" grep -qE "^error: $3" "$tmp/$1.errors"
 }
-# Waits until file $1 has a line with $2, at most 30 s.
-await_line() {
-    local i
-    for ((i = 0; i < 300; i++)); do grep -q "$2" "$1" 2>/dev/null && return; sleep 0.1; done
-    return 1
-}
 
 # ---- losses: equal to those of ranks that mpirun started, with sharding full, hybrid and none
 
@@ -231,7 +225,7 @@ fails folder 1 "rank 0 on $host: --init-from file:$tmp/none/meet: cannot write .
 # A stale file, which names a port where nobody listens, is replaced, with a warning.
 pids=()
 rank stale 0 2 "file:$tmp/stale.meet"
-await_line "$tmp/stale.meet" '^address'
+await 30 grep -q '^address' "$tmp/stale.meet"
 kill -KILL $(children "${pids[0]}")
 wait "${pids[0]}" 2>/dev/null
 check "a killed rank 0 leaves its file" [ -s "$tmp/stale.meet" ]
@@ -248,7 +242,7 @@ s = socket.create_server(("127.0.0.1", 0))
 print(s.getsockname()[1], flush=True)
 time.sleep(60)' >"$tmp/mute.port" &
 mute=$!
-await_line "$tmp/mute.port" .
+await 30 test -s "$tmp/mute.port"
 printf '%s\n' "train_fp8 rank 1" "token 0123" "job none" "host $host" "boot $(cat /proc/sys/kernel/random/boot_id)" \
     "process 1" "port $(<"$tmp/mute.port")" "address 127.0.0.1" >"$tmp/mute.meet"
 pids=()
@@ -309,7 +303,7 @@ check "rank 1 of another Slurm job prints that the file is of another job" \
 
 pids=()
 rank guarded 0 2 "file:$tmp/guarded.meet" --init-timeout 20
-for _ in $(seq 100); do [ -e "$tmp/guarded.meet" ] && break; sleep 0.1; done
+await 10 test -e "$tmp/guarded.meet"
 check "the file with the token is its user's alone" equal "$(stat -c %a "$tmp/guarded.meet")" 600
 kill "${pids[0]}"  # timeout passes the signal on
 wait "${pids[0]}"
@@ -387,7 +381,7 @@ begin() {
     local name=$1 n=$2
     shift 2
     ranks "$name" "$n" "file:$tmp/$name.meet" $endless "$@"
-    await_line "$tmp/$name.0.out" '^step  *5/' || cat "$tmp/$name".*.err
+    await 30 grep -q '^step  *5/' "$tmp/$name.0.out" || cat "$tmp/$name".*.err
 }
 # Prints the process id of the trainer of rank $1, which is a child of timeout.
 process() { children "${pids[$1]}"; }

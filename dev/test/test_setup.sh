@@ -102,7 +102,7 @@ fi
 ./train_fp8 "$tmp/model" $data --num-steps 1000000 --checkpoint-dir "$tmp/busy" --checkpoint-every 2 \
     --keep-checkpoints 1 >"$tmp/busy.out" 2>&1 &
 busy=$!
-for i in $(seq 300); do grep -q '^saved checkpoint after step 4 ' "$tmp/busy.out" && break; sleep 0.1; done
+await 30 grep -q '^saved checkpoint after step 4 ' "$tmp/busy.out"
 kill -STOP $busy  # it holds its lock, and takes no time from the run that waits for it
 check "a second run with the same --checkpoint-dir is refused" \
     refuses 1 "--checkpoint-dir $tmp/busy: another run is using it" \
@@ -131,9 +131,9 @@ check "the new and the earlier log have all their steps" \
     equal "$(grep -c '"type": "step"' "$tmp/log/log.jsonl") $(grep -c '"type": "step"' "$tmp/log/log.1.jsonl")" "1 4"
 
 ./train_fp8 small $data --num-steps 1000000 --log-dir "$tmp/log" --sequence-length 4096 --batch-size 4 \
-    >"$tmp/busy.out" 2>&1 &
+    >"$tmp/logs.out" 2>&1 &
 busy=$!
-for i in $(seq 600); do grep -q '^memory' "$tmp/busy.out" && break; sleep 0.1; done  # it has locked the folder by then
+await 60 grep -q '^memory' "$tmp/logs.out"  # it has locked the folder by then
 kill -STOP $busy
 check "a second run with the same --log-dir is refused" \
     refuses 1 "--log-dir $tmp/log: another run is using it" tiny $data --log-dir "$tmp/log"
@@ -142,7 +142,7 @@ check "a second run with the same --log-dir is refused" \
 
 (trap - INT; exec ./train_fp8 small $data --sequence-length 4096 --batch-size 4) >"$tmp/long.out" 2>&1 &
 long=$!
-for _ in $(seq 600); do grep -q '^memory' "$tmp/long.out" && break; sleep 0.1; done  # the first step begins then
+await 60 grep -q '^memory' "$tmp/long.out"  # the first step begins then
 sleep 0.5
 kill -INT $long
 sleep 0.3

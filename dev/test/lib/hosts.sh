@@ -120,6 +120,7 @@ slow_network() {
     [ $shaper = slow_link ] || return 0
     for host in "${ports[@]}"; do ip link set "$host" nomaster; done
     [ -x "$ROOM/slow_link" ] || gcc -O1 -Wall -Wextra -Werror -o "$ROOM/slow_link" dev/test/lib/slow_link.c || return
+    rm -f "$ROOM/link.log"
     "$ROOM/slow_link" "$delay" "$loss" "${ports[@]}" >"$ROOM/link.log" &
     link=$!
     until [ -s "$ROOM/link.log" ]; do kill -0 $link || return; sleep 0.01; done
