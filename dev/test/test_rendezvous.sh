@@ -261,6 +261,9 @@ fails silent "6 6" "rank 0 on $host has waited for .* in start-up: all-gather: a
 check "silent: rank 2 had connected to both" equal "$(<"$tmp/silent.log")" connected
 kill "${pids_silent[2]}"
 
+# Prints the addresses where a program listens at port $1, in hex. True if there are any.
+listeners() { awk -v p="$(printf ':%04X' "$1")" '$4 == "0A" && index($2, p) { print $2 }' /proc/net/tcp{,6} | grep .; }
+
 # A second rank 0 at the place of another run is refused: first the place is a file, then a port.
 free_port
 free_port
@@ -268,7 +271,7 @@ for places in "file:$tmp/both.meet file:$tmp/other.meet" "tcp:localhost:$((port 
     read -r place other <<<"$places"
     pids=()
     rank first 0 2 "$place" --init-timeout 20
-    sleep 0.5
+    case $place in file:*) await 10 test -e "${place#file:}" ;; *) await 10 listeners $((port - 1)) ;; esac
     rank second 1 2 "$other" --init-timeout 3  # it waits at another place, and must not disturb
     pids=("${pids[0]}")
     RANK=0 WORLD_SIZE=2 timeout 20 ./train_fp8 $data --init-from "$place" >/dev/null 2>"$tmp/second.err"
@@ -309,12 +312,10 @@ kill "${pids[0]}"  # timeout passes the signal on
 wait "${pids[0]}"
 check "a signal removes the file" test ! -e "$tmp/guarded.meet"
 free_port
-hex=$(printf ':%04X' "$port")
 pids=()
 rank loopback 0 2 "tcp:127.0.0.1:$port" --init-timeout 3
-sleep 1
-check "tcp:127.0.0.1 listens there alone" equal \
-    "$(cat /proc/net/tcp /proc/net/tcp6 | awk -v p="$hex" '$4 == "0A" && index($2, p) { print $2 }')" "0100007F$hex"
+await 3 listeners "$port"
+check "tcp:127.0.0.1 listens there alone" equal "$(listeners "$port")" "$(printf '0100007F:%04X' "$port")"
 wait
 
 # Rank 1 waits on a host with few free ports, one of them rank 0's: it neither connects to itself nor listens there.
