@@ -120,6 +120,7 @@ def test_refused(bench):
     for words, message in ((["--plant", "1.down=2"], "GEMM and factor"), (["--only", "9.down"], "no layer 9"),
                            (["--only", "0.up"], "no place such as"), (["--micro-batches", "2"], "from 8 on"),
                            (["--only", "0.down"], "--only needs --precision fp8"),
+                           (["--fast", "--only", "0.down"], "with --fast add --fp8-lm-head off"),
                            (["--precision", "fp32"], "bf16 or fp8"),
                            (["--checkpoints", bench.model], "no weights"), (["--batch-size", "999"], "need"),
                            (["--plant"], "needs a value")):

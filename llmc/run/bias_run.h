@@ -178,6 +178,9 @@ static inline void bias_check(BiasRun *b) {
                  (long long)max_i64(h->only.layer, h->plant.layer), (long long)L - 1);
     if (h->only.layer >= 0 && (*o->fp8_filter || o->precision != PRECISION_FP8 || (h->only.gemm >= 0 && L == 1)))
         die_with(EXIT_USAGE, "--only needs --precision fp8 without --fp8-filter, and for one GEMM a model of 2 layers");
+    if (h->only.layer >= 0 && o->fp8_lm_head)
+        die_with(EXIT_USAGE, "--only keeps all other GEMMs in bf16, and --fp8-lm-head wants lm_head's in FP8; leave it "
+                             "out, or with --fast add --fp8-lm-head off");
     if (b->run.setup.train.num_sequences < needed)
         die_with(EXIT_USAGE,
                  "--train-data has %lld sequences, but %lld micro-batches of %lld need %lld: each checkpoint "
