@@ -129,7 +129,7 @@ def main(words):
     failed = False
     os.makedirs(plan.o.out, exist_ok=True)
     for recipe in plan.recipes:
-        out = os.path.join(plan.o.out, recipe.replace(":", "-") + ".json")
+        out = os.path.join(plan.o.out, recipe.replace(":", "-").replace("/", "-") + ".json")
         status = subprocess.run(plan.command(recipe, out), stdout=subprocess.DEVNULL).returncode
         if status == UNSUPPORTED and not plan.o.recipes:
             say(f"{recipe}: left out, because this GPU or model lacks it")
