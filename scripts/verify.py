@@ -92,7 +92,7 @@ def command_of(trainer, settings, ranks, start, log, extra):
     micro = given["grad-accumulation-steps"] * world
     if micro % ranks:
         fail(f"--ranks {ranks}: the run has {micro} micro-batches in a step; give a number that divides them")
-    words = trainer.launch(ranks) + [trainer.program, settings["model"]]
+    words = trainer.launch(ranks) + [trainer.program, start or settings.get("model_folder", settings["model"])]
     usage = subprocess.run([trainer.program, "--help", "all"], capture_output=True, text=True).stdout
     flags = re.findall(r"^ +--([\w-]+)(?:  |$)", usage, re.MULTILINE)  # options without a value
     for name, value in given.items():

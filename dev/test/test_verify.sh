@@ -7,12 +7,13 @@ cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
 . dev/test/lib/cpu_trainer.sh
 build/synth_stories --out "$tmp/s" --bytes 30000 --seed 3 >/dev/null
+mkdir "$tmp/mini"
 data="--train-data $tmp/s_train.bin"
 train() {
-    ./train_fp8 tiny $data --sequence-length 32 --batch-size 1 --grad-accumulation-steps 4 --learning-rate 1e-3 \
-        --fast --fp8-fast-accum fprop --fp8-lm-head off --fp8-recipe delayed --optimizer-state coat-stochastic \
-        --deterministic --receipt 2 --log-dir "$tmp/log" --checkpoint-dir "$tmp/ck" --checkpoint-every 4 \
-        --keep-checkpoints 9 "$@" >"$out" 2>&1
+    ./train_fp8 "${model:-tiny}" $data --sequence-length 32 --batch-size 1 --grad-accumulation-steps 4 \
+        --learning-rate 1e-3 --fast --fp8-fast-accum fprop --fp8-lm-head off --fp8-recipe delayed \
+        --optimizer-state coat-stochastic --deterministic --receipt 2 --log-dir "$tmp/log" \
+        --checkpoint-dir "$tmp/ck" --checkpoint-every 4 --keep-checkpoints 9 "$@" >"$out" 2>&1
 }
 # verify STATUS WORDS ...: the words of the line that it prints, after $1, the exit status
 verify() {
@@ -38,6 +39,12 @@ build/synth_stories --out "$tmp/t" --bytes 9000 --seed 5 >/dev/null
 data="--mix $tmp/t_*.bin=1,$tmp/s_train.bin=2" check "a run with --mix" train --num-steps 2 --log-dir "$tmp/mixed" \
     --checkpoint-dir "$tmp/mixed"
 check "it is verified on 2 ranks" verify 0 "equal: 2 receipts, steps 0 to 2" "$tmp/mixed" --ranks 2
+cp "$tmp/ck/step-00000004/config.json" "$tmp/mini/" && sed -i 's/192/128/' "$tmp/mini/config.json"
+model=$tmp/mini check "a run whose MODEL is a folder" train --num-steps 6 --log-dir "$tmp/own" \
+    --checkpoint-dir "$tmp/own"
+check "it is verified from new weights" verify 0 "equal: 3 receipts, steps 0 to 4" "$tmp/own" --step 4
+rm -r "$tmp/mini"
+check "and from a checkpoint, without the folder" verify 0 "equal: 2 receipts, steps 4 to 6" "$tmp/own"
 sed -i '/"receipt", "step": 2/s/"weights": "./"weights": "x/; s/"weights": "x/"weights": "0/' "$tmp/log/log.jsonl"
 check "a changed log is found" verify 1 "step 2: the receipt does not follow" "$tmp/log"
 ./train_fp8 tiny --train-data "$tmp/s_train.bin" --receipt 2 >"$out" 2>&1

@@ -159,6 +159,7 @@ static inline void logger_write_settings(Logger *l, const Options *o, const Mode
     logger_add_text(&line, "device", l->run.device);
     logger_add_int(&line, "world_size", l->run.world_size);
     logger_add_text(&line, "model", m->name);
+    if (m->source) logger_add_text(&line, "model_folder", o->model);
     logger_add_int(&line, "parameters", t->num_parameters);
     logger_add_int(&line, "vocab_size", m->vocab_size);
     logger_add(&line, "model_flops_per_token", flops_total(l->flops));
