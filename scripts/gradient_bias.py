@@ -6,8 +6,8 @@ MODEL is a preset with random weights, or a folder with weights: a checkpoint's,
 recipe and writes FOLDER/RECIPE.json; docs/GRADIENT_BIAS.md explains both. Needs one GPU, or the CPU with --program
 build/gradient_bias. Paths are relative to the repository's root. Defaults are in parentheses.
 
-  --recipes LIST         FP8 recipes: bf16 (the null arm), fp8 (tensorwise), fp8:RECIPE, fp8:RECIPE:emulate (all that
-                         this GPU has)
+  --recipes LIST         FP8 recipes: bf16 (the null arm), fp8 (tensorwise), fp8:RECIPE, fp8:RECIPE:emulate, fp8:fast
+                         (all that this GPU has, but for fp8:fast)
   --micro-batches N      micro-batches (64)
   --batch-size B         sequences of a micro-batch (1)
   --sequence-length T    tokens of a sequence (2048)
@@ -109,8 +109,7 @@ class Plan:
         check_extra(self.extra, SET_HERE, "script")
         self.trainer = Trainer(o.program)
         self.trainer.on_cpu = os.path.basename(o.program) == "gradient_bias"
-        everything = ["fp8:" + recipe for recipe in self.trainer.list("recipes")]
-        self.recipes = split(o.recipes) or everything
+        self.recipes = split(o.recipes) or ["fp8:" + recipe for recipe in self.trainer.list("recipes")]
         self.trainer.check_precisions("--recipes", self.recipes, ("bf16",))
         self.data = data_of(self.checkpoints[0], {**SHARDS, "": o.train_data}, "--train-data")
 

@@ -9,7 +9,7 @@ and marked in the table. Paths are relative to the repository's root. Defaults a
   --data GLOB              training shards of the model's tokenizer (data/tinystories_llama3_train*.bin)
   --num-steps N            optimizer steps in each run (300)
   --sequence-length N      tokens in a sequence (2048)
-  --recipes LIST           recipes, such as rowwise,mxfp8 or fp8:rowwise; fast: --fast (all of the trainer, fast)
+  --recipes LIST           recipes, such as fp8,rowwise or fp8:rowwise; fast: --fast (all of the trainer, fast)
   --audit-every N          steps between audits (a tenth of the steps, rounded up)
   --gpus N                 GPUs, or ranks of the CPU trainer (1)
   --parallel N             most runs side by side, each on GPUs of its own (as many as fit; 1 on the CPU)
@@ -48,7 +48,8 @@ def main(words):
     o, _, extra = parse(words, __doc__, DEFAULTS, ())
     tenth = -(-number("--num-steps", o.num_steps) // 10)
     every = number("--audit-every", o.audit_every) if o.audit_every else tenth
-    recipes = [word.removeprefix("fp8:") for word in split(o.recipes) or [*Trainer(o.trainer).list("recipes"), "fast"]]
+    recipes = split(o.recipes) or [*Trainer(o.trainer).list("recipes"), "fast"]
+    recipes = [word.replace("fp8+", "tensorwise+").removeprefix("fp8").strip(":") or "tensorwise" for word in recipes]
     if len(recipes) == 1 and not o.recipes:
         fail(f"{o.trainer} --list recipes names none")
     model = o.model.rstrip("/")

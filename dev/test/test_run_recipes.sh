@@ -111,7 +111,7 @@ check "sizes that are no multiples of 128: blockwise runs nothing in FP8" table 
     "bf16;rowwise $all;blockwise nothing;blockwise nothing emulated"
 check "sizes that are no multiples of 128: the table says that nothing ran in FP8" \
     equal "$(grep -c '^blockwise .*nothing ran in FP8$' "$tmp/tiny/recipes.txt")" 2
-run --trainer "$trainer" --out "$tmp/unaudited" --recipes fp8:tensorwise -- --fp8-audit 0
+run --trainer "$trainer" --out "$tmp/unaudited" --recipes fp8 -- --fp8-audit 0
 check "without audits the table does not report FP8 runs as BF16" \
     equal "$? $(grep -c 'nothing ran' "$tmp/unaudited/recipes.txt") $(grep -c '^tensorwise .*x ' \
     "$tmp/unaudited/recipes.txt")" "0 0 1"
