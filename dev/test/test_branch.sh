@@ -115,6 +115,8 @@ check "the trunk's folder is refused with --resume" \
     no_branch 2 "share a folder" --branch "$trunk/" --checkpoint-dir "$tmp/./trunk" --resume
 rm -rf "$tmp/refused"
 cp -r "$tmp/trunk" "$tmp/refused"
-check "--resume refuses another precision" no_branch 1 "--precision is bf16 in the checkpoint, fp8 now" $fp8 --resume
+check "--resume refuses another precision" no_branch 1 "--precision is bf16 in the checkpoint, fp8 now
+use the checkpoint's settings, or go on with these settings by --branch $tmp/refused/step-00000008 and another" \
+    $fp8 --resume
 check "nothing of the trunk has changed" equal "$before" "$(find "$tmp/trunk" -type f -exec md5sum {} + | sort)"
 finish

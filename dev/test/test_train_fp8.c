@@ -1412,7 +1412,7 @@ static void test_bounded_resume(void) {
     char *output;
     CHECK(run_program(&output, SMALL_RUN "--precision fp8 --fp8-recipe tensorwise_bounded --num-steps 9 --beta2 0.99 "
                                          "--grad-accumulation-steps 2 --checkpoint-dir @/ck-bounded --resume") == 1 &&
-              strstr(output, "--beta2 is 0.999 in the checkpoint, 0.99 now"),
+              strstr(output, "--beta2 is 0.999 in the checkpoint, 0.99 now, with --fp8-recipe tensorwise_bounded"),
           "another --beta2 is refused: %s", output);
     const char *const tensorwise = SMALL_RUN "--precision fp8 --fp8-recipe tensorwise --beta2 0.99 --checkpoint-dir "
                                              "@/ck-betas --grad-accumulation-steps 2 --num-steps";

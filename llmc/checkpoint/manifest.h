@@ -323,8 +323,8 @@ static inline JsonText checkpoint_settings_mismatch(const Json *json, const Opti
         const JsonNode *node = json_member(json, settings, row->name);
         const char *then = node ? node->text : absent;
         if (strcmp(then, now) != 0)
-            json_text_add(&out, "\n  --%s is %s in the checkpoint, %s now", row->name, *then ? then : "\"\"",
-                          *now ? now : "\"\"");
+            json_text_add(&out, "\n  --%s is %s in the checkpoint, %s now%s", row->name, *then ? then : "\"\"",
+                          *now ? now : "\"\"", row->match == TOLD ? ", with --fp8-recipe tensorwise_bounded" : "");
     }
     return out;
 }
@@ -478,6 +478,18 @@ static inline JsonText checkpoint_model_mismatch(const ModelConfig *then, const 
     return out;
 }
 
+// Dies with the settings that differ, and with what would do.
+static inline void checkpoint_die_settings(const Json *json, const char *checkpoint, const CheckpointRun *run,
+                                           const char *settings) {
+    JsonText still = checkpoint_settings_mismatch(json, run->options, true);
+    checkpoint_data_mismatch(json, *run->options->mix ? "mix" : "train-data", &run->data, &still);
+    die("cannot %s from %s with other settings:%s\nuse the checkpoint's settings, or %s %s and another "
+        "--checkpoint-dir",
+        checkpoint_verb(run), checkpoint, settings,
+        still.size ? "start a new run from its weights, with MODEL" : "go on with these settings by --branch",
+        checkpoint);
+}
+
 // Returns the progress of the checkpoint's run; one without "skipped" counted skipped steps like others. Dies if the
 // model, a setting that must match or the training data differs, or if trainer.json or config.json cannot be read.
 // Needs no trainer state, so it can run before anything is allocated. Says which other settings differ.
@@ -503,13 +515,10 @@ static inline TrainerProgress checkpoint_check(const char *checkpoint, const Che
         checkpoint_check_betas(&json, checkpoint, run, &progress);
         checkpoint_tell_settings(&json, run, progress.step);
     }
+    if (model.size)
+        die("cannot %s from %s: it is a checkpoint of another model:%s", checkpoint_verb(run), checkpoint, model.data);
+    if (settings.size) checkpoint_die_settings(&json, checkpoint, run, settings.data);
     json_free(&json);
-    const char *verb = checkpoint_verb(run);
-    if (model.size) die("cannot %s from %s: it is a checkpoint of another model:%s", verb, checkpoint, model.data);
-    if (settings.size)
-        die("cannot %s from %s with other settings:%s\nuse the checkpoint's settings, or start a new run from its "
-            "weights, with MODEL %s and another --checkpoint-dir",
-            verb, checkpoint, settings.data, checkpoint);
     json_text_free(&model);
     json_text_free(&settings);
     return progress;
