@@ -300,8 +300,8 @@ enum { RARE, COMMON };
          "a signal ends the run") \
     INT(val_steps, "val-steps", 10, 1, 1000000000, FREE, RARE, \
          "number of validation sequences, spread evenly over --val-data (all if it has fewer), for any number of " \
-         "ranks and any batch size; with --fp8-recipe tensorwise, whose scale of x spans the batch, a sequence's " \
-         "loss depends a little on the others in its batch") \
+         "ranks and any batch size; with a recipe whose current scale of x spans the batch (tensorwise, " \
+         "tensorwise_bounded), a sequence's loss depends a little on the others in its batch") \
     INT(sample_every, "sample-every", 0, 0, 1000000000, FREE, RARE, \
          "steps between printed samples of text; the last step prints one too, unless a signal ends the run; 0: none") \
     INT(max_tokens, "max-tokens", 64, 1, 65536, FREE, RARE, \
