@@ -271,6 +271,11 @@ def test_branches(tmp):
           f"the decision comes first: {lines[0]}")
     check(lines[1].startswith("Not acceptable: FP8 rowwise after step 40 costs at least 0."), f"then this: {lines[1]}")
     check_page(folder / "report.html", data, ("loss-intervals", "gap-", "difference-", "speedups", "norms-"))
+    for null in folder.glob("tiny.null.*"):  # the losses of its trunk
+        own, trunk = null / "log.jsonl", folder / null.name.replace("null", "bf16") / "log.jsonl"
+        own.write_text(own.read_text().split("\n", 1)[0] + "\n" + trunk.read_text().split("\n", 1)[1])
+    out, _ = report(folder)
+    check("note: bf16, other rounding seed: its losses are the trunk's" in out, f"null pairs without noise: {out}")
 
 
 def test_against(tmp):

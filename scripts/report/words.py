@@ -187,7 +187,8 @@ def verdict(comparisons, margin=None):
 
 def pilot(comparisons, margin=None):
     """What null pairs show, one text for each place."""
-    return [null_words(c, margin) for c in comparisons if c.null and c.smallest and math.isfinite(c.smallest)]
+    return [null_words(c, margin) if c.smallest else f"{c.recipe}: its losses are the trunk's, so it shows no noise; "
+            "nothing was rounded stochastically" for c in comparisons if c.null and c.smallest not in (None, math.inf)]
 
 
 def null_words(c, margin):
@@ -197,8 +198,7 @@ def null_words(c, margin):
             f"most {most:.2f}%), so {count(c.planned, 'trunk')} see a cost of {c.smallest:.2f}% or more")
     if not margin or c.smallest <= margin:
         return text
-    need = vs.trunks_needed(most, margin, c.alpha)
-    return (f"{text}; {margin:g}% takes {f'{need} trunks' if need else 'more than 1000 trunks'} of "
+    return (f"{text}; {margin:g}% takes {vs.trunks_needed(most, margin, c.alpha) or 'more than 1000'} trunks of "
             f"{number(c.hours / 2, 2)} GPU-hours for each arm, or calmer pairs: a later --branch-step, a lower rate")
 
 
