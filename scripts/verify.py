@@ -165,7 +165,7 @@ def main(words):
     settings = stretch.settings
     ranks = number("--ranks", options.ranks) if options.ranks else settings["world_size"]
     if ranks != settings["world_size"] and "any number" not in settings.get("same_bits", ""):
-        fail(f"--ranks {ranks}: this run has the same {settings.get('same_bits')}")
+        fail(f"--ranks {ranks}: this run has the same bits {settings.get('same_bits')}")
     trainer = Trainer(options.program or "./" + settings["program"])
     checkpoints = options.checkpoints or settings["settings"]["checkpoint-dir"]
     at, start = find_start(checkpoints, min(stretch.receipts), step, "give --checkpoints DIR")

@@ -39,6 +39,8 @@ build/synth_stories --out "$tmp/t" --bytes 9000 --seed 5 >/dev/null
 data="--mix $tmp/t_*.bin=1,$tmp/s_train.bin=2" check "a run with --mix" train --num-steps 2 --log-dir "$tmp/mixed" \
     --checkpoint-dir "$tmp/mixed"
 check "it is verified on 2 ranks" verify 0 "equal: 2 receipts, steps 0 to 2" "$tmp/mixed" --ranks 2
+check "a run with FP8 gradients" train --num-steps 2 --reduce-dtype fp8 --log-dir "$tmp/fp8" --checkpoint-dir "$tmp/fp8"
+check "other ranks are refused" verify 1 "this run has the same bits on 1 rank alone" "$tmp/fp8" --ranks 2
 cp "$tmp/ck/step-00000004/config.json" "$tmp/mini/" && sed -i 's/192/128/' "$tmp/mini/config.json"
 model=$tmp/mini check "a run whose MODEL is a folder" train --num-steps 6 --log-dir "$tmp/own" \
     --checkpoint-dir "$tmp/own"
