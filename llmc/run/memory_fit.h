@@ -25,6 +25,7 @@ typedef struct {
 // The changes of options that may make a run fit, in the order in which a combination makes them.
 enum {
     FIT_FULL_SHARDING,
+    FIT_TENSORWISE,
     FIT_COAT,
     FIT_BF16_MOMENTS,
     FIT_BF16_WEIGHTS,
@@ -78,6 +79,10 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
         format_checked(words, capacity, " --sharding full%s", o->shard_size ? " --shard-size 0" : "");
         o->sharding = SHARDING_FULL, o->shard_size = 0;
         return true;
+    case FIT_TENSORWISE:
+        if (!options_recipe(o)->bounded) return false;
+        o->fp8_recipe = RECIPE_TENSORWISE;
+        return format_checked(words, capacity, " --fp8-recipe tensorwise"), true;
     case FIT_COAT:
     case FIT_BF16_MOMENTS:
     case FIT_BF16_WEIGHTS: return memory_fit_change_states(o, change, words, capacity);
@@ -106,15 +111,17 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
 // The cost of each change. `percent` is an estimate of the time that the change adds to a step. Most of them come from
 // llama3.1-8b in FP8 on one H200 (docs/RESULTS.md): batch 1 takes 28% more time per token than batch 4, --recompute
 // norm, attention, mlp and layer add 1%, 9%, 10% and 20% at T 8192 and 2%, 6%, 13% and 17% at T 2048,
-// --optimizer-in-backward adds 2% at most, and coat-stochastic 3% at T 8192. --fp8-activations adds 3% at most on one
-// H100. For --sharding full there is no measurement. Offloading has 0, because the time of its copies depends on much.
-// `price` orders the combinations. bf16 moments and weights cost no time but change how numbers are rounded, so their
-// price is above that of changes with 1%. FP8 moments have a high price, and offloading has the highest. No change
-// offloads master weights, because bf16 masters cost less time and need less memory.
+// --optimizer-in-backward adds 2% at most, and coat-stochastic 3% at T 8192; tensorwise takes 4% more than
+// tensorwise_bounded at T 2048. --fp8-activations adds 3% at most on one H100. For --sharding full there is no
+// measurement. Offloading has 0, because the time of its copies depends on much. `price` orders the combinations. bf16
+// moments and weights cost no time but change how numbers are rounded, so their price is above that of changes with 1%.
+// FP8 moments have a high price, and offloading has the highest. No change offloads master weights, because bf16
+// masters cost less time and need less memory.
 static const struct {
     int price, percent;
 } memory_fit_costs[FIT_CHANGES] = {
     {1, 1},     // FIT_FULL_SHARDING
+    {3, 4},     // FIT_TENSORWISE
     {100, 3},   // FIT_COAT
     {2, 0},     // FIT_BF16_MOMENTS
     {3, 0},     // FIT_BF16_WEIGHTS
