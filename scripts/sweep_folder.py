@@ -14,8 +14,7 @@ TEXT, NUMBER, NUMBER_OR_NULL, OBJECT = "text", "a number", "a number or null", "
 LARGEST = 1e30  # no number of a log is larger, so sums and products of a few stay finite
 FIELDS = {
     "settings": {"program": TEXT, "version": TEXT, "versions": TEXT, "device": TEXT, "model": TEXT,
-                 "world_size": NUMBER, "parameters": NUMBER, "fp8_gemms": NUMBER,
-                 "settings": OBJECT},
+                 "world_size": NUMBER, "parameters": NUMBER, "fp8_gemms": NUMBER, "settings": OBJECT},
     "summary": dict.fromkeys(("steps", "skipped"), NUMBER) | dict.fromkeys(
         ("first_loss", "last_loss", "median_ms", "tokens_per_second_per_gpu", "tokens_per_second", "tflops_per_gpu",
          "mfu", "sol", "memory_bytes"), NUMBER_OR_NULL),
@@ -121,8 +120,7 @@ def read_run(folder, line):
     words = line.split(" ", 4)
     name, length, gpus, precision, model = words if len(words) == 5 else ["", "", "", "", line]
     run = {"name": name, "model": clean(model.rsplit("/", 1)[-1]), "length": clean(length), "gpus": clean(gpus),
-           "precision": clean(precision), "kind": "not run", "seconds": "0",
-           "message": "", "log": []}
+           "precision": clean(precision), "kind": "not run", "seconds": "0", "message": "", "log": []}
     path = os.path.join(folder, "runs.txt")
     try:
         if len(words) != 5:

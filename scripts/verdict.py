@@ -269,7 +269,7 @@ class Plan:
             self.cases.append(Case(self, model, batch))
 
     def read_lists(self, o):
-        self.seeds = number_list("--seeds", o.seeds)
+        self.order = self.seeds = number_list("--seeds", o.seeds)  # order: with those of earlier starts before them
         self.looks = sorted(number_list("--looks", o.looks, 1)) if o.looks else [len(self.seeds)]
         self.batches = number_list("--tokens-per-step", o.tokens_per_step, 1) if o.tokens_per_step else [None]
         if not self.whole and self.batches[0] and self.batches[0] < max(self.batches):
@@ -302,8 +302,7 @@ class Plan:
         keys = ("train-data", "val-data", "lr", "repeat", "whole", "trainer")
         return {**{key: vars(self.o)[key.replace("-", "_")] for key in keys}, "sequence-length": self.length,
                 "gpus": self.gpus, "looks": self.looks, "num-steps": {case.name: case.steps for case in self.cases},
-                "branch-step": {case.name: case.branch for case in self.cases},
-                "trainer options": " ".join(self.extra)}
+                "branch-step": {case.name: case.branch for case in self.cases}, "trainer options": " ".join(self.extra)}
 
 
 def places_of(plan):
@@ -344,6 +343,7 @@ def check_folder(plan, runs):
         shared = [entry["folder"] for entry in entries
                   if models.get(entry["folder"], entry["model"]) != entry["model"]]
         steps = {entry.get("trained_steps", entry["num_steps"]) for entry in entries}
+        order = list(dict.fromkeys(before["seeds"] + plan.seeds))
         now["against"], fixed["against"] = plan.recipes[0], before["recipes"][0]
         now["num-steps"] = {**fixed["num-steps"], **now["num-steps"]}
         now["branch-step"] = {**fixed.get("branch-step", {}), **now["branch-step"]}
@@ -354,6 +354,7 @@ def check_folder(plan, runs):
     different = [f"{key}: {fixed.get(key)!r} there, {value!r} now" for key, value in now.items()
                  if fixed.get(key) != value and not (key in PER_CASE and value.items() >= fixed.get(key, {}).items())]
     refuse_other_settings(plan.o.out, different, steps)
+    plan.order = plan.order if different else order
     return [] if different else others, different
 
 
@@ -365,7 +366,7 @@ def receipt(plan, runs, others):
     return {"command": shlex.join(words), "commit": output_of("git", "rev-parse", "--short", "HEAD"),
             "dirty": bool(output_of("git", "status", "--porcelain", "--untracked-files=no")),
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"), "models": plan.models,
-            "recipes": plan.recipes, "seeds": plan.seeds,
+            "recipes": plan.recipes, "seeds": plan.order,
             "rounding_seeds": ["same" if r is None else r for r in plan.roundings],
             "num_steps": {case.name: case.steps for case in plan.cases}, "looks": plan.looks, "margin": plan.margin,
             "sequence_length": plan.length, "gpus": plan.gpus, "price": plan.price,

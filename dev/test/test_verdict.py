@@ -142,6 +142,9 @@ def test_branches(folder):
     one = verdict(*words, "--recipes", "none", "--one-length", "--out", f"{out}1", *few)
     check(one.returncode == 0 and one.stdout.count(": done in") == 2,
           f"with --one-length both train to 80 steps alone: {one.stdout}{one.stderr}")
+    verdict(*words, "--recipes", "none", "--one-length", "--out", f"{out}1", "--seeds", "6", *few)
+    order = json.loads(pathlib.Path(f"{out}1/verdict.json").read_text())["seeds"]
+    check(order == [7, 6], f"seeds of a later start follow those of earlier ones, so looks count those first: {order}")
     (out / "report.json").write_text('{"pilot": ["pairs that differ in chance alone are 1% apart"]}')
     result = verdict(*words, "--recipes", "fp8+fp8-filter=first/last", *few)
     check("\npairs that differ in chance alone" in result.stdout, f"it says what the pilot saw: {result.stdout[:300]}")
