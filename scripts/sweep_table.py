@@ -62,6 +62,7 @@ def cells(run):
             show("%.3f" if (s["memory_bytes"] or 0) < 2**30 else "%.1f", ratio(s["memory_bytes"], 2**30)),
             show("%.4f", s["last_loss"]), show("%.2fx", run["speedup"]) if fp8 else "",
             show_change(run["loss_ratio"]) if fp8 else "", show("%.1f%%", run["scaling"] and 100 * run["scaling"])]
+    note = "diverged; " * (s.get("diverged") is True) + note
     return row + [("%d steps skipped (bad gradient norm); " % s["skipped"] if s["skipped"] else "") + note]
 
 

@@ -758,6 +758,16 @@ def test_diverged(tmp):
           f"a run that diverged is reported as diverged: {out}")
     check(one["training"] is None, "a diverged run gives no difference")
 
+    # A finite loss may have diverged too: the summary says so. If the BF16 run has, nothing is said of FP8.
+    risen = [dict(record, diverged=True) for record in records_of("fp8", 42) if record["type"] == "summary"]
+    for name, kind, text in (("bf16", "none", "no verdict; bf16 diverged"), ("fp8", "diverged", "DIVERGED in 1 of 1")):
+        one = two_runs(tmp / f"risen-{name}")
+        with open(one / name / "log.jsonl", "a") as file:
+            file.write(json.dumps(risen[0]) + "\n")
+        out, _ = report(one, "--margin", "50", drawn=False)
+        check(numbers(one / "report.json")["comparisons"][0]["verdict"] == kind and text in out,
+              f"the summary of {name} says that it diverged: {out}")
+
     # The run of one of two seeds fails: the verdict on the other seed says so.
     write(folder / "bf16.43", records_of("bf16", 43))
     write(folder / "fp8.43", records_of("fp8", 43, difference=0.01))

@@ -29,16 +29,13 @@ FIELDS = {
     "step": {"step": NUMBER, "loss": NUMBER_OR_NULL, "lr": NUMBER_OR_NULL, "ms": NUMBER,
              "tokens_per_second": NUMBER_OR_NULL, "memory_bytes": NUMBER_OR_NULL},
     "validation": {"step": NUMBER, "loss": NUMBER_OR_NULL},
-    "save": {"step": NUMBER},
-    "profile": {"step": NUMBER},
-    "fp8_audit": {"step": NUMBER},
+    "save": {"step": NUMBER}, "profile": {"step": NUMBER}, "fp8_audit": {"step": NUMBER},
 }
 # Fields that a record may lack: some machines cannot measure them, and older versions did not write them.
 OPTIONAL = {
     "step": dict.fromkeys(("data_ms", "communication_ms", "optimizer_ms", "joules", "mfu", "sol", "tflops_per_gpu",
                            "norm", "skipped"), NUMBER_OR_NULL),
-    "validation": {"seconds": NUMBER_OR_NULL},
-    "save": {"seconds": NUMBER_OR_NULL, "error": TEXT},
+    "validation": {"seconds": NUMBER_OR_NULL}, "save": {"seconds": NUMBER_OR_NULL, "error": TEXT},
     "fp8_audit": {"flushed": NUMBER_OR_NULL, "saturated": NUMBER_OR_NULL},
     "settings": {"model_flops_per_token": NUMBER_OR_NULL, "peak_bf16_flops": NUMBER_OR_NULL, "host": TEXT,
                  "memory": OBJECT, "training_fingerprint": TEXT, "validation_fingerprint": TEXT,
@@ -128,6 +125,7 @@ class Run:
     half_written: bool = False
     running: bool = False
     ended: bool = False      # the last start wrote its summary
+    risen: bool = False      # and it says that the run diverged: its last loss is finite, but far above its lowest
     against: str = "bf16"    # the recipe that its verdict compares with
     recipe: str = ""         # as a verdict against an FP8 recipe names it
     planned: str = ""        # as any verdict names it
@@ -236,7 +234,7 @@ class Run:
             words = f"stopped after step {self.last_step} of {self.num_steps}"
         else:
             words = f"ended without a summary after step {self.last_step} of {self.num_steps}"
-        return words + (f"; loss not finite at step {self.diverged}" if self.diverged else "")
+        return words + (f"; loss not finite at step {self.diverged}" if self.diverged else "; diverged" * self.risen)
 
     def column(self, key):
         """The values of a field, one a step, in order; None where a step has none. `key`: see Steps."""
@@ -484,6 +482,7 @@ def drop_from(run, step):
 
 def add(run, record, path):
     kind = record["type"]
+    run.risen = kind == "summary" and record.get("diverged") is True
     if kind == "settings":
         run.starts.append(record)
         run.ended = False

@@ -111,6 +111,8 @@ def fault(run):
         lost = run.column("loss")[-1] is None
         return f"{run.name} diverged: its loss is not finite from step {run.diverged} on" if lost else \
             f"{run.name}: its loss is not finite at step {run.diverged}"
+    if run.risen:
+        return f"{run.name} diverged: its last loss is far above its lowest, or above a uniform guess's"
     if run.option("precision") == "fp8" and run.settings["fp8_gemms"] == 0:
         return f"{run.name}: nothing ran in FP8"
     return None
@@ -323,7 +325,8 @@ class Finder:
             return
         reason = reason or fault(other) or fault(run)
         if reason:
-            self.refuse(one, run, reason, run.diverged and not (other and other.diverged))
+            lost = [bool(side and (side.diverged or side.risen)) for side in (run, other)]
+            self.refuse(one, run, reason, lost == [True, False])
         else:
             one.pairs.append(Pair(other, run))
 
