@@ -48,8 +48,7 @@ def row_of(t):
     """Cells of one tensor. Bias and its parts are relative to the length of the mean gradient."""
     gradient, bias = t["squared_gradient"][0], t["squared_bias"]
     known = t["along"] is not None
-    return [t["name"],
-            f"{100 * (max(bias[0], 0) / gradient) ** 0.5:.2f}" if known else "-",
+    return [t["name"], f"{100 * (max(bias[0], 0) / gradient) ** 0.5:.2f}" if known else "-",
             "yes" if bias[1] > 0 else "no", interval(t["along"], 100, "{:.3f}"),
             f"{100 * (max(t['across'][0], 0) / gradient) ** 0.5:.2f}" if known and t["across"] else "-",
             interval(t["bias_to_noise"], 1, "{:.2g}"), interval(t["persists"])]

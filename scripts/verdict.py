@@ -181,8 +181,7 @@ class Case:
 
     def branch_from(self, first):
         """Takes over the trunk of the first tokens per step."""
-        self.lengths = branches.Lengths(first.steps, first.branch, not self.plan.o.one_length,
-                                        first.batch / self.batch)
+        self.lengths = branches.Lengths(first.steps, first.branch, not self.plan.o.one_length, first.batch / self.batch)
         self.steps, self.warmup, self.branch = self.lengths.ends[-1], first.warmup, first.branch
         if not self.lengths.decay_follows() or self.lengths.decays[0] < 4:
             fail(f"{self.title}: the shortest run has {self.lengths.ends[0] - self.branch} steps after the branch; "

@@ -768,15 +768,19 @@ def test_diverged(tmp):
         check(numbers(one / "report.json")["comparisons"][0]["verdict"] == kind and text in out,
               f"the summary of {name} says that it diverged: {out}")
 
-    # The run of one of two seeds fails: the verdict on the other seed says so.
+    # The run of one of two seeds fails: the verdict on the other seed says so. If it was not finite, it diverged.
     write(folder / "bf16.43", records_of("bf16", 43))
     write(folder / "fp8.43", records_of("fp8", 43, difference=0.01))
     log.write_text("".join(json.dumps(record) + "\n" for record in lines[:123]))
     (folder / "fp8" / "result").write_text("failed\t9\tthe gradient norm is not finite\n")
     out, _ = report(folder)
     one = numbers(folder / "report.json")["comparisons"][0]
-    check("1 of 2 pairs left out (fp8 ended after step 122 of 400, failed: the gradient norm is not finite)" in out and
-          len(one["pairs"]) == 1, f"a failed run leaves one pair, and the report says so: {out}")
+    text = "(fp8 ended after step 122 of 400, failed: the gradient norm is not finite)"
+    check(f"DIVERGED in 1 of 2 pairs {text}" in out and
+          len(one["pairs"]) == 1, f"a run that failed because it was not finite diverged: {out}")
+    (folder / "fp8" / "result").write_text("failed\t9\tkilled\n")
+    check("1 of 2 pairs left out (fp8 ended after step 122 of 400, failed: killed)" in report(folder, drawn=False)[0],
+          "a failed run leaves one pair, and the report says so")
 
 
 def main():

@@ -122,16 +122,13 @@ def make_parts(data, found, comparisons, price, tables):
         Part("verdict", "What FP8 costs in loss", "", [differences] if differences.rows else []),
         Part("tokens", "The gap over tokens and steps", "", token_tables(comparisons)),
         Part("cost", "Time, energy and money", "", [cost_table(comparisons, price)] if differences.rows else []),
-        Part("gemms", "Which GEMM runs in FP8"),
-        Part("numerics", "Numerics over time"),
+        Part("gemms", "Which GEMM runs in FP8"), Part("numerics", "Numerics over time"),
         Part("loss", "Loss, gradient norm, rate and speed over steps"),
         Part("speed", "Speed"),
-        Part("step", "One step, and where the time went"),
-        Part("memory", "Memory of a GPU"),
+        Part("step", "One step, and where the time went"), Part("memory", "Memory of a GPU"),
         Part("strip", "Clock, power, temperature and events"),
         Part("runs", "All runs", "Loss: mean of the last 20 finite losses (of all, if fewer). Speeds: of the median "
-             "step; the first 10 steps do not count (in runs below 20 steps, the first half).",
-             [run_table(data)]),
+             "step; the first 10 steps do not count (in runs below 20 steps, the first half).", [run_table(data)]),
     ]
     for part in parts[:3]:  # their tables are of comparisons
         part.title = pairs.reword(part.title, found.runs[0].against)

@@ -296,11 +296,13 @@ class Finder:
     def __init__(self, runs, failed, names):
         self.found, self.names = {}, names
         self.trunks = [run for run in runs if run.is_base and branch_of(run)[0] is None]
+        # The trainer says "not finite" where a loss or gradient norm ends a run.
+        broke = {(*place(run), run.seed) for run, reason in failed if run.is_base and "not finite" in reason}
         for run, reason in failed:
             if run.option("precision") == "fp8" and not run.is_base:
                 one = self.comparison(run, names[run.name])
                 self.refuse(one, run, f"{run.name} ended after step {run.last_step} of {run.num_steps}, {reason}",
-                            run.diverged)
+                            run.diverged or "not finite" in reason and (*place(run), run.seed) not in broke)
         for run in runs:
             if run.option("precision") == "fp8" and not run.is_base or names[run.name].endswith(NULL):
                 same = [c for c in self.trunks if (*key_of(c)[:4], c.num_steps) == (*key_of(run)[:4], run.num_steps)]
