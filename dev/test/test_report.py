@@ -744,6 +744,18 @@ def test_running(tmp):
     close(data["comparisons"][0]["training"]["estimate"], difference[-100:].mean(), "a resumed run")
 
 
+def test_copies(tmp):
+    """Copies of one trunk under other seeds are no trunks; an arm with its trunk's losses, and skips, are named."""
+    for seed in (42, 43):
+        write(tmp / f"copies/bf16.{seed}", [settings("bf16", seed), *list(records_of("bf16", 42))[1:]])
+        write(tmp / f"copies/fp8.{seed}", [{**one, "skipped": True} if one.get("step", 9) < 4 else one for one in
+                                           [settings("fp8", seed), *list(records_of("bf16", 42))[1:]]])
+    out, _ = report(tmp / "copies", "--margin", "50", drawn=False)
+    check(out.startswith("Undecided: trunks of several seeds have equal losses"), f"copies give no verdict: {out}")
+    check("its losses are BF16's in every step" in out and "fp8.43 took no update from 3 of its steps" in out,
+          f"notes tell of equal losses and of skipped steps: {out}")
+
+
 def test_diverged(tmp):
     folder = two_runs(tmp / "diverged")
     log = folder / "fp8" / "log.jsonl"
@@ -787,7 +799,8 @@ def main():
     with tempfile.TemporaryDirectory() as scratch:
         for test in (test_command_line, test_numbers, test_same, test_rounding, test_branches, test_against, test_arms,
                      test_looks, test_stall, test_gpu, test_sweep, test_markup, test_limit, test_refused, test_energy,
-                     test_broken, test_columns, test_fuzz, test_running, test_diverged):
+                     test_broken, test_columns, test_fuzz, test_running, test_diverged,
+                     test_copies):
             test(pathlib.Path(scratch))
     finish()
 

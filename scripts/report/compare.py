@@ -148,6 +148,9 @@ def compare_losses(c):
     """Sets both differences with single intervals, and what `use` needs of either loss."""
     c.last = last_steps(c)
     losses = of_trunks(c, steps_of("loss", c))
+    if len(np.unique(losses[0], axis=0)) < len(c.seeds):
+        c.undecided = "trunks of several seeds have equal losses, so they are copies"
+    c.notes += [c.say("its losses are BF16's in every step")] * (not c.null and np.array_equal(*losses))
     ends = [side[:, -c.last:].mean(axis=1) for side in losses]
     c.ends = {"training": ends}
     c.training = vs.trunk_interval(ends[1] - ends[0])
@@ -309,6 +312,8 @@ def compare_one(c, alpha):
         compare_over_tokens(c)
         compare_at_equal_loss(c)
     c.notes += filter(None, (run.stall_words() for run in runs))
+    skips = [(run.name, np.count_nonzero(run.array("skipped"))) for run in runs]
+    c.notes += [f"{name} took no update from {count} of its steps: they were skipped" for name, count in skips if count]
 
 
 def check_bases(runs, names):

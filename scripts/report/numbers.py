@@ -127,8 +127,7 @@ def receipt(found, runs):
         gpus = verdict.get("gpu_names") if isinstance(verdict.get("gpu_names"), list) else []  # else it is damaged
         commit = str(verdict.get("commit") or "unknown") + (", with changes" if verdict.get("dirty") else "")
         rows += [("command", [str(verdict.get("command", "unknown"))]), ("commit", [commit]),
-                 ("date", [str(verdict.get("date", "unknown"))]),
-                 ("driver", [str(verdict.get("driver") or "none")]),
+                 ("date", [str(verdict.get("date", "unknown"))]), ("driver", [str(verdict.get("driver") or "none")]),
                  ("GPU names", [sweep_folder.clean(str(name)) for name in gpus] or ["none"])]
     rows += [("command", [command]) for command in found.commands]
     return {"facts": rows + facts(runs), "common": common, "differing": differing}
