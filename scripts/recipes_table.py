@@ -65,6 +65,7 @@ def cells(run, bf16):
         return [name] + [""] * (len(HEAD) - 2) + [why_missing(run)]
     s, loss, speed = run["summary"], "", ""
     if run is not bf16:
+        bf16 = bf16 if bf16 and bf16["maker"] == run["maker"] else None
         base = bf16["summary"] if bf16 else {"last_loss": None, "tokens_per_second_per_gpu": None}
         loss = show_change(ratio(s["last_loss"], base["last_loss"]))
         if ran_in_fp8(run) and not is_emulated(run):

@@ -120,7 +120,7 @@ def read_run(folder, line):
     words = line.split(" ", 4)
     name, length, gpus, precision, model = words if len(words) == 5 else ["", "", "", "", line]
     run = {"name": name, "model": clean(model.rsplit("/", 1)[-1]), "length": clean(length), "gpus": clean(gpus),
-           "precision": clean(precision), "kind": "not run", "seconds": "0", "message": "", "log": []}
+           "precision": clean(precision), "kind": "not run", "seconds": "0", "message": "", "log": [], "maker": None}
     path = os.path.join(folder, "runs.txt")
     try:
         if len(words) != 5:
@@ -134,6 +134,7 @@ def read_run(folder, line):
         if run["kind"] == "done":
             run["log"] = read_log(path)
             run["settings"], run["summary"] = run["log"][0], run["log"][-1]
+            run["maker"] = [run["settings"].get(key) for key in ("program", "build", "version", "versions", "device")]
     except (Damaged, OSError) as reason:
         run["kind"], run["log"] = "damaged", []
         run["message"] = clean("%s: %s" % (path, getattr(reason, "strerror", None) or reason))

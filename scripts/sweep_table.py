@@ -20,8 +20,8 @@ CSV_HEAD = ["model", "sequence_length", "gpus", "precision", "result", "steps", 
 ABOUT = """T: tokens in a sequence. Speeds: of the median step; the first 10 steps do not count (in runs below 20 steps,
 the first half). MFU: share of the dense BF16 peak. peak GiB: memory in use on rank 0's GPU (CPU: peak of the largest
 process). loss: mean of the last 20 steps (of all steps, if fewer). FP8/BF16: tok/s/GPU divided by that of the BF16 run
-with equal model, T and GPUs. loss diff: change of the loss from that BF16 run, in percent. scaling: tok/s/GPU divided
-by that of the run on one GPU with equal model, T and precision.
+with equal model, T, GPUs, device and build. loss diff: change of the loss from it, in percent. scaling: tok/s/GPU
+divided by that of the run on one GPU with equal model, T and precision.
 """
 ABOUT_DAMAGED = "damaged: a file of the run was changed or cut; remove the run's folder and start the sweep again.\n"
 
@@ -41,6 +41,7 @@ def compare(run, runs):
         return runs.get((run["model"], run["length"], precision, gpus))
 
     bf16 = other("bf16", run["gpus"]) if is_fp8(run) and ran_in_fp8(run) else None
+    bf16 = bf16 if bf16 and bf16["maker"] == run["maker"] else None
     run["speedup"] = ratio(figure(run, "tokens_per_second_per_gpu"), figure(bf16, "tokens_per_second_per_gpu"))
     run["loss_ratio"] = ratio(figure(run, "last_loss"), figure(bf16, "last_loss"))
     run["scaling"] = ratio(figure(run, "tokens_per_second_per_gpu"),

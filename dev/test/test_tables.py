@@ -209,8 +209,21 @@ def test_programs(folder):
         os.rmdir(folder + "/table.txt")
 
 
+def test_machines(folder):
+    """A run of another device than BF16's has no ratio to it, and the table names a run that diverged."""
+    for run in RUNS:
+        os.mkdir(os.path.join(folder, run))
+    log = edited("device", "B200", 0).replace(b'"skipped": 0', b'"skipped": 0, "diverged": true')
+    tables = [table for _, table in run_both(folder, dict(sound, **{LOG: log}))]
+    for table in tables:
+        check(table.count("1.00x") == table.count("+0.00%") == 1, "one of two FP8 runs has ratios", table)
+    check("diverged;" in tables[0], "sweep_table.py names the run that diverged", tables[0])
+
+
 sound = sound_files()
 test_named()
+with tempfile.TemporaryDirectory() as scratch:
+    test_machines(scratch)
 test_random(400)
 with tempfile.TemporaryDirectory() as scratch:
     test_programs(scratch)

@@ -167,8 +167,7 @@ def render(data, parts, drawings, title):
     shown = {**data["receipt"], "differing": differing_settings(data)}
     runs = [{key: value for key, value in run.items() if key != "curve"} for run in data["runs"]]
     return environment.get_template("page.html.j2").render(
-        title=title, verdict=verdict_lines(data), problems=data["problems"], parts=parts,
-        notes=data["notes"],
+        title=title, verdict=verdict_lines(data), problems=data["problems"], parts=parts, notes=data["notes"],
         lacking=len(data["runs_without_numbers"]), total=len(data["runs"]) + len(data["runs_without_numbers"]),
         left_out=data["left_out"], receipt=shown, made=data["made"], sources=data["sources"],
         numbers=json.dumps({**data, "runs": runs}, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))

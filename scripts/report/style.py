@@ -24,13 +24,11 @@ CLASSES = (("fill: none; stroke: var(--grid); stroke-width: 0.6; stroke-linecap:
 WIDTH = 4.5           # inches: text of 9 points stays readable where the figure is 360 pixels wide
 PNG_DPI = 160
 
-matplotlib.rcParams.update({
-    "font.size": 10, "axes.titlesize": 10.5, "legend.fontsize": 9, "font.family": "sans-serif",
+matplotlib.rcParams.update({"font.size": 10, "axes.titlesize": 10.5, "legend.fontsize": 9, "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"], "svg.fonttype": "none",
     "svg.hashsalt": "report", "text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False,
     "axes.grid": True, "grid.color": "#DDDDDD", "grid.linewidth": 0.6, "axes.axisbelow": True,
-    "legend.frameon": False, "lines.linewidth": 1.4, "axes.formatter.useoffset": False, "hatch.linewidth": 0.6,
-})
+    "legend.frameon": False, "lines.linewidth": 1.4, "axes.formatter.useoffset": False, "hatch.linewidth": 0.6})
 
 
 @dataclasses.dataclass
