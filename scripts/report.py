@@ -35,9 +35,8 @@ def read_options(words):
     if options.out.suffix != ".html":
         fail(f"--out {options.out}: the page's name must end in .html")
     options.price = number("--price", options.price, float, 0.001) if options.price else None
-    options.margin = number("--margin", options.margin.removesuffix("%"), float, 0.001) if options.margin else None
-    if options.margin and options.margin >= 100:
-        fail(f"--margin {options.margin:g} is not a part of the loss in percent")
+    margin = options.margin.removesuffix("%")
+    options.margin = number("--margin", margin, float, 0.001, "100") if options.margin else None
     return options
 
 

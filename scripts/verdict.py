@@ -254,7 +254,7 @@ class Plan:
         self.length = number("--sequence-length", o.sequence_length)
         self.gpus = number("--gpus", o.gpus)
         self.price = number("--price", o.price, float, 0.001) if o.price else None
-        self.margin = number("--margin", o.margin.removesuffix("%"), float, 0.001) if o.margin else None
+        self.margin = number("--margin", o.margin.removesuffix("%"), float, 0.001, "100") if o.margin else None
         self.whole = o.whole or o.repeat
         self.read_lists(o)
         check_extra(extra, SET_HERE, "verdict")

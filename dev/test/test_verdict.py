@@ -54,6 +54,7 @@ def test_bad_options(folder):
               "--out", f"{folder}/verdict"]
     for message, words in (("no MODEL given", []), ("unknown option --bogus", ["tiny", "--bogus", "1"]),
                            ("--seeds needs a value", ["tiny", "--seeds"]),
+                           ('--margin: "100" is not a number', ["tiny", *shards, "--margin", "100%"]),
                            ('"1,1" must name different', ["tiny", *shards, "--seeds", "1,1"]),
                            ('"x" is not a whole number', ["tiny", *shards, "--seeds", "x"]),
                            ('not "fp9"', ["tiny", *shards, "--recipes", "fp9"]),

@@ -80,14 +80,14 @@ def in_a_name(recipe):
     return re.sub("[:+=/]", "-", recipe)
 
 
-def number(option, text, kind=int, low=1):
-    """Returns the option's number. Dies if the text is not a number from `low` on and below 1e15."""
+def number(option, text, kind=int, low=1, below="1e15"):
+    """Returns the option's number. Dies if the text is not a number from `low` on and below `below`."""
     try:
         value = kind(text) if re.fullmatch(r"[-+.\w]+", text, re.ASCII) and "_" not in text else None
     except ValueError:
         value = None
-    if value is None or not low <= value < 1e15:
-        fail(f"{option}: \"{text}\" is not a {'whole ' if kind is int else ''}number from {low} on and below 1e15")
+    if value is None or not low <= value < float(below):
+        fail(f"{option}: \"{text}\" is not a {'whole ' if kind is int else ''}number from {low} on and below {below}")
     return value
 
 
