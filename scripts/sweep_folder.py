@@ -18,8 +18,7 @@ FIELDS = {
     "summary": dict.fromkeys(("steps", "skipped"), NUMBER) | dict.fromkeys(
         ("first_loss", "last_loss", "median_ms", "tokens_per_second_per_gpu", "tokens_per_second", "tflops_per_gpu",
          "mfu", "sol", "memory_bytes"), NUMBER_OR_NULL),
-    "fp8_audit": {"layer": NUMBER, "linear": TEXT, "operand": TEXT, "gemm": TEXT, "sqnr_db": NUMBER_OR_NULL},
-}
+    "fp8_audit": {"layer": NUMBER, "linear": TEXT, "operand": TEXT, "gemm": TEXT, "sqnr_db": NUMBER_OR_NULL}}
 OPTIONS = dict.fromkeys(("num-steps", "grad-accumulation-steps", "batch-size", "sequence-length"), NUMBER)
 
 # The kinds of a run. Its file `result` begins with one of them.

@@ -565,6 +565,11 @@ def test_refused(tmp):
     write(folder / "bf16_again", records_of("bf16", 42, difference=0.001))
     out, _ = report(folder)
     check("are BF16 runs of equal settings and seed 42" in out and "no verdict" in out, f"two runs of a seed: {out}")
+    folder = two_runs(tmp / "refused_double")
+    write(folder / "again", records_of("fp8", 42, difference=0.001))
+    out, _ = report(folder, drawn=False)
+    check("again and fp8 have equal settings and seeds, but different losses" in out and "no verdict" in out,
+          f"of two FP8 runs of a seed none is chosen: {out}")
 
 
 def test_energy(tmp):

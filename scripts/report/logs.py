@@ -41,8 +41,7 @@ OPTIONAL = {
                  "memory": OBJECT, "training_fingerprint": TEXT, "validation_fingerprint": TEXT,
                  "training_sequences": NUMBER, "training_tokens": NUMBER, "first_sample": NUMBER},
     "summary": {"seconds": OBJECT, "goodput": NUMBER_OR_NULL, "kwh": NUMBER_OR_NULL,
-                "joules_per_token": NUMBER_OR_NULL},
-}
+                "joules_per_token": NUMBER_OR_NULL}}
 PER_GPU = ("watts", "sm_mhz", "celsius")
 LISTS = {**dict.fromkeys((*PER_GPU, "losses"), NUMBER_OR_NULL), "throttle": TEXT}
 NAN = np.float64(math.nan).tobytes()

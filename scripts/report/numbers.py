@@ -60,8 +60,7 @@ def comparison_numbers(c, price, margin):
         "trend_percent": c.trend, "extrapolated_percent": c.extrapolated, "batch_trend_percent": c.batch_trend,
         "null_deviation_percent": c.deviation, "smallest_cost_percent": c.smallest,
         "speedup": c.speedup, "energy_speedup": c.energy_speedup, "gpu_hours_per_trunk": c.hours,
-        "kwh_per_billion_tokens": kwh, "money_per_billion_tokens": money,
-    }
+        "kwh_per_billion_tokens": kwh, "money_per_billion_tokens": money}
 
 
 def run_numbers(run, recipe):
@@ -84,8 +83,7 @@ def run_numbers(run, recipe):
         "mfu": tflops * 1e12 / peak if tflops and peak and peak > 0 else None,
         "memory_bytes": max((peak for peak in run.column("memory_bytes") if peak is not None), default=None),
         "joules_per_token": sum(joules) / (run.tokens_per_step * len(joules)) if joules else None,
-        "repeats_data": run.repeats_data,
-    }
+        "repeats_data": run.repeats_data}
 
 
 def loss_curve(run, most):

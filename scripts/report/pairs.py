@@ -249,9 +249,14 @@ def key_of(run):
     return (*place(run), run.tokens_per_step, branch_of(run)[0] or 0, run.num_steps)
 
 
-def find_pair(run, candidates):
+def find_pair(run, candidates, runs):
     """(BF16 run, None) that pairs with a run, or (None, the reason). candidates: BF16 runs of its model, T, GPUs,
-    tokens per step and number of steps that never left their trunk."""
+    tokens per step and number of steps that never left their trunk; runs: all, of which one may double it."""
+    twins = [one.name for one in runs if key_of(one) == key_of(run) and one.seed == run.seed
+             and not start_differences(one.settings, run.settings, precision=True)
+             and one.column("loss") != run.column("loss")]
+    if twins:
+        return None, f"{run.name} and {twins[0]} have equal settings and seeds, but different losses; leave out one"
     base, (branch, rounding) = reword("BF16", run.against), branch_of(run)
     same = [c for c in candidates if (c.seed, c.rounding_seed) == (run.seed, rounding)]
     if not same:
@@ -306,7 +311,7 @@ class Finder:
         for run in runs:
             if run.option("precision") == "fp8" and not run.is_base or names[run.name].endswith(NULL):
                 same = [c for c in self.trunks if (*key_of(c)[:4], c.num_steps) == (*key_of(run)[:4], run.num_steps)]
-                self.add(self.comparison(run, names[run.name]), run, *find_pair(run, same))
+                self.add(self.comparison(run, names[run.name]), run, *find_pair(run, same, runs))
         for run, other in null_arms(self.trunks):
             self.add(self.comparison(run, run.against + NULL), run, other, None)
 
