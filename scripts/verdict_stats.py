@@ -8,7 +8,7 @@ dev/test/test_verdict_stats.py run thousands of verdicts at once. One trunk give
 pairs that differed in the rounding seed alone always looked different over their steps and sequences.
 
 Intervals have 95% for themselves. A verdict is read from simultaneous ones, whose level is divided by the recipes of
-the page and by the looks that were planned (`level`), so that a page on which nothing differs says so in 95% of cases.
+one model and batch and by the planned looks (`level`), so that 95% of such groups in which nothing differs say so.
 Variances are not pooled over recipes: a test with 1 to 4 degrees of freedom cannot show that they are equal. Pooled
 behind Bartlett's test at 5%, with Dunnett's factor, three recipes of 1, 3 and 10 times the noise that differ in nothing
 else make 15% of pages false with 2 trunks, 13% with 3 and 7% with 5; without pooling it is 5% (40,000 pages each).

@@ -568,8 +568,7 @@ def test_refused(tmp):
     folder = two_runs(tmp / "refused_double")
     write(folder / "again", records_of("fp8", 42, difference=0.001))
     out, _ = report(folder, drawn=False)
-    check("again and fp8 have equal settings and seeds, but different losses" in out and "no verdict" in out,
-          f"of two FP8 runs of a seed none is chosen: {out}")
+    check("again and fp8 have equal settings and seeds, but" in out and "no verdict" in out, f"two FP8 runs: {out}")
 
 
 def test_energy(tmp):
@@ -793,8 +792,7 @@ def test_diverged(tmp):
     out, _ = report(folder)
     one = numbers(folder / "report.json")["comparisons"][0]
     text = "(fp8 ended after step 122 of 400, failed: the gradient norm is not finite)"
-    check(f"DIVERGED in 1 of 2 pairs {text}" in out and
-          len(one["pairs"]) == 1, f"a run that failed because it was not finite diverged: {out}")
+    check(f"DIVERGED in 1 of 2 pairs {text}" in out and len(one["pairs"]) == 1, f"a run not finite diverged: {out}")
     (folder / "fp8" / "result").write_text("failed\t9\tkilled\n")
     check("1 of 2 pairs left out (fp8 ended after step 122 of 400, failed: killed)" in report(folder, drawn=False)[0],
           "a failed run leaves one pair, and the report says so")
