@@ -29,7 +29,7 @@ from problems import BadInput, Interrupted
 from progress import Progress
 from shards import LARGEST_SHARD, Shards, State, publish, refuse_old_shards, token_kind, write_table
 from sources import expand, judge
-from vocabulary import open_tokenizer
+from vocabulary import MARK, open_tokenizer
 from workers import encode_all, make_batches
 
 HUB = "tinystories"
@@ -134,7 +134,8 @@ class Run:
     def refuse_empty(self, shards):
         if shards is self.train:
             raise BadInput(f"no whole document for training in {', '.join(self.arguments)}")
-        raise BadInput(f"no document for validation: give --val with at least one, or at least {VAL_EVERY} documents")
+        raise BadInput(f"no document for validation, {self.train.documents} for training: give --val with at least "
+                       f"one, or at least {VAL_EVERY} documents (in text a line {MARK.decode()} ends a document)")
 
     def check_room(self, done):
         """Ends the program if the disk has no room for the rest of the text. Hours of work would be lost at its end."""
