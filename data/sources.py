@@ -151,6 +151,8 @@ def begins_lines(head, promised):
 
 def judge(path, argument, split, field, limit=None, size=None, chat=False):
     """Returns the File. Ends the program if it cannot be read as its name and its first bytes say."""
+    if not os.path.isfile(path) and os.path.exists(path):
+        raise BadInput(f"{path}: is a pipe or a device, which cannot be read twice; write its data to a file")
     size = size or os.path.getsize(path)
     file = File(path, "", "", size, limit or size, 0, split, argument)
     head = read_head(path, file)

@@ -201,6 +201,7 @@ def test_options(folder):
         ("no whole document for training", f"{folder}/blank.txt", "--val", val, *to),
         ("no document for validation", many, "--val", f"{folder}/blank.txt", *to),
         ("no document for validation, 3 for training: give --val", text, *to),
+        ("is a pipe or a device", "/dev/null", *to),
         ("--fraction goes with tinystories", text, *to, "--fraction", "0.5"),
         *(("a number above 0 and at most 1", "tinystories", "--tokenizer", "bytes", "--fraction", f)
           for f in ("0", "10", "nan")),
