@@ -80,7 +80,8 @@ static inline void run_print_export(const RunSetup *s, const Options *o) {
     printf("exported the weights to %s", o->export_hf);
     if (tokenizer_is_known(&s->tokenizer_files)) printf(", with the tokenizer of %s\n", s->tokenizer_files.folder);
     else if (s->tokenizer_files.data[TOKENIZER_TABLE])
-        printf(", without a tokenizer for transformers; data/export_tokenizer.py %s makes it of the shards' table\n",
+        printf(", without a tokenizer for transformers: copy the tokenizer.json that made the shards there; for bytes, "
+               "llama3 and qwen data/export_tokenizer.py %s makes it\n",
                o->export_hf);
     else if (s->model_folder || !model_config_repository(s->model.name, repository, sizeof repository))
         printf(", without a tokenizer: none is %s; if there is one, copy its tokenizer.json there\n",
