@@ -270,6 +270,10 @@ check "a folder of a Mistral model is evaluated as the Llama model of its weight
     evaluates 1 "$tmp/mistral" --sequence-length 32
 check "and is refused past its sliding window" refuses "a window of 32 tokens (sliding_window)" 4 "$tmp/mistral" \
     --sequence-length 33 --evaluate "$tmp/s_train.bin"
+check "MODEL with the shards' table" eval '$trainer $used $data >"$tmp/out" 2>&1 && lacks "$tmp/out" another'
+printf x | dd of="$tmp/used/tokens.tokenizer" bs=1 seek=20 conv=notrunc status=none  # the text of token 0
+check "MODEL with another table than the shards': a warning" eval '$trainer $used $data --no-verify >"$tmp/out" 2>&1 &&
+    holds "$tmp/out" "another tokenizer table than MODEL, $tmp/used/tokens.tokenizer"'
 rm "$tmp/used/tokens.tokenizer"
 check "--generate without a tokenizer table says where it looks for one" refuses \
     "there is no $tmp/used/tokens.tokenizer" 1 "$tmp/used" --no-verify --generate x --train-data "$tmp/none.bin"

@@ -363,6 +363,7 @@ static inline void run_setup_warn_of_rounding(const RunSetup *s, const Options *
 // Warns if the model's vocabulary is larger than the tokenizer's by VOCABULARY_PADDING or more. Token ids alone do not
 // show this: a larger vocabulary contains all ids of a smaller one.
 static inline void run_setup_warn_of_tokenizer(const RunSetup *s) {
+    if (s->load_weights) use_warn_of_table(s->model_folder, &s->tokenizer);
     if (s->tokenizer.count && s->model.vocab_size - s->tokenizer.count >= VOCABULARY_PADDING)
         warn(
             "the shard's tokenizer has %lld tokens, the model's vocabulary %lld: was the shard made for another model?",

@@ -58,6 +58,17 @@ static inline Tokenizer use_find_table(const Options *o, const char *folder, con
     return beside;
 }
 
+// Warns if the table in the folder of MODEL differs from that of the shards: the weights know other texts by their ids.
+static inline void use_warn_of_table(const char *folder, const Tokenizer *shards) {
+    char path[PATH_CAPACITY];
+    format_checked(path, sizeof path, "%s/%s", folder, tokenizer_file_names()[TOKENIZER_TABLE]);
+    Tokenizer own = tokenizer_open(path);
+    if (own.count && shards->count && !tokenizer_same(&own, shards))
+        warn("the shards have another tokenizer table than MODEL, %s: its weights know other tokens by their ids",
+             path);
+    tokenizer_close(&own);
+}
+
 // --generate: returns the text as tokens [*length] after a separator, and makes the sequence as long as it and
 // --max-tokens: rounded up, since FP8 GEMMs need multiples of up to 128 rows. Attention does not see the padding.
 static inline int32_t *use_encode(Options *o, const ModelConfig *m, const Tokenizer *tokenizer, int64_t *length) {
