@@ -29,13 +29,14 @@ from problems import BadInput, Interrupted
 from progress import Progress
 from shards import LARGEST_SHARD, Shards, State, publish, refuse_old_shards, token_kind, write_table
 from sources import expand, judge
-from vocabulary import MARK, open_tokenizer
+from vocabulary import MARK, JsonTokenizer, open_tokenizer
 from workers import encode_all, make_batches
 
 HUB = "tinystories"
 VAL_EVERY = 50  # without validation text, each 50th document is validation
 SMALL_INPUT = 4 << 20  # bytes for which starting processes takes longer than the work
 SAVE_SECONDS = 10
+PROBE = "One  and\ntwo"  # some tokenizers change spaces, ends of lines or capitals
 
 
 def hub_files(options):
@@ -178,6 +179,10 @@ class Run:
             shards.print_counts()
         tokenizer = self.tokenizer
         print(f"{self.prefix}.tokenizer: {tokenizer.vocabulary} tokens, separator {tokenizer.separator}")
+        if isinstance(tokenizer, JsonTokenizer) and PROBE not in (spelled := tokenizer.spell(PROBE)):
+            words = f"does not keep text as it is: of {PROBE!r} its tokens make {spelled!r}"
+            print(f"warning: --tokenizer {tokenizer.name} {words}; the trainer's samples and bits per byte are of that",
+                  file=sys.stderr)
         if self.undecodable:
             words = "documents are not valid UTF-8; their invalid bytes were replaced by U+FFFD"
             print(f"warning: {self.undecodable} {words}", file=sys.stderr)

@@ -103,6 +103,10 @@ class JsonTokenizer:
             table[i] = token.encode() if token in added else to_bytes(token)
         return table
 
+    def spell(self, text):
+        table = self.table()
+        return b"".join(table[i] for i in self.encode(text)).decode(errors="replace")
+
 
 def byte_level_alphabet():
     """Returns {GPT-2's character: byte}. Printable Latin-1 stands for itself, U+0100 and up for the other bytes."""

@@ -613,6 +613,12 @@ def test_tokenizer_json(folder):
               f"{kind}: the table gives the text back: {decode(tokens, separator, table)[-1]!r}")
         check(max(tokens) > 260 and len(tokens) < os.path.getsize(text),
               f"{kind}: the shard has ids above 260, and fewer tokens than the text has bytes")
+        check("warning" not in output, f"{kind}: keeps the text: {output}")
+    changed = {**json.loads(pathlib.Path(path).read_text()), "normalizer": {"type": "Lowercase"}}
+    changed = write(f"{folder}/low.json", json.dumps(changed))
+    output = run(val, "--val", text, "--tokenizer", changed, "--separator", "<sep>", "--name", "n", "--out", folder,
+                 python=VENV_PYTHON)[1]
+    check("its tokens make 'one  and\\ntwo'" in output, f"a tokenizer that changes text is named: {output}")
     status, output = run(text, "--tokenizer", path, "--name", "n", python=VENV_PYTHON)
     check(status != 0 and "--separator" in output and "Traceback" not in output,
           f"a tokenizer without a known separator is refused: {output}")
