@@ -155,6 +155,11 @@ cp "$tmp/qwen-hf/tokenizer.json" "$tmp/shards/"
 check "a preset's export has the tokenizer beside the shards" trains ./train_fp8 tiny --train-data \
     "$tmp/shards/s_train.bin" --sequence-length 16 --num-steps 1 --export-hf "$tmp/beside-hf"
 check "that export has it" cmp "$tmp/shards/tokenizer.json" "$tmp/beside-hf/tokenizer.json"
+echo '{"added_tokens": [{"id": 0, "content": "<|endoftext|>"}]}' >"$tmp/shards/tokenizer.json"
+check "a tokenizer of other shards is left out" trains ./train_fp8 tiny --train-data \
+    "$tmp/shards/s_train.bin" --sequence-length 16 --num-steps 1 --export-hf "$tmp/other-hf"
+check "with a warning" holds "$out" "shards/tokenizer.json is not that of the shards"
+check "that export has none" test ! -e "$tmp/other-hf/tokenizer.json"
 mkfifo "$tmp/qwen/tokenizer.json"
 check "a tokenizer that cannot be read ends a run before it begins" \
     refuses "cannot read $tmp/qwen/tokenizer.json: it is not a regular file" $qwen --num-steps 3 --resume

@@ -267,7 +267,8 @@ static inline void run_setup_tokenizer_files(RunSetup *s, const Options *o, cons
     if (s->model_folder) format_checked(folder, sizeof folder, "%s", s->model_folder);
     else format_checked(folder, sizeof folder, "%.*s", slash ? (int)max_i64(1, slash - shard) : 1, slash ? shard : ".");
     tokenizer_files_read(&s->tokenizer_files, folder);
-    if (!s->model_folder && !tokenizer_is_known(&s->tokenizer_files)) tokenizer_files_free(&s->tokenizer_files);
+    if (!s->model_folder && !use_takes_tokenizer(&s->tokenizer_files, &s->tokenizer))
+        tokenizer_files_free(&s->tokenizer_files);
     run_setup_keep_table(s);
 }
 

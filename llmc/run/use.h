@@ -69,6 +69,25 @@ static inline void use_warn_of_table(const char *folder, const Tokenizer *shards
     tokenizer_close(&own);
 }
 
+// False if the files make no tokenizer or, with a warning, one with another id for the separator of the shards' table.
+static inline bool use_takes_tokenizer(const TokenizerFiles *f, const Tokenizer *shards) {
+    Json json;
+    Failure failure;
+    size_t n;
+    const char *name = tokenizer_decode(shards, shards->separator, &n);
+    if (!name || !f->data[0] || !json_parse(&json, "", f->data[0], f->sizes[0], &failure)) return tokenizer_is_known(f);
+    bool fits = !json_member(&json, json_root(&json), "added_tokens");
+    for (const JsonNode *at = json.nodes + 1; !fits && at < json.nodes + json.count; at++) {
+        const bool added = at->key && strcmp(at->key, "content") == 0;
+        const JsonNode *id = added ? json_member(&json, &json.nodes[at->parent], "id") : at;
+        const char *token = added ? at->text : at->key;
+        fits = id && token && strncmp(token, name, n) == 0 && !token[n] && atoll(id->text) == shards->separator;
+    }
+    json_free(&json);
+    if (!fits) warn("%s/tokenizer.json is not that of the shards; checkpoints and exports get no copy", f->folder);
+    return fits;
+}
+
 // --generate: returns the text as tokens [*length] after a separator, and makes the sequence as long as it and
 // --max-tokens: rounded up, since FP8 GEMMs need multiples of up to 128 rows. Attention does not see the padding.
 static inline int32_t *use_encode(Options *o, const ModelConfig *m, const Tokenizer *tokenizer, int64_t *length) {
