@@ -155,13 +155,13 @@ def judge(path, argument, split, field, limit=None, size=None, chat=False):
         raise BadInput(f"{path}: is a pipe or a device, which cannot be read twice; write its data to a file")
     size = size or os.path.getsize(path)
     file = File(path, "", "", size, limit or size, 0, split, argument)
-    head = read_head(path, file)
+    head = read_head(path, file).removeprefix(b"\xef\xbb\xbf")
     promised = name_parts(path)[0]
     if head.startswith(b"PAR1"):
         file.form = PARQUET
     else:
         refuse_foreign(path, promised or TEXT, head)
-        file.form = LINES if begins_lines(head.removeprefix(b"\xef\xbb\xbf"), promised == LINES) else TEXT
+        file.form = LINES if begins_lines(head, promised == LINES) else TEXT
     if promised and file.form != promised:
         ending = next(ending for ending, form in FORMS.items() if form == file.form)
         refuse_name(path, promised, file.form if promised == TEXT else "not; it begins like " + file.form,

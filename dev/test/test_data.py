@@ -237,6 +237,7 @@ FOREIGN = (  # name and bytes of a file, and what the refusal of it says
     ("a.jsonl", LINES.encode("utf-16-be"), "UTF-16 text without a mark"),
     ("a.txt.gz", gzip.compress(STORY_LINES.encode("utf-16")), "iconv -f UTF-16"),
     ("a", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"), ("a", b"\n<!DOCTYPE html>", "web page"),
+    ("a", b"\xef\xbb\xbf<!DOCTYPE html>", "web page"),
     ("a", "\u0416\u0438\u043b-\u0431\u044b\u043b. ".encode("cp1251") * 9, "this is not UTF-8"),
     ("a.txt", gzip.compress(STORY_LINES.encode()), "it is compressed by gzip; name it a.txt.gz"),
     ("a.txt", b"\x28\xb5\x2f\xfd\x04", "it is compressed by zstd; name it a.txt.zst"),
