@@ -310,12 +310,15 @@ static inline int64_t run_setup_largest_token(DataLoader *dl) {
         dl->shards[place.shard].path, (long long)place.position, (long long)place.token, VOCABULARY_LARGEST);
 }
 
-// Sets the vocabulary of the presets tiny, small and medium, which comes from the data. Dies if the model's sizes are
-// wrong, or if data with a tokenizer table is open and its separator is not in the vocabulary.
+// Sets the vocabulary of the presets tiny, small and medium, which comes from the data, and the token around documents.
+// Dies if the model's sizes are wrong, or if data with a tokenizer table is open and its separator is not in the
+// vocabulary.
 static inline void run_setup_vocabulary(RunSetup *s) {
-    if (s->model.vocab_size == 0)
-        s->model.vocab_size = round_up(s->tokenizer.count ? s->tokenizer.count : run_setup_largest_token(&s->train) + 1,
-                                       VOCABULARY_MULTIPLE);
+    if (s->model.vocab_size == 0) {
+        const int64_t count = s->tokenizer.count ? s->tokenizer.count : run_setup_largest_token(&s->train) + 1;
+        if (s->tokenizer.count) s->model.bos_token_id = s->model.eos_token_id = s->tokenizer.separator;
+        s->model.vocab_size = round_up(count, VOCABULARY_MULTIPLE);
+    }
     model_config_check(&s->model);
     s->train.vocabulary = s->val.vocabulary = s->model.vocab_size;
     if (s->tokenizer.count && s->tokenizer.separator >= s->model.vocab_size)
