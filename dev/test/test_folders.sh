@@ -122,6 +122,8 @@ with open(sys.argv[1], "r+b") as f:
 model="--train-data $tmp/s_train.bin --sequence-length 16 --num-steps 1"
 check "a run exports a model" trains $run --num-steps 1 --export-hf "$tmp/hf"
 check "other programs stop at the separator of its shards" holds "$tmp/hf/config.json" '"eos_token_id": 256,'
+check "a folder of checkpoints is refused as MODEL" \
+    refuses "is a folder of checkpoints; give one of them, such as $tmp/ck/step-00000007" ./train_fp8 "$tmp/ck" $model
 check "an export trains as MODEL" trains ./train_fp8 "$tmp/hf" $model
 for folder in "$tmp/hf" "$tmp/ck/step-00000007"; do
     flip "$folder/model.safetensors"

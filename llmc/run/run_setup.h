@@ -87,6 +87,19 @@ static inline void run_setup_verify_weights(const RunSetup *s, const Options *o,
     if (!checkpoint_agree(c, ok, &failure)) run_setup_die_damaged(o, &failure);
 }
 
+// Dies if MODEL is a folder that checkpoints were saved to.
+static inline void run_setup_refuse_checkpoints(const char *model) {
+    char config[PATH_CAPACITY];
+    CheckpointSteps list;
+    Failure failure;
+    format_checked(config, sizeof config, "%s/config.json", model);
+    if (path_exists(config) || !checkpoint_list(model, &list, &failure)) return;
+    if (list.count)
+        die("MODEL %s is a folder of checkpoints; give one of them, such as %s/step-%08lld", model, model,
+            (long long)list.steps[0]);
+    free(list.steps);
+}
+
 static inline void run_setup_model(RunSetup *s, const Options *o) {
     char presets[1024];
     if (options_uses_model(o)) use_require_weights(o);
@@ -97,6 +110,7 @@ static inline void run_setup_model(RunSetup *s, const Options *o) {
         die_with(EXIT_USAGE, "MODEL \"%s\" is neither a folder nor one of: %s%s%s%s", o->model, presets,
                  nearest ? "; the nearest is " : "", nearest ? nearest : "",
                  nearest && strchr(o->model, '/') ? ", with random weights; for its weights download the folder" : "");
+    run_setup_refuse_checkpoints(o->model);
     Failure failure;
     const bool verify = !s->continues && !o->no_verify;
     if (verify && !model_verify(o->model, SMALL_FILE_BYTES, &failure)) run_setup_die_damaged(o, &failure);
