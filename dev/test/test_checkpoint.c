@@ -1419,9 +1419,7 @@ static void test_export_restore(void) {
     // NAME and NAME.old.tmp could both be the earlier export: the user must choose one.
     if (!folder_begin(aside, &failure)) die("%s", failure.text);
     scratch_file(aside, "config.json", "{}");
-    CHECK_DIES(export_action, &e,
-               "out.old.tmp is in the way: it may be an earlier export; move it away, or "
-               "remove it",
+    CHECK_DIES(export_action, &e, "out.old.tmp is in the way: it may be an earlier export; move it away, or remove it",
                "the folder in the way is named");
     remove_tree(aside);
     // Links are not followed, and a folder of another program stays.

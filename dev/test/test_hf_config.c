@@ -161,8 +161,7 @@ static void test_refused(void) {
         {"{\"model_type\": 3, " SIZES "}", "model_type: expected a string, found 3"},
         {"{\"architectures\": \"LlamaForCausalLM\", " SIZES "}",
          "architectures: expected an array that begins with the name of a class, such as [\"LlamaForCausalLM\"], found "
-         "a "
-         "string; there is no \"model_type\""},
+         "a string; there is no \"model_type\""},
         {"{\"architectures\": [], " SIZES "}", "found an empty array; there is no \"model_type\""},
         {"{\"architectures\": [3], " SIZES "}", "found an array that begins with a number; there is no"},
         {"{\"architectures\": null, " SIZES "}", "has no value for \"architectures\" or \"model_type\""},

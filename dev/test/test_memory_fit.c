@@ -109,8 +109,7 @@ static void test_fp8_activations(void) {
     check_says("not in bf16", &c, "with --recompute attention it needs 47.0 GiB");
     c.options.precision = PRECISION_FP8, c.options.fp8_recipe = RECIPE_BOUNDED, c.available = 50;
     check_says("without FP8 weights that AdamW writes", &c,
-               "with --fp8-recipe tensorwise it needs 50.0 GiB, and a step "
-               "on a GPU takes about 4% longer");
+               "with --fp8-recipe tensorwise it needs 50.0 GiB, and a step on a GPU takes about 4% longer");
     c.options.grad_clip = 0, c.available = 37;
     check_says("FP8 moments need another recipe", &c,
                "with --fp8-recipe tensorwise --optimizer-state coat-stochastic ");

@@ -1758,8 +1758,7 @@ static void test_refusals(void) {
         {EXIT_USAGE, "tiny --train-data @/train.bin --sequence-length 96 --precision fp8 --fp8-recipe blockwise",
          "multiples of 128"},
         {EXIT_USAGE,
-         "tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-recipe rowwise "
-         "--fp8-all-gather on",
+         "tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-recipe rowwise --fp8-all-gather on",
          "leave it at auto"},
         {EXIT_USAGE, "tiny --train-data @/train.bin --sequence-length 32 --precision fp8 --fp8-margin 1",
          "fp8-recipe delayed"},

@@ -53,8 +53,7 @@ static inline Words error_words(void) {
     snprintf(w.text, sizeof w.text, "%s", strerror(error));
     if (error == EFBIG && getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
         snprintf(w.text, sizeof w.text,
-                 "%s: this process may write files of %llu bytes at most; raise that limit with "
-                 "ulimit -f",
+                 "%s: this process may write files of %llu bytes at most; raise that limit with ulimit -f",
                  strerror(error), (unsigned long long)limit.rlim_cur);
     if (error == EMFILE && getrlimit(RLIMIT_NOFILE, &limit) == 0)
         snprintf(w.text, sizeof w.text, "%s: this process may hold %llu files open; raise that limit with ulimit -n",

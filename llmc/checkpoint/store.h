@@ -297,8 +297,7 @@ static inline bool checkpoint_find_newest(const char *dir, char *path, size_t ca
     if (checkpoint_find_whole(dir, "resume", path, capacity, &count)) return true;
     if (count)
         die("--resume: no checkpoint in %s can be resumed (%lld skipped, for the reasons above); move them away to "
-            "start at "
-            "step 1",
+            "start at step 1",
             dir, (long long)count);
     printf("resume: no checkpoint in %s, starting at step 1\n", dir);
     return false;

@@ -227,8 +227,7 @@ static inline void hf_check_rope_keys(const Json *json, const JsonNode *rope, co
         json_path(json, node, path, sizeof path);
         if (!known)
             die_with(EXIT_UNSUPPORTED,
-                     "%s: %s is not a value that rope_type \"%s\" uses; \"default\" and \"llama3\" are "
-                     "supported",
+                     "%s: %s is not a value that rope_type \"%s\" uses; \"default\" and \"llama3\" are supported",
                      json->source, path, type);
     }
 }

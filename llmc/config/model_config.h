@@ -157,9 +157,8 @@ static inline void model_config_check(const ModelConfig *m) {
                      (long long)sizes[i].value, (long long)sizes[i].largest);
     if (m->num_heads % m->num_kv_heads)
         die_with(EXIT_UNSUPPORTED,
-                 "model %s: num_attention_heads = %lld is not a multiple of num_key_value_heads = "
-                 "%lld",
-                 m->name, (long long)m->num_heads, (long long)m->num_kv_heads);
+                 "model %s: num_attention_heads = %lld is not a multiple of num_key_value_heads = %lld", m->name,
+                 (long long)m->num_heads, (long long)m->num_kv_heads);
     if (m->head_dim % 2)
         die_with(EXIT_UNSUPPORTED, "model %s: head_dim = %lld is odd; RoPE needs pairs", m->name,
                  (long long)m->head_dim);

@@ -264,8 +264,7 @@ static inline const char *options_set_accumulation(Options *o, int64_t world, bo
     else if (given && o->grad_accumulation_steps != steps)
         format_checked(
             message, capacity,
-            "--tokens-per-step %lld needs --grad-accumulation-steps %lld here, not %lld; leave one of the two "
-            "out",
+            "--tokens-per-step %lld needs --grad-accumulation-steps %lld here, not %lld; leave one of the two out",
             (long long)o->tokens_per_step, (long long)steps, (long long)o->grad_accumulation_steps);
     else o->grad_accumulation_steps = steps;
     return message;

@@ -147,8 +147,7 @@ static inline void shard_parse_header(DataShard *shard, const int32_t *header) {
         memcpy(&shard->num_tokens, header + 2, sizeof(int64_t));
     } else if (!(magic == SHARD_MAGIC_U32 && version == 7) && !(magic == SHARD_MAGIC_U16 && version == 1)) {
         die("%s: not a token shard: magic %d version %d found; %d version 7, 8 or 9 (uint32 tokens) or %d version 1 "
-            "(uint16 tokens) expected. "
-            "data/prepare.py and build/synth_stories make such shards%s%s",
+            "(uint16 tokens) expected. data/prepare.py and build/synth_stories make such shards%s%s",
             shard->path, magic, version, SHARD_MAGIC_U32, SHARD_MAGIC_U16, words ? ". The file is " : "",
             words ? words : "");
     }
@@ -228,8 +227,7 @@ static inline void dataloader_find(DataLoader *dl, const char *text) {
         end = at + strcspn(at, ",");
         format_checked(part, sizeof part, "%.*s", (int)(end - at), at);
         if (!dataloader_add(dl, part))
-            die("no token shard matches \"%s\"; make one with data/prepare.py or build/synth_stories, or correct "
-                "the "
+            die("no token shard matches \"%s\"; make one with data/prepare.py or build/synth_stories, or correct the "
                 "path (quote wildcards in the shell)",
                 part);
     }

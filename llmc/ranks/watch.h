@@ -212,16 +212,14 @@ static inline void watch_message(const WatchTable *t, WatchVerdict v, char *out,
                        number, rank->host, where, speaker, here);
     else if (v.finding == WATCH_FILE)
         format_checked(out, capacity,
-                       "rank %lld on %s: a call on a file has not returned for %.0f s "
-                       "(--stall-timeout %lld%s), in %s",
+                       "rank %lld on %s: a call on a file has not returned for %.0f s (--stall-timeout %lld%s), in %s",
                        number, rank->host, rank->row.idle, timeout,
                        watch_file_limit(t, &rank->row) > (double)t->timeout ? "; the limit here is 4 times that" : "",
                        where);
     else if (v.finding == WATCH_STANDING)
         format_checked(out, capacity,
                        "no rank has made progress for %.0f s (--stall-timeout %lld): all ranks wait for each other; "
-                       "rank %lld on %s has finished the fewest collectives: it is in %s; "
-                       "rank %lld is in %s",
+                       "rank %lld on %s has finished the fewest collectives: it is in %s; rank %lld is in %s",
                        t->standing, timeout, number, rank->host, where, speaker, here);
     else
         format_checked(out, capacity,

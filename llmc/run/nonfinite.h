@@ -152,8 +152,7 @@ static inline void nonfinite_place(const ParameterTable *t, const TrainerState *
     nonfinite_block_name(t, block, name, sizeof name);
     const NonfiniteWeight w = nonfinite_largest_weight(t, s, block);
     format_checked(out, capacity,
-                   "The problem begins in %s, in the %s pass%s; the largest weight there is %g, in %s, "
-                   "element %lld",
+                   "The problem begins in %s, in the %s pass%s; the largest weight there is %g, in %s, element %lld",
                    name, forward ? "forward" : "backward", gradient, (double)w.value, t->entries[w.parameter].name,
                    (long long)w.element);
 }
@@ -170,14 +169,12 @@ static inline void nonfinite_report(const Options *o, const ParameterTable *t, c
         format_checked(norm, sizeof norm, "the loss is not finite, though the gradient norm is %g", what->norm);
     else if (isfinite(what->norm))
         format_checked(norm, sizeof norm,
-                       "the gradient norm is %g, and above %g, where squares may overflow, "
-                       "it counts as not finite",
+                       "the gradient norm is %g, and above %g, where squares may overflow, it counts as not finite",
                        what->norm, ADAMW_LARGEST_NORM);
     if (o->on_nonfinite == NONFINITE_STOP)
         die_with(EXIT_NONFINITE,
-                 "step %lld: %s. %s. The loss is %g. Nothing of this step is saved. A smaller "
-                 "--learning-rate, --grad-clip 1 or more --warmup-steps may help; --on-nonfinite skip leaves such "
-                 "steps out",
+                 "step %lld: %s. %s. The loss is %g. Nothing of this step is saved. A smaller --learning-rate, "
+                 "--grad-clip 1 or more --warmup-steps may help; --on-nonfinite skip leaves such steps out",
                  number, norm, place, loss);
     if (skipped_in_a_row >= NONFINITE_MAX_SKIPPED)
         die_with(EXIT_NONFINITE,

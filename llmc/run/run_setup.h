@@ -120,9 +120,8 @@ static inline void run_setup_model(RunSetup *s, const Options *o) {
     char name[PATH_CAPACITY];
     if (!s->load_weights && !s->continues && model_finds_other_weights(o->model, name, sizeof name))
         die("MODEL %s holds %s, but weights are read from model.safetensors or the files that "
-            "model.safetensors.index.json names; give them these names or convert them "
-            "(save_pretrained of transformers writes them so), or give a folder with config.json alone to start from "
-            "random weights",
+            "model.safetensors.index.json names; give them these names or convert them (save_pretrained of "
+            "transformers writes them so), or give a folder with config.json alone to start from random weights",
             o->model, name);
 }
 
@@ -139,8 +138,7 @@ static inline void run_setup_check_tables(const RunSetup *s, const DataLoader *d
         Tokenizer tok = tokenizer_open(path);
         if (tok.count && !tokenizer_same(&tok, &s->tokenizer))
             die("%s belongs to the tokenizer table %s (%lld tokens, separator %lld), but the first training shard "
-                "belongs to %s (%lld tokens, separator %lld), which differs; "
-                "use shards made with one tokenizer",
+                "belongs to %s (%lld tokens, separator %lld), which differs; use shards made with one tokenizer",
                 dl->shards[i].path, path, (long long)tok.count, (long long)tok.separator, first,
                 (long long)s->tokenizer.count, (long long)s->tokenizer.separator);
         tokenizer_close(&tok);
@@ -319,8 +317,7 @@ static inline int64_t run_setup_largest_token(DataLoader *dl) {
     const int64_t largest = dataloader_max_token(dl);
     if (largest < VOCABULARY_LARGEST) return largest;
     const TokenPlace place = dataloader_scan(dl, VOCABULARY_LARGEST);
-    die("%s: token %lld has id %lld, but a vocabulary has at most %d tokens, with ids from 0; "
-        "make the shard again",
+    die("%s: token %lld has id %lld, but a vocabulary has at most %d tokens, with ids from 0; make the shard again",
         dl->shards[place.shard].path, (long long)place.position, (long long)place.token, VOCABULARY_LARGEST);
 }
 
@@ -373,8 +370,7 @@ static inline void run_setup_warn_of_rounding(const RunSetup *s, const Options *
     if (o->learning_rate < 2 * distance) format_checked(where, sizeof where, "--learning-rate %g is", o->learning_rate);
     else format_checked(where, sizeof where, "--lr-schedule %s ends", name[1]);
     warn("--master-weights %s loses updates below %.2g of weights near %g, and AdamW's are about as large as the "
-         "learning "
-         "rate: %s below %.2g, where many are lost; --master-weights %s loses none on average",
+         "learning rate: %s below %.2g, where many are lost; --master-weights %s loses none on average",
          name[0], distance / 2, weight, where, 2 * distance, fp16 ? "fp16-stochastic" : "bf16");
 }
 
@@ -402,8 +398,7 @@ static inline void run_setup_check_export(const Options *o) {
             format_checked(folder, sizeof folder, "%s%s", path, suffixes[k]);
             if (path_within(other, folder))
                 die_with(EXIT_USAGE,
-                         "--%s %s is in --export-hf %s%s, which may hold only the export; give a "
-                         "folder outside it",
+                         "--%s %s is in --export-hf %s%s, which may hold only the export; give a folder outside it",
                          written[i][0], written[i][1], o->export_hf, suffixes[k]);
         }
     }
