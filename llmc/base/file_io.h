@@ -431,12 +431,6 @@ static inline bool folder_room(const char *folder, int64_t *bytes, Failure *fail
     return true;
 }
 
-// True if two existing folders are on one file system, and so share its free space.
-static inline bool folders_share_room(const char *a, const char *b) {
-    struct stat x, y;
-    return stat(a, &x) == 0 && stat(b, &y) == 0 && x.st_dev == y.st_dev;
-}
-
 // Seconds to wait for an earlier run that was killed and has not quite ended. Tests make it short.
 #ifndef FOLDER_LOCK_SECONDS
 #define FOLDER_LOCK_SECONDS 10

@@ -15,10 +15,4 @@ typedef struct {
     double seconds[NUM_STEP_TIMES];
 } StepTimes;
 
-// Returns a part's name in the summary of a run, as it is printed and in log.jsonl.
-static inline const char *step_time_name(StepTime part) {
-    static const char *const names[NUM_STEP_TIMES] = {"compute", "data", "communication", "optimizer"};
-    return names[part];
-}
-
 #endif

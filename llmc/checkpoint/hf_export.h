@@ -17,7 +17,9 @@ static inline bool export_owns(const char *name) {
     static const char *const names[] = {FOLDER_MARKER, EXPORT_HASHES, "config.json", "model.safetensors.index.json"};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
         if (strcmp(name, names[i]) == 0) return true;
-    return tokenizer_owns(name) || export_is_weights(name);
+    for (int i = 0; i < TOKENIZER_FILES; i++)
+        if (strcmp(name, tokenizer_file_names()[i]) == 0) return true;
+    return export_is_weights(name);
 }
 
 // Fails unless `dir` is missing, empty or an earlier export: an export must not delete anything else. File names alone

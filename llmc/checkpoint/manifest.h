@@ -478,18 +478,6 @@ static inline JsonText checkpoint_model_mismatch(const ModelConfig *then, const 
     return out;
 }
 
-// Dies with the settings that differ, and with what would do.
-static inline void checkpoint_die_settings(const Json *json, const char *checkpoint, const CheckpointRun *run,
-                                           const char *settings) {
-    JsonText still = checkpoint_settings_mismatch(json, run->options, true);
-    checkpoint_data_mismatch(json, *run->options->mix ? "mix" : "train-data", &run->data, &still);
-    die("cannot %s from %s with other settings:%s\nuse the checkpoint's settings, or %s %s and another "
-        "--checkpoint-dir",
-        checkpoint_verb(run), checkpoint, settings,
-        still.size ? "start a new run from its weights, with MODEL" : "go on with these settings by --branch",
-        checkpoint);
-}
-
 // Returns the progress of the checkpoint's run; one without "skipped" counted skipped steps like others. Dies if the
 // model, a setting that must match or the training data differs, or if trainer.json or config.json cannot be read.
 // Needs no trainer state, so it can run before anything is allocated. Says which other settings differ.
@@ -508,16 +496,25 @@ static inline TrainerProgress checkpoint_check(const char *checkpoint, const Che
     ModelConfig then;
     hf_config_read(&then, checkpoint);
     free(then.source);
+    const char *data = *run->options->mix ? "mix" : "train-data";
     JsonText model = checkpoint_model_mismatch(&then, run->model),
              settings = checkpoint_settings_mismatch(&json, run->options, run->branches);
-    checkpoint_data_mismatch(&json, *run->options->mix ? "mix" : "train-data", &run->data, &settings);
+    checkpoint_data_mismatch(&json, data, &run->data, &settings);
     if (!model.size && !settings.size) {
         checkpoint_check_betas(&json, checkpoint, run, &progress);
         checkpoint_tell_settings(&json, run, progress.step);
     }
     if (model.size)
         die("cannot %s from %s: it is a checkpoint of another model:%s", checkpoint_verb(run), checkpoint, model.data);
-    if (settings.size) checkpoint_die_settings(&json, checkpoint, run, settings.data);
+    if (settings.size) {
+        JsonText still = checkpoint_settings_mismatch(&json, run->options, true);
+        checkpoint_data_mismatch(&json, data, &run->data, &still);
+        die("cannot %s from %s with other settings:%s\nuse the checkpoint's settings, or %s %s and another "
+            "--checkpoint-dir",
+            checkpoint_verb(run), checkpoint, settings.data,
+            still.size ? "start a new run from its weights, with MODEL" : "go on with these settings by --branch",
+            checkpoint);
+    }
     json_free(&json);
     json_text_free(&model);
     json_text_free(&settings);

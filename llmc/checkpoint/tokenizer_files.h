@@ -22,12 +22,6 @@ static inline const char *const *tokenizer_file_names(void) {
     return names;
 }
 
-static inline bool tokenizer_owns(const char *name) {
-    for (int i = 0; i < TOKENIZER_FILES; i++)
-        if (strcmp(name, tokenizer_file_names()[i]) == 0) return true;
-    return false;
-}
-
 // True if the files make a tokenizer.
 static inline bool tokenizer_is_known(const TokenizerFiles *f) {
     for (int i = 0; i < TOKENIZER_SOURCES; i++)

@@ -283,7 +283,7 @@ static inline void options_replay_conflict(const Options *o, char *message, size
                        "them within it; leave out one of the two");
 }
 
-// Rules of --generate and --evaluate. run_use_model asks for them, before it changes options.
+// Rules of --generate and --evaluate. use_set_options asks for them, before it changes options.
 static inline void options_use_conflict(const Options *o, char *message, size_t capacity) {
     const char *name = *o->generate ? "generate" : "evaluate";
     const char *other = *o->generate && *o->evaluate  ? "evaluate"

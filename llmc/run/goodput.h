@@ -39,18 +39,18 @@ typedef struct {
 // Writes the parts of steps and the other purposes, with their seconds. "other" is the rest of `wall`, or 0 if nothing
 // is left.
 static inline void run_times_rows(const RunTimes *t, double wall, RunTimesRow rows[RUN_TIMES_ROWS]) {
-    int n = 0;
-    double known = run_times_steps(t) + t->start + t->validation + t->sampling + t->saving;
-    const RunTimesRow others[] = {{"start", t->start},
-                                  {"validation", t->validation},
-                                  {"sampling", t->sampling},
-                                  {"saving", t->saving},
-                                  {"other", wall > known ? wall - known : 0}};
-    for (int i = 0; i < NUM_STEP_TIMES; i++) {
-        const RunTimesRow row = {step_time_name((StepTime)i), t->steps.seconds[i]};
-        rows[n++] = row;
-    }
-    for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) rows[n++] = others[i];
+    const double known = run_times_steps(t) + t->start + t->validation + t->sampling + t->saving,
+                 *steps = t->steps.seconds;
+    const RunTimesRow all[RUN_TIMES_ROWS] = {{"compute", steps[TIME_COMPUTE]},
+                                             {"data", steps[TIME_DATA]},
+                                             {"communication", steps[TIME_COMMUNICATION]},
+                                             {"optimizer", steps[TIME_OPTIMIZER]},
+                                             {"start", t->start},
+                                             {"validation", t->validation},
+                                             {"sampling", t->sampling},
+                                             {"saving", t->saving},
+                                             {"other", wall > known ? wall - known : 0}};
+    memcpy(rows, all, sizeof all);
 }
 
 // Prints `wall`, the goodput, and the share of each purpose that takes at least 0.05% of `wall`.

@@ -63,16 +63,12 @@ static inline bool memory_fit_change_states(Options *o, int change, char *words,
     }
 }
 
-// Returns --offload with moments and what is offloaded already.
-static inline const char *memory_fit_with_moments(Offloaded out) {
-    static const char *const lists[2][2] = {{"moments", "moments,activations"},
-                                            {"moments,master", "moments,master,activations"}};
-    return lists[out.master][out.activations];
-}
-
 // Makes one of the changes above, and writes its options as a user gives them. False if the run has them already, or if
 // they would save nothing or change how --grad-clip acts. If the run can have them, supported() says.
 static inline bool memory_fit_change(Options *o, const Comm *c, int change, char *words, size_t capacity) {
+    static const char *const with_moments[2][2] = {{"moments", "moments,activations"},
+                                                   {"moments,master", "moments,master,activations"}};
+    const Offloaded out = options_offloaded(o);
     switch (change) {
     case FIT_FULL_SHARDING:
         if (c->world == 1 || o->sharding == SHARDING_FULL) return false;
@@ -101,8 +97,8 @@ static inline bool memory_fit_change(Options *o, const Comm *c, int change, char
         o->fp8_activations = ON;
         return format_checked(words, capacity, " --fp8-activations on"), true;
     case FIT_OFFLOAD:
-        if (options_offloaded(o).moments) return false;
-        o->offload = memory_fit_with_moments(options_offloaded(o));
+        if (out.moments) return false;
+        o->offload = with_moments[out.master][out.activations];
         return format_checked(words, capacity, " --offload %s", o->offload), true;
     default: return memory_fit_set_recompute(o, RECOMPUTE_NORM + change - FIT_RECOMPUTE, words, capacity);
     }

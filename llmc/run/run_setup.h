@@ -539,7 +539,10 @@ static inline void run_setup_check_room(const RunSetup *s, const Options *o, con
             o->checkpoint_dir, digits, (double)checkpoint / GiB, digits, (double)room / GiB);
     if (!*o->export_hf) return;
     export_names(o->export_hf, path, temporary, parent, sizeof path);
-    const int64_t before = checkpoint && folders_share_room(parent, o->checkpoint_dir) ? checkpoint : 0;
+    struct stat a, b;
+    const bool shared =  // by both folders: the checkpoint takes room of the export
+        checkpoint && stat(parent, &a) == 0 && stat(o->checkpoint_dir, &b) == 0 && a.st_dev == b.st_dev;
+    const int64_t before = shared ? checkpoint : 0;
     if (folder_room(parent, &room, &failure) && room < before + weights)
         die("--export-hf %s: the weights take %.*f GiB%s, and %.*f are free there; make room or give a folder on a "
             "larger disk",

@@ -297,14 +297,6 @@ static inline void run_use(Run *run) {
 
 // ---- from the command line to the first step
 
-// With --generate or --evaluate: changes the options for it. Dies if one of them is given without a text.
-static inline void run_use_model(Run *run) {
-    Options *o = &run->options;
-    if (!*o->generate && options_give(o, "generate")) die_with(EXIT_USAGE, "--generate is given without a text");
-    if (!*o->evaluate && options_give(o, "evaluate")) die_with(EXIT_USAGE, "--evaluate is given without shards");
-    if (options_uses_model(o)) use_set_options(o, &run->comm);
-}
-
 // Replaces --fp8-filter auto by the fastest filter, which rank 0 finds. (In a run that continues from a checkpoint,
 // run_setup_resume has replaced it already.) Then checks the options with the new filter.
 static inline void run_find_filter(Run *run) {
@@ -341,7 +333,7 @@ static inline void run_begin(Run *run, int argc, char **argv) {
     model_config_preset_names(presets, sizeof presets);
     options_require_model(o, argc, argv, presets);
     run_set_accumulation(run);
-    run_use_model(run);
+    use_set_options(o, c);
     run->setup = run_setup(o, c, run->ops->kind);
     if (o->world_size) comm_assume(c, o->world_size);
     comm_split(c, options_shard_group(o, c->world));

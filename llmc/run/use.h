@@ -8,11 +8,14 @@
 #include "../config/options_rules.h"
 #include "../data/encode.h"
 
-// Checks the options of a run that only uses a model, takes --resume's checkpoint as MODEL, and plans no memory for
-// what only training needs. All ranks call.
+// With --generate or --evaluate: checks the options, takes --resume's checkpoint as MODEL, and plans no memory for what
+// only training needs. Dies if one of the two is given without a text. All ranks call.
 static inline void use_set_options(Options *o, const Comm *c) {
     static char checkpoint[PATH_CAPACITY];
     char message[512] = "";
+    if (!*o->generate && options_give(o, "generate")) die_with(EXIT_USAGE, "--generate is given without a text");
+    if (!*o->evaluate && options_give(o, "evaluate")) die_with(EXIT_USAGE, "--evaluate is given without shards");
+    if (!options_uses_model(o)) return;
     options_use_conflict(o, message, sizeof message);
     if (*message) die_with(EXIT_USAGE, "%s", message);
     if (o->resume) {
