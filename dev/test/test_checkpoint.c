@@ -191,6 +191,17 @@ static void write_float(const char *path, int64_t at, float value) {
         die("cannot write %s", path);
 }
 
+typedef struct {
+    Trainer *trainer;
+    const char *path;
+} Action;
+
+// Loads a checkpoint, as a run does that resumes.
+static void resume_action(void *context) {
+    Action *a = (Action *)context;
+    checkpoint_load(a->path, &a->trainer->model, &a->trainer->table, &a->trainer->state);
+}
+
 // ---- Save, load, and removal of old checkpoints.
 
 // Checks, for one parameter, that a checkpoint has scales of moments exactly if the moments are MS-AMP's, and a scale
@@ -256,18 +267,6 @@ static void test_round_trip(void) {
     CHECK_LISTING(dir, "7", "a save of the same step replaces its checkpoint");
 }
 
-// Loads the newest checkpoint in the folder `delayed`.
-static void load_delayed(void *context) {
-    Trainer *t = (Trainer *)context;
-    char found[PATH_CAPACITY];
-    CheckpointSteps list;
-    Failure failure;
-    if (!checkpoint_list(scratch_path("delayed"), &list, &failure) || !list.count) die("no checkpoint");
-    checkpoint_name(scratch_path("delayed"), list.steps[0], "", found, sizeof found);
-    free(list.steps);
-    checkpoint_load(found, &t->model, &t->table, &t->state);
-}
-
 // The state of delayed scaling is in a checkpoint, and not in an export. A load refuses a state that does not fit.
 static void test_delayed(void) {
     Trainer *a = trainer_new(FAMILY_QWEN3, true, false, MOMENTS_BF16),
@@ -283,12 +282,13 @@ static void test_delayed(void) {
     for (int64_t i = 0; i < tensors; i++) scales_of_a[i] = i % 5 ? (float)i * 0.7f : 0;
     save(a, dir, 9, 1);
     CHECK(checkpoint_find_newest(dir, found, sizeof found), "the newest checkpoint is found");
+    Action load = {b, found};
     checkpoint_load(found, &b->model, &b->table, &b->state);
     CHECK(same_state(a, b), "the loaded state is the saved one");
     CHECK(memcmp(history, b->delayed[0], (size_t)elements * sizeof(float)) == 0, "a load restores the amax history");
     CHECK(memcmp(scales_of_a, b->delayed[1], (size_t)tensors * sizeof(float)) == 0, "a load restores the scales");
     b->state.delayed_window = 6;
-    CHECK_DIES(load_delayed, b, "tensor amax_history has shape [24, 7]; the model needs [24, 6]",
+    CHECK_DIES(resume_action, &load, "tensor amax_history has shape [24, 7]; the model needs [24, 6]",
                "a checkpoint with another window of the amax history is refused");
     CHECK(try_export(a, scratch_path("delayed-export"), &failure), "the export is made: %s", failure.text);
     CHECK(!path_exists(scratch_path("delayed-export/fp8_state.safetensors")), "an export has no fp8_state.safetensors");
@@ -318,19 +318,20 @@ static void test_delayed(void) {
     CHECK(b->delayed[0][3] == 0, "an infinity in the amax history is loaded as 0; found %g", (double)b->delayed[0][3]);
     CHECK(try_save(b, dir, &progress, 2, &failure), "what was loaded can be saved: %s", failure.text);
     write_float(state, data + 12, NAN);
-    CHECK_DIES(load_delayed, b, "amax_history holds nan, which is not an amax; move this checkpoint away",
+    CHECK_DIES(resume_action, &load, "amax_history holds nan, which is not an amax; move this checkpoint away",
                "a NaN in the amax history is refused");
     write_float(state, data + 12, 1), write_float(state, scales, INFINITY);
-    CHECK_DIES(load_delayed, b, "scale holds inf, which is not a scale", "an infinite scale is refused");
+    CHECK_DIES(resume_action, &load, "scale holds inf, which is not a scale", "an infinite scale is refused");
     write_float(state, scales, -2);
-    CHECK_DIES(load_delayed, b, "scale holds -2, which is not a scale", "a negative scale is refused");
+    CHECK_DIES(resume_action, &load, "scale holds -2, which is not a scale", "a negative scale is refused");
     write_float(state, scales, 1);
     flip_byte(state, data + 3);
     CHECK_FAILS(checkpoint_is_whole(found, true, &failure), "fp8_state.safetensors is damaged",
                 "a changed byte is detected");
     a->state.delayed_tensors = 0;
     save(a, dir, 10, 1);
-    CHECK_DIES(load_delayed, b, "has neither fp8_state.safetensors",
+    load.path = scratch_path("delayed/step-00000010");
+    CHECK_DIES(resume_action, &load, "has neither fp8_state.safetensors",
                "a checkpoint without the state of delayed scaling is refused");
     trainer_free(a);
     trainer_free(b);
@@ -575,11 +576,6 @@ static void test_prune_together(void) {
 }
 
 // ---- Checks before a run starts or resumes.
-
-typedef struct {
-    Trainer *trainer;
-    const char *path;
-} Action;
 
 static void check_action(void *context) {
     Action *a = (Action *)context;
@@ -1042,12 +1038,6 @@ static void test_nonfinite_groups(void) {
         remove_tree(scratch_path("groups"));
         trainer_free(t);
     }
-}
-
-// Loads a checkpoint, as a run does that resumes.
-static void resume_action(void *context) {
-    Action *a = (Action *)context;
-    checkpoint_load(a->path, &a->trainer->model, &a->trainer->table, &a->trainer->state);
 }
 
 // Checkpoints of older versions may hold infinite weights or moments. A run does not resume from them.

@@ -409,23 +409,13 @@ start() {
 # Waits up to 60 s for mpirun to end, and kills the run otherwise. Sets status (124: mpirun did not end). Checks that
 # all ranks end within 10 s more.
 all_end() {
-    local i
     status=124
-    for i in $(seq 600); do
-        if ! kill -0 $mpi 2>/dev/null; then wait $mpi; status=$?; break; fi
-        sleep 0.1
-    done
-    [ $status -eq 124 ] && kill -9 $mpi "${pids[@]}"
-    local pid left=""
-    # A killed process may need a moment to end. A zombie ("Z") has ended.
-    for i in $(seq 100); do
-        left=""
-        for pid in "${pids[@]}"; do grep -qs '^State:.*[^Z] (' "/proc/$pid/status" && left="$left $pid"; done
-        [ -z "$left" ] && break
-        sleep 0.1
-    done
-    check "all processes end; still running:${left:- none}" [ -z "$left" ]
+    if await 60 eval '! kill -0 $mpi'; then wait $mpi; status=$?; else kill -9 $mpi "${pids[@]}"; fi
+    await 10 eval '! alive'  # a killed process may need a moment to end
+    check "all processes end; still running: $(alive)" equal "$(alive)" ""
 }
+# Prints the status files of ranks that have not ended. A zombie ("Z") has ended.
+alive() { grep -ls '^State:.*[^Z] (' $(printf '/proc/%s/status ' "${pids[@]}"); }
 
 # A rank is killed after the first save, in a run that saves every 5 steps and in one that saves every step.
 for every in 5 1; do

@@ -18,11 +18,8 @@ stall_start() {
 }
 # Waits at most $2 seconds until the rank of run $1 is held. The rank then writes $tmp/$1.mark.
 stall_await() {
-    for _ in $(seq $((10 * $2))); do
-        [ -s "$tmp/$1.mark" ] && return
-        kill -0 "${launched[$1]}" 2>/dev/null || break
-        sleep 0.1
-    done
+    await "$2" eval "[ -s '$tmp/$1.mark' ] || ! kill -0 ${launched[$1]}"
+    [ -s "$tmp/$1.mark" ] && return
     bad "$1: the rank did not reach the call that was to hold it, within $2 s or before the run ended:" \
         "$(tail -n 4 "$tmp/$1.log")"
     return 1
