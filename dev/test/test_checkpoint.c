@@ -20,13 +20,14 @@ typedef struct {
     Options options;
     CheckpointRun run;  // what a checkpoint records of the run, and --resume checks
     TrainerState state;
-    char *arrays[STATE_AMAX_HISTORY];  // weights, moments, and their groups and scales; NULL if the options have none
-    float *delayed[2];                 // amax history and scales; NULL without add_delayed()
+    char *arrays[STATE_SCALES + 1];  // NULL if the options have none; of delayed scaling, NULL without add_delayed()
 } Trainer;
 
 static int64_t element_bytes(const Trainer *t, StateKind kind) { return safetensors_type_bytes(t->state.types[kind]); }
 
 static int64_t array_elements(const Trainer *t, StateKind kind) {
+    if (kind >= STATE_AMAX_HISTORY)
+        return t->state.delayed_tensors * (kind == STATE_SCALES ? 1 : t->state.delayed_window);
     if (state_is_scale(kind)) return t->table.count;
     return state_is_groups(kind) ? t->table.total / COAT_GROUP : t->table.total;
 }
@@ -37,32 +38,21 @@ static char *element(Trainer *t, StateKind kind, int64_t offset, int64_t count) 
     return t->arrays[kind] + offset * element_bytes(t, kind);
 }
 
-static float *delayed_element(Trainer *t, StateKind kind, int64_t offset, int64_t count) {
-    const bool is_scale = kind == STATE_SCALES;
-    const int64_t n = t->state.delayed_tensors * (is_scale ? 1 : t->state.delayed_window);
-    if (offset < 0 || offset > n - count) die("range %lld + %lld is outside", (long long)offset, (long long)count);
-    return t->delayed[is_scale] + offset;
-}
-
 // Allocates amax histories and scales, all 0. trainer_free() frees them.
 static void add_delayed(Trainer *t, int64_t window) {
     t->state.delayed_tensors = tensor_count(t->model.num_layers), t->state.delayed_window = window;
-    t->delayed[0] = (float *)xcalloc((size_t)(t->state.delayed_tensors * window), sizeof(float));
-    t->delayed[1] = (float *)xcalloc((size_t)t->state.delayed_tensors, sizeof(float));
+    for (int kind = STATE_AMAX_HISTORY; kind <= STATE_SCALES; kind++)
+        t->arrays[kind] = (char *)xcalloc((size_t)array_elements(t, (StateKind)kind), sizeof(float));
 }
 
 static void state_read(void *context, StateKind kind, int64_t offset, int64_t count, void *host) {
     Trainer *t = (Trainer *)context;
-    if (kind >= STATE_AMAX_HISTORY)
-        memcpy(host, delayed_element(t, kind, offset, count), (size_t)count * sizeof(float));
-    else memcpy(host, element(t, kind, offset, count), (size_t)(count * element_bytes(t, kind)));
+    memcpy(host, element(t, kind, offset, count), (size_t)(count * element_bytes(t, kind)));
 }
 
 static void state_write(void *context, StateKind kind, int64_t offset, int64_t count, const void *host) {
     Trainer *t = (Trainer *)context;
-    if (kind >= STATE_AMAX_HISTORY)
-        memcpy(delayed_element(t, kind, offset, count), host, (size_t)count * sizeof(float));
-    else memcpy(element(t, kind, offset, count), host, (size_t)(count * element_bytes(t, kind)));
+    memcpy(element(t, kind, offset, count), host, (size_t)(count * element_bytes(t, kind)));
 }
 
 // Fills the arrays of every parameter with random finite values, at most 2 in magnitude, of either sign where they may
@@ -108,14 +98,13 @@ static Trainer *trainer_new(ModelFamily family, bool tied, bool fp32_weights, in
 }
 
 static void trainer_free(Trainer *t) {
-    for (int kind = 0; kind < STATE_AMAX_HISTORY; kind++) free(t->arrays[kind]);
-    free(t->delayed[0]), free(t->delayed[1]);
+    for (int kind = 0; kind <= STATE_SCALES; kind++) free(t->arrays[kind]);
     parameter_table_free(&t->table);
     free(t);
 }
 
 static bool same_state(const Trainer *a, const Trainer *b) {
-    for (int kind = 0; kind < STATE_AMAX_HISTORY; kind++)
+    for (int kind = 0; kind <= STATE_SCALES; kind++)
         if (a->arrays[kind] &&
             memcmp(a->arrays[kind], b->arrays[kind],
                    (size_t)(array_elements(a, (StateKind)kind) * element_bytes(a, (StateKind)kind))) != 0)
@@ -276,17 +265,16 @@ static void test_delayed(void) {
     Failure failure = {"", false};
     trainer_fill(a, 6);
     add_delayed(a, 7), add_delayed(b, 7);
-    const int64_t tensors = a->state.delayed_tensors, elements = tensors * 7;
-    float *history = a->delayed[0], *scales_of_a = a->delayed[1];
-    for (int64_t i = 0; i < elements; i++) history[i] = (float)i / 3;
+    const int64_t tensors = a->state.delayed_tensors;
+    float *history = (float *)a->arrays[STATE_AMAX_HISTORY], *scales_of_a = (float *)a->arrays[STATE_SCALES],
+          *loaded = (float *)b->arrays[STATE_AMAX_HISTORY];
+    for (int64_t i = 0; i < tensors * 7; i++) history[i] = (float)i / 3;
     for (int64_t i = 0; i < tensors; i++) scales_of_a[i] = i % 5 ? (float)i * 0.7f : 0;
     save(a, dir, 9, 1);
     CHECK(checkpoint_find_newest(dir, found, sizeof found), "the newest checkpoint is found");
     Action load = {b, found};
     checkpoint_load(found, &b->model, &b->table, &b->state);
-    CHECK(same_state(a, b), "the loaded state is the saved one");
-    CHECK(memcmp(history, b->delayed[0], (size_t)elements * sizeof(float)) == 0, "a load restores the amax history");
-    CHECK(memcmp(scales_of_a, b->delayed[1], (size_t)tensors * sizeof(float)) == 0, "a load restores the scales");
+    CHECK(same_state(a, b), "the loaded state is the saved one, with amax history and scales");
     b->state.delayed_window = 6;
     CHECK_DIES(resume_action, &load, "tensor amax_history has shape [24, 7]; the model needs [24, 6]",
                "a checkpoint with another window of the amax history is refused");
@@ -315,7 +303,7 @@ static void test_delayed(void) {
     b->state.delayed_window = 7;
     write_float(state, data + 12, INFINITY);
     checkpoint_load(found, &b->model, &b->table, &b->state);
-    CHECK(b->delayed[0][3] == 0, "an infinity in the amax history is loaded as 0; found %g", (double)b->delayed[0][3]);
+    CHECK(loaded[3] == 0, "an infinity in the amax history is loaded as 0; found %g", (double)loaded[3]);
     CHECK(try_save(b, dir, &progress, 2, &failure), "what was loaded can be saved: %s", failure.text);
     write_float(state, data + 12, NAN);
     CHECK_DIES(resume_action, &load, "amax_history holds nan, which is not an amax; move this checkpoint away",
