@@ -427,20 +427,17 @@ static inline void msamp_new_scales(const AdamwScaled *s, MsampTensors tensors, 
                 tensors.first, tensors.count, control, keep);
 }
 
-// Makes the new scales of tensors their scales.
-static inline void msamp_keep_scales(const AdamwScaled *s, MsampTensors tensors, cudaStream_t stream) {
-    const size_t pitch = (size_t)s->tensors * sizeof(float), width = (size_t)tensors.count * sizeof(float);
-    CUDA_CHECK(cudaMemcpy2DAsync(s->scales + tensors.first, pitch, s->new_scales + tensors.first, pitch, width,
-                                 MSAMP_STATES, cudaMemcpyDeviceToDevice, stream));
-}
-
-// The second pass: computes the new scales from the amaxes, and stores weights and moments with them.
+// The second pass: computes the new scales from the amaxes, stores weights and moments with them, and makes them the
+// scales of the tensors.
 static inline void adamw_msamp_store(const AdamwUpdate *w, const ParameterTable *t, const ShardPlan *plan, int64_t l,
                                      int64_t count, int64_t first_gradient, cudaStream_t stream) {
+    const AdamwScaled *s = &w->arrays.scaled;
     const MsampTensors tensors = msamp_tensors(t, l, count);
-    msamp_new_scales(&w->arrays.scaled, tensors, w->control, false, stream);
+    const size_t pitch = (size_t)s->tensors * sizeof(float), width = (size_t)tensors.count * sizeof(float);
+    msamp_new_scales(s, tensors, w->control, false, stream);
     adamw_msamp_pass<true>(w, t, plan, l, count, first_gradient, stream);
-    msamp_keep_scales(&w->arrays.scaled, tensors, stream);
+    CUDA_CHECK(cudaMemcpy2DAsync(s->scales + tensors.first, pitch, s->new_scales + tensors.first, pitch, width,
+                                 MSAMP_STATES, cudaMemcpyDeviceToDevice, stream));
 }
 
 #endif

@@ -71,10 +71,6 @@ static inline int64_t beats_receive(Beats *b, void *row) {
     return from;
 }
 
-// Over TCP: returns a rank whose connection has broken (mesh_gone), or -1. With MPI: returns -1; mpirun notices lost
-// ranks.
-static inline int64_t beats_gone(const Beats *b) { return b->comm->mesh ? mesh_gone(b->comm->mesh) : -1; }
-
 // Ends the rows of all ranks. On each rank the watcher calls beats_receive and beats_part in turn until beats_part
 // returns true. From then on no rank sends a row, and this thread does not call MPI.
 static inline bool beats_part(Beats *b) {

@@ -277,7 +277,8 @@ static inline void watch_receive(Watch *w) {
         w->table.ranks[from].row = row;
         w->table.ranks[from].silence = 0;
     }
-    const int64_t gone = beats_gone(&w->messages);
+    const Mesh *mesh = w->messages.comm->mesh;
+    const int64_t gone = mesh ? mesh_gone(mesh) : -1;  // with MPI, mpirun notices lost ranks
     if (gone >= 0) w->table.ranks[gone].broken = true;
 }
 

@@ -430,13 +430,6 @@ static inline void logger_profile(Logger *l, int64_t step, const char *parts) {
     logger_write(l, &line);
 }
 
-// Logs the report of --check-links. members: the record's members except "type", as JSON.
-static inline void logger_links(Logger *l, const char *members) {
-    JsonText line = logger_begin("links");
-    json_text_add(&line, ", %s", members);
-    logger_write(l, &line);
-}
-
 // Prints joules per token and the energy since the first step began, if all GPUs report it and the steps took at least
 // SUMMARY_ENERGY_SETTLE_SECONDS; adds these and the steps' energy to `line`. Joules per token leave out `warmup` steps,
 // steps that begin too early, and the last: its energy is read at its end, other steps' while the next one runs.

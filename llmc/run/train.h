@@ -443,7 +443,11 @@ static inline void run_create(Run *run) {
     ops->weights_changed(run->trainer);
     run->logger = run_open_log(run);
     run->logger.times.began = run->began;
-    if (run->links.size) logger_links(&run->logger, run->links.data);
+    if (run->links.size) {
+        JsonText line = logger_begin("links");
+        json_text_add(&line, ", %s", run->links.data);
+        logger_write(&run->logger, &line);
+    }
     json_text_free(&run->links);
     gpu_monitor_open(&run->monitor, run->device.pci_bus_id);
     run->gpus = (GpuReading *)xcalloc((size_t)run->comm.world, sizeof *run->gpus);

@@ -161,13 +161,6 @@ static inline uint32_t peer_pattern(int64_t rank, int64_t i) {
     return ((uint32_t)rank << 24 | (uint32_t)i) * 0x9e3779b1u;
 }
 
-// Returns the index of the first of n words that differs from the rank's pattern; -1 if none differs.
-static inline int64_t peer_pattern_differs(const uint32_t *words, int64_t n, int64_t rank) {
-    for (int64_t i = 0; i < n; i++)
-        if (words[i] != peer_pattern(rank, i)) return i;
-    return -1;
-}
-
 // Waits until the stream is idle. After a failure CUDA refuses all later calls, so the run ends.
 static inline void peer_finish(cudaStream_t stream) {
     const cudaError_t status = cudaStreamSynchronize(stream);
@@ -200,8 +193,10 @@ static inline bool peer_check_pattern(const PeerMemory *p, int64_t from, int64_t
     }
     CUDA_CHECK(cudaMemcpyAsync(words, scratch + bytes, (size_t)bytes, cudaMemcpyDeviceToHost, stream));
     peer_finish(stream);
-    const int64_t i = peer_pattern_differs(words, bytes / (int64_t)sizeof *words, its_rank);
-    if (i < 0) return true;
+    const int64_t n = bytes / (int64_t)sizeof *words;
+    int64_t i = 0;  // the first word that differs
+    while (i < n && words[i] == peer_pattern(its_rank, i)) i++;
+    if (i == n) return true;
     format_checked(reason, capacity,
                    "the memory of rank %lld's GPU gives wrong data to rank %lld's GPU, "
                    "first at byte %lld of %lld: 0x%08x instead of 0x%08x",
