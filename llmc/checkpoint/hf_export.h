@@ -142,10 +142,9 @@ static inline void model_export_prepare(const char *dir, const char *model_folde
 // Dies, on all ranks, if a rank does not see the folder PATH.tmp that rank 0 makes here for a test. All ranks call it,
 // after model_export_prepare.
 static inline void model_export_check_shared(const Comm *c, const char *dir) {
-    char option[PATH_CAPACITY + 32], path[PATH_CAPACITY], temporary[PATH_CAPACITY], parent[PATH_CAPACITY];
-    format_checked(option, sizeof option, "--export-hf %s", dir);
+    char path[PATH_CAPACITY], temporary[PATH_CAPACITY], parent[PATH_CAPACITY];
     export_names(dir, path, temporary, parent, sizeof path);
-    checkpoint_require_shared(c, option, temporary);
+    checkpoint_require_shared(c, "--export-hf", dir, temporary);
 }
 
 static inline bool export_write(const char *folder, const ModelConfig *m, const ParameterTable *t,

@@ -262,10 +262,9 @@ static inline void checkpoint_prepare(const char *dir, bool resume) {
 
 // checkpoint_require_shared for the folder of checkpoints, after checkpoint_prepare.
 static inline void checkpoint_check_shared(const Comm *c, const char *dir) {
-    char option[PATH_CAPACITY + 32], probe[PATH_CAPACITY] = "";
-    format_checked(option, sizeof option, "--checkpoint-dir %s", dir);
+    char probe[PATH_CAPACITY] = "";
     if (c->rank == 0) checkpoint_temporary(dir, 0, probe, sizeof probe);
-    checkpoint_require_shared(c, option, probe);
+    checkpoint_require_shared(c, "--checkpoint-dir", dir, probe);
 }
 
 // ---- resuming

@@ -87,14 +87,14 @@ static inline bool checkpoint_agree(const Comm *c, bool ok, Failure *failure) {
 static inline bool checkpoint_is_leader(const Comm *c) { return !c || c->rank == 0; }
 
 // Dies, on all ranks, if a rank does not see a folder that rank 0 makes: the ranks write one checkpoint or export
-// together. `probe`, of rank 0: a path where it can make a folder, which it then removes. `option`: "--checkpoint-dir
-// /x". All ranks call.
-static inline void checkpoint_require_shared(const Comm *c, const char *option, const char *probe) {
+// together. `probe`, of rank 0: a path where it can make a folder, which it then removes. `option` gives `dir`. All
+// ranks call.
+static inline void checkpoint_require_shared(const Comm *c, const char *option, const char *dir, const char *probe) {
     Failure failure;
     char path[PATH_CAPACITY] = "";
     if (c->world == 1) return;
     if (c->rank == 0) format_checked(path, sizeof path, "%s", probe);
-    if (c->rank == 0 && !folder_begin(path, &failure)) die("%s: %s", option, failure.text);
+    if (c->rank == 0 && !folder_begin(path, &failure)) die("%s %s: %s", option, dir, failure.text);
     comm_broadcast(c, COMM_WORLD, 0, path, sizeof path);
     const double start = seconds_now();
     bool seen = path_exists(path);
@@ -104,8 +104,8 @@ static inline void checkpoint_require_shared(const Comm *c, const char *option, 
                        "folder on a disk that all hosts share");
     seen = checkpoint_agree(c, seen, &failure);
     const Failure blind = failure;
-    if (c->rank == 0 && !folder_remove(path, &failure)) die("%s: %s", option, failure.text);
-    if (!seen) die_with(EXIT_USAGE, "%s: %s", option, blind.text);
+    if (c->rank == 0 && !folder_remove(path, &failure)) die("%s %s: %s", option, dir, failure.text);
+    if (!seen) die_with(EXIT_USAGE, "%s %s: %s", option, dir, blind.text);
 }
 
 // Context of checkpoint_fetch and checkpoint_part: specification i is parameter i % table->count of array kinds[i /

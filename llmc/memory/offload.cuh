@@ -75,7 +75,8 @@ static inline void offload_describe(Offload *f, const Options *o, const ShardPla
     f->bytes[OFFLOAD_EXP_AVG_SQ] = offloaded.moments ? second : 0;
     f->bytes[OFFLOAD_MASTER] = offloaded.master ? (int64_t)sizeof(float) : 0;
     f->element = 0;
-    kept_describe(&f->kept, o, kept, layers);
+    f->kept = KeptOffload{};
+    f->kept.kept = offloaded.activations ? kept : NULL, f->kept.layers = layers;
     for (int k = 0; k < OFFLOAD_ARRAYS; k++) f->element += f->bytes[k];
     f->plan = plan, f->layers = layers, f->backwards = o->optimizer_in_backward;
     const int64_t wanted = min_i64(offload_unit_parts(f, 0) + 2, OFFLOAD_MAX_SLOTS);

@@ -40,11 +40,6 @@ static inline int64_t kept_host_begin(const KeptOffload *f, int64_t l) {
     return begin;
 }
 
-static inline void kept_describe(KeptOffload *f, const Options *o, const KeptSpan *kept, int64_t layers) {
-    memset(f, 0, sizeof *f);
-    f->kept = options_offloaded(o).activations ? kept : NULL, f->layers = layers;
-}
-
 // Estimated seconds of a micro-step's passes (step_estimate.h).
 typedef struct {
     double forward, backward;
