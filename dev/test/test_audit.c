@@ -9,8 +9,7 @@
 
 static const AuditSums no_sums;
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Small cases, with values computed by hand
+// ---- Small cases, with values computed by hand
 
 static void test_elements(void) {
     // E4M3 with scale_inv 1/2: values are half of the codes' values. The range ends at 224. The smallest code above 0
@@ -120,8 +119,7 @@ static void test_sqnr_limits(void) {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// FP8 data of every granularity
+// ---- FP8 data of every granularity
 
 // Returns the sums of an audit of x's FP8 data, with `saturated` 0. Finds the amax and the scale of each block of
 // values that share a scale, and casts the values again.
@@ -206,8 +204,7 @@ static void test_recipe_granularities(void) {
           "different kinds of scales, or for bf16 data");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Reports: lines of log.jsonl, and the printed table
+// ---- Reports: lines of log.jsonl, and the printed table
 
 typedef struct {
     Options o;

@@ -128,8 +128,7 @@ static int64_t activations_of(int64_t step, int64_t micro, int64_t l) {
     return order_content((1ll << 47) + (step * 100 + micro) * 1000 + l, 0);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Recording
+// ---- Recording
 
 static cudaStream_t stream_handle(int64_t rank, int stream) {
     return (cudaStream_t)(intptr_t)(1 + rank * ORDER_STREAMS + stream);
@@ -291,8 +290,7 @@ static CUresult note_memory_operations(CUstream s, unsigned count, CUstreamBatch
     return CUDA_SUCCESS;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Kernels
+// ---- Kernels
 
 static void note_slices(cudaStream_t s, const Fp8Slices *slices) {
     for (int64_t l = 0; l < slices->count; l++) {
@@ -539,8 +537,7 @@ static void note_kernel(cudaStream_t s, const void *function, void **arguments) 
         die("a kernel that this test does not know");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Replacements of CUDA and NCCL
+// ---- Replacements of CUDA and NCCL
 
 extern "C" {
 cudaError_t __wrap_cudaEventCreateWithFlags(cudaEvent_t *e, unsigned) {
@@ -708,8 +705,7 @@ ncclResult_t __wrap_ncclRecv(void *to, size_t count, ncclDataType_t type, int fr
 }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Tensors that the trainer gets from Fsdp, by address
+// ---- Tensors that the trainer gets from Fsdp, by address
 
 // Weights and outputs of kernels have separate tables, because a transient embedding lies where the root's gradient
 // will be.
@@ -794,8 +790,7 @@ static QTensor trainer_weight(const Fsdp *f, int64_t l, LinearId id) {
     return w;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Replacements of what train_fp8.cu calls
+// ---- Replacements of what train_fp8.cu calls
 
 static cudaStream_t computing(void) { return stream_handle(now - ranks, COMPUTE); }
 static int64_t gradients_now(int64_t l, int64_t over) { return gradients_of(now->gradient_step, now->micro, l, over); }
@@ -1294,8 +1289,7 @@ static void trainer_gemm_choose(const Gemm *, GemmPlan *, bf16 *, const QTensor 
 
 #include "../../train_fp8.cu"
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Cases
+// ---- Cases
 
 typedef struct {
     int precision, recipe, sharding, gather, reduce, recompute, copies;
@@ -1820,8 +1814,7 @@ static void check_watch(void) {
           "the end of an operation is reported");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The self-test of peer_memory.cuh, on host memory
+// ---- The self-test of peer_memory.cuh, on host memory
 
 enum { PROOF_RANKS = 3, PROOF_FIRST = 6, PROOF_BYTES = 4096 };  // ranks 6 to 8 of a run
 

@@ -235,8 +235,7 @@ static inline bool precision_fast_accum(const Precision *p, const Recipe *r, Gem
     return gemm == GEMM_FPROP ? p->fast_accum != FAST_ACCUM_NONE : p->fast_accum == FAST_ACCUM_ALL && r != &p->head;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The per-GEMM precision table
+// ---- the per-GEMM precision table
 
 // The sizes of a GEMM: its result is [rows, columns], and it sums over `depth`.
 typedef struct {

@@ -130,8 +130,7 @@ static inline void audit_source(QTensor out, Source source, int64_t R, int64_t C
     if (col.codes && col.to[0]) CUDA_LAUNCH(audit_kernel<Source>, blocks, AUDIT_THREADS, 0, stream, source, col, R, C);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// A contiguous part of a tensor with one scale
+// ---- A contiguous part of a tensor with one scale
 
 static __global__ void __launch_bounds__(AUDIT_THREADS)
     audit_part_kernel(AuditSums *to, const bf16 *x, const uint8_t *codes, const float *scale_inv, int64_t n,

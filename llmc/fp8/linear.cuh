@@ -109,8 +109,7 @@ static inline void linears_place(Linears *ln, int64_t workspace, Arena *a) {
     ln->gemm.alpha = emulated ? (float *)arena_take(a, (int64_t)sizeof(float)) : NULL;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Planning
+// ---- planning
 
 // Chooses a GEMM's algorithm. Candidates run with operands and results in `memory`, which must not be in use yet and
 // must have room for them in bf16, with two times ARENA_ALIGNMENT more.
@@ -191,8 +190,7 @@ static inline void linears_print_full_accum(const Linears *ln) {
     if (found) printf("\n");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// GEMMs
+// ---- GEMMs
 
 // Computes d = a b, or d += a b if `accumulate`, with operands as in gemm_run(). `op` names the operation in the
 // profile.
@@ -226,8 +224,7 @@ static inline GemmPlan *linears_lm_head(Linears *ln, int64_t rows) {
     return rows == ln->head_rows ? ln->lm_head : ln->lm_head_tail;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Casts of tensors [R, C]. A Source supplies the values (quantize_kernels.cuh).
+// ---- Casts of tensors [R, C]. A Source supplies the values (quantize_kernels.cuh).
 
 // Raises the amaxes that the tensor's rowwise and columnwise casts need. Does nothing if they need none, as with block
 // scales.

@@ -141,8 +141,7 @@ static inline int64_t quantize_amax_source(const char *function, QTensor out, So
     return source_bytes<Source>(R, C);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Tensors in memory
+// ---- tensors in memory
 
 // Casts x [R, C]. If the granularities of `out` need amaxes, the caller has found them in out.amax.
 static inline void quantize_transpose(QTensor out, const bf16 *x, int64_t R, int64_t C, cudaStream_t stream) {
@@ -165,8 +164,7 @@ static inline void tensor_quantize(QTensor out, const bf16 *x, int64_t R, int64_
     quantize_transpose(out, x, R, C, stream);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// FP8 to bf16
+// ---- FP8 to bf16
 
 enum { DEQUANTIZE_THREADS = 256, DEQUANTIZE_ELEMENTS = 16 };
 

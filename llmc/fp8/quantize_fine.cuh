@@ -64,8 +64,7 @@ struct FineShared {
     uint32_t warp_maxima[FINE_WARPS];
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Values and their maxima
+// ---- values and their maxima
 
 // Loads this thread's 8 rows x 8 columns of every output.
 template <class Source>
@@ -276,8 +275,7 @@ __device__ static inline float fine_scale_of_square(FineShared<1, BLOCKS> *s, co
     return scale;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The cast
+// ---- the cast
 
 // Casts 8 values of a row to codes, each with its column's scale.
 template <Fp8Format FORMAT>
@@ -369,8 +367,7 @@ static __global__ void __launch_bounds__(CAST_THREADS, Source::MIN_BLOCKS < 3 ? 
     store_tile_columns<OUTPUTS>(out.columnwise, shared.codes, at.row, at.column, R, C);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The amax pass
+// ---- the amax pass
 
 // Raises *to to `bits`, a maximum as float bits.
 __device__ static inline void fine_raise(uint32_t *to, uint32_t bits) {

@@ -152,8 +152,7 @@ static inline void tensor_scales_audit_casts(TensorScales *s, bool on) {
     if (on) CUDA_CHECK(cudaMemsetAsync(s->audit, 0, (size_t)(s->layers * AUDIT_LAYER) * sizeof(AuditSums), s->stream));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Recipe tensorwise_bounded: scales of weights, n of them, which are NUM_LINEARS in each layer.
+// ---- Recipe tensorwise_bounded: scales of weights, n of them, which are NUM_LINEARS in each layer.
 
 static __global__ void weight_scales_begin_kernel(float *scale, const uint32_t *amax, int64_t n) {
     grid_dependency_wait();

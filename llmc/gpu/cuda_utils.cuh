@@ -18,8 +18,7 @@ static_assert(sizeof(bf16) == sizeof(bf16_bits), "host and device exchange bf16 
 #define WARP_SIZE 32
 #define LOG2_E 1.4426950408889634f  // for softmax in base 2
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Host
+// ---- host
 
 static inline void cuda_check(cudaError_t error, const char *call, const char *file, int line) {
     const int code = error == cudaErrorMemoryAllocation ? EXIT_MEMORY : EXIT_OTHER;
@@ -84,8 +83,7 @@ static inline void require_aligned16(const void *pointer, const char *function, 
     if ((uintptr_t)pointer % 16) die("%s: %s at %p is not 16-byte aligned", function, name, pointer);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Device: the start of every kernel
+// ---- device: the start of every kernel
 
 // Returns when all work enqueued in the stream before this kernel has finished and its writes are visible. It must be
 // the first statement of every kernel, for every thread. The next kernel only waits until this kernel's blocks have
@@ -96,8 +94,7 @@ __device__ static inline void grid_dependency_wait(void) {
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// 8 bf16 as one 16-byte access. Element 2i is the low half of word[i], 2i+1 the high half.
+// ---- 8 bf16 as one 16-byte access. Element 2i is the low half of word[i], 2i+1 the high half.
 
 typedef struct __align__(16) {
     uint32_t word[4];
@@ -169,8 +166,7 @@ __device__ static inline void copy_async_wait(void) {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Reductions
+// ---- reductions
 
 template <class T> __device__ static inline T warp_sum(T x) {
 #pragma unroll
@@ -288,8 +284,7 @@ __device__ static inline void fp8x8_to_floats(float out[8], uint2 codes) {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Pinned host memory
+// ---- pinned host memory
 
 // Returns `bytes` of pinned host memory, all zero. Dies if it cannot be had; the message names `what`, the option that
 // needs it.

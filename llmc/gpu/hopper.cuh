@@ -26,8 +26,7 @@
 #define HOPPER_DEVICE_CODE 0
 #endif
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Host
+// ---- host
 
 // True if the current device has compute capability 9.0 and this program was built for 9.0.
 static inline bool hopper_available(void) {
@@ -99,8 +98,7 @@ static inline CUtensorMap tensor_map_tokens(const void *base, int64_t B, int64_t
     return tensor_map_create(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_128B, 4, base, dims, strides, box);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Device: small things
+// ---- device: small things
 
 __device__ __forceinline__ uint32_t smem_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
@@ -167,8 +165,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
     } while (!done);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Device: a pipeline between a TMA producer and consumers, with a full and an empty mbarrier for each stage.
+// ---- device: a pipeline between a TMA producer and consumers, with a full and an empty mbarrier for each stage.
 
 // Position in a circular buffer of STAGES pipeline stages: the stage, and the phase parity of its mbarrier.
 struct PipelineState {

@@ -416,8 +416,7 @@ __launch_bounds__(384, 1) void attention_backward_main(const __grid_constant__ A
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Host
+// ---- host
 
 template <int HD, bool MASKED>
 static inline void attention_backward_launch(bf16 *dqkv, const bf16 *dout, const bf16 *qkv, const bf16 *out,

@@ -25,8 +25,7 @@
 #define MMA_TILE 64  // rows of every tile
 #define MMA_THREADS 128
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Tiles in shared memory (32-bit shared-space addresses)
+// ---- tiles in shared memory (32-bit shared-space addresses)
 
 template <int HD>
 __device__ __forceinline__ uint32_t mma_chunk(uint32_t tile, int row, int chunk) {
@@ -127,8 +126,7 @@ __device__ __forceinline__ void mma_store_rows(bf16 *to, int64_t stride, int64_t
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Forward
+// ---- forward
 
 // Returns at[t] of a sequence's Documents.starts or ends; for t from T on that of the last token. Without MASKED: 0.
 template <bool MASKED>
@@ -231,8 +229,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
     mma_store_rows<HD>(out + (sequence * d.T * d.NH + head) * HD, d.NH * HD, q0 + row0, d.T, o, inverse);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Backward
+// ---- backward
 
 // Computes delta[b,h,t] = sum over HD of dout * out, with one warp per (b, t, h).
 static __global__ void attention_delta_kernel(float *__restrict__ delta, const bf16 *__restrict__ dout,
@@ -393,8 +390,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
     mma_store_rows<HD>(dqkv + sequence * d.T * stride + head * HD, stride, q0 + row0, d.T, dq, scales);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Launchers
+// ---- launchers
 
 template <int HD, bool MASKED>
 static inline void attention_forward_mma_launch(bf16 *out, float *lse, const bf16 *qkv, AttentionDims d,

@@ -58,8 +58,7 @@ static inline void embedding_sort(int32_t *index, const int32_t *tokens, int64_t
     index[0] = n;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Device
+// ---- device
 
 enum { EMBEDDING_THREADS = 128, EMBEDDING_WARPS = EMBEDDING_THREADS / WARP_SIZE, EMBEDDING_COLUMNS = 8 * WARP_SIZE };
 

@@ -165,8 +165,7 @@ static inline int64_t swiglu_backward(bf16 *d_gate_up, bf16 *h, const bf16 *dh, 
     return R * F * (6 + (h ? 2 : 0) + (d_gate_up ? 4 : 0));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// FP8: sources of the cast (see "A Source" in quantize_kernels.cuh)
+// ---- FP8: sources of the cast (see "A Source" in quantize_kernels.cuh)
 
 struct SwigluSource {
     enum { ROLES = 1 << TENSOR_X, INPUTS = 2, OUTPUTS = 1, MIN_BLOCKS = 3, GROUPS_AHEAD = 1, AMAX = 0 };

@@ -120,8 +120,7 @@ static inline QTensor *layer_output_gradient(OutputGradients *dy, LinearId id) {
     return gradients[id];
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The data of a tensor that layers [first, last) need
+// ---- the data of a tensor that layers [first, last) need
 
 typedef struct {
     bool bf16, rowwise, columnwise;
@@ -164,8 +163,7 @@ static inline OutputGradients activations_output_gradients(const Activations *ac
     return dy;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Placement
+// ---- placement
 
 // Places the input of linear layer `id`, [R, K], for layers [first, last). Rowwise data is dead after the forward GEMM,
 // so all layers share the buffer `row`.

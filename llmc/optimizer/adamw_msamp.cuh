@@ -333,8 +333,7 @@ static __global__ void msamp_scales_kernel(AdamwScaled s, int64_t first, int64_t
     s.new_scales[state * s.tensors + first + i] = kept ? scale : msamp_scale(amax, before, fp_max);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Host
+// ---- host
 
 // The tensors of `count` units, as entries of the parameter table.
 typedef struct {

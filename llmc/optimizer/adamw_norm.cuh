@@ -251,8 +251,7 @@ static inline void adamw_locate(AdamwControl *control, AdamwGradients gradients,
     else adamw_find_large(control, gradients.bf16_data, order, stream);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// --grad-clip with --optimizer-in-backward: before its update, each unit is clipped by the norm of clip_norm_so_far
+// ---- --grad-clip with --optimizer-in-backward: each unit is clipped before its update, by clip_norm_so_far
 
 enum { ADAMW_CLIP_SLOTS = 2 };
 

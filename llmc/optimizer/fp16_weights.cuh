@@ -84,8 +84,7 @@ __device__ static inline uint2 fp16x8_to_fp8(const fp16_bits *p, float to_fp8) {
     return make_uint2(fp8x4_from_floats<FP8_E4M3>(x), fp8x4_from_floats<FP8_E4M3>(x + 4));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Factors
+// ---- factors
 
 // A thread block computes the factors of a layer, a thread those of one tensor. `scales` holds the FP16 scale of each
 // entry of the parameter table. `amax` and scale_inv belong to the layers' FP8 weights and are laid out as in
@@ -124,8 +123,7 @@ static inline void fp16_amax(uint32_t *amax, const fp16_bits *x, int64_t n, cons
                 scale);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Casts
+// ---- casts
 
 // blockIdx.y is the layer.
 static __global__ void __launch_bounds__(FP16_THREADS)
@@ -206,8 +204,7 @@ static inline void fp16_cast(QTensor out, const Fp16Weights *w, int64_t layer, i
                 stream, out.rowwise, out.columnwise, *w, layer, at, R, C);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Audit
+// ---- audit
 
 static __global__ void __launch_bounds__(AUDIT_THREADS)
     fp16_audit_kernel(AuditSums *to, const fp16_bits *x, const uint8_t *codes, const Fp16Factors *factors,

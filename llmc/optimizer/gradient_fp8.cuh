@@ -84,8 +84,7 @@ static inline GradientFp8 gradient_fp8_of_layer(GradientFp8 g, const GradientFp8
     return GradientFp8{g.codes + l * a->matrices, g.scale_inv + entry, g.amaxes + entry};
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Casts
+// ---- casts
 
 // Loads 8 gradients of a layer. With CODES they are the sum of all ranks' codes with scale_inv from_inv, else
 // from.data. With ADD, adds the stored gradients, which are `codes` with scale_inv.
@@ -265,8 +264,7 @@ static inline void gradient_fp8_to_bf16(bf16 *to, GradientFp8 from, const Gradie
     CUDA_LAUNCH(gradient_fp8_decode_kernel, gradient_fp8_grid(a), GRADIENT_FP8_THREADS, 0, stream, to, from, *a);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Reading
+// ---- reading
 
 // Reads a rank's gradients by their index in its flat shard arrays. It is slow, and only the search for large gradients
 // uses it, after a step whose gradient norm is not accepted.

@@ -53,8 +53,7 @@
 #include "fsdp_norm.cuh"
 #include "fsdp_weights.cuh"
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Creation
+// ---- creation
 
 // Invalidates all gathered and cast weights.
 static inline void fsdp_invalidate(FsdpWeights *w) {
@@ -92,8 +91,7 @@ static inline void fsdp_destroy(Fsdp *f) {
     free(w->columnwise_layer);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Steps
+// ---- steps
 
 // Begins optimizer step `step`, counted from 0.
 static inline void fsdp_begin_step(Fsdp *f, int64_t step) {
@@ -115,8 +113,7 @@ static inline void fsdp_begin_micro_step(Fsdp *f, int64_t micro) {
     f->transport.keys = keys;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Weights
+// ---- weights
 
 // True if layer l's rowwise data is still valid from an earlier pass and replaces a gather of its bf16 weights: forward
 // reads it, and backward transposes it. Only with one scale per tensor and without FP8 all-gather.
@@ -246,8 +243,7 @@ static inline void fsdp_publish_layers(Fsdp *f) {
     compute_waits_comm(&f->transport);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Gradients
+// ---- gradients
 
 static inline int fsdp_gradient_buffer(int64_t l) { return l == ROOT ? 0 : 1 + (int)(l % FSDP_GRADIENT_BUFFERS); }
 

@@ -167,8 +167,7 @@ typedef struct {
     int64_t step;
 } Fsdp;
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Sizes
+// ---- sizes
 
 // True if several ranks shard one replica of the weights.
 static inline bool fsdp_is_sharded(const Fsdp *f) { return f->plan.shard.shard_size > 1; }
@@ -253,8 +252,7 @@ static inline int64_t fsdp_slot_element(const Fsdp *f) {
     return f->plan.weight_source == FSDP_WEIGHTS_GATHER_FP8 && !f->plan.precision->any_bf16 ? 1 : (int64_t)sizeof(bf16);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The strategy
+// ---- the strategy
 
 // Chooses the strategy. f->plan.shard, f->transport, fp8_gradients and input_elements must be set.
 static inline void fsdp_describe_strategy(Fsdp *f, const Options *o) {

@@ -7,8 +7,7 @@
 
 #include "fsdp_plan.cuh"
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Views
+// ---- views
 
 static inline char *fsdp_slot_data(const Fsdp *f, int64_t slot) {
     return f->weights.slots + slot * fsdp_layer_matrices(f) * fsdp_slot_element(f);
@@ -72,8 +71,7 @@ static inline QTensor fsdp_weight(const Fsdp *f, int64_t l, LinearId id) {
     return w;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Casts
+// ---- casts
 
 // Sets where this rank's FP16 masters of the layers' matrices are.
 static inline void fsdp_find_masters(Fsdp *f) {

@@ -152,8 +152,7 @@ static inline bool peer_memory_try(PeerMemory *p, const Comm *c, const PeerOffer
     return false;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The check at start
+// ---- the check at start
 
 // Returns word i < 2^24 of the pattern of rank `rank` of the run. All words of 256 consecutive ranks differ, and all
 // bits vary.

@@ -75,8 +75,7 @@ typedef struct {
     GradientSum how;  // how the reduced slice is added to the sums, or replaces them
 } TransportSegment;
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Memory, streams, peers
+// ---- memory, streams, peers
 
 // Chooses the transport for `world` ranks in shard groups of `shard_size`, by the options.
 static inline void transport_describe(Transport *t, const Options *o, int64_t world, int64_t shard_size,
@@ -188,8 +187,7 @@ static inline void transport_wait_all(Transport *t) {
     transport_wait(t, t->idle);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Operations over the shard group
+// ---- operations over the shard group
 
 // Begins an operation that copy engines or NCCL do, and that transport_end ends. Error messages name `what` and `l`, a
 // layer, ROOT or NO_LAYER (nccl_begin_operation).
@@ -216,8 +214,7 @@ static inline void transport_gather(Transport *t, const void *part, void *all, i
     else nccl_all_gather(t->nccl, COMM_SHARD, part, all, slice, type);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Kernels that sum gradients
+// ---- kernels that sum gradients
 
 // `to` [rows, n] = the first n columns of `from` [rows, stride], as fp32. n and stride must be multiples of 8.
 static __global__ void __launch_bounds__(TRANSPORT_THREADS)
@@ -339,8 +336,7 @@ static inline void transport_add_received(Transport *t, int64_t at, const bf16 *
                     t->shard_size, t->shard_rank, n, how);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Reduce-scatter and all-reduce
+// ---- reduce-scatter and all-reduce
 
 static inline GradientSum transport_sum_from(const TransportSegment *s, int64_t first) {
     GradientSum how = s->how;

@@ -135,8 +135,7 @@ typedef struct {
 
 static Order order;
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Recording
+// ---- Recording
 
 static inline char *order_base(int64_t rank) { return (char *)((1 + rank) * ORDER_MEMORY_STRIDE); }
 
@@ -225,8 +224,7 @@ static inline void order_sent(int stream, int64_t to_rank) {
     order_note(stream, ORDER_SENT, to_rank)->name = "the receiver of a message";
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Memory
+// ---- Memory
 
 static inline int64_t order_rank_of(const char *address) {
     const int64_t rank = (int64_t)((uintptr_t)address / ORDER_MEMORY_STRIDE) - 1;
@@ -317,8 +315,7 @@ static inline void order_run_write(int stream, const char *to, int64_t bytes, in
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Running
+// ---- Running
 
 static inline void order_join(OrderClock *now, const OrderClock *before) {
     for (int i = 0; i < ORDER_MAX_STREAMS; i++)
