@@ -310,6 +310,19 @@ static inline bool checkpoint_is_one(const char *folder) {
     return path_exists(manifest) || checkpoint_step_of(slash ? slash + 1 : folder, "") >= 0;
 }
 
+// Dies if MODEL is a folder that checkpoints were saved to.
+static inline void checkpoint_refuse_model(const char *model) {
+    char config[PATH_CAPACITY];
+    CheckpointSteps list;
+    Failure failure;
+    format_checked(config, sizeof config, "%s/config.json", model);
+    if (path_exists(config) || !checkpoint_list(model, &list, &failure)) return;
+    if (list.count)
+        die("MODEL %s is a folder of checkpoints; give one of them, such as %s/step-%08lld", model, model,
+            (long long)list.steps[0]);
+    free(list.steps);
+}
+
 // Finds the checkpoint that --branch names: it, or the newest whole one in it. Dies if there is none.
 static inline void checkpoint_find_branch(const char *branch, char *path, size_t capacity) {
     Failure failure;

@@ -87,19 +87,6 @@ static inline void run_setup_verify_weights(const RunSetup *s, const Options *o,
     if (!checkpoint_agree(c, ok, &failure)) run_setup_die_damaged(o, &failure);
 }
 
-// Dies if MODEL is a folder that checkpoints were saved to.
-static inline void run_setup_refuse_checkpoints(const char *model) {
-    char config[PATH_CAPACITY];
-    CheckpointSteps list;
-    Failure failure;
-    format_checked(config, sizeof config, "%s/config.json", model);
-    if (path_exists(config) || !checkpoint_list(model, &list, &failure)) return;
-    if (list.count)
-        die("MODEL %s is a folder of checkpoints; give one of them, such as %s/step-%08lld", model, model,
-            (long long)list.steps[0]);
-    free(list.steps);
-}
-
 static inline void run_setup_model(RunSetup *s, const Options *o) {
     char presets[1024];
     if (options_uses_model(o)) use_require_weights(o);
@@ -110,7 +97,7 @@ static inline void run_setup_model(RunSetup *s, const Options *o) {
         die_with(EXIT_USAGE, "MODEL \"%s\" is neither a folder nor one of: %s%s%s%s", o->model, presets,
                  nearest ? "; the nearest is " : "", nearest ? nearest : "",
                  nearest && strchr(o->model, '/') ? ", with random weights; for its weights download the folder" : "");
-    run_setup_refuse_checkpoints(o->model);
+    checkpoint_refuse_model(o->model);
     Failure failure;
     const bool verify = !s->continues && !o->no_verify;
     if (verify && !model_verify(o->model, SMALL_FILE_BYTES, &failure)) run_setup_die_damaged(o, &failure);
@@ -540,9 +527,8 @@ static inline void run_setup_check_room(const RunSetup *s, const Options *o, con
     if (!*o->export_hf) return;
     export_names(o->export_hf, path, temporary, parent, sizeof path);
     struct stat a, b;
-    const bool shared =  // by both folders: the checkpoint takes room of the export
-        checkpoint && stat(parent, &a) == 0 && stat(o->checkpoint_dir, &b) == 0 && a.st_dev == b.st_dev;
-    const int64_t before = shared ? checkpoint : 0;
+    const bool one_disk = stat(parent, &a) == 0 && stat(o->checkpoint_dir, &b) == 0 && a.st_dev == b.st_dev;
+    const int64_t before = one_disk ? checkpoint : 0;
     if (folder_room(parent, &room, &failure) && room < before + weights)
         die("--export-hf %s: the weights take %.*f GiB%s, and %.*f are free there; make room or give a folder on a "
             "larger disk",
