@@ -49,7 +49,7 @@ def main(words):
     tenth = -(-number("--num-steps", o.num_steps) // 10)
     every = number("--audit-every", o.audit_every) if o.audit_every else tenth
     recipes = split(o.recipes) or [*Trainer(o.trainer).list("recipes"), "fast"]
-    recipes = [word.replace("fp8+", "tensorwise+").removeprefix("fp8").strip(":") or "tensorwise" for word in recipes]
+    recipes = ["tensorwise" + one[3:] if f"{one}+".startswith("fp8+") else one.removeprefix("fp8:") for one in recipes]
     if len(recipes) == 1 and not o.recipes:
         fail(f"{o.trainer} --list recipes names none")
     model = o.model.rstrip("/")

@@ -200,7 +200,8 @@ def test_options(folder):
         ("is named twice", text, "--val", f"{folder}/[t].txt", *to),
         ("no whole document for training", f"{folder}/blank.txt", "--val", val, *to),
         ("no document for validation", many, "--val", f"{folder}/blank.txt", *to),
-        ("no document for validation, 3 for training: give --val", text, *to),
+        ("no document for validation, 3 for training: give --val with at least one, or at least 50 documents", text,
+         *to),
         ("is a pipe or a device", "/dev/null", *to),
         ("--fraction goes with tinystories", text, *to, "--fraction", "0.5"),
         *(("a number above 0 and at most 1", "tinystories", "--tokenizer", "bytes", "--fraction", f)
