@@ -108,8 +108,8 @@ enum { RARE, COMMON };
          "seed of initial weights, order of the data, generated text and, without --rounding-seed, stochastic " \
          "rounding") \
     INT(rounding_seed, "rounding-seed", -1, -1, 4294967295.0, BRANCHES, RARE, \
-         "seed of stochastic rounding, but for --fp8-lm-head's, which follows from the logits alone; runs that differ " \
-         "in it alone show how far rounding moves a loss; -1: the value of --seed") \
+         "seed of stochastic rounding, but for --fp8-lm-head's, which follows from the logits alone; runs that " \
+         "differ in it alone show how far rounding moves a loss; -1: the value of --seed") \
     GROUP("precision") \
     FLAG(fast, "fast", COMMON, \
          "short for --precision fp8 --fp8-recipe tensorwise_bounded --fp8-fast-accum all --fp8-lm-head all; options " \
